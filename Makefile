@@ -1,0 +1,71 @@
+# Every target sets up what it needs, and does nothing that is done already.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+TRL_VENV := .venv-trl
+
+.PHONY: help venv quickstart quickstart-short test lint bench bench-trl gpu chromium
+
+help:
+	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
+	@echo "make test        lint, then every test that needs no GPU"
+	@echo "make lint        ruff, pyright, import-linter, size limits"
+	@echo "make bench       tokens/s of rollout and training, and where the time goes"
+	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
+	@echo "make gpu         the tests and benchmarks that need a GPU"
+	@echo "make venv        only the environment, .venv; PYTHON=python3.11 picks the interpreter"
+
+venv: $(VENV)/.stamp
+
+# torch comes first and alone, so that a build chosen by hand (CPU, or another CUDA) is kept.
+$(VENV)/.stamp: setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet torch==2.13.0
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: venv
+	$(RUN) examples/quickstart/run.py
+
+quickstart-short: venv
+	$(RUN) examples/quickstart/run.py --short
+
+test gpu: export OMP_NUM_THREADS := 1
+
+test: lint chromium
+	$(RUN) -m pytest tests/unit -n 2
+	$(RUN) -m pytest tests/distributed
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports
+	$(RUN) tests/lint/size_limits.py
+
+bench: venv
+	$(RUN) tools/benchmark_loop.py
+
+bench-trl: venv $(TRL_VENV)/.stamp
+	$(RUN) tools/benchmark_trl.py --trl-python $(TRL_VENV)/bin/python
+
+$(TRL_VENV)/.stamp: Makefile
+	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(TRL_VENV)/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 transformers==5.23.0 datasets==5.2.0 accelerate==1.15.0
+	@touch $@
+
+gpu: venv
+	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU, and torch sees none here")'
+	$(RUN) -m pytest tests/gpu -m gpu
+	$(RUN) tools/benchmark_loop.py
+
+# The report is tested in a real browser.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
+	  else \
+	    echo "The tests open the report in Chromium, which is missing: install your system's 'chromium' package." >&2; exit 1; \
+	  fi; }

@@ -1,0 +1,35 @@
+"""What a user may set (`schema`), and how files become it (`load`)."""
+
+from megatron_dppo.config.load import did_you_mean, dump_config, load_config
+from megatron_dppo.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrackingConfig,
+    TransformersEngineConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrackingConfig",
+    "TransformersEngineConfig",
+    "did_you_mean",
+    "dump_config",
+    "load_config",
+]

@@ -1,0 +1,191 @@
+"""From TOML files and `--set` to a `Config`, with every fault reported at once.
+
+Layers are merged left to right: tables key by key, anything else (lists included) is replaced. Relative paths
+in a file mean what they would mean on the command line: they start at the current directory, not at the file.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, Problem
+
+Table = dict[str, Any]
+KeyPath = tuple[str, ...]
+
+_EXPECTED = {
+    "model_type": "a table",
+    "dict_type": "a table",
+    "string_type": "a string in quotes",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+}
+
+
+def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """Merge TOML files left to right, then `a.b=c` overrides, and validate the result.
+
+    Args:
+        paths: TOML files; a later one wins.
+        overrides: `section.key=value`; the value is read as TOML, or as a string where it is none.
+
+    Raises:
+        ConfigError: With one `Problem` per fault in all files and overrides together.
+    """
+    problems: list[Problem] = []
+    merged: Table = {}
+    origins: dict[KeyPath, str] = {}
+    for path in paths:
+        layer = _read_toml(path)
+        if isinstance(layer, Problem):
+            problems.append(layer)
+        else:
+            _merge(merged, layer, str(path), origins)
+    for override in overrides:
+        layer = _parse_override(override)
+        if isinstance(layer, Problem):
+            problems.append(layer)
+        else:
+            _merge(merged, layer, f"--set {override}", origins)
+    try:
+        # Strict, as TOML has types: "3" is no number, 3.0 no count. By way of JSON, where strict reads paths.
+        config = Config.model_validate_json(json.dumps(merged, default=str), strict=True)
+    except ValidationError as error:
+        problems.extend(_explain(details, origins) for details in error.errors())
+        raise ConfigError(problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as TOML that `load_config` reads back; fields that are none are left out."""
+    return tomli_w.dumps(_as_toml(config.model_dump()))
+
+
+def did_you_mean(word: str, choices: Sequence[str]) -> str | None:
+    """The choice that `word` looks like a misspelling of, if any."""
+    matches = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def _read_toml(path: Path) -> Table | Problem:
+    expected = "a TOML file"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Problem(str(path), "no such file", expected, f"Check the path; it starts at {Path.cwd()}.")
+    except OSError as error:
+        return Problem(str(path), str(error.strerror), expected, "Name a file that can be read.")
+    except UnicodeDecodeError:
+        return Problem(str(path), "bytes that are not UTF-8", expected, "Save the file as UTF-8.")
+    except tomllib.TOMLDecodeError as error:
+        return _torn_toml(path, str(error))
+
+
+def _torn_toml(path: Path, message: str) -> Problem:
+    position = re.search(r"at line (\d+)", message)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = int(position.group(1)) if position else len(lines)
+    text = lines[number - 1].strip() if 0 < number <= len(lines) else "the end of the file"
+    action = "Mend this line; strings need quotes, and a table starts with [name]."
+    return Problem(f"{path}, line {number}", f"{text!r} ({message})", "valid TOML", action)
+
+
+def _parse_override(override: str) -> Table | Problem:
+    name, separator, text = override.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not separator or not all(keys):
+        action = "Write for example --set optimizer.lr=2e-6."
+        return Problem(f"--set {override}", repr(override), "section.key=value", action)
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if parsed.keys() == {"value"} else text
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for key in reversed(keys):
+        value = {key: value}
+    return cast(Table, value)
+
+
+def _merge(into: Table, layer: Table, origin: str, origins: dict[KeyPath, str], prefix: KeyPath = ()) -> None:
+    for key, value in layer.items():
+        path = (*prefix, key)
+        if isinstance(value, dict) and isinstance(into.setdefault(key, {}), dict):
+            origins.setdefault(path, origin)
+            _merge(into[key], cast(Table, value), origin, origins, path)
+        else:
+            into[key] = value
+            origins[path] = origin
+
+
+def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
+    location = details["loc"]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    keys = tuple(part for part in location if isinstance(part, str))
+    origin = next((origins[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origins), None)
+    text = json.dumps(details["input"], default=str)
+    text = text if len(text) <= 80 else text[:80] + "..."
+    found = text + (f" (set by {origin})" if origin else "")
+    if details["type"] == "extra_forbidden":
+        return _unknown_key(where, keys, found)
+    expected = _EXPECTED.get(details["type"], details["msg"].removeprefix("Input should be "))
+    section, name = _section(keys[:-1]), keys[-1]
+    field = section.model_fields.get(name) if section else None
+    if field is not None and _section(keys) is not None:
+        return Problem(where, found, expected, f"Write a table [{where}] with keys of its own.")
+    meaning = field.description if field is not None and field.description else f"Mend {where}."
+    return Problem(where, found, expected, meaning.replace("\n", " "))
+
+
+def _section(keys: KeyPath) -> type[BaseModel] | None:
+    """The model of the table at `keys`, if there is one."""
+    model: type[BaseModel] = Config
+    for key in keys:
+        field = model.model_fields.get(key)
+        if field is None or not (
+            isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        ):
+            return None
+        model = field.annotation
+    return model
+
+
+def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
+    *parents, name = keys
+    section = _section(tuple(parents))
+    known = sorted(section.model_fields) if section is not None else []
+    table = f"[{'.'.join(parents)}]" if parents else "a config"
+    expected = f"a key of {table}: {', '.join(known)}"
+    guess = did_you_mean(name, known)
+    if guess is not None:
+        return Problem(where, found, expected, f"Did you mean {'.'.join((*parents, guess))}?")
+    owners = [f"{owner}.{name}" for owner in Config.model_fields if _has_field(owner, name)]
+    if owners:
+        return Problem(where, found, expected, f"Did you mean {' or '.join(owners)}?")
+    return Problem(where, found, expected, "Remove it, or use one of these keys.")
+
+
+def _has_field(section_name: str, field_name: str) -> bool:
+    section = _section((section_name,))
+    return section is not None and field_name in section.model_fields
+
+
+def _as_toml(value: Any) -> Any:
+    if isinstance(value, dict):
+        table = cast(Table, value)
+        return {key: _as_toml(item) for key, item in table.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_as_toml(item) for item in cast(Sequence[Any], value)]
+    return str(value) if isinstance(value, Path) else value

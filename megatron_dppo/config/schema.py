@@ -1,0 +1,252 @@
+"""What a user may set: one frozen model per TOML section; unknown keys are errors.
+
+Every field has a type, a default that works, a bound where one exists, and a one-line description.
+Rules that need more than one field, or the disk, live in `megatron_dppo.checks`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_dppo.types import RoutingReplay
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a misspelt key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """[run]: the run folder and how long to go on."""
+
+    folder: Path = Path("runs/run")
+    """Everything the run writes goes here."""
+    seed: NonNegativeInt = 0
+    """Seeds sampling noise, prompt order and mini-batch order."""
+    num_rollouts: PositiveInt = 100
+    """Rollouts to train on; each is followed by `algorithm.minibatches_per_rollout` gradient steps."""
+    num_threads: PositiveInt = 1
+    """CPU threads of each process."""
+
+
+class ModelConfig(Section):
+    """[model]: what to train."""
+
+    load: Path = Path("model")
+    """A Hugging Face folder or a Megatron checkpoint made by tools/convert_checkpoint.py."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameter and activation type of the trainer; gradients and optimizer stay in float32."""
+
+
+class ParallelConfig(Section):
+    """[parallel]: how the model and the batch are split over processes."""
+
+    tensor: PositiveInt = 1
+    """Tensor-parallel size."""
+    pipeline: PositiveInt = 1
+    """Pipeline-parallel size."""
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    context: PositiveInt = 1
+    """Context-parallel size."""
+    expert: PositiveInt = 1
+    """Expert-parallel size; experts are spread over the data-parallel ranks."""
+    expert_tensor: PositiveInt | None = None
+    """Tensor-parallel size inside experts; none means the same as `tensor`."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Token budget of one packed micro-batch; whole sequences are packed up to it."""
+
+
+class DataConfig(Section):
+    """[data]: prompts and their reward."""
+
+    prompts: Path = Path("prompts.jsonl")
+    """A .jsonl or .parquet file with one prompt per row."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    answer_column: str = "answer"
+    """Column with the reference answer that the reward compares with."""
+    shuffle: bool = True
+    """Reorder prompts each epoch, by `run.seed`."""
+    reward: str = "arithmetic"
+    """Name of a registered reward."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are dropped and counted."""
+
+
+class TransformersEngineConfig(Section):
+    """[rollout.transformers]: the engine embedded in the trainer's processes."""
+
+    weights: Literal["float32", "bfloat16", "bfloat16_fp8"] = "bfloat16"
+    """Precision of the engine's own copy; bfloat16_fp8 rounds linear weights to fp8-e4m3 first."""
+    batch_size: PositiveInt = 256
+    """Sequences decoded at once; a finished row is refilled from the queue."""
+
+
+class RolloutConfig(Section):
+    """[rollout]: how responses are sampled."""
+
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """Which engine rolls out."""
+    prompts_per_rollout: PositiveInt = 64
+    """Prompts in one rollout, over all ranks."""
+    samples_per_prompt: PositiveInt = 8
+    """Responses to each prompt; the advantage is taken within them."""
+    max_response_tokens: PositiveInt = 1024
+    """Longer responses are cut and counted as truncated."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer divides its logits by the same."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; training refuses anything but 1 (mu must be the sampling distribution)."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Top-k sampling; training refuses anything but -1 (off)."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Training refuses anything but 1."""
+    num_topk_log_probs: int = Field(default=0, ge=0, le=64)
+    """Most probable tokens kept with each position; topk_* algorithms need at least their top_k."""
+    routing_replay: RoutingReplay = "off"
+    """R3: off | measure (capture and report agreement) | replay (train on the rollout's expert choices)."""
+    max_dropped_fraction: float = Field(default=0.01, ge=0, le=1)
+    """The run stops when more samples than this share of a rollout are dropped."""
+    transformers: TransformersEngineConfig = TransformersEngineConfig()
+    """Options of the embedded engine."""
+
+
+class AlgorithmConfig(Section):
+    """[algorithm]: a preset, and the fields of it to override (none: the preset's own)."""
+
+    preset: str = "dppo_binary_tv"
+    """Name in megatron_dppo.algorithms.PRESETS."""
+    delta: float | None = None
+    """Divergence threshold for both signs of the advantage."""
+    delta_low: float | None = None
+    """Divergence threshold where the advantage is negative."""
+    delta_high: float | None = None
+    """Divergence threshold where the advantage is positive."""
+    eps_low: float | None = None
+    """Ratio clip below 1, for negative advantages."""
+    eps_high: float | None = None
+    """Ratio clip above 1, for positive advantages."""
+    ratio_cap: float | None = None
+    """Cap C on the importance weight pi/mu."""
+    alpha: float | None = None
+    """relax_*: tokens with mu below this are not clipped on the relaxed side."""
+    anchor: Literal["rollout", "recomputed"] | None = None
+    """Policy the mask compares with."""
+    top_k: int | None = None
+    """Columns of mu that topk_* divergences use."""
+    include_other: bool | None = None
+    """topk_*: count the mass outside the K tokens as one more outcome."""
+    sampled_token: Literal["union", "replace"] | None = None
+    """topk_*: how the sampled token joins the K."""
+    entropy_coef: float | None = None
+    """Weight of an entropy bonus."""
+    aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
+    """How token losses become one number; counts are global over the mini-batch."""
+    normalize_advantage_std: bool = False
+    """Divide group advantages by their standard deviation."""
+    minibatches_per_rollout: PositiveInt = 4
+    """Gradient steps per pass over a rollout."""
+    epochs_per_rollout: PositiveInt = 1
+    """Passes over each rollout."""
+
+    def objective_overrides(self) -> dict[str, Any]:
+        """The preset's fields that the user set, as keywords of `preset()`."""
+        not_of_the_objective = {
+            "preset",
+            "aggregation",
+            "normalize_advantage_std",
+            "minibatches_per_rollout",
+            "epochs_per_rollout",
+        }
+        return self.model_dump(exclude_none=True, exclude=not_of_the_objective)
+
+
+class OptimizerConfig(Section):
+    """[optimizer]: AdamW and its schedule, counted in gradient steps."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of a decaying schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up, reaching min_lr at the run's last gradient step."""
+    warmup_steps: NonNegativeInt = 0
+    """Gradient steps of linear warm-up from 0."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices (not of norms and biases)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW beta 1."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW beta 2."""
+    eps: PositiveFloat = 1e-8
+    """AdamW epsilon."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient-norm clip; 0 turns it off."""
+    distributed: bool = True
+    """Shard optimizer states over data-parallel ranks (Megatron's DistributedOptimizer)."""
+
+
+class CheckpointConfig(Section):
+    """[checkpoint]: saving and resuming."""
+
+    every: NonNegativeInt = 50
+    """Save after this many rollouts, and at the end; 0 saves only at the end."""
+    resume: bool = True
+    """Go on from the run folder's latest checkpoint when there is one."""
+
+
+class EvaluationConfig(Section):
+    """[evaluation]: pass rate on held-out prompts, with sampling of its own."""
+
+    prompts: Path | None = None
+    """A file like data.prompts; none turns evaluation off."""
+    every: PositiveInt = 10
+    """Evaluate after this many rollouts, before the first and after the last."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses averaged per prompt (avg@n)."""
+    temperature: NonNegativeFloat = 0.7
+    """0 decodes greedily."""
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    """Nucleus sampling."""
+
+
+class TrackingConfig(Section):
+    """[tracking]: what is written beside the metrics file, and diagnostics that cost time."""
+
+    backends: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers to feed beside metrics.jsonl (extra `track`)."""
+    samples_every: NonNegativeInt = 10
+    """Write the rollout's samples as text after this many rollouts; 0 never."""
+    paired_routing_every: NonNegativeInt = 0
+    """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Passed through to megatron.core's TransformerConfig."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Passed through to the SGLang server's arguments."""
+
+    @property
+    def num_gradient_steps(self) -> int:
+        """Gradient steps of the whole run: the horizon of the learning-rate schedule."""
+        return (
+            self.run.num_rollouts * self.algorithm.minibatches_per_rollout * self.algorithm.epochs_per_rollout
+        )

@@ -1,0 +1,141 @@
+"""TOML layers, overrides, and what a user sees when they are wrong."""
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config import Config, dump_config, load_config
+from megatron_dppo.errors import ConfigError, Problem
+
+
+def _file(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _problems(paths: list[Path], overrides: tuple[str, ...] = ()) -> dict[str, Problem]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(paths, overrides)
+    return {problem.where: problem for problem in raised.value.problems}
+
+
+def test_layers_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
+    base = _file(tmp_path, "base.toml", "[optimizer]\nlr = 1e-6\nbeta1 = 0.8\n[run]\nseed = 1\n")
+    algorithm = _file(tmp_path, "algo.toml", "[optimizer]\nlr = 2e-6\n[megatron]\nmoe_z_loss_coeff = 0.1\n")
+    config = load_config([base, algorithm], ["run.seed=7", "megatron.moe_permute_fusion=true"])
+    assert (config.optimizer.lr, config.optimizer.beta1, config.run.seed) == (2e-6, 0.8, 7)
+    assert config.megatron == {"moe_z_loss_coeff": 0.1, "moe_permute_fusion": True}
+
+
+def test_no_files_give_the_defaults() -> None:
+    assert load_config([]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("run.folder=runs/a b", Path("runs/a b")),
+        ("run.folder='runs/x'", Path("runs/x")),
+        ("run.folder=a=b", Path("a=b")),
+        (" run . folder = x ", Path("x")),
+    ],
+)
+def test_override_values_are_toml_or_else_strings(override: str, value: Path) -> None:
+    assert load_config([], [override]).run.folder == value
+
+
+def test_overrides_take_lists_tables_and_infinity() -> None:
+    overrides = [
+        "tracking.backends=['wandb']",
+        "rollout.transformers={batch_size = 3}",
+        "algorithm.ratio_cap=inf",
+    ]
+    config = load_config([], overrides)
+    assert config.tracking.backends == ("wandb",)
+    assert config.rollout.transformers.batch_size == 3
+    assert config.algorithm.ratio_cap == math.inf
+
+
+def test_dump_is_toml_that_loads_to_the_same_config(tmp_path: Path) -> None:
+    overrides = ["algorithm.ratio_cap=inf", "evaluation.prompts=a.jsonl", "tracking.backends=['wandb']"]
+    config = load_config([], [*overrides, "megatron.recompute_modules=['moe']", "optimizer.lr=1.23456789e-07"])
+    text = dump_config(config)
+    assert load_config([_file(tmp_path, "config.toml", text)]) == config
+    assert "delta" not in tomllib.loads(text)["algorithm"]
+
+
+def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: Path) -> None:
+    base = _file(tmp_path, "base.toml", '[optimizer]\nlr = "fast"\nlrr = 2\n[rollout]\ntop_k = true\n')
+    algorithm = _file(tmp_path, "algo.toml", "[optimzer]\nlr = 1\n[optimizer]\nbeta1 = 1.5\n")
+    problems = _problems([base, algorithm, tmp_path / "none.toml"], ("run.seed=-1", "nonsense"))
+    assert set(problems) == {
+        *("optimizer.lr", "optimizer.lrr", "optimizer.beta1", "optimzer", "rollout.top_k", "run.seed"),
+        *(str(tmp_path / "none.toml"), "--set nonsense"),
+    }
+    assert problems["optimizer.lr"].found == f'"fast" (set by {base})'
+    assert str(algorithm) in problems["optimizer.beta1"].found
+    assert "--set run.seed=-1" in problems["run.seed"].found
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "expected", "action"),
+    [
+        ("[optimizer]\nlrr = 1", "optimizer.lrr", "a key of [optimizer]", "Did you mean optimizer.lr?"),
+        ("[optimzer]\nlr = 1", "optimzer", "a key of a config", "Did you mean optimizer?"),
+        ("lr = 1", "lr", "a key of a config", "Did you mean optimizer.lr?"),
+        ("[run]\nzzz = 1", "run.zzz", "folder", "Remove it"),
+        ("run = 3", "run", "a table", "Write a table [run]"),
+        ("[rollout.transformers]\nweight = 1", "rollout.transformers.weight", "batch_size", "weights?"),
+        ("[rollout]\nengine = 'sglan'", "rollout.engine", "'transformers' or 'sglang'", "Which engine"),
+        ("[run]\nseed = '3'", "run.seed", "a whole number", "Seeds"),
+        ("[run]\nnum_rollouts = 3.0", "run.num_rollouts", "a whole number", "Rollouts"),
+        ("[run]\nnum_rollouts = true", "run.num_rollouts", "a whole number", "Rollouts"),
+        ("[run]\nnum_rollouts = 0", "run.num_rollouts", "greater than 0", "Rollouts"),
+        ("[rollout]\ntemperature = nan", "rollout.temperature", "greater than 0", "Sampling"),
+        ("[data]\nshuffle = 'yes'", "data.shuffle", "true or false", "Reorder"),
+        ("[model]\nload = 3", "model.load", "a string in quotes", "Hugging Face"),
+        ("[tracking]\nbackends = ['tb']", "tracking.backends[0]", "'tensorboard'", "Trackers"),
+        ("[tracking]\nbackends = 'wandb'", "tracking.backends", "a", "Trackers"),
+        ("megatron = 1", "megatron", "a table", "megatron"),
+    ],
+)
+def test_each_kind_of_fault(tmp_path: Path, text: str, where: str, expected: str, action: str) -> None:
+    (problem,) = _problems([_file(tmp_path, "base.toml", text)]).values()
+    assert problem.where == where
+    assert expected in problem.expected
+    assert action in problem.action
+
+
+def test_torn_toml_names_its_line(tmp_path: Path) -> None:
+    torn = _file(tmp_path, "torn.toml", "[run]\nseed = 1\n\nfolder = runs\n")
+    (problem,) = _problems([torn]).values()
+    assert problem.where == f"{torn}, line 4"
+    assert "folder = runs" in problem.found
+
+
+@pytest.mark.parametrize("text", ["[run", "[run]\nseed =", 'a = "', "[run]\n[run]\n"])
+def test_toml_torn_anywhere_is_one_problem(tmp_path: Path, text: str) -> None:
+    (problem,) = _problems([_file(tmp_path, "torn.toml", text)]).values()
+    assert problem.expected == "valid TOML"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b"[run]\nfolder = '\xe9'\n")
+    problems = _problems([tmp_path / "none.toml", tmp_path, latin])
+    assert problems[str(tmp_path / "none.toml")].found == "no such file"
+    assert problems[str(tmp_path)].expected == "a TOML file"
+    assert "UTF-8" in problems[str(latin)].found
+
+
+@pytest.mark.parametrize("override", ["run.seed", "=3", "run.=3", ".seed=3", "run..seed=3", ""])
+def test_malformed_override(override: str) -> None:
+    (problem,) = _problems([], (override,)).values()
+    assert problem.where == f"--set {override}"
+
+
+def test_a_value_cannot_smuggle_in_another_key() -> None:
+    assert "run.seed" in _problems([], ("run.seed=1\nx=2",))

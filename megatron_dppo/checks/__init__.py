@@ -1,0 +1,59 @@
+"""What a config's types cannot say: rules over several fields and the disk, before any model loads.
+
+No rule imports Megatron or SGLang. Importing this package registers all rules; a new one is one function under
+`@rule` in a module imported here, and one failing example in tests/unit/test_checks.py.
+"""
+
+from collections.abc import Mapping
+
+from megatron_dppo.checks import algorithm_rules, data_rules, megatron_rules, model_rules, run_rules
+from megatron_dppo.checks.facts import Facts, gather_facts
+from megatron_dppo.checks.registry import RULES, Rule
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, Problem
+
+__all__ = [
+    "RULES",
+    "Facts",
+    "Rule",
+    "algorithm_rules",
+    "check",
+    "data_rules",
+    "gather_facts",
+    "megatron_rules",
+    "model_rules",
+    "not_checked",
+    "require_valid",
+    "run_rules",
+]
+
+assert all((algorithm_rules, data_rules, megatron_rules, model_rules, run_rules)), (
+    "importing them registers rules"
+)
+
+
+def check(config: Config, world_size: int, rules: Mapping[str, Rule] = RULES) -> list[Problem]:
+    """Every problem of a config that is to run on `world_size` processes; empty when it may start."""
+    facts = gather_facts(config, world_size)
+    return [problem for rule in rules.values() for problem in rule.check(config, facts)]
+
+
+def require_valid(config: Config, world_size: int) -> None:
+    """Go on only with a config that `check` finds no fault with.
+
+    Raises:
+        ConfigError: With every problem.
+    """
+    problems = check(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+def not_checked(config: Config) -> list[str]:
+    """What `check` had to take on trust, as sentences: pass-through options of an absent library."""
+    notes: list[str] = []
+    if config.megatron and megatron_rules.megatron_fields() is None:
+        notes.append("[megatron]: names not checked; megatron-core is not installed here, or does not import.")
+    if config.sglang:
+        notes.append("[sglang]: names not checked; the table is not used by the transformers engine.")
+    return notes

@@ -1,0 +1,146 @@
+"""Rules about the objective, sampling and R3."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.algorithms import PRESETS, Objective, preset
+from megatron_dppo.checks.facts import Facts
+from megatron_dppo.checks.registry import rule
+from megatron_dppo.config.load import did_you_mean
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, Problem
+
+
+@rule("preset")
+def _preset(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The preset exists."""
+    name = config.algorithm.preset
+    if name not in PRESETS:
+        guess = did_you_mean(name, list(PRESETS))
+        action = f"Did you mean {guess!r}?" if guess else "Choose one of these."
+        yield Problem("algorithm.preset", repr(name), f"one of {', '.join(PRESETS)}", action)
+
+
+@rule("preset_fields")
+def _preset_fields(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The overridden fields make an objective of this preset."""
+    objective = _objective(config)
+    if isinstance(objective, ConfigError):
+        written = config.algorithm.objective_overrides()
+        problems = (_where_written(problem, written) for problem in objective.problems)
+        yield from dict.fromkeys(problems)  # one `delta` sets two fields, and would be reported twice
+
+
+@rule("topk_log_probs")
+def _topk_log_probs(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The engine returns as many log-probs as a topk_* divergence uses."""
+    needed, returned = _top_k(config), config.rollout.num_topk_log_probs
+    if needed is not None and returned < needed:
+        expected = f"at least {needed}, the top_k of {config.algorithm.preset}"
+        yield Problem("rollout.num_topk_log_probs", str(returned), expected, f"Set it to {needed}.")
+
+
+@rule("topk_vocabulary")
+def _topk_vocabulary(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No more top-K columns are asked for than the vocabulary has."""
+    if facts.model_sizes is None:
+        return
+    asked = {"algorithm.top_k": _top_k(config), "rollout.num_topk_log_probs": config.rollout.num_topk_log_probs}
+    for key, columns in asked.items():
+        if columns is not None and columns > facts.model_sizes.vocab_size:
+            expected = f"at most the vocabulary, {facts.model_sizes.vocab_size}"
+            yield Problem(key, str(columns), expected, "Lower it.")
+
+
+@rule("sampling_distribution")
+def _sampling_distribution(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Training samples from mu itself, nothing cut off and nothing penalised."""
+    expected_and_found = {
+        "rollout.top_p": (1.0, config.rollout.top_p),
+        "rollout.top_k": (-1, config.rollout.top_k),
+        "rollout.repetition_penalty": (1.0, config.rollout.repetition_penalty),
+    }
+    action = "Remove it: the ratio pi/mu needs mu to be the distribution that was sampled from."
+    for key, (expected, found) in expected_and_found.items():
+        if found != expected:
+            yield Problem(key, str(found), f"{expected} (off)", action)
+
+
+@rule("group_size")
+def _group_size(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Each group has samples to compare."""
+    if config.rollout.samples_per_prompt < 2:
+        expected = "at least 2: the advantage of a lone sample is always 0"
+        action = "Raise it; 8 is usual."
+        yield Problem("rollout.samples_per_prompt", str(config.rollout.samples_per_prompt), expected, action)
+
+
+@rule("minibatches")
+def _minibatches(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Prompts divide into mini-batches, and those over the data-parallel ranks."""
+    try:
+        data_parallel = Layout.of(config.parallel, facts.world_size).data
+    except ConfigError:
+        return
+    parts = config.algorithm.minibatches_per_rollout * data_parallel
+    if config.rollout.prompts_per_rollout % parts:
+        expected = (
+            f"a multiple of {parts} (algorithm.minibatches_per_rollout = "
+            f"{config.algorithm.minibatches_per_rollout} times {data_parallel} data-parallel ranks)"
+        )
+        found = str(config.rollout.prompts_per_rollout)
+        action = f"Use {-(-config.rollout.prompts_per_rollout // parts) * parts}."
+        yield Problem("rollout.prompts_per_rollout", found, expected, action)
+
+
+@rule("replay_needs_experts")
+def _replay_needs_experts(config: Config, facts: Facts) -> Iterator[Problem]:
+    """R3 is for models with experts."""
+    sizes = facts.model_sizes
+    if config.rollout.routing_replay != "off" and sizes is not None and sizes.num_experts is None:
+        found = f"{config.rollout.routing_replay!r} on a dense model"
+        yield Problem("rollout.routing_replay", found, "'off'", "A dense model has no routes; set it to 'off'.")
+
+
+@rule("replay_without_router_fusion")
+def _replay_without_router_fusion(config: Config, facts: Facts) -> Iterator[Problem]:
+    """R3 and Megatron's fused router exclude each other."""
+    if config.rollout.routing_replay != "off" and config.megatron.get("moe_router_fusion"):
+        found = f"true with rollout.routing_replay = {config.rollout.routing_replay!r}"
+        expected = "false: the fused router returns before routes are replayed"
+        yield Problem("megatron.moe_router_fusion", found, expected, "Remove it, or turn R3 off.")
+
+
+@rule("paired_routing")
+def _paired_routing(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The paired forward has routes to replay."""
+    if config.tracking.paired_routing_every and config.rollout.routing_replay == "off":
+        found = f"{config.tracking.paired_routing_every} with rollout.routing_replay = 'off'"
+        action = "Set rollout.routing_replay to 'measure' or 'replay', which capture routes."
+        yield Problem("tracking.paired_routing_every", found, "0", action)
+
+
+def _objective(config: Config) -> Objective | ConfigError | None:
+    """The configured objective, or why there is none; None where the preset is unknown."""
+    if config.algorithm.preset not in PRESETS:
+        return None
+    try:
+        return preset(config.algorithm.preset, **config.algorithm.objective_overrides())
+    except ConfigError as error:
+        return error
+
+
+def _where_written(problem: Problem, written: Mapping[str, Any]) -> Problem:
+    """A preset's problem under the key that the user wrote."""
+    field = problem.where.rpartition(".")[2]
+    if field not in written and field.startswith("delta_"):
+        return replace(problem, where="algorithm.delta", action=problem.action.replace(field, "delta"))
+    return replace(problem, where=f"algorithm.{field}")
+
+
+def _top_k(config: Config) -> int | None:
+    """Columns of mu that the objective uses; None where it uses none."""
+    objective = _objective(config)
+    return objective.top_k if isinstance(objective, Objective) and objective.needs_topk else None

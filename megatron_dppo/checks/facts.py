@@ -1,0 +1,55 @@
+"""What rules need from the disk and the launcher, read once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.actor.layout import ModelSizes, architecture_of, read_model_config, read_model_sizes
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.prompts import read_columns
+from megatron_dppo.errors import ConfigError, DataError, Problem
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found; nothing here is wrong or right yet."""
+
+    world_size: int
+    model: Mapping[str, Any] | Problem  # config.json
+    sizes: ModelSizes | Problem
+    columns: Mapping[str, list[str] | Problem]  # of the files named by data.prompts and evaluation.prompts
+
+    @property
+    def architecture(self) -> str | None:
+        """The model's architecture, where its config.json could be read."""
+        return None if isinstance(self.model, Problem) else architecture_of(self.model)
+
+    @property
+    def model_sizes(self) -> ModelSizes | None:
+        """The model's sizes, where they could be read."""
+        return None if isinstance(self.sizes, Problem) else self.sizes
+
+
+def gather_facts(config: Config, world_size: int) -> Facts:
+    """Read what the rules need: config.json, and the columns of the prompt files."""
+    model: Mapping[str, Any] | Problem
+    sizes: ModelSizes | Problem
+    try:
+        model = read_model_config(config.model.load)[1]
+    except ConfigError as error:
+        model = error.problems[0]
+    try:
+        sizes = read_model_sizes(config.model.load)
+    except ConfigError as error:
+        sizes = error.problems[0]
+    files = {"data.prompts": config.data.prompts, "evaluation.prompts": config.evaluation.prompts}
+    columns = {key: _columns(key, path) for key, path in files.items() if path is not None}
+    return Facts(world_size, model, sizes, columns)
+
+
+def _columns(key: str, path: Path) -> list[str] | Problem:
+    try:
+        return read_columns(path)
+    except DataError as error:
+        return Problem(key, f"{path}, which does not serve", "a file of prompts", str(error))

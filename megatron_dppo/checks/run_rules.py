@@ -1,0 +1,71 @@
+"""Rules about the engine, the optimizer, tracking and the run folder."""
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_dppo.checks.facts import Facts
+from megatron_dppo.checks.registry import rule
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import Problem
+
+
+@rule("run_folder")
+def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The run folder is, or can become, a folder."""
+    folder = config.run.folder
+    in_the_way = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if in_the_way.exists() and not in_the_way.is_dir():
+        found = f"{folder}, where {in_the_way} is a file"
+        yield Problem("run.folder", found, "a folder, or a new name", "Choose another folder.")
+
+
+@rule("engine")
+def _engine(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The rollout engine is there."""
+    if config.rollout.engine == "sglang":
+        action = "Use 'transformers'; SGLang rollouts are not part of this version yet."
+        yield Problem("rollout.engine", "'sglang'", "'transformers'", action)
+
+
+@rule("finite_numbers")
+def _finite_numbers(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Numbers are finite; the algorithm's own are the preset's to judge, where infinity means off."""
+    for key, value in _leaves(config.model_dump(exclude={"algorithm", "megatron", "sglang"})):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(key, str(value), "a finite number", "Write a number.")
+
+
+@rule("learning_rate_floor")
+def _learning_rate_floor(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The schedule decays."""
+    if config.optimizer.min_lr > config.optimizer.lr:
+        expected = f"at most optimizer.lr = {config.optimizer.lr}"
+        yield Problem("optimizer.min_lr", str(config.optimizer.min_lr), expected, "Lower it.")
+
+
+@rule("warmup")
+def _warmup(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Warm-up ends within the run."""
+    if config.optimizer.warmup_steps > config.num_gradient_steps:
+        expected = f"at most the run's {config.num_gradient_steps} gradient steps"
+        yield Problem("optimizer.warmup_steps", str(config.optimizer.warmup_steps), expected, "Lower it.")
+
+
+@rule("tracking_backends")
+def _tracking_backends(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The trackers are installed."""
+    for name in config.tracking.backends:
+        if importlib.util.find_spec(name) is None:
+            found = f"{name!r}, which is not installed"
+            action = "Install it with pip install 'megatron_dppo[track]', or remove it from the list."
+            yield Problem("tracking.backends", found, "an installed tracker", action)
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

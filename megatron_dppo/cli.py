@@ -1,0 +1,128 @@
+"""The command `megatron-dppo`."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from megatron_dppo.checks import check as find_problems
+from megatron_dppo.checks import not_checked, require_valid
+from megatron_dppo.config.load import dump_config, load_config
+from megatron_dppo.errors import ConfigError, MegatronDppoError
+from megatron_dppo.runtime import world_size_from_launcher
+
+app = typer.Typer(
+    name="megatron-dppo",
+    help="Reinforcement-learning post-training of MoE language models with Divergence PPO.",
+    epilog="Start with: megatron-dppo check CONFIG, which loads no model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Configs = Annotated[
+    list[Path],
+    typer.Argument(metavar="CONFIG", help="TOML files; a later one overrides an earlier one, key by key."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be given many times."),
+]
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+@app.command()
+def train(configs: Configs, overrides: Overrides = None) -> None:
+    """Train a model, as the config says.
+
+    One process per GPU (or per CPU rank), started by torchrun or srun:
+
+        megatron-dppo train base.toml dppo.toml
+
+        torchrun --nproc-per-node 2 -m megatron_dppo train ep2.toml
+
+    A run folder that holds a checkpoint is gone on with, unless checkpoint.resume is false.
+    """
+    with _user_errors():
+        config = load_config(configs, overrides or ())
+        require_valid(config, world_size_from_launcher())
+        from megatron_dppo.train import main as run
+
+        run(config)
+
+
+@app.command()
+def check(
+    configs: Configs,
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of processes to check for. [default: WORLD_SIZE, or 1]"),
+    ] = None,
+) -> None:
+    """Print the resolved config and all its problems.
+
+    Loads no model and no Megatron; exits with 1 when there is a problem.
+
+        megatron-dppo check base.toml dppo.toml --set optimizer.lr=2e-6
+
+        megatron-dppo check ep2.toml --world-size 2
+    """
+    try:
+        config = load_config(configs, overrides or ())
+    except ConfigError as error:
+        _exit_with_problems([str(problem) for problem in error.problems])
+    typer.echo(dump_config(config))
+    for note in not_checked(config):
+        typer.echo(f"not checked: {note}", err=True)
+    problems = find_problems(config, world_size or world_size_from_launcher())
+    if problems:
+        _exit_with_problems([str(problem) for problem in problems])
+    typer.echo("no problems found", err=True)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, one or more.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The report to write.")] = Path("report.html"),
+) -> None:
+    """Overlay several runs in one HTML report.
+
+    It needs nothing but the run folders, and opens in a browser without a network:
+
+        megatron-dppo compare runs/no_replay runs/replay -o report.html
+    """
+    with _user_errors():
+        from megatron_dppo.diagnostics.report import compare as write_report
+
+        write_report(runs, out)
+    typer.echo(f"wrote {out}")
+
+
+def _exit_with_problems(problems: list[str]) -> NoReturn:
+    noun = "problem" if len(problems) == 1 else "problems"
+    typer.echo(f"{len(problems)} {noun}:", err=True)
+    for problem in problems:
+        typer.echo(f"- {problem}", err=True)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Errors made for users end as a message and status 2; each rank finds the same faults in a config."""
+    try:
+        yield
+    except MegatronDppoError as error:
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not isinstance(error, ConfigError):
+            prefix = "" if rank == "0" else f"rank {rank}: "
+            typer.echo(f"{prefix}{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(2) from None

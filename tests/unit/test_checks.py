@@ -1,0 +1,354 @@
+"""Every rule has a config that breaks it, and only that rule finds the fault."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dppo.checks import RULES, check, megatron_rules, not_checked, require_valid
+from megatron_dppo.cli import app
+from megatron_dppo.config import Config, dump_config
+from megatron_dppo.errors import ConfigError
+
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content) + "\n")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with a model, prompts for training and evaluation, and its own cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        megatron_rules, "_read_fields", lambda: frozenset({"moe_z_loss_coeff", "moe_router_fusion"})
+    )
+    _write_json(Path("model/config.json"), MODEL)
+    Path("model/model.safetensors").touch()
+    _write_json(Path("prompts.jsonl"), {"prompt": "1 + 1 =", "answer": "2"})
+    _write_json(Path("held_out.jsonl"), {"prompt": "1 + 2 =", "answer": "3"})
+    return tmp_path
+
+
+def _config(changes: Mapping[str, Any]) -> Config:
+    """A valid config with some keys changed."""
+    valid: dict[str, Any] = {
+        "data.max_prompt_tokens": 16,
+        "rollout.max_response_tokens": 32,
+        "evaluation.prompts": "held_out.jsonl",
+        "megatron.moe_z_loss_coeff": 0.1,
+    }
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in {**valid, **changes}.items():
+        section, name = key.split(".")
+        tables.setdefault(section, {})[name] = value
+    return Config.model_validate(tables)
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class Example:
+    """A config that breaks one rule.
+
+    Attributes:
+        where: Key that the problem must name.
+        changes: Keys of the valid config to change.
+        on_disk: Spoils a file first.
+        world_size: Processes.
+        also: Rules that this config cannot help breaking as well.
+    """
+
+    where: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    on_disk: Callable[[], object] = _nothing
+    world_size: int = 1
+    also: frozenset[str] = frozenset()
+
+
+def _model(**changes: Any) -> Callable[[], None]:
+    return lambda: _write_json(Path("model/config.json"), {**MODEL, **changes})
+
+
+def _without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in MODEL.items() if name != key}
+
+
+TOPK = {"algorithm.preset": "dppo_topk_kl", "rollout.num_topk_log_probs": 20}
+EXAMPLES: dict[str, list[Example]] = {
+    "model_folder": [
+        Example("model.load", {"model.load": "elsewhere"}),
+        Example("model.load", on_disk=lambda: Path("model/config.json").unlink()),
+        Example("model.load", on_disk=lambda: Path("model/config.json").write_text("{")),
+    ],
+    "model_architecture": [
+        Example("model.load", on_disk=_model(architectures=["GPT2LMHeadModel"])),
+        Example("model.load", on_disk=_model(architectures=None)),
+    ],
+    "model_sizes": [Example("model.load", on_disk=_model(vocab_size=None))],
+    "model_variant": [
+        Example("model.load", on_disk=_model(norm_topk_prob=False)),
+        Example(
+            "model.load", on_disk=lambda: _write_json(Path("model/config.json"), _without("norm_topk_prob"))
+        ),
+        Example("model.load", on_disk=_model(attention_bias=True)),
+        Example("model.load", on_disk=_model(quantization_config={"quant_method": "fp8"})),
+        Example("model.load", on_disk=_model(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6})),
+        Example("model.load", on_disk=_model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
+    ],
+    "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
+    "layout": [
+        Example("parallel", {"parallel.context": 2}, world_size=2),
+        Example("parallel.expert", {"parallel.expert": 3, "rollout.prompts_per_rollout": 24}, world_size=3),
+    ],
+    "sequence_positions": [Example("rollout.max_response_tokens", {"rollout.max_response_tokens": 60})],
+    "sequence_budget": [
+        Example("parallel.max_tokens_per_microbatch", {"parallel.max_tokens_per_microbatch": 40})
+    ],
+    "prompts_file": [
+        Example("data.prompts", {"data.prompts": "none.jsonl"}),
+        Example("data.prompts", {"data.prompts": "prompts.csv"}),
+        Example("data.prompts", on_disk=lambda: Path("prompts.jsonl").write_text("{")),
+        Example("evaluation.prompts", {"evaluation.prompts": "none.jsonl"}),
+    ],
+    "prompt_columns": [
+        Example("data.prompt_column", {"data.prompt_column": "promt"}),
+        Example("data.answer_column", {"data.answer_column": "solution"}),
+        Example("data.answer_column", on_disk=lambda: _write_json(Path("held_out.jsonl"), {"prompt": "1"})),
+    ],
+    "reward": [Example("data.reward", {"data.reward": "arithmetics"})],
+    "preset": [Example("algorithm.preset", {"algorithm.preset": "dppo_binary_vt"})],
+    "preset_fields": [
+        Example("algorithm.delta", {"algorithm.delta": -1.0}),
+        Example("algorithm.eps_low", {"algorithm.eps_low": 0.2}),
+        Example("algorithm.ratio_cap", {"algorithm.ratio_cap": float("nan")}),
+        Example("algorithm.anchor", {**TOPK, "algorithm.anchor": "recomputed"}),
+        Example("algorithm.include_other", {**TOPK, "algorithm.include_other": False}),
+    ],
+    "topk_log_probs": [
+        Example("rollout.num_topk_log_probs", {**TOPK, "rollout.num_topk_log_probs": 19}),
+        Example("rollout.num_topk_log_probs", {**TOPK, "algorithm.top_k": 21}),
+    ],
+    "topk_vocabulary": [
+        Example("algorithm.top_k", {**TOPK, "algorithm.top_k": 41}, also=frozenset({"topk_log_probs"})),
+        Example("rollout.num_topk_log_probs", {"rollout.num_topk_log_probs": 41}),
+    ],
+    "sampling_distribution": [
+        Example("rollout.top_p", {"rollout.top_p": 0.9}),
+        Example("rollout.top_k", {"rollout.top_k": 50}),
+        Example("rollout.repetition_penalty", {"rollout.repetition_penalty": 1.1}),
+    ],
+    "group_size": [Example("rollout.samples_per_prompt", {"rollout.samples_per_prompt": 1})],
+    "minibatches": [
+        Example("rollout.prompts_per_rollout", {"rollout.prompts_per_rollout": 63}),
+        Example(
+            "rollout.prompts_per_rollout",
+            {"rollout.prompts_per_rollout": 4, "parallel.expert": 2},
+            world_size=2,
+        ),
+    ],
+    "replay_needs_experts": [
+        Example("rollout.routing_replay", {"rollout.routing_replay": mode}, on_disk=_model(num_experts=0))
+        for mode in ("measure", "replay")
+    ],
+    "replay_without_router_fusion": [
+        Example(
+            "megatron.moe_router_fusion",
+            {"rollout.routing_replay": "replay", "megatron.moe_router_fusion": True},
+        )
+    ],
+    "paired_routing": [Example("tracking.paired_routing_every", {"tracking.paired_routing_every": 5})],
+    "run_folder": [
+        Example("run.folder", {"run.folder": "prompts.jsonl"}),
+        Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
+    ],
+    "engine": [Example("rollout.engine", {"rollout.engine": "sglang"})],
+    "finite_numbers": [
+        Example("optimizer.lr", {"optimizer.lr": float("inf")}),
+        Example("rollout.temperature", {"rollout.temperature": float("inf")}),
+    ],
+    "learning_rate_floor": [Example("optimizer.min_lr", {"optimizer.min_lr": 1.0})],
+    "warmup": [Example("optimizer.warmup_steps", {"optimizer.warmup_steps": 401})],
+    "tracking_backends": [Example("tracking.backends", {"tracking.backends": ["wandb"]})],
+    "megatron_names": [Example("megatron.moe_z_los_coeff", {"megatron.moe_z_los_coeff": 0.1})],
+    "megatron_owned": [
+        Example("megatron.num_layers", {"megatron.num_layers": 3}, also=frozenset({"megatron_names"})),
+        Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker wandb counts as missing, whatever this environment has."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+
+
+def test_every_rule_has_an_example() -> None:
+    assert set(EXAMPLES) == set(RULES)
+
+
+def test_a_valid_config_has_no_problems(world: Path) -> None:
+    assert check(_config({}), 1) == []
+    assert check(_config({"parallel.expert": 2}), 2) == []
+    assert (
+        check(_config({**TOPK, "rollout.routing_replay": "replay", "tracking.paired_routing_every": 1}), 1)
+        == []
+    )
+    require_valid(_config({}), 1)
+
+
+def test_a_megatron_checkpoint_is_a_model(world: Path) -> None:
+    Path("model/model.safetensors").unlink()
+    Path("model/hf").mkdir()
+    Path("model/config.json").rename("model/hf/config.json")
+    assert check(_config({}), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("id", "example"),
+    [
+        pytest.param(id, example, id=f"{id}-{n}")
+        for id, examples in EXAMPLES.items()
+        for n, example in enumerate(examples)
+    ],
+)
+def test_each_rule_and_only_it_finds_its_example(world: Path, id: str, example: Example) -> None:
+    example.on_disk()
+    config = _config(example.changes)
+    problems = check(config, example.world_size)
+    assert example.where in {problem.where for problem in problems}
+    for problem in problems:
+        assert problem.found
+        assert problem.expected
+        assert problem.action.endswith((".", "?"))
+    without = {name: rule for name, rule in RULES.items() if name != id and name not in example.also}
+    assert check(config, example.world_size, without) == []
+    assert example.where in {problem.where for problem in check(config, example.world_size, {id: RULES[id]})}
+    with pytest.raises(ConfigError) as raised:
+        require_valid(config, example.world_size)
+    assert list(raised.value.problems) == problems
+
+
+def test_all_problems_come_at_once(world: Path) -> None:
+    changes = {"data.reward": "x", "rollout.top_p": 0.5, "model.load": "none", "megatron.zzz": 1}
+    found = {problem.where for problem in check(_config(changes), 3)}
+    assert found == {
+        "data.reward",
+        "rollout.top_p",
+        "model.load",
+        "megatron.zzz",
+        "parallel",
+        "rollout.prompts_per_rollout",
+    }
+
+
+def test_misspelt_names_get_a_suggestion(world: Path) -> None:
+    changes = {"data.reward": "arithmetics", "algorithm.preset": "grpoo", "data.prompt_column": "promt"}
+    problems = check(_config({**changes, "megatron.moe_router_fusoin": True}), 1)
+    actions = " ".join(problem.action for problem in problems)
+    for name in ("'arithmetic'", "'grpo'", "'prompt'", "megatron.moe_router_fusion"):
+        assert f"Did you mean {name}?" in actions
+
+
+def test_megatron_names_are_read_once_per_version(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert megatron_rules.megatron_fields() == {"moe_z_loss_coeff", "moe_router_fusion"}
+    monkeypatch.setattr(megatron_rules, "_read_fields", lambda: pytest.fail("the cache was not used"))
+    assert megatron_rules.megatron_fields() == {"moe_z_loss_coeff", "moe_router_fusion"}
+    (cache,) = (world / "cache").rglob("*.json")
+    cache.write_text("[")
+    monkeypatch.setattr(megatron_rules, "_read_fields", lambda: frozenset({"a"}))
+    assert megatron_rules.megatron_fields() == {"a"}
+
+
+def test_names_are_taken_on_trust_where_megatron_is_absent(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron_rules, "_read_fields", lambda: None)
+    config = _config({"megatron.zzz": 1, "sglang.zzz": 1})
+    assert check(config, 1) == []
+    assert [note.partition(":")[0] for note in not_checked(config)] == ["[megatron]", "[sglang]"]
+    assert not_checked(Config()) == []
+
+
+def test_megatron_itself_names_every_field_that_the_package_owns(tmp_path: Path) -> None:
+    names = megatron_rules._read_fields()
+    assert names is not None
+    assert set(megatron_rules._OWNED) <= names
+
+
+def test_checking_imports_neither_megatron_nor_sglang(world: Path) -> None:
+    Path("config.toml").write_text(dump_config(_config({})))
+    code = """
+import sys
+from pathlib import Path
+from megatron_dppo.checks import check
+from megatron_dppo.config import load_config
+check(load_config([Path("config.toml")]), 1)
+sys.exit(any(name.partition(".")[0] in {"megatron", "sglang"} for name in sys.modules))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_check_prints_the_resolved_config_and_every_problem(world: Path) -> None:
+    Path("config.toml").write_text(dump_config(_config({"rollout.top_p": 0.5, "data.reward": "x"})))
+    result = CliRunner().invoke(app, ["check", "config.toml", "--set", "optimizer.lr=2e-6"])
+    assert result.exit_code == 1
+    assert "lr = 2e-06" in result.stdout
+    assert "2 problems:" in result.stderr
+    assert "rollout.top_p" in result.stderr
+    assert "data.reward" in result.stderr
+
+
+def test_check_is_content_with_a_valid_config(world: Path) -> None:
+    Path("config.toml").write_text(dump_config(_config({"parallel.expert": 2})))
+    assert CliRunner().invoke(app, ["check", "config.toml", "--world-size", "2"]).exit_code == 0
+    assert CliRunner().invoke(app, ["check", "config.toml"]).exit_code == 1
+
+
+def test_check_reports_schema_faults(world: Path) -> None:
+    Path("config.toml").write_text("[optimizer]\nlrr = 1\n")
+    result = CliRunner().invoke(app, ["check", "config.toml"])
+    assert result.exit_code == 1
+    assert "Did you mean optimizer.lr?" in result.stderr
+
+
+def test_training_refuses_with_a_message_and_no_traceback(world: Path) -> None:
+    Path("config.toml").write_text(dump_config(_config({"rollout.top_p": 0.5})))
+    result = CliRunner().invoke(app, ["train", "config.toml"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("ConfigError: rollout.top_p: found 0.5; expected 1.0 (off).")
+    assert "Traceback" not in result.stderr
+
+
+def test_only_rank_0_speaks_of_the_config(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    result = CliRunner().invoke(app, ["train", "none.toml"])
+    assert (result.exit_code, result.stderr) == (2, "")

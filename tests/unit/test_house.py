@@ -1,0 +1,81 @@
+"""The house's own guards: skips fail, and the size limits bite."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def _pytest(folder: Path, test_file: str, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
+    path = folder / test_file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import pytest\n{text}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_a_skip_fails(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    result = _pytest(tmp_path, "test_a.py", "def test_a(): pytest.skip('no reason')", *workers)
+    assert result.returncode == 1
+    assert "skipped without the gpu marker" in result.stdout
+    assert "no reason" in result.stdout
+
+
+def test_a_skipping_decorator_fails(tmp_path: Path) -> None:
+    assert _pytest(tmp_path, "test_a.py", "@pytest.mark.skip\ndef test_a(): ...").returncode == 1
+
+
+def test_a_file_that_skips_itself_fails(tmp_path: Path) -> None:
+    result = _pytest(tmp_path, "test_a.py", "pytest.importorskip('no_such_module')")
+    assert result.returncode != 0
+    assert "skipped as a whole" in result.stdout
+
+
+def test_a_gpu_test_may_skip(tmp_path: Path) -> None:
+    text = "@pytest.mark.gpu\ndef test_a(): pytest.skip('no GPU')\ndef test_b(): ..."
+    assert _pytest(tmp_path, "test_a.py", text).returncode == 0
+    whole_file = "pytest.skip('no GPU', allow_module_level=True)"
+    assert _pytest(tmp_path, "gpu/test_gpu.py", whole_file).returncode == 0
+
+
+def _size_limits(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TESTS / "lint" / "size_limits.py"), str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("a.py", "x = 1\n" * 401, "401 lines, limit 400"),
+        ("a.py", "def f():\n" + "    x = 1\n" * 80, "a.py:1 f: 81 lines, limit 80"),
+        ("train.py", "x = 1\n" * 121, "121 lines, limit 120"),
+        ("a.py", "import torch\ntorch.cuda.synchronize()\n", "a.py:2: torch.cuda outside"),
+        ("a.py", "from torch import cuda\n", "a.py:1: torch.cuda outside"),
+        ("a.py", "from torch.cuda import Event\n", "a.py:1: torch.cuda outside"),
+        ("a.py", "import torch.cuda\n", "a.py:1: torch.cuda outside"),
+        ("a.py", "print(1)\n", "a.py:1: print"),
+    ],
+)
+def test_a_broken_limit_is_reported(tmp_path: Path, name: str, text: str, fault: str) -> None:
+    package = tmp_path / "megatron_dppo"
+    package.mkdir()
+    (package / name).write_text(text)
+    result = _size_limits(tmp_path)
+    assert result.returncode == 1
+    assert fault in result.stdout
+
+
+def test_code_within_the_limits_passes(tmp_path: Path) -> None:
+    package = tmp_path / "megatron_dppo"
+    package.mkdir()
+    (package / "a.py").write_text('"""Not torch.cuda, not print(1)."""\n' + "x = 1\n" * 399)
+    (package / "runtime.py").write_text("import torch\ntorch.cuda.synchronize()\n")
+    result = _size_limits(tmp_path)
+    assert result.returncode == 0
+    assert "files:     2, median" in result.stdout

@@ -1,0 +1,155 @@
+"""Layouts that are admitted, and the refusal of the others."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.actor.layout import PROVEN, Layout, ModelSizes, layout_problems, read_model_sizes
+from megatron_dppo.config import ParallelConfig
+from megatron_dppo.errors import ConfigError, LayoutError
+
+SIZES = ModelSizes(
+    architecture="Qwen3MoeForCausalLM",
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=274,
+    max_position_embeddings=64,
+    rope_theta=1e6,
+    num_experts=8,
+    experts_per_token=2,
+    moe_intermediate_size=64,
+    moe_layers=(0, 1, 2, 3),
+)
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "vocab_size": 274,
+    "max_position_embeddings": 64,
+    "intermediate_size": 128,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("layout", PROVEN, ids=str)
+def test_proven_layouts_are_admitted(layout: Layout) -> None:
+    parallel = ParallelConfig(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+        context=layout.context,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+    )
+    assert Layout.of(parallel, layout.world_size) == layout
+    assert layout_problems(parallel, layout.world_size, SIZES) == []
+
+
+def test_the_proven_layouts_of_this_version() -> None:
+    assert set(PROVEN) == {Layout(world_size=1), Layout(world_size=2, expert=2, data=2)}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "where", "reason"),
+    [
+        (ParallelConfig(), 2, "parallel", "not proven"),
+        (ParallelConfig(expert=2), 4, "parallel", "not proven"),
+        (ParallelConfig(tensor=2), 2, "parallel", "not proven"),
+        (ParallelConfig(tensor=2, expert_tensor=1), 2, "parallel.expert_tensor", "silently wrong"),
+        (ParallelConfig(expert_tensor=2), 2, "parallel.expert_tensor", "silently wrong"),
+        (ParallelConfig(tensor=2, expert=2, expert_tensor=1), 2, "parallel", "not proven"),
+        (ParallelConfig(tensor=2), 3, "parallel.tensor * pipeline * context", "divisor of the 3"),
+        (ParallelConfig(expert=2), 1, "parallel.expert * expert_tensor * pipeline", "divisor of the 1"),
+        (ParallelConfig(expert=3), 3, "parallel.expert", "experts, 8"),
+        (ParallelConfig(tensor=4, expert=2), 8, "parallel.tensor", "key-value heads, 2"),
+        (ParallelConfig(tensor=3), 3, "parallel.tensor", "attention heads, 4"),
+        (ParallelConfig(pipeline=3), 3, "parallel.pipeline * virtual_pipeline", "layers, 4"),
+        (ParallelConfig(virtual_pipeline=2), 1, "parallel.virtual_pipeline", "no pipeline"),
+        (ParallelConfig(pipeline=2, virtual_pipeline=2), 2, "parallel", "not proven"),
+        (ParallelConfig(context=2), 2, "parallel", "not proven"),
+    ],
+)
+def test_refused_layouts_say_why(parallel: ParallelConfig, world_size: int, where: str, reason: str) -> None:
+    problems = layout_problems(parallel, world_size, SIZES)
+    assert any(p.where == where and reason in f"{p.found} {p.expected}" for p in problems), problems
+
+
+def test_a_refusal_names_the_nearest_layout_that_works() -> None:
+    (problem,) = layout_problems(ParallelConfig(), 2, SIZES)
+    assert problem.action == "Use 2 processes with parallel.expert = 2."
+    (problem,) = layout_problems(ParallelConfig(context=2), 2, SIZES)
+    assert "parallel.expert = 2" in problem.action
+
+
+def test_a_dense_model_is_sent_to_one_process() -> None:
+    dense = ModelSizes(**{**vars(SIZES), "num_experts": None, "moe_layers": ()})
+    problems = layout_problems(ParallelConfig(expert=2), 2, dense)
+    assert [problem.where for problem in problems] == ["parallel.expert"]
+    assert problems[0].action == "Use 1 process with every parallel size 1."
+
+
+def test_layout_without_sizes_still_checks_processes() -> None:
+    assert layout_problems(ParallelConfig(), 1, None) == []
+    assert layout_problems(ParallelConfig(tensor=2), 3, None)
+
+
+def test_a_layout_that_does_not_divide_raises() -> None:
+    with pytest.raises(LayoutError, match="Start a multiple of 2 processes"):
+        Layout.of(ParallelConfig(tensor=2), 3)
+
+
+@pytest.mark.parametrize("inside", ["config.json", "hf/config.json"])
+@pytest.mark.parametrize("experts_key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("rope", [{"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6}}])
+def test_both_spellings_and_both_kinds_of_folder(
+    tmp_path: Path, inside: str, experts_key: str, rope: dict[str, Any]
+) -> None:
+    content = {**DENSE, **EXPERTS, **rope, experts_key: 8, "num_key_value_heads": 2, "head_dim": 16}
+    _write_config(tmp_path, content, inside)
+    assert read_model_sizes(tmp_path) == SIZES
+
+
+def test_dense_layers_among_moe_layers(tmp_path: Path) -> None:
+    content = {**DENSE, **EXPERTS, "num_experts": 8, "mlp_only_layers": [3], "decoder_sparse_step": 2}
+    _write_config(tmp_path, content)
+    assert read_model_sizes(tmp_path).moe_layers == (1,)
+
+
+def test_a_dense_model(tmp_path: Path) -> None:
+    _write_config(tmp_path, DENSE)
+    sizes = read_model_sizes(tmp_path)
+    assert (sizes.num_experts, sizes.moe_layers, sizes.head_dim, sizes.num_key_value_heads) == (None, (), 16, 4)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"hidden_size": "x"}', '{"hidden_size": null}'])
+def test_a_torn_config_is_an_error_for_users(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_model_sizes(tmp_path)
+
+
+def test_a_missing_folder_is_an_error_for_users(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_model_sizes(tmp_path / "none")
+    with pytest.raises(ConfigError, match="has neither"):
+        read_model_sizes(tmp_path)
+
+
+def test_layout_needs_no_torch() -> None:
+    code = "import sys, megatron_dppo.actor.layout; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _write_config(folder: Path, content: dict[str, Any], inside: str = "config.json") -> None:
+    path = folder / inside
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))

@@ -1,0 +1,89 @@
+"""Trackers fed beside metrics.jsonl, imported only where `tracking.backends` asks for them.
+
+Rollout rows are drawn over the rollout, step rows as `step/<name>` over the gradient step.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+from megatron_dppo.errors import ConfigError, Problem
+
+Axis = Literal["rollout", "step"]
+
+
+class Backend(Protocol):
+    """Where metrics also go."""
+
+    def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
+        """Take the metrics of one rollout or one gradient step."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left."""
+        ...
+
+
+class TensorBoard:
+    """Event files in the run folder's tensorboard/."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        module = _module("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
+        """Write each metric as a scalar."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, index)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A wandb run named like the run folder; wandb's own settings say which project."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._run = _module("wandb", "wandb").init(dir=str(folder), name=folder.name, config=dict(config))
+        self._run.define_metric("*", step_metric="rollout")
+        self._run.define_metric("step/*", step_metric="gradient_step")
+
+    def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
+        """Send one row with its axis."""
+        self._run.log({("gradient_step" if axis == "step" else "rollout"): index, **metrics})
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
+
+
+BACKENDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+def open_backends(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Backend]:
+    """The trackers of these names."""
+    unknown = [name for name in names if name not in BACKENDS]
+    if unknown:
+        raise ConfigError(
+            Problem(
+                "tracking.backends", ", ".join(unknown), " or ".join(BACKENDS), "Correct or remove the name."
+            )
+        )
+    return [BACKENDS[name](folder, config) for name in names]
+
+
+def _module(name: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            Problem(
+                "tracking.backends",
+                f"{package}, which does not import ({error})",
+                f"the package {package}",
+                "Install it with `pip install 'megatron-dppo[track]'`, or take it out of that list.",
+            )
+        ) from error

@@ -1,0 +1,78 @@
+"""How far the trainer's policy pi stands from the rollout policy mu, and what the trust region did about it.
+
+Pure functions of detached tensors that add to a `Metrics`. All arithmetic is in float64. Ratios and both KL
+estimators use the log-ratio log pi - log mu clamped to +-LOG_RATIO_LIMIT, so that one hopeless token gives a
+huge but finite number, also in float32 trackers. A NaN on a learning token is reported, never dropped.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.diagnostics.metrics import Metrics
+
+LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
+
+
+def add_mismatch(
+    metrics: Metrics,
+    log_probs: Tensor,  # [T] log pi(y_t) of the trainer
+    rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
+    loss_mask: Tensor,  # [T] bool
+    *,
+    prefix: str = "mismatch",
+) -> None:
+    """Distance of pi from mu over the learning tokens, tokens being samples of mu.
+
+    `kl_k1` and `kl_k3` both estimate KL(mu || pi): k1 = -log r is unbiased but noisy and may be negative;
+    k3 = r - 1 - log r has little noise and is never negative. r = pi / mu.
+    With prefix "mismatch_live" or "mismatch_replayed", one of two paired forwards.
+    """
+    mask = loss_mask.bool()
+    log_pi, log_mu = (x.detach()[mask].double() for x in (log_probs, rollout_log_probs))
+    num_tokens = log_pi.numel()
+    metrics.add_sum(f"{prefix}/num_tokens", num_tokens)
+    if num_tokens == 0:
+        return
+    log_ratio = (log_pi - log_mu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    tv = (log_pi.exp() - log_mu.exp()).abs()
+    k3 = torch.expm1(log_ratio) - log_ratio
+    statistics = torch.stack(
+        [tv.sum(), -log_ratio.sum(), k3.sum(), log_ratio.max().exp(), log_ratio.min().exp()]
+    )
+    sum_tv, sum_k1, sum_k3, ratio_max, ratio_min = statistics.tolist()
+    metrics.add_mean(f"{prefix}/abs_prob_diff_mean", sum_tv, num_tokens)
+    metrics.add_mean(f"{prefix}/kl_k1", sum_k1, num_tokens)
+    metrics.add_mean(f"{prefix}/kl_k3", sum_k3, num_tokens)
+    metrics.add_max(f"{prefix}/ratio_max", ratio_max)
+    metrics.add_min(f"{prefix}/ratio_min", ratio_min)
+    metrics.add_histogram(f"{prefix}/tv", tv)
+
+
+def add_entropy(metrics: Metrics, entropy: Tensor, loss_mask: Tensor) -> None:
+    """`policy/entropy`: mean over learning tokens of the whole vocabulary's entropy [T], in nats."""
+    entropy = entropy.detach()[loss_mask.bool()].double()
+    metrics.add_mean("policy/entropy", entropy.sum(), entropy.numel())
+
+
+def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
+    """What the mask dropped, from the counts that `policy_loss` returns.
+
+    `masked_fraction_positive` and `_negative` are over tokens with A > 0 and A < 0. `bad_update_fraction`
+    (A < 0 and mu - pi >= .5), `ratio_capped_fraction` and `divergence_mean` are over all learning tokens,
+    masked or not, A = 0 included: the paper leaves the denominator of its "bad updates" open. Infinite
+    divergences are left out of the mean; they, and log-probs clamped to 0, get a fraction of their own.
+    """
+    num_tokens, num_positive, num_negative = (
+        float(counts[name]) for name in ("num_loss_tokens", "num_positive", "num_negative")
+    )
+    add = metrics.add_mean
+    add("trust_region/masked_fraction_positive", counts["num_masked_positive"], num_positive)
+    add("trust_region/masked_fraction_negative", counts["num_masked_negative"], num_negative)
+    add("trust_region/bad_update_fraction", counts["num_bad_updates"], num_tokens)
+    add("trust_region/ratio_capped_fraction", counts["num_ratio_capped"], num_tokens)
+    num_infinite = float(counts.get("num_infinite_divergence", 0))
+    add("trust_region/divergence_mean", counts["sum_divergence"], num_tokens - num_infinite)
+    add("trust_region/infinite_divergence_fraction", num_infinite, num_tokens)
+    add("policy/clamped_log_probs_fraction", counts.get("num_clamped_log_probs", 0), num_tokens)

@@ -1,0 +1,269 @@
+"""The report: what is plotted is what was measured, and the words follow the data."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.diagnostics.report import compare, summary
+from megatron_dppo.diagnostics.report_summary import ROWS
+from megatron_dppo.diagnostics.tracking import RunFolder
+from megatron_dppo.errors import ConfigError
+
+NUM_ROLLOUTS = 30
+
+
+def _config(path: Path, preset: str, routing_replay: str, paired_every: int) -> dict[str, Any]:
+    return Config.model_validate(
+        {
+            "run": {"folder": path, "num_rollouts": NUM_ROLLOUTS},
+            "algorithm": {"preset": preset},
+            "rollout": {"routing_replay": routing_replay},
+            "tracking": {"paired_routing_every": paired_every},
+        }
+    ).model_dump(exclude_none=True)
+
+
+def _rollout_row(noise: random.Random, rollout: int, tail: float, routed: bool) -> dict[str, float]:
+    row = {
+        "reward/mean": 0.35 + 0.5 * (1 - math.exp(-rollout / 10)) + noise.gauss(0, 0.02),
+        "rollout/response_length_mean": 17 + noise.gauss(0, 0.05),
+        "mismatch/abs_prob_diff_mean": 0.0027 + noise.gauss(0, 1e-4),
+        "mismatch/kl_k1": noise.gauss(5e-4, 4e-4),
+        "mismatch/kl_k3": 9e-4 * tail * math.exp(noise.gauss(0, 0.3)),
+        "mismatch/ratio_max": 1 + 2 * tail * math.exp(noise.gauss(0, 0.5)),
+        "mismatch/ratio_min": 0.3 / (1 + tail * math.exp(noise.gauss(0, 1))),
+        "time/rollout_s": 0.4 + noise.gauss(0, 0.02),
+        "time/batch_s": 0.02,
+        "time/train_s": 0.61 + noise.gauss(0, 0.02),
+        "time/sync_s": 0.005,
+        "throughput/tokens_per_s": 8500 + noise.gauss(0, 100),
+    }
+    if routed:
+        layers = {f"routing/agreement_layer_{n}": 0.95 - 0.01 * n + noise.gauss(0, 0.003) for n in (0, 1, 2)}
+        row |= {"routing/agreement_mean": sum(layers.values()) / 3, **layers}
+    return row
+
+
+def _write_run(
+    path: Path,
+    seed: int,
+    *,
+    preset: str = "dppo_binary_tv",
+    routing_replay: str = "off",
+    paired: bool = False,
+    num_rollouts: int = NUM_ROLLOUTS,
+) -> Path:
+    """A run as the quickstart would write it, with the shape of its numbers."""
+    noise = random.Random(seed)
+    with RunFolder.open(
+        path, _config(path, preset, routing_replay, 5 if paired else 0), resume=False
+    ) as folder:
+        for rollout in range(num_rollouts):
+            for step in range(4 * rollout, 4 * rollout + 4):
+                drift = (step % 4) / 300
+                folder.write_step(
+                    rollout,
+                    step,
+                    {
+                        "policy/entropy": 0.9 * math.exp(-rollout / 20) + noise.gauss(0, 0.01),
+                        "trust_region/masked_fraction_positive": drift + noise.random() / 900,
+                        "trust_region/masked_fraction_negative": 2 * drift + noise.random() / 900,
+                        "loss": noise.gauss(0, 1),
+                    },
+                )
+            row = _rollout_row(
+                noise, rollout, 1.0 if routing_replay == "replay" else 3.0, routing_replay != "off"
+            )
+            if paired and rollout % 5 == 0:
+                row |= {"mismatch_live/kl_k3": 1e-3, "mismatch_replayed/kl_k3": 4e-4 + 1e-5 * rollout}
+                row["mismatch_live/num_tokens"] = 1000 + rollout
+            folder.write_rollout(rollout, row, num_rollouts=NUM_ROLLOUTS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """R3 on, R3 measured only, and another algorithm without capture."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        _write_run(folder / "r3_on", 1, routing_replay="replay", paired=True),
+        _write_run(folder / "r3_off", 2, routing_replay="measure"),
+        _write_run(folder / "grpo_clip_higher", 3, preset="grpo_clip_higher"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def report(runs: list[Path]) -> Path:
+    """The report on all three."""
+    out = runs[0].parent / "out" / "report.html"
+    compare(runs, out)
+    return out
+
+
+def _figures(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("section", "panel", "metric"),
+    [
+        ("reward", 0, "reward/mean"),
+        ("response-length", 0, "rollout/response_length_mean"),
+        ("prob-diff", 0, "mismatch/abs_prob_diff_mean"),
+        ("kl", 0, "mismatch/kl_k3"),
+        ("kl", 1, "mismatch/kl_k1"),
+        ("ratio", 0, "mismatch/ratio_max"),
+        ("ratio", 1, "mismatch/ratio_min"),
+        ("agreement", 0, "routing/agreement_mean"),
+        ("paired", 0, "mismatch_live/kl_k3"),
+        ("paired", 0, "mismatch_replayed/kl_k3"),
+    ],
+)
+def test_points_are_the_file_s(report: Path, runs: list[Path], section: str, panel: int, metric: str) -> None:
+    """Each plotted number equals metrics.jsonl's, bit by bit, at its rollout."""
+    traces = _figures(report.read_text())[section]["data"]
+    axis = "x" if panel == 0 else f"x{panel + 1}"
+    for index, run in enumerate(runs):
+        rows = [row for row in _rows(run) if row["kind"] == "rollout" and metric in row]
+        mine = [trace for trace in traces if trace["meta"] == index and trace["xaxis"] == axis]
+        if section == "paired" and mine:
+            mine = [mine[0 if "live" in metric else 1]]
+        assert len(mine) == bool(rows)
+        for trace in mine:
+            assert trace["x"] == [row["rollout"] for row in rows]
+            assert trace["y"] == [row[metric] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("section", "axis", "metric"),
+    [
+        ("entropy", "x", "policy/entropy"),
+        ("masked", "x", "trust_region/masked_fraction_positive"),
+        ("masked", "x2", "trust_region/masked_fraction_negative"),
+    ],
+)
+def test_step_rows_become_one_point_per_rollout(
+    report: Path, runs: list[Path], section: str, axis: str, metric: str
+) -> None:
+    """What only step rows have is drawn as the mean of the rollout's gradient steps."""
+    for index, run in enumerate(runs):
+        values = [row[metric] for row in _rows(run) if row["kind"] == "step"]
+        traces = _figures(report.read_text())[section]["data"]
+        (trace,) = [t for t in traces if t["meta"] == index and t["xaxis"] == axis]
+        assert trace["x"] == list(range(NUM_ROLLOUTS))
+        assert trace["y"] == [fmean(values[i : i + 4]) for i in range(0, len(values), 4)]
+
+
+def test_means_in_the_plots_and_the_summary(report: Path, runs: list[Path]) -> None:
+    """Bars, layers and the table against plain arithmetic on the file."""
+    rows = [row for row in _rows(runs[0]) if row["kind"] == "rollout"]
+
+    def mean(name: str, of: list[dict[str, Any]] = rows) -> float:
+        return sum(row[name] for row in of) / len(of)
+
+    figures = _figures(report.read_text())
+    assert figures["time"]["data"][0]["y"] == pytest.approx(
+        [mean(f"time/{p}_s") for p in ("rollout", "batch", "train", "sync")]
+    )
+    layers = next(t for t in figures["agreement"]["data"] if t["meta"] == 0 and t["xaxis"] == "x2")
+    assert layers["x"] == [0, 1, 2]
+    assert layers["y"] == pytest.approx([mean(f"routing/agreement_layer_{n}") for n in range(3)])
+
+    numbers = summary(runs[0])
+    paired = [row for row in rows if "mismatch_live/kl_k3" in row]
+    tokens = [row["mismatch_live/num_tokens"] for row in paired]
+    pooled = sum(n * row["mismatch_replayed/kl_k3"] for n, row in zip(tokens, paired, strict=True)) / sum(
+        tokens
+    )
+    assert numbers["reward_first"] == rows[0]["reward/mean"]
+    assert numbers["reward_last"] == pytest.approx(mean("reward/mean", rows[-10:]))
+    assert numbers["ratio_max"] == max(row["mismatch/ratio_max"] for row in rows)
+    assert numbers["ratio_min"] == min(row["mismatch/ratio_min"] for row in rows)
+    assert numbers["paired_num_tokens"] == sum(tokens)
+    assert numbers["paired_kl_k3_change"] == pytest.approx(pooled / 1e-3 - 1)
+    assert numbers["tokens_per_s"] == pytest.approx(mean("throughput/tokens_per_s"))
+    assert {row.key for row in ROWS} <= numbers.keys()
+    json.dumps(numbers, allow_nan=False)
+    assert summary(runs[2])["agreement_mean"] is None
+
+
+def test_figures_are_valid_plotly(report: Path) -> None:
+    """Plotly's own validator knows every property."""
+    for figure in _figures(report.read_text()).values():
+        go.Figure(figure)
+
+
+def test_the_words_follow_the_data(report: Path, runs: list[Path]) -> None:
+    """Differences, reasons for what is missing, and what not to conclude."""
+    html = report.read_text()
+    text = html[: html.index("<script>")].replace("<wbr>", "")
+    assert "<title>r3_on · r3_off · grpo_clip_higher</title>" in text
+    assert all(f"<code>{key}</code>" in text for key in ("algorithm.preset", "rollout.routing_replay"))
+    assert "<code>run.folder</code>" not in text
+    assert "<code>optimizer.lr</code>" not in text
+    assert "grpo_clip_higher: no routing/agreement_mean or routing/agreement_layer_&lt;n&gt;" in text
+    assert "tracking.paired_routing_every is 0" in text
+    assert "There is one seed per setting" in text
+    assert "never by a single mini-batch" in text
+    assert "says nothing about SGLang" in text
+    assert "Each run has 30 rollouts" in text
+
+
+def test_an_unfinished_run_alone(tmp_path: Path) -> None:
+    """Live, torn, with gaps and zeros: it is drawn, and each oddity is named."""
+    run = _write_run(tmp_path / "<live & 'odd'>", 5, num_rollouts=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "rollout", "rollout": 3, "mismatch/kl_k3": "NaN", "reward/mean": 0.5}\n')
+        file.write('{"kind": "evaluation", "rollout": 3, "eval/held_out/avg_at_1": 0.25}\n{"kind"')
+    compare([run], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    figures = _figures(html)
+    assert figures["kl"]["data"][0]["y"][3] is None
+    assert figures["evaluation"]["data"][0]["y"] == [0.25]
+    assert figures["evaluation"]["data"][0]["x"] == [3]
+    assert "paired" not in figures
+    assert "<live" not in html
+    for words in ("1 values are not finite", "is incomplete and was left out", "has 4 of 30 rollouts"):
+        assert words in html
+    assert summary(run)["num_non_finite"] == 1
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    """No row yet: a report without plots, not a crash."""
+    RunFolder.open(tmp_path / "new", _config(tmp_path / "new", "grpo", "off", 0), resume=False).close()
+    compare([tmp_path / "new"], tmp_path / "report.html")
+    assert _figures((tmp_path / "report.html").read_text()) == {}
+    assert "no finished gradient step yet" in (tmp_path / "report.html").read_text()
+
+
+def test_zero_divergence_is_not_lost_on_a_log_axis(tmp_path: Path) -> None:
+    """A float32 engine has k3 = 0 exactly."""
+    with RunFolder.open(tmp_path / "exact", {}, resume=False) as folder:
+        folder.write_rollout(0, {"mismatch/kl_k3": 0.0}, num_rollouts=1)
+    compare([tmp_path / "exact"], tmp_path / "report.html")
+    assert "type" not in _figures((tmp_path / "report.html").read_text())["kl"]["layout"]["yaxis"]
+
+
+def test_names_and_wrong_arguments(tmp_path: Path) -> None:
+    """Equal folder names are told apart by their parents; the same folder twice is refused."""
+    twins = [_write_run(tmp_path / parent / "run", 1, num_rollouts=1) for parent in ("a", "b")]
+    compare(twins, tmp_path / "report.html")
+    assert "<title>a/run · b/run</title>" in (tmp_path / "report.html").read_text()
+    with pytest.raises(ConfigError, match="twice"):
+        compare([twins[0], twins[0]], tmp_path / "report.html")
+    with pytest.raises(ConfigError, match="no run folder"):
+        compare([], tmp_path / "report.html")

@@ -1,0 +1,138 @@
+"""Makes Megatron-Core run on a machine without CUDA: the only shim of the package.
+
+Megatron-Core asks for CUDA devices, streams and generators by name. Without a GPU each of these calls
+would raise; here they answer with the CPU's counterpart. Nothing is touched where CUDA is present, so
+the same training code runs on gloo and on NCCL.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like")
+_CONSTANTS: dict[str, Any] = {
+    "current_device": _CPU,
+    "synchronize": None,
+    "empty_cache": None,
+    "set_device": None,
+    "set_stream": None,
+    "reset_peak_memory_stats": None,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+}
+
+
+class _Stream:
+    """A stream or event of a device that has none: everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        return event or _Stream()
+
+    def query(self) -> bool:
+        return True
+
+
+class _TypeName(str):
+    """A tensor type name that equals its CUDA spelling: Megatron's optimizer dispatches on those."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and str.__eq__(self, other.replace("torch.cuda.", "torch."))
+
+    def __hash__(self) -> int:
+        return str.__hash__(self)
+
+
+def install() -> None:
+    """Answer Megatron-Core's CUDA calls with the CPU; a no-op where CUDA is present, or when called again."""
+    if torch.cuda.is_available() or getattr(torch.cuda.current_device, "is_megatron_dppo_shim", False):
+        return
+    _install_device()
+    _install_factories()
+    _install_megatron()
+
+
+def _install_device() -> None:
+    cuda: Any = torch.cuda
+    for name, value in _CONSTANTS.items():
+        setattr(cuda, name, _constant(value))
+    cuda.current_device.is_megatron_dppo_shim = True
+    cuda.current_stream = cuda.default_stream = _constant(_Stream())
+    cuda.Stream = cuda.Event = _Stream
+    cuda.stream = _no_stream
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+@contextlib.contextmanager
+def _no_stream(stream: object) -> Iterator[None]:
+    yield
+
+
+def _install_factories() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    tensor.record_stream = lambda self, *_, **__: None
+    type_of = tensor.type
+
+    @functools.wraps(type_of)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(self, *args, **kwargs)
+        return _TypeName(result) if isinstance(result, str) else result
+
+    tensor.type = type_name
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """`factory` with device="cuda" read as the CPU, and page-locking dropped."""
+
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _install_megatron() -> None:
+    import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """The all-to-all dispatcher's splits: on a GPU they become numpy, which c10d wants here too."""
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = to_host

@@ -1,0 +1,92 @@
+"""Fixes of Megatron-Core bugs that also hit GPUs where Transformer Engine and apex are absent.
+
+Each fix names the bug, applies only to the versions that have it, and does nothing when called again.
+"""
+
+from typing import Any
+
+import megatron.core
+import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+import megatron.core.transformer.moe.moe_utils as moe_utils
+import torch
+from packaging.version import Version
+
+from megatron_dppo.errors import ConfigError, Problem
+
+_TESTED = (Version("0.16.1"), Version("0.17"))
+
+
+def apply() -> None:
+    """Apply every fix that the installed version needs.
+
+    Raises:
+        ConfigError: This version of Megatron-Core was never tested with these fixes.
+    """
+    version = Version(megatron.core.__version__)
+    if not _TESTED[0] <= version < _TESTED[1]:
+        raise ConfigError(
+            Problem(
+                "megatron-core",
+                f"version {version}",
+                f">= {_TESTED[0]} and < {_TESTED[1]}",
+                "Install a version that the tests ran with: pip install megatron-core==0.16.1.",
+            )
+        )
+    _define_missing_te_gemm()
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _restore_adam_step()
+
+
+def _define_missing_te_gemm() -> None:
+    """The router's float32 gating reads `te_general_gemm`, a NameError where Transformer Engine is absent."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - a name the module itself forgot
+
+
+def _restore_adam_step() -> None:
+    """Keep torch AdamW's per-parameter `step` across a checkpoint of the distributed optimizer.
+
+    Loading forgets it (KeyError 'step'), and `load_state_dict` gives all parameters one and the same step
+    tensor, which AdamW then advances once per parameter: the resumed run is silently wrong.
+    """
+    optimizer: Any = distrib_optimizer.DistributedOptimizer
+    if getattr(optimizer.load_state_dict, "is_megatron_dppo_fix", False):
+        return
+    set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict
+
+    def set_states_with_step(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        set_states(self, model_param, tensors)
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    load_with_own_steps.is_megatron_dppo_fix = True  # type: ignore[attr-defined]
+    optimizer._set_main_param_and_optimizer_states = set_states_with_step
+    optimizer.load_state_dict = load_with_own_steps
+
+
+def prime_adam_states(optimizer: Any) -> None:
+    """Allocate AdamW's states with zeros before a load: Megatron asserts on an optimizer that never stepped.
+
+    Args:
+        optimizer: What `get_megatron_optimizer` returned (one optimizer, or a chain of them).
+    """
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = member.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter].update(
+                        step=torch.tensor(0.0),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )

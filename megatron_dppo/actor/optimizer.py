@@ -1,0 +1,52 @@
+"""Megatron's mixed-precision AdamW and its schedule, from `[optimizer]`."""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_dppo.config.schema import OptimizerConfig
+
+
+def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> Any:
+    """Megatron's optimizer over the model's parameters, with float32 master weights where these are bfloat16."""
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+    )
+    return get_megatron_optimizer(settings, [model])
+
+
+def build_schedule(optimizer: Any, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then constant, linear or cosine down to min_lr at the last gradient step.
+
+    Call `.step(1)` after each gradient step; the first step already has lr / warmup_steps.
+    """
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(num_steps, config.warmup_steps + 1),
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    if config.warmup_steps:
+        schedule.step(1)  # Megatron's first step would have learning rate 0
+    return schedule

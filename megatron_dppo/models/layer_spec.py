@@ -1,0 +1,199 @@
+"""Our `torch` layer spec: a Megatron-Core transformer out of plain PyTorch modules.
+
+It runs wherever PyTorch does, CPU included, and keeps the checkpoint keys that Megatron's Transformer Engine
+spec expects, so that a checkpoint written with one loads into the other.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root-mean-square norm; unlike Megatron's wrapper it works with sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
+
+
+def packed_causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
+    """Causal attention inside each of the packed sequences.
+
+    Sequences of similar length share one padded batch, so work stays within a factor of four of the least.
+
+    Args:
+        query: [T, heads, D].
+        key: [T, key-value heads, D]; `value` alike.
+        cu_seqlens: [S+1] int32, first token of each sequence, and T.
+        scale: Factor on the scores; none is 1/sqrt(D).
+
+    Returns:
+        [T, heads, D].
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    buckets = torch.ceil(torch.log2(lengths.double().clamp(min=1))).long()
+    output = torch.zeros_like(query)
+    for bucket in buckets.unique().tolist():
+        chosen = (buckets == bucket).nonzero()[:, 0]
+        width = int(lengths[chosen].max())
+        columns = torch.arange(width, device=query.device)
+        is_token = columns < lengths[chosen, None]  # [S', width]
+        tokens = (starts[chosen, None] + columns)[is_token]
+        rows = is_token.flatten().nonzero()[:, 0]
+
+        def padded(x: Tensor, tokens: Tensor = tokens, rows: Tensor = rows, shape: tuple[int, int] = (len(chosen), width)) -> Tensor:
+            batch = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, rows, x.index_select(0, tokens))
+            return batch.view(*shape, *x.shape[1:]).transpose(1, 2)
+
+        attended = F.scaled_dot_product_attention(
+            padded(query), padded(key), padded(value), is_causal=True, scale=scale, enable_gqa=True
+        )
+        flat = attended.transpose(1, 2).flatten(0, 1).index_select(0, rows)
+        output = output.index_copy(0, tokens, flat)
+    return output
+
+
+class PackedAttention(torch.nn.Module):
+    """Core attention over packed (`thd`) sequences through PyTorch's scaled dot product."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
+        super().__init__()
+        assert config.context_parallel_size == 1, "layout.py refuses context parallelism"
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """[T, heads * D]; the mask is causal within each sequence, whatever `attention_mask` says."""
+        assert packed_seq_params is not None, "the actor always packs"
+        output = packed_causal_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.softmax_scale)
+        return output.flatten(1)
+
+
+class GroupedExperts(torch.nn.Module):
+    """This rank's experts as two stacked weights, computed by one grouped matrix product each.
+
+    Checkpoint keys and global shapes are those of Megatron's SequentialMLP and TEGroupedMLP.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__()
+        assert pg_collection is not None and config.moe_ffn_hidden_size is not None
+        width, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
+        self.fc1_weight = torch.nn.Parameter(torch.zeros(num_local_experts, 2 * width, hidden, dtype=dtype))
+        self.fc2_weight = torch.nn.Parameter(torch.zeros(num_local_experts, hidden, width, dtype=dtype))
+        for weight in (self.fc1_weight, self.fc2_weight):
+            setattr(weight, "allreduce", config.expert_model_parallel_size == 1)  # noqa: B010 - Megatron reads it
+        self.groups = pg_collection
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Run each expert on its tokens.
+
+        Args:
+            hidden: [N, H], sorted by local expert.
+            tokens_per_expert: [num_local_experts] int64.
+            probs: [N] routing weight of each row.
+
+        Returns:
+            [N, H], and no bias.
+        """
+        ends = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(hidden, self.fc1_weight.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        activated = (F.silu(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
+        return F.grouped_mm(activated, self.fc2_weight.transpose(1, 2), offs=ends), None
+
+    def backward_dw(self) -> None:
+        """Nothing is delayed: weight gradients come with the backward pass."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Where these experts sit among all: [layers, experts, rows, columns]."""
+        expert_axis = (len(sharded_offsets), self.groups.ep.rank(), self.groups.ep.size())
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{key}.weight",
+                weight,
+                *sharded_offsets,
+                expert_axis,
+                replica_id=(0, self.groups.expt_tp.rank(), self.groups.expt_dp.rank()),
+                prepend_axis_num=len(sharded_offsets),
+            )
+            for name, key, weight in (
+                ("fc1_weight", "linear_fc1", self.fc1_weight),
+                ("fc2_weight", "linear_fc2", self.fc2_weight),
+            )
+        }
+
+
+def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+    """One decoder layer, with experts or dense."""
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    norm_keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if is_moe:
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=GroupedExperts)))
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linears)
+        norm_keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=norm_keys,
+        ),
+    )
+
+
+def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """All decoder layers of a one-stage model, and the final norm."""
+    frequency = config.moe_layer_freq
+    is_moe = [bool(frequency)] * config.num_layers if isinstance(frequency, int) else [bool(x) for x in frequency]
+    if config.num_moe_experts is None:
+        is_moe = [False] * config.num_layers
+    return TransformerBlockSubmodules(
+        layer_specs=[torch_layer_spec(config, moe) for moe in is_moe], layer_norm=RMSNorm
+    )

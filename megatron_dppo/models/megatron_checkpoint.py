@@ -1,0 +1,122 @@
+"""Megatron checkpoint folders: `megatron/`, a distributed checkpoint, and `hf/`, config and tokenizer."""
+
+import queue
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.models.convert import load_hf_weights
+from megatron_dppo.models.family import HFConfig
+from megatron_dppo.models.hf_checkpoint import HFWeights, copy_model_files
+
+WEIGHTS = "megatron"
+HF = "hf"
+
+
+def is_megatron_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a complete Megatron checkpoint of ours."""
+    return (folder / WEIGHTS / "metadata.json").is_file()
+
+
+def hf_files(folder: Path) -> Path:
+    """Where config.json and the tokenizer of a model folder stand, whichever kind it is."""
+    return folder / HF if is_megatron_checkpoint(folder) else folder
+
+
+def load_weights(model: GPTModel, folder: Path, hf: HFConfig) -> None:
+    """`model.load`: fill this rank's parameters from a Hugging Face folder or a Megatron checkpoint.
+
+    Raises:
+        ConversionError: Hugging Face weights that do not fit `hf`.
+        CheckpointError: A Megatron checkpoint that is torn or of another model.
+    """
+    if not is_megatron_checkpoint(folder):
+        load_hf_weights(model, HFWeights(folder), hf)
+        return
+    state = load_sharded({"model": model.sharded_state_dict()}, folder / WEIGHTS)
+    with torch.no_grad():
+        model.load_state_dict(state["model"])
+
+
+def save_weights(model: GPTModel, out: Path, template: Path) -> None:
+    """Write a Megatron checkpoint of weights alone, whole or not at all; for one process.
+
+    Args:
+        model: What to write.
+        out: The folder to make.
+        template: Hugging Face folder whose config and tokenizer go into `hf/`.
+
+    Raises:
+        CheckpointError: `out` exists already.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists. Give a new folder, or remove that one first.")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / WEIGHTS).mkdir(parents=True)
+    copy_model_files(template, unfinished / HF)
+    save_sharded({"model": model.sharded_state_dict()}, unfinished / WEIGHTS)
+    unfinished.rename(out)
+
+
+def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Megatron's distributed load, with its many errors as one of ours.
+
+    Raises:
+        CheckpointError: The folder is torn, or holds another model or optimizer.
+    """
+    try:
+        return dist_checkpointing.load(wanted, str(folder))
+    except (CheckpointingException, OSError, RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0][:400] if str(error) else repr(error)
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {reason}. It is torn, or of another model or optimizer; "
+            "name another checkpoint, or make it again."
+        ) from error
+
+
+def save_sharded(state: dict[str, Any], folder: Path) -> None:
+    """Megatron's distributed save into an existing empty folder; returns when the bytes are on disk."""
+    with _results_in_this_process():
+        dist_checkpointing.save(state, str(folder))
+
+
+@contextmanager
+def _results_in_this_process() -> Iterator[None]:
+    """Collect a synchronous save's results in a plain queue.
+
+    Megatron otherwise starts a manager process by spawning, which takes seconds and runs the main module again.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type of the weights in a Megatron checkpoint.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint, or its weights are of several types.
+    """
+    if not is_megatron_checkpoint(folder):
+        raise CheckpointError(
+            f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from tools/convert_checkpoint.py "
+            "or from a run's checkpoints/; check the path."
+        )
+    tensors = dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS))
+    dtypes = {tensor.dtype for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+    if len(dtypes) != 1:
+        raise CheckpointError(f"{folder}: weights of types {sorted(map(str, dtypes))}; expected one.")
+    return dtypes.pop()

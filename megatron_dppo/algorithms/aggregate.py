@@ -1,0 +1,68 @@
+"""How per-token losses become one number: a weight for each token of the mini-batch."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import ConfigError, Problem
+
+
+def _token_mean(lengths: Tensor, num_sequences: Tensor, response_length: int) -> Tensor:
+    return torch.ones_like(lengths) / lengths.sum()
+
+
+def _seq_mean_token_sum(lengths: Tensor, num_sequences: Tensor, response_length: int) -> Tensor:
+    return torch.ones_like(lengths) / num_sequences
+
+
+def _seq_mean_token_mean(lengths: Tensor, num_sequences: Tensor, response_length: int) -> Tensor:
+    return 1 / (lengths * num_sequences)
+
+
+def _seq_mean_token_sum_norm(lengths: Tensor, num_sequences: Tensor, response_length: int) -> Tensor:
+    return torch.ones_like(lengths) / (num_sequences * response_length)
+
+
+AGGREGATIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = MappingProxyType(
+    {
+        "token_mean": _token_mean,
+        "seq_mean_token_sum": _seq_mean_token_sum,
+        "seq_mean_token_mean": _seq_mean_token_mean,
+        "seq_mean_token_sum_norm": _seq_mean_token_sum_norm,
+    }
+)
+
+
+def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
+    """Weights w of a mini-batch, [sum(lengths)] float64: (w * per_token_loss).sum() is the aggregated loss.
+
+    The paper does not state its aggregation. Eq. 11 sums tokens, as `seq_mean_token_sum`; `token_mean` is our
+    default, and `seq_mean_token_sum_norm` what its experiments run. Means over sequences count those with a
+    learning token. Call this on the whole mini-batch, before it is split over ranks or micro-batches; whoever
+    divides by the global token count later multiplies by it here first (then `token_mean` is 1 everywhere).
+
+    Args:
+        mode: A name in AGGREGATIONS.
+        lengths: [B] learning tokens of each sequence; 0 is allowed.
+        response_length: The constant that seq_mean_token_sum_norm divides by; the other modes ignore it.
+
+    Raises:
+        ConfigError: The mode is unknown, a length is negative, or response_length is missing.
+    """
+    if mode not in AGGREGATIONS:
+        close = difflib.get_close_matches(mode, AGGREGATIONS, n=1)
+        action = f"Did you mean {close[0]!r}?" if close else "Choose one of these."
+        options = "one of " + ", ".join(AGGREGATIONS)
+        raise ConfigError(Problem("algorithm.aggregation", repr(mode), options, action))
+    counts = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths or (), dtype=torch.long)
+    if counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any()):
+        action = "Count each sequence's learning tokens."
+        raise ConfigError(Problem("lengths", str(lengths), "[B] integers >= 0", action))
+    if mode == "seq_mean_token_sum_norm" and (response_length is None or response_length <= 0):
+        action = "Pass rollout.max_response_tokens."
+        raise ConfigError(Problem("response_length", repr(response_length), f"> 0 for {mode}", action))
+    weights = AGGREGATIONS[mode](counts.double(), (counts > 0).sum(), response_length or 0)
+    return weights.repeat_interleave(counts)

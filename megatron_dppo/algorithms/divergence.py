@@ -1,0 +1,157 @@
+"""How far the policy has moved from its anchor, seen through one partition of the vocabulary.
+
+A divergence takes log-masses of the policy and of its anchor (both <= 0) and returns one number per token.
+Binary ones see {sampled token, everything else} and take [T]; Top-K ones see mu's K most probable tokens, the
+sampled token and everything else, and take [T, outcomes] from `topk_partition`. Coarser partitions give smaller
+numbers: binary <= Top-K <= full vocabulary (App. C of arXiv 2602.04879, the paper cited throughout this room).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SampledToken = Literal["union", "replace"]
+
+# A tail of at most this many machine epsilons cannot be told from zero: 1 - sum(p) over up to 64 columns
+# carries 4 of them after log_softmax, and 18 where a log-sum-exp near 30 was subtracted.
+ROUNDOFF_EPSILONS = 32
+# With this much in the rollout's tail and none in the policy's, the KL exceeds .05 whatever hides in roundoff.
+SURELY_POSITIVE_TAIL = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class TopKLogProbs:
+    """The rollout policy's K' most probable tokens at each position, and both policies' log-probs of them."""
+
+    ids: Tensor  # [T, K'] integer; columns by rollout probability, highest first; -1 pads
+    rollout_log_probs: Tensor  # [T, K'] log mu, as the rollout engine sent it
+    log_probs: Tensor  # [T, K'] log pi of the same ids; never differentiated
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A registered divergence, and the partition it is defined on."""
+
+    function: Callable[[Tensor, Tensor], Tensor]  # (log_probs, anchor_log_probs) -> [T]
+    over: Literal["sampled", "topk"]
+    needs_other: bool = False  # undefined where the outcomes do not sum to 1
+
+
+def log1mexp(log_probs: Tensor) -> Tensor:
+    """log(1 - p) from log p <= 0, accurate at both ends: -inf at p = 1, 0 at p = 0."""
+    near_one = torch.log(-torch.expm1(log_probs))
+    near_zero = torch.log1p(-torch.exp(log_probs))
+    return torch.where(log_probs > -math.log(2.0), near_one, near_zero)
+
+
+def binary_tv(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
+    """|mu(a) - pi(a)| (Eq. 13): total variation of {a, not a}. [T], [T] -> [T]."""
+    return (log_probs.exp() - anchor_log_probs.exp()).abs()
+
+
+def binary_kl(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
+    """KL(mu || pi) of {a, not a} (Eq. 14), in log space, unguarded: +inf at pi = 1 > mu. [T], [T] -> [T]."""
+    sampled = _kl_term(log_probs, anchor_log_probs)
+    other = _kl_term(log1mexp(log_probs), log1mexp(anchor_log_probs))
+    return (sampled + other).clamp(min=0)
+
+
+def topk_tv(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
+    """Half the sum of |mu - pi| over the outcomes (Eq. 15). [T, outcomes] twice -> [T]."""
+    return (log_masses.exp() - anchor_log_masses.exp()).abs().sum(1) / 2
+
+
+def topk_kl(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
+    """KL(mu || pi) over the outcomes (Eq. 16); they must include 'other'. [T, outcomes] twice -> [T]."""
+    return _kl_term(log_masses, anchor_log_masses).sum(1).clamp(min=0)
+
+
+def _kl_term(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
+    """Each outcome's q log(q / p): 0 where q = 0, +inf where only p = 0."""
+    anchor_masses = anchor_log_masses.exp()
+    return torch.where(anchor_masses > 0, anchor_masses * (anchor_log_masses - log_masses), 0.0)
+
+
+DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
+    {
+        "binary_tv": Divergence(binary_tv, over="sampled"),
+        "binary_kl": Divergence(binary_kl, over="sampled"),
+        "topk_tv": Divergence(topk_tv, over="topk"),
+        "topk_kl": Divergence(topk_kl, over="topk", needs_other=True),
+    }
+)
+
+
+def topk_partition(
+    topk: TopKLogProbs,
+    targets: Tensor,
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    *,
+    top_k: int,
+    sampled_token: SampledToken = "union",
+    include_other: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-masses (policy, rollout) of the Top-K outcomes, each [T, outcomes]; -inf for those a row lacks.
+
+    The outcomes are A' = the first `top_k` ids of mu and the sampled token, whose mass always comes from
+    `log_probs` and `rollout_log_probs`. Where it is not among those ids, "union" adds it (App. C: up to K+1
+    outcomes) and "replace" puts it in the place of the last of them (the authors' code: always K).
+    `include_other` adds the rest of the vocabulary as one more outcome, as App. C partitions it and Eq. 16 sums
+    it; Eq. 15 as printed leaves it out.
+
+    Args:
+        topk: Columns of mu; all are used where there are fewer than `top_k`.
+        targets: [T] sampled token ids, none negative.
+        log_probs: [T] log pi of the sampled tokens.
+        rollout_log_probs: [T] log mu of the sampled tokens.
+        top_k: K.
+        sampled_token: How the sampled token joins the K.
+        include_other: Whether the outcomes cover the vocabulary.
+    """
+    ids = topk.ids[:, :top_k]
+    is_valid = ids >= 0
+    is_sampled = ids == targets[:, None]
+    is_outcome = is_valid & ~is_sampled
+    if sampled_token == "replace":
+        num_valid_from_here = is_valid.flip(1).cumsum(1).flip(1)
+        is_last = is_valid & (num_valid_from_here == 1)
+        is_outcome = is_outcome & (is_sampled.any(1, keepdim=True) | ~is_last)
+
+    def outcomes(columns: Tensor, sampled: Tensor) -> Tensor:
+        return torch.cat([torch.where(is_outcome, columns[:, :top_k], -math.inf), sampled[:, None]], dim=1)
+
+    policy = outcomes(topk.log_probs, log_probs)
+    rollout = outcomes(topk.rollout_log_probs, rollout_log_probs)
+    if not include_other:
+        return policy, rollout
+    tails = _resolved_tails(_tail(policy), _tail(rollout))
+    other, rollout_other = (tail.log()[:, None] for tail in tails)
+    return torch.cat([policy, other], dim=1), torch.cat([rollout, rollout_other], dim=1)
+
+
+def _tail(log_masses: Tensor) -> Tensor:
+    """1 - sum of masses, [T, outcomes] -> [T]; the largest through expm1, so that 1 - 1e-9 leaves 1e-9."""
+    largest, column = log_masses.max(dim=1, keepdim=True)
+    others = log_masses.exp().scatter(1, column, 0.0).sum(1)
+    return -torch.expm1(largest[:, 0]) - others
+
+
+def _resolved_tails(tail: Tensor, rollout_tail: Tensor) -> tuple[Tensor, Tensor]:
+    """Both tails without the noise of 1 - sum, which may be negative, or 1e-7 against 0: a false KL of +inf.
+
+    Below roundoff nothing is known of a tail. Both there: both are 0, the outcomes cover the vocabulary. Only
+    the policy's there: it counts as roundoff, which makes the KL a lower bound; but as 0, and the KL is +inf,
+    where the rollout's is surely positive. A token of no probability is another matter: its log-prob is -inf.
+    """
+    roundoff = ROUNDOFF_EPSILONS * torch.finfo(tail.dtype).eps
+    is_unresolved = tail <= roundoff
+    is_covered = is_unresolved & (rollout_tail <= roundoff)
+    is_zero = is_covered | (is_unresolved & (rollout_tail >= SURELY_POSITIVE_TAIL))
+    tail = torch.where(is_zero, 0.0, tail.clamp(min=roundoff))
+    return tail, torch.where(is_covered, 0.0, rollout_tail.clamp(min=0))

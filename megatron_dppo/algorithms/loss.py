@@ -1,0 +1,124 @@
+"""The policy loss: one gradient for every algorithm (Eq. 23), masked by a trust region.
+
+The divergence decides which tokens learn, the objective what they learn; the mask never enters the graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.divergence import DIVERGENCES, topk_partition
+from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs, learning_tokens
+from megatron_dppo.algorithms.objective import Objective
+from megatron_dppo.algorithms.trust_region import TrustRegionTokens, trust_region_mask
+
+BAD_UPDATE = 0.5  # mu - pi of a negative token from which section 5.3 calls its update bad
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLossOutput:
+    """The loss and what it did with each token. Only `loss_sum` carries gradient.
+
+    Where `loss_mask` is False: mask False, divergence 0, ratio 1, coefficient 0.
+    """
+
+    loss_sum: Tensor  # scalar; divide by a global count, or weigh tokens with token_weights()
+    mask: Tensor  # [T] bool: M, the tokens that learn
+    divergence: Tensor  # [T] of the policy from its anchor; Binary-TV where the objective has none
+    ratio: Tensor  # [T] pi/mu, uncapped
+    coefficient: Tensor  # [T] M min(r, C) A, without token_weights
+    metrics: dict[str, Tensor]  # scalars that add up over micro-batches and ranks; see `policy_loss`
+
+
+def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOutput:
+    """Sum over learning tokens of -(M min(r, C) A).detach() * log pi(y): its gradient is minus Eq. 23.
+
+    At C = inf that is the gradient of the surrogate of Eq. 11; above a finite cap it keeps C A grad log pi,
+    which autograd through min(r, C) would drop. The value is not the surrogate: do not plot it as such. With
+    `entropy_coef` the weighted entropy of all learning tokens, masked ones included, is subtracted.
+
+    Metrics are float64 and additive, over the tokens of `loss_mask`. Counts: `num_loss_tokens`; `num_positive`
+    and `num_negative` (by sign of A); `num_masked_positive` and `num_masked_negative` (of those, M = 0);
+    `num_ratio_capped` (r > C); `num_bad_updates` (A < 0 and mu - pi >= .5, masked or not);
+    `num_infinite_divergence`; `num_clamped_log_probs` (a log-prob was more than 1e-3 above 0). Sums:
+    `sum_divergence` (the finite ones), `sum_abs_prob_diff` (|pi - mu|).
+
+    Raises:
+        ConfigError: An input is missing, has the wrong shape or type, or holds what no learning token may have:
+            a rollout log-prob that is not finite, a repeated Top-K id, a NaN of anything but `log_probs`.
+    """
+    tokens = learning_tokens(objective, inputs)
+    with torch.no_grad():
+        divergence = _divergence(objective, tokens)
+        ratio = (tokens.log_probs - tokens.rollout_log_probs).exp()
+        seen = TrustRegionTokens(
+            log_probs=tokens.log_probs,
+            anchor_log_probs=tokens.anchor_log_probs,
+            rollout_log_probs=tokens.rollout_log_probs,
+            advantages=tokens.advantages,
+            divergence=divergence,
+        )
+        mask = tokens.is_learning & trust_region_mask(objective, seen)
+        is_active = mask & (tokens.advantages != 0)
+        coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
+    return PolicyLossOutput(
+        loss_sum=_loss_sum(objective, tokens, coefficient),
+        mask=mask,
+        divergence=divergence,
+        ratio=ratio,
+        coefficient=coefficient,
+        metrics=_metrics(objective, tokens, mask, divergence, ratio),
+    )
+
+
+def _divergence(objective: Objective, tokens: LearningTokens) -> Tensor:
+    divergence = DIVERGENCES[objective.divergence]
+    if divergence.over == "sampled":
+        return divergence.function(tokens.log_probs, tokens.anchor_log_probs)
+    assert tokens.topk is not None and tokens.targets is not None, "required inputs are checked first"
+    outcomes, rollout_outcomes = topk_partition(
+        tokens.topk,
+        tokens.targets,
+        tokens.log_probs,
+        tokens.rollout_log_probs,
+        top_k=objective.top_k,
+        sampled_token=objective.sampled_token,
+        include_other=objective.include_other,
+    )
+    return divergence.function(outcomes, rollout_outcomes)
+
+
+def _loss_sum(objective: Objective, tokens: LearningTokens, coefficient: Tensor) -> Tensor:
+    """The only place with gradient. Rows of coefficient 0 leave the graph: their log pi may be -inf."""
+    has_weight = tokens.token_weights != 0
+    is_live = (coefficient != 0) & has_weight
+    scale = torch.where(is_live, coefficient * tokens.token_weights, 0.0)
+    loss_sum = -(scale * torch.where(is_live, tokens.trained_log_probs, 0.0)).sum()
+    if tokens.entropy is not None:
+        entropy = torch.where(tokens.is_learning & has_weight, tokens.entropy, 0.0)
+        loss_sum = loss_sum - objective.entropy_coef * (entropy * tokens.token_weights).sum()
+    return loss_sum
+
+
+@torch.no_grad()
+def _metrics(
+    objective: Objective, tokens: LearningTokens, mask: Tensor, divergence: Tensor, ratio: Tensor
+) -> dict[str, Tensor]:
+    is_positive, is_negative = tokens.advantages > 0, tokens.advantages < 0
+    drop_in_prob = tokens.rollout_log_probs.exp() - tokens.log_probs.exp()
+    is_infinite = divergence.isinf()
+    sums = {
+        "num_loss_tokens": tokens.is_learning,
+        "num_positive": is_positive,
+        "num_negative": is_negative,
+        "num_masked_positive": is_positive & ~mask,
+        "num_masked_negative": is_negative & ~mask,
+        "num_ratio_capped": tokens.is_learning & (ratio > objective.ratio_cap),
+        "num_bad_updates": is_negative & (drop_in_prob >= BAD_UPDATE),
+        "num_infinite_divergence": is_infinite,
+        "num_clamped_log_probs": tokens.num_clamped,
+        "sum_divergence": torch.where(is_infinite, 0.0, divergence),
+        "sum_abs_prob_diff": drop_in_prob.abs(),
+    }
+    return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}

@@ -1,0 +1,80 @@
+"""Group advantages and token weights beyond the exact vectors."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dppo.algorithms import AGGREGATIONS, group_advantages, token_weights
+from megatron_dppo.errors import ConfigError, RewardError
+
+
+def test_groups_in_any_order_and_of_any_ids():
+    rewards = torch.tensor([1.0, 5.0, 0.0, 7.0, 2.0])
+    expected = [0.0, -1.0, -1.0, 1.0, 1.0]
+    ids = [-3, 900, -3, 900, -3]
+    for group_ids in (
+        torch.tensor(ids),
+        torch.tensor(ids, dtype=torch.int32),
+        ids,
+        [f"prompt-{i}" for i in ids],
+    ):
+        assert group_advantages(rewards, group_ids).tolist() == expected
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -1e6, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_have_no_advantage(value: float, dtype: torch.dtype):
+    rewards = torch.full((7,), value, dtype=dtype)
+    for normalize_std in (False, True):
+        assert group_advantages(rewards, [0] * 7, normalize_std).tolist() == [0] * 7
+
+
+def test_a_group_of_one_has_no_advantage():
+    for normalize_std in (False, True):
+        advantages = group_advantages(torch.tensor([3.0, 1.0, 0.0]), [1, 2, 2], normalize_std)
+        assert advantages[0] == 0
+        assert advantages.isfinite().all()
+
+
+def test_types_and_empty():
+    assert group_advantages(torch.tensor([1, 0]), [0, 0]).dtype == torch.float32
+    assert group_advantages(torch.tensor([True, False]), [0, 0]).tolist() == [0.5, -0.5]
+    assert group_advantages(torch.tensor([1.0, 0.0], dtype=torch.bfloat16), [0, 0]).dtype == torch.float32
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+
+
+def test_bad_rewards():
+    with pytest.raises(ConfigError, match=r"\[3\] ids"):
+        group_advantages(torch.zeros(2), [0, 0, 0])
+    with pytest.raises(ConfigError):
+        group_advantages(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
+    with pytest.raises(RewardError, match="reward 1: found nan"):
+        group_advantages(torch.tensor([0.0, math.nan]), [0, 0])
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_weights_of_sequences_with_nothing_to_learn(mode: str):
+    with_empty = token_weights(mode, torch.tensor([0, 2, 0, 3], dtype=torch.int32), 4)
+    assert torch.equal(with_empty, token_weights(mode, [2, 3], 4))
+    assert with_empty.dtype == torch.float64
+    assert token_weights(mode, [0, 0], 4).shape == token_weights(mode, [], 4).shape == (0,)
+
+
+def test_weights_by_hand():
+    assert token_weights("token_mean", [1, 3]).tolist() == [0.25] * 4
+    assert token_weights("seq_mean_token_sum", [1, 3]).tolist() == [0.5] * 4
+    assert token_weights("seq_mean_token_mean", [1, 3]).tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
+    assert token_weights("seq_mean_token_sum_norm", [1, 3], 8).tolist() == [1 / 16] * 4
+
+
+def test_bad_aggregation():
+    with pytest.raises(ConfigError, match="Did you mean 'token_mean'"):
+        token_weights("tokenmean", [1])
+    for response_length in (None, 0, -1):
+        with pytest.raises(ConfigError, match="response_length"):
+            token_weights("seq_mean_token_sum_norm", [1], response_length)
+    with pytest.raises(ConfigError, match="lengths"):
+        token_weights("token_mean", [1, -1])
+    with pytest.raises(ConfigError, match="lengths"):
+        token_weights("token_mean", torch.tensor([1.5]))

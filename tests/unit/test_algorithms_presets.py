@@ -1,0 +1,133 @@
+"""Presets, their overrides, and what is refused."""
+
+import math
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from megatron_dppo.algorithms import PRESETS, Objective, preset
+from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.errors import ConfigError
+
+# name: (delta_low, delta_high, eps_low, eps_high, alpha, ratio_cap, anchor), "-" where it has no use for one
+TABLE = {
+    "pg_is": ("-", "-", "-", "-", "-", math.inf, "rollout"),
+    "pg_tis": ("-", "-", "-", "-", "-", 3, "rollout"),
+    "cispo": ("-", "-", "-", "-", "-", 5, "rollout"),
+    "grpo": ("-", "-", 0.2, 0.2, "-", math.inf, "rollout"),
+    "grpo_clip_higher": ("-", "-", 0.2, 0.28, "-", math.inf, "rollout"),
+    "minirl": ("-", "-", 0.2, 0.28, "-", math.inf, "recomputed"),
+    "minirl_tis": ("-", "-", 0.2, 0.28, "-", 3, "recomputed"),
+    "dppo_binary_tv": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
+    "dppo_binary_kl": (0.05, 0.05, "-", "-", "-", math.inf, "rollout"),
+    "dppo_topk_tv": (0.2, 0.2, "-", "-", "-", math.inf, "rollout"),
+    "dppo_topk_kl": (0.05, 0.05, "-", "-", "-", math.inf, "rollout"),
+    "dppo_binary_tv_decoupled": (0.15, 0.15, "-", "-", "-", math.inf, "recomputed"),
+    "dppo_binary_kl_decoupled": (0.05, 0.05, "-", "-", "-", math.inf, "recomputed"),
+    "negative_mask": (0.5, "-", "-", "-", "-", math.inf, "rollout"),
+    "negative_mask_recomputed": (0.5, "-", "-", "-", "-", math.inf, "recomputed"),
+    "relax_high": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
+    "relax_low": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
+    "relax_both": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
+}
+COLUMNS = ("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "ratio_cap", "anchor")
+
+
+def test_table_of_the_paper():
+    assert set(PRESETS) == set(TABLE)
+    for name, row in TABLE.items():
+        objective = PRESETS[name]
+        used = {c: v for c, v in zip(COLUMNS, row, strict=True) if v != "-"}
+        assert {c: getattr(objective, c) for c in used} == used, name
+        assert set(used) == set(COLUMNS) & set(objective.fields_in_use), name
+        assert (objective.top_k, objective.include_other, objective.sampled_token) == (20, True, "union")
+        assert objective.entropy_coef == 0
+
+
+def test_objectives_are_frozen_values():
+    assert preset("grpo") == PRESETS["grpo"]
+    assert hash(preset("grpo")) == hash(PRESETS["grpo"])
+    with pytest.raises(FrozenInstanceError):
+        PRESETS["grpo"].eps_low = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        PRESETS["grpo"] = PRESETS["pg_is"]  # type: ignore[index]
+
+
+def test_delta_sets_both_sides_and_a_side_wins():
+    both = preset("dppo_binary_tv", delta=0.3)
+    assert (both.delta_low, both.delta_high, both.delta) == (0.3, 0.3, 0.3)
+    one = preset("dppo_binary_tv", delta_high=0.1, delta=0.3)
+    assert (one.delta_low, one.delta_high, one.delta) == (0.3, 0.1, None)
+    assert preset("dppo_binary_tv", delta_low=0.4).delta_high == 0.15
+    assert preset("negative_mask", delta=0.8).delta_low == 0.8
+
+
+def test_config_section_speaks_the_same_fields():
+    config = AlgorithmConfig(
+        preset="dppo_topk_tv", delta=0.1, top_k=5, sampled_token="replace", include_other=False
+    )
+    objective = preset(config.preset, **config.objective_overrides())
+    assert (objective.delta, objective.top_k, objective.sampled_token) == (0.1, 5, "replace")
+    every_field = {f for o in PRESETS.values() for f in o.fields_in_use}
+    assert every_field <= set(AlgorithmConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_field_in_use_can_be_overridden(name: str):
+    values = {
+        "anchor": "rollout",
+        "top_k": 3,
+        "include_other": True,
+        "sampled_token": "replace",
+        "ratio_cap": 9.0,
+    }
+    for field in PRESETS[name].fields_in_use:
+        value = values.get(field, 0.01)
+        assert getattr(preset(name, **{field: value}), field if field != "delta" else "delta_low") == value
+
+
+REFUSED = {
+    "unknown preset": ("dppo_binary_tw", {}, "Did you mean 'dppo_binary_tv'"),
+    "far from any": ("xyzzy", {}, "one of pg_is, pg_tis"),
+    "unknown field": ("dppo_binary_tv", {"delta_hihg": 0.1}, "Did you mean 'delta_high'"),
+    "rule": ("pg_is", {"rule": "ratio"}, "pg_is.rule"),
+    "unused alpha": ("dppo_binary_tv", {"alpha": 0.1}, "fields that dppo_binary_tv uses: delta, delta_low"),
+    "unused delta": ("grpo", {"delta": 0.1}, "fields that grpo uses: eps_low, eps_high"),
+    "unused side": ("negative_mask", {"delta_high": 0.1}, "delta, delta_low"),
+    "unused top_k": ("dppo_binary_kl", {"top_k": 5}, "dppo_binary_kl.top_k"),
+    "negative delta": ("dppo_binary_tv", {"delta": -0.1}, ">= 0"),
+    "nan delta": ("dppo_binary_tv", {"delta_low": math.nan}, "delta_low: found nan"),
+    "string delta": ("dppo_binary_tv", {"delta": "0.1"}, "found '0.1'"),
+    "none delta": ("dppo_binary_tv", {"delta": None}, "found None"),
+    "bool delta": ("dppo_binary_tv", {"delta": True}, "found True"),
+    "negative eps": ("grpo", {"eps_low": -0.2}, "eps_low: found -0.2"),
+    "negative eps high": ("grpo", {"eps_high": -0.2}, "eps_high: found -0.2"),
+    "zero cap": ("cispo", {"ratio_cap": 0}, "ratio_cap: found 0"),
+    "nan cap": ("cispo", {"ratio_cap": math.nan}, "ratio_cap"),
+    "negative alpha": ("relax_both", {"alpha": -1}, "alpha"),
+    "zero top_k": ("dppo_topk_tv", {"top_k": 0}, "integer >= 1"),
+    "fractional top_k": ("dppo_topk_tv", {"top_k": 2.5}, "integer >= 1"),
+    "anchor": ("grpo", {"anchor": "old"}, "'rollout', 'recomputed'"),
+    "sampled_token": ("dppo_topk_tv", {"sampled_token": "add"}, "'union', 'replace'"),
+    "include_other": ("dppo_topk_tv", {"include_other": "no"}, "True, False"),
+    "entropy": ("grpo", {"entropy_coef": -0.1}, "entropy_coef"),
+    "topk recomputed": ("dppo_topk_tv", {"anchor": "recomputed"}, "known of mu alone"),
+    "kl without other": ("dppo_topk_kl", {"include_other": False}, "sum to 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str):
+    name, overrides, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        preset(name, **overrides)
+
+
+def test_all_faults_at_once_and_for_hand_made_objectives_too():
+    with pytest.raises(ConfigError) as caught:
+        preset("grpo", eps_low=-1, ratio_cap=-1)
+    assert len(caught.value.problems) == 2
+    with pytest.raises(ConfigError, match="divergence"):
+        Objective("mine", rule="divergence", divergence="hellinger")
+    with pytest.raises(ConfigError, match="eps_low"):
+        replace(PRESETS["grpo"], eps_low=-1)

@@ -1,13 +1,15 @@
 """Makes Megatron-Core run on a machine without CUDA: the only shim of the package.
 
-Megatron-Core asks for CUDA devices, streams and generators by name. Without a GPU each of these calls
-would raise; here they answer with the CPU's counterpart. Nothing is touched where CUDA is present, so
-the same training code runs on gloo and on NCCL.
+Megatron-Core asks for CUDA devices, streams and generators by name. Without a GPU each of these calls would raise;
+here Megatron's modules see a `torch` whose answers are the CPU's. Everybody else keeps the real one, and nothing is
+touched where CUDA is present, so the same training code runs on gloo and on NCCL.
 """
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +28,17 @@ _CONSTANTS: dict[str, Any] = {
     "memory_reserved": 0,
     "max_memory_reserved": 0,
 }
+
+
+class _View(ModuleType):
+    """A module as Megatron sees it: what was set on the view, and the real module for the rest."""
+
+    def __init__(self, real: ModuleType):
+        super().__init__(real.__name__)
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
 
 class _Stream:
@@ -57,25 +70,34 @@ class _TypeName(str):
 
 
 def install() -> None:
-    """Answer Megatron-Core's CUDA calls with the CPU; a no-op where CUDA is present, or when called again."""
-    if torch.cuda.is_available() or getattr(torch.cuda.current_device, "is_megatron_dppo_shim", False):
+    """Show the CPU to every Megatron module loaded so far; a no-op where CUDA is present, or when called again."""
+    if torch.cuda.is_available():
         return
-    _install_device()
-    _install_factories()
-    _install_megatron()
+    view: Any = _torch_on_cpu()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and isinstance(getattr(module, "torch", None), ModuleType):
+            if not isinstance(module.torch, _View):
+                setattr(module, "torch", view)  # noqa: B010 - the module's own name for it
+    _answer_tensor_methods()
+    _replace_generators_and_splits()
 
 
-def _install_device() -> None:
-    cuda: Any = torch.cuda
+@functools.cache
+def _torch_on_cpu() -> ModuleType:
+    cuda: Any = _View(torch.cuda)
     for name, value in _CONSTANTS.items():
         setattr(cuda, name, _constant(value))
-    cuda.current_device.is_megatron_dppo_shim = True
     cuda.current_stream = cuda.default_stream = _constant(_Stream())
     cuda.Stream = cuda.Event = _Stream
     cuda.stream = _no_stream
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    view: Any = _View(torch)
+    view.cuda = cuda
+    for name in _FACTORIES:
+        setattr(view, name, _on_cpu(getattr(torch, name)))
+    return view
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -85,22 +107,6 @@ def _constant(value: Any) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _no_stream(stream: object) -> Iterator[None]:
     yield
-
-
-def _install_factories() -> None:
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_, **__: self
-    tensor.record_stream = lambda self, *_, **__: None
-    type_of = tensor.type
-
-    @functools.wraps(type_of)
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = type_of(self, *args, **kwargs)
-        return _TypeName(result) if isinstance(result, str) else result
-
-    tensor.type = type_name
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +124,24 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def _install_megatron() -> None:
+def _answer_tensor_methods() -> None:
+    """Methods of tensors cannot be shown to Megatron alone; without CUDA these three raise or never match."""
+    tensor: Any = torch.Tensor
+    if isinstance(torch.zeros(()).type(), _TypeName):
+        return
+    tensor.cuda = lambda self, *_, **__: self
+    tensor.record_stream = lambda self, *_, **__: None
+    type_of = tensor.type
+
+    @functools.wraps(type_of)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(self, *args, **kwargs)
+        return _TypeName(result) if isinstance(result, str) else result
+
+    tensor.type = type_name
+
+
+def _replace_generators_and_splits() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher

@@ -1,0 +1,166 @@
+"""The actor equals Hugging Face, on one process and under expert parallelism: loss and every gradient."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import EXPERTS, random_groups, write_model
+from torch import Tensor
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.runtime import Runtime
+
+LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "binary tv": {"algorithm": {"preset": "dppo_binary_tv"}},
+    "top-k kl, sequence means": {
+        "algorithm": {"preset": "dppo_topk_kl", "top_k": 4, "aggregation": "seq_mean_token_mean"}
+    },
+    "routes replayed": {"rollout": {"routing_replay": "replay", "temperature": 0.7}},
+    "routes replayed, recomputed activations": {
+        "rollout": {"routing_replay": "replay"},
+        "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    },
+    "entropy bonus, recomputed anchor": {"algorithm": {"preset": "minirl", "entropy_coef": 0.1}},
+}
+
+
+def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
+    """On one rank: the actor's loss and gradients, and the same of an unpacked Hugging Face model."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.models.convert import export_hf_weights
+
+    config = Config.model_validate(
+        {
+            "model": {"load": model, "dtype": "float32"},
+            "parallel": parallel | {"max_tokens_per_microbatch": 60},
+            "optimizer": {"distributed": False},
+        }
+        | {key: value for key, value in settings.items() if key != "rollout"}
+        | {"rollout": {"num_topk_log_probs": 4} | settings.get("rollout", {})}
+    )
+    actor = Actor(config, runtime)
+    groups = with_advantages(random_groups(5), normalize_std=False)
+    rank, size = actor.data_parallel_share
+    own = [sample for group in groups[rank::size] for sample in group.samples]
+    shape = BatchShape(config.algorithm.aggregation, 16, 60, topk_columns=4, routing=actor.routing)
+    (batch,) = train_batches([own], shape, rank, runtime.all_gather)
+    if actor.objective.anchor == "recomputed":
+        batch = actor.with_old_log_probs(batch)
+    metrics = actor.accumulate_gradients(batch, is_first=True)
+    losses = runtime.all_gather(metrics.state()["means"]["loss/policy"][0])
+    gradients = dict(export_hf_weights(actor.model, actor.hf, actor.main_gradients()))
+    reference_loss, reference = _reference(Path(model), config, groups, batch.num_loss_tokens)
+    return {
+        "num_microbatches": len(batch.microbatches),
+        "loss": sum(losses) / batch.num_loss_tokens,
+        "reference_loss": reference_loss,
+        "errors": {name: _relative(gradients[name], reference[name]) for name in reference},
+        "names": set(gradients) == set(reference),
+    }
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
+
+
+def _reference(folder: Path, config: Config, groups: list[Any], num_tokens: int) -> tuple[float, dict[str, Tensor]]:
+    """One sequence at a time through Hugging Face's model, in float32, with routes forced where asked."""
+    from transformers import Qwen3MoeForCausalLM
+
+    from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset, token_weights
+
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    objective = preset(config.algorithm.preset, **config.algorithm.objective_overrides())
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [int(sample.loss_mask.sum()) for sample in samples]
+    weights = iter(token_weights(config.algorithm.aggregation, lengths, 16).split(lengths))
+    total = torch.zeros(())
+    for sample in samples:
+        is_forced = config.rollout.routing_replay == "replay"
+        hooks = _force_routes(model, sample.routed_experts.indices) if is_forced else []
+        logits = model(input_ids=sample.tokens[None, :-1]).logits[0, sample.prompt_length - 1 :]
+        for hook in hooks:
+            hook.remove()
+        log_probs = (logits / config.rollout.temperature).log_softmax(-1)
+        chosen = log_probs.gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
+        weight = torch.zeros(sample.response_length).masked_scatter(sample.loss_mask, next(weights).float())
+        topk = TopKLogProbs(
+            ids=sample.topk.ids,
+            rollout_log_probs=sample.topk.log_probs,
+            log_probs=log_probs.gather(1, sample.topk.ids.long()),
+        )
+        out = policy_loss(
+            objective,
+            PolicyLossInputs(
+                log_probs=chosen,
+                rollout_log_probs=sample.rollout_log_probs,
+                advantages=torch.full_like(chosen, sample.advantage),
+                loss_mask=sample.loss_mask,
+                old_log_probs=chosen.detach(),
+                topk=topk,
+                targets=sample.tokens[sample.prompt_length :],
+                token_weights=weight,
+                entropy=-(log_probs.exp() * log_probs).sum(-1),
+            ),
+        )
+        total = total + out.loss_sum
+    total.backward()
+    return float(total), _checkpoint_names({n: p.grad for n, p in model.named_parameters()})
+
+
+def _force_routes(model: Any, indices: Tensor) -> list[Any]:
+    """Make each of the reference's routers choose the given experts, with probabilities of its live logits."""
+    hooks = []
+    for layer, block in enumerate(model.model.layers):
+        chosen = indices[:, layer].long()
+
+        def forced(module: Any, inputs: Any, output: Any, chosen: Tensor = chosen) -> Any:
+            logits = output[0]
+            scores = logits.float().gather(1, chosen).softmax(-1)
+            return logits, scores.to(output[1].dtype), chosen
+
+        hooks.append(block.mlp.gate.register_forward_hook(forced))
+    return hooks
+
+
+def _checkpoint_names(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of transformers' fused experts under one name per expert."""
+    named: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        prefix, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for e in range(EXPERTS):
+                gate, up = gradient[e].chunk(2)
+                named |= {f"{prefix}.{e}.gate_proj.weight": gate, f"{prefix}.{e}.up_proj.weight": up}
+        elif kind == "down_proj":
+            named |= {f"{prefix}.{e}.down_proj.weight": gradient[e] for e in range(EXPERTS)}
+        else:
+            named[name] = gradient
+    return named
+
+
+def measure_all(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """All settings in one spawn."""
+    return {name: measure(runtime, model, parallel, settings) for name, settings in SETTINGS.items()}
+
+
+@pytest.fixture(scope="session", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    world_size, parallel = LAYOUTS[request.param]
+    folder = tmp_path_factory.mktemp("parity")
+    model = write_model(folder / "model")
+    return run_ranks(measure_all, world_size, folder, str(model), parallel)[0]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_loss_and_every_gradient_equal_hugging_face(measured: dict[str, dict[str, Any]], setting: str) -> None:
+    result = measured[setting]
+    assert result["num_microbatches"] > 1, "packing must be part of what is compared"
+    assert result["names"], "each parameter's gradient is compared, none twice"
+    assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-5)
+    worst = max(result["errors"], key=result["errors"].get)
+    assert result["errors"][worst] <= 1e-5, worst

@@ -1,0 +1,71 @@
+"""A tiny Qwen3-MoE as a Hugging Face checkpoint, and random samples for it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_dppo.types import Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup
+
+VOCAB, EXPERTS, TOP_K, LAYERS = 97, 8, 2, 3
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """Save a random model whose distributions and routers are far from flat."""
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_groups(num_groups: int, samples_per_group: int = 3, topk: int = 4, moe_layers: int = LAYERS) -> list[SampleGroup]:
+    """Samples of many lengths with random routes, top-K and rewards; the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+
+    def sample(group: int, index: int) -> Sample:
+        prompt, response = (int(torch.randint(low, 14, (), generator=generator)) for low in (2, 1))
+        tokens = torch.randint(0, VOCAB, (prompt + response,), generator=generator)
+        scores = torch.rand(prompt + response - 1, moe_layers, EXPERTS, generator=generator)
+        mu = torch.randn(response, VOCAB, generator=generator).mul(2).log_softmax(-1)
+        best = mu.topk(topk)
+        return Sample(
+            id=f"{group}+{index}",
+            group_id=str(group),
+            tokens=tokens,
+            prompt_length=prompt,
+            loss_mask=torch.rand(response, generator=generator) < 0.9,
+            rollout_log_probs=mu.gather(1, tokens[prompt:, None])[:, 0],
+            finish_reason="stop",
+            topk=RolloutTopK(best.indices.int(), best.values),
+            routed_experts=RoutedExperts(scores.topk(TOP_K).indices.to(torch.uint8), tuple(range(moe_layers)), EXPERTS),
+            reward=float(torch.rand((), generator=generator)),
+        )
+
+    return [
+        SampleGroup(Prompt(str(g), "", "test", text="x"), tuple(sample(g, i) for i in range(samples_per_group)))
+        for g in range(num_groups)
+    ]

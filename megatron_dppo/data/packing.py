@@ -1,0 +1,136 @@
+"""From samples to packed micro-batches: whole sequences, end to end, up to a token budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, Sample
+
+
+@dataclass(frozen=True)
+class WeightedSample:
+    """A scored sample and the weight of each of its response tokens in the loss."""
+
+    sample: Sample
+    token_weights: Tensor  # [R] float32
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of item indices, each within `capacity`: longest first, into the first bin with room.
+
+    Raises:
+        DataError: An item alone exceeds the capacity.
+    """
+    too_long = [length for length in lengths if length > capacity]
+    if too_long:
+        raise DataError(
+            f"{len(too_long)} sequences exceed the budget of {capacity} tokens per micro-batch (longest: "
+            f"{max(too_long)}). Raise parallel.max_tokens_per_microbatch or lower rollout.max_response_tokens."
+        )
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        target = next((b for b, free in enumerate(room) if free >= lengths[item]), len(bins))
+        if target == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[target].append(item)
+        room[target] -= lengths[item]
+    return bins
+
+
+def pack(samples: Sequence[WeightedSample], max_tokens: int) -> list[Microbatch]:
+    """Micro-batches of at most `max_tokens` tokens; everything that belongs to a token moves with it.
+
+    Raises:
+        DataError: A sample is longer than the budget.
+    """
+    bins = first_fit_decreasing([s.sample.tokens.numel() for s in samples], max_tokens)
+    return [_pack_one([samples[i] for i in sorted(chosen)]) for chosen in bins]
+
+
+def _pack_one(samples: Sequence[WeightedSample]) -> Microbatch:
+    lengths = torch.tensor([s.sample.tokens.numel() for s in samples])
+    return Microbatch(
+        tokens=torch.cat([s.sample.tokens for s in samples]),
+        position_ids=torch.cat([torch.arange(s.sample.tokens.numel()) for s in samples]),
+        targets=torch.cat([s.sample.tokens.roll(-1).index_fill(0, torch.tensor([-1]), 0) for s in samples]),
+        cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        loss_mask=_scored([s.sample.loss_mask for s in samples], samples),
+        rollout_log_probs=_scored([s.sample.rollout_log_probs for s in samples], samples),
+        advantages=_scored([torch.full_like(s.token_weights, _advantage(s.sample)) for s in samples], samples),
+        token_weights=_scored([s.token_weights for s in samples], samples),
+        topk=_pack_topk(samples),
+        routed_experts=_pack_routes([s.sample for s in samples]),
+    )
+
+
+def _advantage(sample: Sample) -> float:
+    assert sample.advantage is not None, "advantages are computed before packing"
+    return sample.advantage
+
+
+def _scored(per_response: Sequence[Tensor], samples: Sequence[WeightedSample], fill: float = 0) -> Tensor:
+    """[R, …] per sample -> [T, …]: response token j stands at the position before it, which scores it."""
+    rows: list[Tensor] = []
+    for values, weighted in zip(per_response, samples, strict=True):
+        before = weighted.sample.prompt_length - 1
+        rows += [
+            values.new_full((before, *values.shape[1:]), fill),
+            values,
+            values.new_full((1, *values.shape[1:]), fill),
+        ]
+    return torch.cat(rows)
+
+
+def _pack_topk(samples: Sequence[WeightedSample]) -> RolloutTopK | None:
+    topk = [s.sample.topk for s in samples if s.sample.topk is not None]
+    if not topk:
+        return None
+    assert len(topk) == len(samples), "either every sample carries top-K log-probs or none does"
+    ids = _scored([t.ids for t in topk], samples, fill=-1)
+    return RolloutTopK(ids, _scored([t.log_probs for t in topk], samples, fill=float("-inf")))
+
+
+def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
+    """One row per token: a sequence's last position, which the engine never forwards, replays the row before it."""
+    routes = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not routes:
+        return None
+    assert len(routes) == len(samples), "either every sample carries routes or none does"
+    rows = torch.cat([torch.cat([route.indices, route.indices[-1:]]) for route in routes])
+    return RoutedExperts(rows, routes[0].layer_numbers, routes[0].num_experts)
+
+
+def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
+    """Two tokens that train nothing: keeps a rank in step when the others have one micro-batch more.
+
+    Args:
+        topk_columns: K of the rollout's top-K log-probs; 0 without.
+        routing: The model's, where micro-batches carry routes; each token then goes to the first top_k experts.
+    """
+    num_tokens = 2
+    zeros, never = torch.zeros(num_tokens), torch.zeros(num_tokens, dtype=torch.bool)
+    topk, routes = None, None
+    if topk_columns:
+        none = torch.full((num_tokens, topk_columns), -1, dtype=torch.int32)
+        topk = RolloutTopK(none, torch.full((num_tokens, topk_columns), float("-inf")))
+    if routing is not None:
+        row = torch.arange(routing.top_k, dtype=torch.int16)
+        indices = row.expand(num_tokens, len(routing.layer_numbers), routing.top_k)
+        routes = RoutedExperts(indices, routing.layer_numbers, routing.num_experts)
+    return Microbatch(
+        tokens=torch.zeros(num_tokens, dtype=torch.int64),
+        position_ids=torch.arange(num_tokens),
+        targets=torch.zeros(num_tokens, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        loss_mask=never,
+        rollout_log_probs=zeros,
+        advantages=zeros,
+        token_weights=zeros,
+        topk=topk,
+        routed_experts=routes,
+    )

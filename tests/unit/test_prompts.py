@@ -1,0 +1,223 @@
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dppo.data.jsonl import write_jsonl
+from megatron_dppo.data.prompts import PromptStream, load_prompts, read_columns
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import Prompt
+
+ROWS: list[dict[str, object]] = [
+    {"id": "first", "prompt": "1 + 1 =", "answer": "2"},
+    {"id": "second", "prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"},
+]
+
+
+def write_lines(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
+    pyarrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def fails_with(path: Path, *parts: str, prompt: str = "prompt", answer: str = "answer") -> None:
+    with pytest.raises(DataError) as error:
+        load_prompts(path, prompt, answer)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def many(n: int) -> list[Prompt]:
+    return [Prompt(str(i), "", "test", text=str(i)) for i in range(n)]
+
+
+def ids(prompts: list[Prompt]) -> list[str]:
+    return [prompt.id for prompt in prompts]
+
+
+def test_a_prompt_is_a_string_or_messages(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    write_jsonl(path, ROWS)
+    assert read_columns(path) == ["id", "prompt", "answer"]
+    first, second = load_prompts(path, "prompt", "answer")
+    assert first == Prompt("first", "2", "sums", text="1 + 1 =")
+    assert second == Prompt("second", "4", "sums", messages=({"role": "user", "content": "2 + 2?"},))
+
+
+def test_parquet_with_other_columns_integers_and_a_source(tmp_path: Path) -> None:
+    columns = {"question": ["a", "b"], "solution": [7, 8], "source": ["easy", "hard"], "unused": [1.5, None]}
+    path = write_parquet(tmp_path / "set.parquet", columns)
+    assert read_columns(path) == list(columns)
+    assert load_prompts(path, "question", "solution") == [
+        Prompt("1", "7", "easy", text="a"),
+        Prompt("2", "8", "hard", text="b"),
+    ]
+
+
+def test_parquet_messages(tmp_path: Path) -> None:
+    chat = [[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]]
+    path = write_parquet(tmp_path / "chat.parquet", {"prompt": chat, "answer": ["x"]})
+    assert load_prompts(path, "prompt", "answer")[0].messages == tuple(chat[0])
+
+
+def test_ids_are_line_numbers_and_blank_lines_hold_no_row(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "p", "answer": "a"})
+    path = write_lines(tmp_path / "p.jsonl", row, "", row)
+    assert ids(load_prompts(path, "prompt", "answer")) == ["1", "3"]
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    fails_with(tmp_path / "none.jsonl", "none.jsonl", "found no such file")
+    (tmp_path / "folder.jsonl").mkdir()
+    fails_with(tmp_path / "folder.jsonl", "found a folder")
+
+
+def test_a_wrong_suffix_suggests_the_right_one(tmp_path: Path) -> None:
+    fails_with(write_lines(tmp_path / "p.json", "{}"), "found suffix '.json'", "p.jsonl?")
+    fails_with(write_lines(tmp_path / "p.csv", "a"), "found suffix '.csv'", "prepare_data")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_missing_column_lists_those_there_are(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"p.{suffix}"
+    if suffix == "jsonl":
+        write_jsonl(path, [{"prompts": "p", "answer": "a"}])
+    else:
+        write_parquet(path, {"prompts": ["p"], "answer": ["a"]})
+    fails_with(path, "['prompts', 'answer']", "a column 'prompt'", "Did you mean 'prompts'?")
+    fails_with(path, "data.answer_column", prompt="prompts", answer="zzz")
+
+
+def test_a_row_that_lacks_a_column(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    write_jsonl(path, [{"prompt": "p", "answer": "a"}, {"prompt": "p"}])
+    fails_with(path, "row 2", "columns ['prompt']", "a column 'answer'")
+
+
+def test_a_torn_line_is_named(tmp_path: Path) -> None:
+    whole = json.dumps({"prompt": "p", "answer": "a"})
+    fails_with(write_lines(tmp_path / "p.jsonl", whole, whole[:12]), "p.jsonl, line 2", "cut off")
+    fails_with(write_lines(tmp_path / "q.jsonl", "[1]"), "q.jsonl, line 1", "found a JSON list")
+    (tmp_path / "r.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    fails_with(tmp_path / "r.jsonl", "r.jsonl, line 1", "utf-8")
+
+
+def test_a_torn_parquet_file(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", {"prompt": ["p"], "answer": ["a"]})
+    path.write_bytes(path.read_bytes()[:-20])
+    fails_with(path, "p.parquet", "expected a Parquet file", "cut off")
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("\n")
+    fails_with(tmp_path / "p.jsonl", "found no rows")
+    fails_with(write_parquet(tmp_path / "p.parquet", {"prompt": [], "answer": []}), "found no rows")
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"prompt": "p", "answer": 1.5}, "float 1.5 as the answer"),
+        ({"prompt": "p", "answer": True}, "bool True as the answer"),
+        ({"prompt": "p", "answer": None}, "NoneType None as the answer"),
+        ({"prompt": "p", "answer": "a", "id": [1]}, "list [1] as id"),
+        ({"prompt": 3, "answer": "a"}, "int 3 as the prompt"),
+        ({"prompt": "", "answer": "a"}, "str '' as the prompt"),
+        ({"prompt": [], "answer": "a"}, "list [] as the prompt"),
+        ({"prompt": ["hello"], "answer": "a"}, "message str 'hello' as the prompt"),
+        ({"prompt": [{"role": "user"}], "answer": "a"}, "message dict {'role': 'user'} as the prompt"),
+    ],
+)
+def test_a_cell_of_another_type(tmp_path: Path, row: dict[str, object], found: str) -> None:
+    path = tmp_path / "p.jsonl"
+    write_jsonl(path, [ROWS[0], row])
+    fails_with(path, "row 2: found " + found)
+
+
+def test_an_id_twice(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    write_jsonl(path, [ROWS[0], ROWS[0]])
+    fails_with(path, "row 2", "id 'first', which row 1 has too")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    write_jsonl(path, ROWS)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_jsonl(path, [{"fine": 1}, {"not json": object()}])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+positive = st.integers(min_value=1, max_value=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 9),
+    st.integers(0, 3),
+    st.booleans(),
+    st.lists(positive, max_size=5),
+    st.lists(positive, max_size=5),
+)
+def test_a_stream_from_a_cursor_continues_the_uninterrupted_one(
+    size: int, seed: int, shuffle: bool, before: list[int], after: list[int]
+) -> None:
+    prompts = many(size)
+    whole = PromptStream(prompts, seed, shuffle)
+    for n in before:
+        whole.next(n)
+    saved: dict[str, int] = json.loads(json.dumps(whole.cursor))
+    resumed = PromptStream(prompts, seed, shuffle, saved)
+    for n in after:
+        assert whole.next(n) == resumed.next(n)
+        assert whole.cursor == resumed.cursor
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 9), st.integers(0, 3), st.booleans(), st.integers(1, 4))
+def test_each_epoch_holds_each_prompt_once(size: int, seed: int, shuffle: bool, epochs: int) -> None:
+    drawn = ids(PromptStream(many(size), seed, shuffle).next(size * epochs))
+    for epoch in range(epochs):
+        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == sorted(map(str, range(size)))
+        if not shuffle:
+            assert drawn[epoch * size : (epoch + 1) * size] == list(map(str, range(size)))
+
+
+def test_an_epochs_order_depends_on_seed_and_epoch_only() -> None:
+    prompts = many(50)
+    third = ids(PromptStream(prompts, 0, True, {"epoch": 2, "index": 0}).next(50))
+    assert third == ids(PromptStream(prompts, 0, True).next(150))[100:]
+    assert third != ids(PromptStream(prompts, 0, True).next(50))
+    assert third != ids(PromptStream(prompts, 1, True, {"epoch": 2, "index": 0}).next(50))
+
+
+@pytest.mark.parametrize(
+    "cursor",
+    [
+        {"epoch": 0, "index": 3},
+        {"epoch": 0, "index": -1},
+        {"epoch": -1, "index": 0},
+        {"epoch": 0},
+        {"epoch": 0, "index": 0, "x": 0},
+    ],
+)
+def test_a_cursor_that_does_not_fit(cursor: dict[str, int]) -> None:
+    with pytest.raises(DataError, match=r"data cursor: found .*'index': 0 to 2.* for 3 prompts"):
+        PromptStream(many(3), 0, True, cursor)
+
+
+def test_no_prompts() -> None:
+    with pytest.raises(DataError, match="found none"):
+        PromptStream([], 0, True)

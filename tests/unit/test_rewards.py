@@ -1,0 +1,101 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dppo.errors import ConfigError, RewardError
+from megatron_dppo.rewards import REWARDS, RewardResult, arithmetic_reward, register, reward
+from megatron_dppo.types import FinishReason, Prompt
+
+PROMPT = Prompt("12*34", "408", "test", text="<bos> 2 1 * 4 3 =")
+FINISH_REASONS: list[FinishReason] = ["stop", "length", "abort"]
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0", "# 8 0 4", "# 8 0 4 0 0 0 0", "  #\t8\n0 4 0 "],
+)
+def test_the_right_number_at_the_end(response: str) -> None:
+    assert arithmetic_reward(PROMPT, response, "stop") == RewardResult(1.0, {"has_answer": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("response", "has_answer"),
+    [
+        ("# 8 0 4 1", 1.0),
+        ("# 4 0 8", 1.0),  # highest digit first
+        ("", 0.0),
+        ("#", 0.0),
+        ("8 0 4 0", 0.0),
+        ("# 8 0 4 0 +", 0.0),
+        ("# 8 0 4 0 # 8 0 4 0", 0.0),
+        ("# 8 0 4 0 w3", 0.0),
+        ("# 804 0", 0.0),  # not a token of one digit
+        ("#8 0 4 0", 0.0),
+        ("# ² ٣", 0.0),
+    ],
+)
+def test_anything_else_is_wrong(response: str, has_answer: float) -> None:
+    assert arithmetic_reward(PROMPT, response, "stop") == RewardResult(0.0, {"has_answer": has_answer})
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "abort"])
+def test_a_response_that_the_model_did_not_end_is_wrong(finish_reason: FinishReason) -> None:
+    assert arithmetic_reward(PROMPT, "# 8 0 4 0", finish_reason).value == 0.0
+
+
+def test_zero() -> None:
+    prompt = Prompt("0*7", "0", "test", text="x")
+    assert arithmetic_reward(prompt, "# 0 0 0 0", "stop").value == 1.0
+    assert arithmetic_reward(prompt, "# 0 0 1 0", "stop").value == 0.0
+    assert arithmetic_reward(prompt, "#", "stop").value == 0.0
+
+
+def test_more_digits_than_int_takes() -> None:
+    assert arithmetic_reward(PROMPT, "# 8 0 4" + " 0" * 9000, "stop").value == 1.0
+
+
+@pytest.mark.parametrize("answer", ["", "four", "-3", "4.0"])
+def test_an_answer_that_is_no_number(answer: str) -> None:
+    with pytest.raises(RewardError, match="prompt x: found answer"):
+        arithmetic_reward(Prompt("x", answer, "test", text="x"), "# 1", "stop")
+
+
+@given(st.integers(0, 9999), st.integers(0, 9999))
+def test_right_means_equal(answer: int, given_number: int) -> None:
+    response = "# " + " ".join(reversed(f"{given_number:04d}"))
+    result = arithmetic_reward(Prompt("x", str(answer), "test", text="x"), response, "stop")
+    assert result.value == float(answer == given_number)
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+@given(response=st.text(max_size=40), finish_reason=st.sampled_from(FINISH_REASONS))
+def test_every_reward_takes_garbage(name: str, response: str, finish_reason: FinishReason) -> None:
+    result = reward(name)(PROMPT, response, finish_reason)
+    assert math.isfinite(result.value)
+    assert all(math.isfinite(value) for value in result.info.values())
+
+
+def test_the_registry() -> None:
+    assert reward("arithmetic") is arithmetic_reward is REWARDS["arithmetic"]
+
+
+def test_an_unknown_name_lists_the_options() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.reward: found 'aritmetic'; .*'arithmetic'.*Did you mean 'arithmetic'"
+    ):
+        reward("aritmetic")
+    with pytest.raises(ConfigError, match="Choose one of these"):
+        reward("zzz")
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ConfigError, match="a second registration of 'arithmetic'"):
+        register("arithmetic")(lambda prompt, response, finish_reason: RewardResult(1.0))
+    assert reward("arithmetic") is arithmetic_reward
+
+
+def test_the_registry_is_read_only() -> None:
+    with pytest.raises(TypeError):
+        REWARDS["mine"] = arithmetic_reward  # pyright: ignore[reportIndexIssue]

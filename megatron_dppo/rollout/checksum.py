@@ -1,0 +1,23 @@
+"""A checksum of named tensors that both ends of a weight sync compute."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+class WeightChecksum:
+    """Digest of a stream of named tensors; depends on names, dtypes, shapes, bytes and their order."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def update(self, name: str, tensor: Tensor) -> None:
+        """Add one tensor, as it was sent or received."""
+        self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        data = tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach().reshape(1)
+        self._digest.update(data.reshape(-1).cpu().numpy().tobytes())
+
+    def hexdigest(self) -> str:
+        """The digest so far, in hexadecimal."""
+        return self._digest.hexdigest()

@@ -1,0 +1,86 @@
+"""How many samples a rollout lost, and why; when it is too many, the run stops."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import RolloutError
+
+DropReason = Literal["aborted", "empty_response", "non_finite_log_probs", "invalid_routes", "reward_failed"]
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+
+
+@dataclass(frozen=True)
+class RolloutCounts:
+    """What became of a rollout's samples, on one rank or summed over all.
+
+    Prompts that are too long are a property of the data, not a fault of the run: they are counted apart, ask
+    for no samples, and never stop the run. Truncated responses and response tokens are counted over all that
+    the engine returned, dropped samples too.
+    """
+
+    num_prompts: int
+    num_prompts_too_long: int
+    num_samples: int  # asked of the engine
+    num_truncated: int
+    num_response_tokens: int
+    num_dropped_groups: int  # left with fewer than two samples
+    num_left_alone: int  # sound samples that went with their group
+    num_dropped: Mapping[DropReason, int]  # samples with a fault of their own; every reason has an entry
+    example: str | None = None  # the first of them on this rank, in words
+
+    @property
+    def num_dropped_samples(self) -> int:
+        """Samples dropped for a fault of their own."""
+        return sum(self.num_dropped.values())
+
+    def to_tensor(self) -> Tensor:
+        """All counts as int64, for summing over data-parallel ranks."""
+        plain = [getattr(self, name) for name in _PLAIN_COUNTS]
+        return torch.tensor([*plain, *(self.num_dropped[reason] for reason in DROP_REASONS)])
+
+    def with_totals(self, totals: Tensor) -> "RolloutCounts":
+        """The counts over all ranks, given the sum of their `to_tensor`; the example stays this rank's."""
+        values = [int(value) for value in totals]
+        split = len(_PLAIN_COUNTS)
+        plain = dict(zip(_PLAIN_COUNTS, values[:split], strict=True))
+        num_dropped = dict(zip(DROP_REASONS, values[split:], strict=True))
+        return RolloutCounts(**plain, num_dropped=num_dropped, example=self.example)
+
+    def metrics(self) -> dict[str, float]:
+        """The counts as `rollout/...` metrics. Call it on totals."""
+        num_samples = max(self.num_samples, 1)
+        metrics = {
+            "rollout/response_length_mean": self.num_response_tokens / num_samples,
+            "rollout/truncated_fraction": self.num_truncated / num_samples,
+            "rollout/prompts_too_long": float(self.num_prompts_too_long),
+            "rollout/dropped_samples": float(self.num_dropped_samples),
+            "rollout/dropped_groups": float(self.num_dropped_groups),
+        }
+        return metrics | {f"rollout/dropped_{reason}": float(n) for reason, n in self.num_dropped.items()}
+
+
+_PLAIN_COUNTS = tuple(field.name for field in dataclasses.fields(RolloutCounts) if field.type is int)
+
+
+def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> None:
+    """Stop a run that throws away much of what it samples.
+
+    Judge totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
+
+    Raises:
+        RolloutError: More than `max_fraction` of the samples were dropped for a fault of their own.
+    """
+    num_dropped = counts.num_dropped_samples
+    if num_dropped <= max_fraction * counts.num_samples:
+        return
+    by_reason = ", ".join(f"{n} {reason}" for reason, n in counts.num_dropped.items() if n)
+    example = counts.example or "none on this rank, see what other ranks say"
+    raise RolloutError(
+        f"rollout: found {num_dropped} of {counts.num_samples} samples dropped ({by_reason}); expected at most "
+        f"{max_fraction:.2%}. First of them: {example}. Mend the cause, or raise rollout.max_dropped_fraction."
+    )

@@ -1,0 +1,77 @@
+"""The one interface between training and whatever samples responses."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_dppo.types import FinishReason, RolloutTopK, RoutedExperts, WeightVersionSpan
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample; the same for every request of one call."""
+
+    max_response_tokens: int
+    temperature: float = 1.0  # 0 decodes greedily
+    top_p: float = 1.0
+    num_topk_log_probs: int = 0  # K of RolloutTopK; 0 leaves it out
+    capture_routes: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample."""
+
+    id: str
+    prompt_tokens: tuple[int, ...]
+    noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it fixes the sampling noise
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response, in the order of its request."""
+
+    request_id: str
+    tokens: Tensor  # [R] int64, end-of-sequence included
+    log_probs: Tensor  # [R] float32, of the sampling distribution
+    finish_reason: FinishReason
+    topk: RolloutTopK | None
+    routed_experts: RoutedExperts | None  # rows for prompt and response, the last token left out
+    weight_versions: tuple[WeightVersionSpan, ...]
+
+
+class RolloutEngine(Protocol):
+    """Samples responses with weights pushed to it in Hugging Face names.
+
+    Ownership: the engine owns its copy of the weights; `load_weights` copies and keeps no reference.
+    """
+
+    @property
+    def weight_version(self) -> int:
+        """Version given with the last complete `load_weights`; -1 before the first."""
+        ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        """Sample one response per request.
+
+        Raises:
+            RolloutError: A prompt does not fit, or the engine cannot give what `params` asks for.
+        """
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Replace all weights, and return a checksum of what was received.
+
+        Args:
+            weights: Hugging Face checkpoint names (one name per expert) and full tensors.
+            version: The version that samples report from now on.
+
+        Returns:
+            `rollout.checksum.WeightChecksum` over the names and tensors received, in order.
+
+        Raises:
+            WeightSyncError: A tensor of the model is missing, arrives twice, is unknown, or has another shape.
+        """
+        ...

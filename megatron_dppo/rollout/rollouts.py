@@ -1,0 +1,131 @@
+"""The rollout side of a run: engine, prompts and reward, and this rank's share of each rollout."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.prompts import PromptStream, load_prompts
+from megatron_dppo.rewards import reward
+from megatron_dppo.rollout.collect import RolloutBatch, collect
+from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.rollout.transformers_engine import TransformersEngine
+from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.types import ModelRouting
+
+
+def build_engine(config: Config, hf_folder: Path, device: torch.device) -> TransformersEngine:
+    """The embedded engine for the model in `hf_folder` (its config, not its weights)."""
+    model_config = AutoConfig.from_pretrained(hf_folder)
+    return TransformersEngine(
+        model_config,
+        eos_token_ids=end_tokens(hf_folder, model_config.eos_token_id),
+        weights=config.rollout.transformers.weights,
+        batch_size=config.rollout.transformers.batch_size,
+        device=device,
+    )
+
+
+def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
+    """Tokens that end a response: generation_config.json's where it names any, else config.json's.
+
+    Nothing else is read from generation_config.json: sampling is ours to say.
+    """
+    file = hf_folder / "generation_config.json"
+    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = default if ids is None else ids
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+class Rollouts:
+    """Draws prompts, samples and scores; every rank holds the same prompt stream and takes its share."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_folder: Path,
+        engine: TransformersEngine,
+        routing: ModelRouting | None,
+        *,
+        share: tuple[int, int],
+    ):
+        """Read prompts and tokenizer.
+
+        Args:
+            config: The run's.
+            hf_folder: Holds the tokenizer.
+            engine: Samples; its weights must be pushed before `next`.
+            routing: What captured routes must look like; none for a dense model.
+            share: (rank, size) of the data-parallel group.
+        """
+        self._config, self._engine, self._share = config, engine, share
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder)
+        self._reward = reward(config.data.reward)
+        columns = (config.data.prompt_column, config.data.answer_column)
+        self._prompts = load_prompts(config.data.prompts, *columns)
+        held_out = config.evaluation.prompts
+        self._held_out = load_prompts(held_out, *columns) if held_out is not None else []
+        self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
+        self._validate = partial(validate_routes, routing=routing) if routing is not None else None
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """Where the next prompt comes from."""
+        return self._stream.cursor
+
+    def seek(self, cursor: Mapping[str, int]) -> None:
+        """Go on from a cursor that a checkpoint kept."""
+        self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
+
+    def next(self, rollout: int) -> RolloutBatch:
+        """This rank's share of the next rollout."""
+        options, (rank, size) = self._config.rollout, self._share
+        prompts = self._stream.next(options.prompts_per_rollout)
+        own = len(prompts) // size
+        params = SamplingParams(
+            max_response_tokens=options.max_response_tokens,
+            temperature=options.temperature,
+            num_topk_log_probs=options.num_topk_log_probs,
+            capture_routes=options.routing_replay != "off",
+        )
+        return collect(
+            self._engine,
+            prompts[rank * own : (rank + 1) * own],
+            self.tokenizer,
+            self._reward,
+            params,
+            samples_per_prompt=options.samples_per_prompt,
+            max_prompt_tokens=self._config.data.max_prompt_tokens,
+            seed=self._config.run.seed,
+            rollout=rollout,
+            first_sample=rank * own * options.samples_per_prompt,
+            validate_routes=self._validate if params.capture_routes else None,
+        )
+
+    def evaluate(self, rollout: int) -> tuple[str, float, int]:
+        """(metric name, sum of rewards, number of responses) of this rank's share of the held-out prompts."""
+        options, (rank, size) = self._config.evaluation, self._share
+        batch = collect(
+            self._engine,
+            self._held_out[rank::size],
+            self.tokenizer,
+            self._reward,
+            SamplingParams(
+                max_response_tokens=self._config.rollout.max_response_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+            ),
+            samples_per_prompt=options.samples_per_prompt,
+            max_prompt_tokens=self._config.data.max_prompt_tokens,
+            seed=self._config.run.seed,
+            rollout=-1 - rollout,  # its noise is never that of a training rollout
+            first_sample=rank * len(self._held_out) * options.samples_per_prompt,
+        )
+        rewards = [float(sample.reward or 0.0) for sample in batch.samples]
+        assert options.prompts is not None
+        return f"eval/{options.prompts.stem}/avg_at_{options.samples_per_prompt}", sum(rewards), len(rewards)

@@ -1,0 +1,60 @@
+"""Drawing tokens whose noise depends on who samples them, never on what else is in the batch."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dppo.types import RolloutTopK
+
+
+def sampling_noise(noise_key: tuple[int, int, int], num_positions: int) -> Tensor:
+    """Uniforms in [0, 1) for the response positions of one sample, `[num_positions]` float64.
+
+    Philox is counter-based: (seed, rollout) is its key, the sample owns a counter range of 2^192 blocks, and
+    position t is the t-th draw in it, so a longer response only appends draws.
+    """
+    seed, rollout, sample = noise_key
+    philox = np.random.Philox(counter=[0, 0, 0, sample], key=[seed, rollout])
+    return torch.from_numpy(np.random.Generator(philox).random(num_positions))
+
+
+def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    """Log-probabilities of the distribution that tokens are drawn from, `[N, V]` float32; -inf is never drawn.
+
+    Temperature 0 (greedy) gives those at temperature 1 with the whole vocabulary, as SGLang reports them: a
+    one-point distribution would say 0 everywhere. Below top_p = 1 they are renormalised over the nucleus: the
+    most probable tokens up to and including the one that reaches top_p.
+    """
+    logits = logits.float()
+    if temperature not in (0.0, 1.0):
+        logits = logits / temperature
+    log_probs = torch.log_softmax(logits, dim=-1)
+    if top_p == 1.0 or temperature == 0.0:
+        return log_probs
+    probs, order = log_probs.exp().double().sort(dim=-1, descending=True, stable=True)
+    outside = torch.empty_like(order, dtype=torch.bool)
+    outside.scatter_(-1, order, probs.cumsum(-1) - probs >= top_p)
+    return torch.log_softmax(log_probs.masked_fill(outside, -torch.inf), dim=-1)
+
+
+def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
+    """Token ids `[N]` by inverting the cumulative distribution of `log_probs` `[N, V]` at `noise` `[N]`.
+
+    The sum runs in float64, in the order of token ids. The first id whose cumulative sum exceeds the target has
+    positive probability where sums are sequential; a parallel scan may round otherwise (one in 2^53), and then
+    the most probable token is taken.
+    """
+    probs = log_probs.exp()
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    target = noise.unsqueeze(-1) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=log_probs.shape[-1] - 1)
+    possible = probs.gather(-1, tokens) > 0
+    if not bool(possible.all()):
+        tokens = torch.where(possible, tokens, probs.argmax(-1, keepdim=True))
+    return tokens.squeeze(-1)
+
+
+def most_probable(log_probs: Tensor, k: int) -> RolloutTopK:
+    """The k most probable tokens of each row, most probable first; those that cannot be drawn get id -1."""
+    values, ids = log_probs.topk(k, dim=-1)
+    return RolloutTopK(ids=ids.masked_fill_(values == -torch.inf, -1).int(), log_probs=values)

@@ -1,0 +1,192 @@
+"""A transformers model that decodes many sequences, each in its own slot of one key-value cache."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.initialization import no_init_weights
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from megatron_dppo.errors import RolloutError
+
+
+class SlotCache(Cache):
+    """Keys and values of `slots` sequences, per layer `[slots, kv_heads, max_length, head_dim]`.
+
+    Before a forward, `prefill_into` or `decode_at` says where `update` writes and what attention reads.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(layers=[])
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (slots, config.num_key_value_heads, max_length, head_dim)
+        make = partial(torch.zeros, shape, dtype=dtype, device=device)  # masked rubbish must be finite
+        self.keys: list[Tensor] = [make() for _ in range(config.num_hidden_layers)]
+        self.values: list[Tensor] = [make() for _ in range(config.num_hidden_layers)]
+        self._first_slot = 0
+        self._positions: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._live_length = 0
+
+    def prefill_into(self, first_slot: int) -> None:
+        """The next forward fills fresh slots from position 0; it attends to nothing but itself."""
+        self._first_slot, self._positions = first_slot, None
+
+    def decode_at(self, positions: Tensor, live_length: int) -> None:
+        """The next forward appends one token to slot i at `positions[i]`; attention reads `live_length`."""
+        self._positions, self._live_length = positions, live_length
+        self._rows = torch.arange(positions.numel(), device=positions.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values `[n, kv_heads, tokens, head_dim]`, and return those to attend to."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        count, _, tokens, _ = key_states.shape
+        if self._positions is None:
+            into = slice(self._first_slot, self._first_slot + count)
+            keys[into, :, :tokens], values[into, :, :tokens] = key_states, value_states
+            return key_states, value_states
+        assert tokens == 1, "decoding appends one token"
+        keys[self._rows, :, self._positions] = key_states.squeeze(2)
+        values[self._rows, :, self._positions] = value_states.squeeze(2)
+        return keys[:count, :, : self._live_length], values[:count, :, : self._live_length]
+
+    def keep(self, slots: Tensor, live_length: int) -> None:
+        """Move `slots` to the front, in that order."""
+        for stored in (*self.keys, *self.values):
+            stored[: slots.numel(), :, :live_length] = stored[slots, :, :live_length]
+
+
+def padded_experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """All experts of a layer as two batched matmuls over rows padded to the busiest expert.
+
+    For bfloat16 on CPU, where grouped_mm is a loop of small matmuls that each pay for a oneDNN call: 256 tokens
+    and 32 experts take 0.5 ms here, 1.4-1.8 ms there (float32: equal, or grouped_mm ahead when experts are
+    uneven). It multiplies in bfloat16 and rounds where grouped_mm does. When one expert draws so many tokens
+    that padding would cost more than it saves, grouped_mm does the work.
+    """
+    num_tokens, top_k = top_k_index.shape
+    expert_ids = top_k_index.reshape(-1)
+    counts = torch.bincount(expert_ids, minlength=experts.num_experts)
+    capacity = int(counts.max())
+    if capacity * experts.num_experts > 4 * num_tokens * top_k:
+        return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    order = torch.argsort(expert_ids, stable=True)
+    sorted_ids = expert_ids[order]
+    rank_in_expert = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[sorted_ids]
+    rows = sorted_ids * capacity + rank_in_expert
+    padded = hidden_states.new_zeros(experts.num_experts * capacity, hidden_states.shape[-1])
+    padded[rows] = hidden_states[order // top_k]
+    padded = padded.view(experts.num_experts, capacity, -1)
+    activated = experts._apply_gate(torch.bmm(padded, experts.gate_up_proj.transpose(1, 2)))
+    outputs = torch.bmm(activated, experts.down_proj.transpose(1, 2)).flatten(0, 1)
+    rows_in_token_order = torch.empty_like(rows)
+    rows_in_token_order[order] = rows
+    weighted = outputs[rows_in_token_order].view(num_tokens, top_k, -1) * top_k_weights.unsqueeze(-1)
+    return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+class SlotDecoder:
+    """The model, and taps on its routers. Callers own the cache: one per call of `generate`."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        config = copy.deepcopy(config)
+        if getattr(config, "sliding_window", None) is not None:
+            raise RolloutError(
+                f"the transformers engine: found sliding_window = {config.sliding_window}; expected full "
+                "attention. Set rollout.engine = 'sglang' for this model."
+            )
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False
+        with no_init_weights(), device:  # draws nothing from any random generator
+            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        self.model.tie_weights()
+        self.model.requires_grad_(False).eval()
+        self._config: Any = self.model.config
+        self._dtype, self._device = dtype, device
+        self._choices: list[Tensor] | None = None
+        self.moe_layers, self.num_experts = self._tap_routers()
+
+    def _tap_routers(self) -> tuple[tuple[int, ...], int]:
+        """Hook every router, pick the experts' arithmetic; return MoE layer indices and expert count."""
+        moe_layers, num_experts = [], 0
+        for index, layer in enumerate(self.model.base_model.layers):
+            experts: Any = getattr(layer.mlp, "experts", None)
+            if experts is None:
+                continue
+            if experts.has_bias or experts.is_transposed or not experts.has_gate or not experts.is_concatenated:
+                raise RolloutError(
+                    f"layer {index}: found {type(experts).__name__}; expected experts with concatenated gate "
+                    "and up projections and no bias. Set rollout.engine = 'sglang' for this model."
+                )
+            moe_layers.append(index)
+            num_experts = int(experts.num_experts)
+            layer.mlp.gate.register_forward_hook(self._record_choice)
+            if self._device.type == "cpu" and self._dtype == torch.bfloat16:
+                experts.forward = partial(padded_experts_forward, experts)
+        return tuple(moe_layers), num_experts
+
+    def _record_choice(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if self._choices is not None:
+            self._choices.append(output[2])  # (logits, weights, indices)
+
+    def new_cache(self, slots: int, max_length: int) -> SlotCache:
+        """An empty cache that fits the model."""
+        return SlotCache(self._config, slots, max_length, self._dtype, self._device)
+
+    def prefill(self, cache: SlotCache, tokens: Tensor, first_slot: int, capture: bool) -> Tensor | None:
+        """Fill slots from `first_slot` on with right-padded `tokens` `[n, P]`.
+
+        Causal attention keeps padding from every real token, and decoding masks or overwrites what it stored.
+
+        Returns:
+            Expert choices `[n, P, moe_layers, top_k]` when captured.
+        """
+        count, length = tokens.shape
+        cache.prefill_into(first_slot)
+        ahead = torch.ones(length, length, dtype=torch.bool, device=self._device).triu_(1)
+        positions = torch.arange(length, device=self._device).unsqueeze(0)
+        _, choices = self._forward(self.model.base_model, cache, tokens, positions, ahead[None, None], capture)
+        return None if choices is None else choices.unflatten(0, (count, length))
+
+    def decode(
+        self, cache: SlotCache, tokens: Tensor, positions: Tensor, live_length: int, capture: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Append `tokens` `[n]` to slots 0..n-1 at `positions` `[n]`, all below `live_length`.
+
+        Returns:
+            Logits `[n, V]` of the next tokens, and expert choices `[n, moe_layers, top_k]` when captured.
+        """
+        cache.decode_at(positions, live_length)
+        unseen = torch.arange(live_length, device=self._device) > positions.unsqueeze(1)
+        output, choices = self._forward(
+            self.model, cache, tokens.unsqueeze(1), positions.unsqueeze(1), unseen[:, None, None], capture
+        )
+        return output.logits.squeeze(1), choices
+
+    def _forward(
+        self, module: Any, cache: SlotCache, tokens: Tensor, positions: Tensor, hidden: Tensor, capture: bool
+    ) -> tuple[Any, Tensor | None]:
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(hidden, -torch.inf)
+        self._choices = [] if capture else None
+        try:
+            output = module(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,  # 4-D: taken as it is
+                past_key_values=cache,
+                use_cache=True,
+            )
+            return output, torch.stack(self._choices, dim=1) if self._choices else None
+        finally:
+            self._choices = None

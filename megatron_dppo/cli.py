@@ -12,7 +12,7 @@ from megatron_dppo.checks import check as find_problems
 from megatron_dppo.checks import not_checked, require_valid
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, MegatronDppoError
-from megatron_dppo.runtime import world_size_from_launcher
+from megatron_dppo.runtime import quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer(
     name="megatron-dppo",
@@ -54,6 +54,7 @@ def train(configs: Configs, overrides: Overrides = None) -> None:
     with _user_errors():
         config = load_config(configs, overrides or ())
         require_valid(config, world_size_from_launcher())
+        quiet_library_warnings()
         from megatron_dppo.train import main as run
 
         run(config)

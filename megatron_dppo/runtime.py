@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,7 +84,9 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0) -> Runtime:
     world_size = world_size_from_launcher()
     if world_size > 1 and "RANK" not in os.environ:
         raise ConfigError(
-            Problem("environment", "WORLD_SIZE without RANK", "both, as torchrun sets them", "Start with torchrun.")
+            Problem(
+                "environment", "WORLD_SIZE without RANK", "both, as torchrun sets them", "Start with torchrun."
+            )
         )
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
@@ -99,6 +102,12 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0) -> Runtime:
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     _configure_logging(rank)
     return Runtime(device=device, rank=rank, world_size=world_size)
+
+
+def quiet_library_warnings() -> None:
+    """Leave out what Megatron and torch.distributed warn about on every start; call before importing them."""
+    for module in (r"megatron\.", r"torch\.distributed"):
+        warnings.filterwarnings("ignore", module=module)
 
 
 def _configure_logging(rank: int) -> None:

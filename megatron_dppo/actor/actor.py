@@ -166,7 +166,12 @@ class Actor:
         return replaying(self.model, is_replaying, is_measuring)
 
     def _run(
-        self, microbatches: Sequence[Microbatch], loss: Any, replay: Replay | None, *, forward_only: bool = False
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: Any,
+        replay: Replay | None,
+        *,
+        forward_only: bool = False,
     ) -> None:
         def follow(microbatch: Microbatch) -> None:
             if replay is not None:

@@ -8,12 +8,15 @@ touched where CUDA is present, so the same training code runs on gloo and on NCC
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 import torch
 
+_MEGATRON = "megatron.core"
 _CPU = torch.device("cpu")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like")
 _CONSTANTS: dict[str, Any] = {
@@ -70,16 +73,39 @@ class _TypeName(str):
 
 
 def install() -> None:
-    """Show the CPU to every Megatron module loaded so far; a no-op where CUDA is present, or when called again."""
-    if torch.cuda.is_available():
+    """Show the CPU to Megatron's modules, loaded or yet to load; a no-op where CUDA is present, or called again."""
+    if torch.cuda.is_available() or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
-    view: Any = _torch_on_cpu()
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and isinstance(getattr(module, "torch", None), ModuleType):
-            if not isinstance(module.torch, _View):
-                setattr(module, "torch", view)  # noqa: B010 - the module's own name for it
+        if name.startswith(_MEGATRON):
+            _show_cpu(module)
+    sys.meta_path.insert(0, _MegatronFinder())
     _answer_tensor_methods()
     _replace_generators_and_splits()
+
+
+class _MegatronFinder(MetaPathFinder):
+    """Shows the CPU to Megatron's modules as they are imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname.startswith(_MEGATRON) else None
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_show(module: ModuleType) -> None:
+                execute(module)
+                _show_cpu(module)
+
+            loader.exec_module = execute_and_show
+        return spec
+
+
+def _show_cpu(module: ModuleType) -> None:
+    if getattr(module, "torch", None) is torch:
+        setattr(module, "torch", _torch_on_cpu())  # noqa: B010 - the module's own name for it
 
 
 @functools.cache

@@ -61,9 +61,7 @@ def packed_logits(model: torch.nn.Module, microbatch: Microbatch) -> Tensor:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    logits = model(
-        microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing
-    )
+    logits = model(microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing)
     return logits[0]
 
 

@@ -131,7 +131,7 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     """
     path, content = read_model_config(folder)
     try:
-        return _sizes(content)
+        return model_sizes(content)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
         action = "Use a config.json as transformers writes it."
@@ -139,7 +139,8 @@ def read_model_sizes(folder: Path) -> ModelSizes:
         raise ConfigError(problem) from error
 
 
-def _sizes(content: Mapping[str, Any]) -> ModelSizes:
+def model_sizes(content: Mapping[str, Any]) -> ModelSizes:
+    """The sizes in a config.json; KeyError, TypeError or ValueError where one is missing or no number."""
     hidden_size = int(content["hidden_size"])
     num_heads = int(content["num_attention_heads"])
     num_layers = int(content["num_hidden_layers"])

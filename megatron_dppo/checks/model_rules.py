@@ -1,23 +1,13 @@
 """Rules about the model folder and how it is split over processes."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_dppo.actor.layout import config_file, layout_problems
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
-from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES
-
-_VARIANTS: dict[str, tuple[Any, Any]] = {
-    "hidden_act": ("silu", "silu"),
-    "attention_bias": (False, False),
-    "norm_topk_prob": (False, True),
-    "use_sliding_window": (False, False),
-    "quantization_config": (None, None),
-}
-"""Keys of config.json that change the forward pass: transformers' default, and the value whose pass we have."""
+from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES, variant_problems
 
 
 @rule("model_folder")
@@ -47,16 +37,7 @@ def _model_variant(config: Config, facts: Facts) -> Iterator[Problem]:
     """The architecture is used in a variant whose forward pass we have."""
     if isinstance(facts.model, Problem) or facts.architecture not in SUPPORTED_ARCHITECTURES:
         return
-    action = "Use a model of the supported variant; another one would be trained wrongly."
-    for key, (default, supported) in _VARIANTS.items():
-        found = facts.model.get(key, default)
-        if found != supported:
-            yield Problem("model.load", f"{key} = {found!r} in config.json", repr(supported), action)
-    rope = facts.model.get("rope_parameters") or facts.model.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        found = f"rope_type = {rope_type!r} in config.json"
-        yield Problem("model.load", found, "'default'", action)
+    yield from variant_problems(facts.model)
 
 
 @rule("model_weights")

@@ -143,9 +143,9 @@ class AlgorithmConfig(Section):
     """topk_*: how the sampled token joins the K."""
     entropy_coef: float | None = None
     """Weight of an entropy bonus."""
-    aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = (
-        "token_mean"
-    )
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
+    ] = "token_mean"
     """How token losses become one number; counts are global over the mini-batch."""
     normalize_advantage_std: bool = False
     """Divide group advantages by their standard deviation."""

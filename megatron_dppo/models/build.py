@@ -6,7 +6,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dppo.models.family import HFConfig, family_of, rope_theta
+from megatron_dppo.actor.layout import model_sizes
+from megatron_dppo.models.family import HFConfig, family_of
 from megatron_dppo.models.layer_spec import torch_block_spec
 
 # What needs Transformer Engine or apex; `[megatron]` may turn each on where they are installed.
@@ -57,5 +58,5 @@ def build_model(hf: HFConfig, config: TransformerConfig) -> GPTModel:
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
         position_embedding_type="rope",
-        rotary_base=int(rope_theta(hf)),
+        rotary_base=int(model_sizes(hf).rope_theta),
     )

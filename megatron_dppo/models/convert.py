@@ -12,8 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_dppo.actor.layout import model_sizes
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.family import HFConfig, family_of, num_experts
+from megatron_dppo.models.family import HFConfig, family_of
 from megatron_dppo.models.hf_checkpoint import HFWeights
 from megatron_dppo.models.weight_map import WeightEntry, WeightTable
 
@@ -38,7 +39,7 @@ def load_hf_weights(model: GPTModel, weights: HFWeights, hf: HFConfig) -> None:
 
 
 def _require_same_names(model: GPTModel, weights: HFWeights, hf: HFConfig, table: WeightTable) -> None:
-    expected = set(table.hf_names((name for name, _ in model.named_parameters()), num_experts(hf)))
+    expected = set(table.hf_names((name for name, _ in model.named_parameters()), model_sizes(hf).num_experts))
     found = weights.names - ({"lm_head.weight"} if hf.get("tie_word_embeddings") else set())
     missing, extra = sorted(expected - found), sorted(found - expected)
     if missing or extra:

@@ -49,9 +49,13 @@ class HFWeights:
         for file in files:
             try:
                 with safe_open(file, "pt") as tensors:
-                    names.update({name: file.name for name in tensors.keys() if not name.endswith(_NOT_WEIGHTS)})
+                    names.update(
+                        {name: file.name for name in tensors.keys() if not name.endswith(_NOT_WEIGHTS)}
+                    )
             except SafetensorError as error:
-                raise ConversionError(f"{file}: torn or not safetensors ({error}). Download it again.") from error
+                raise ConversionError(
+                    f"{file}: torn or not safetensors ({error}). Download it again."
+                ) from error
         return names
 
     @property
@@ -145,7 +149,9 @@ _BESIDE_WEIGHTS = (
 def copy_model_files(source: Path, out: Path) -> None:
     """Copy what makes weights a model: config, generation config, tokenizer, chat template, licence."""
     out.mkdir(parents=True, exist_ok=True)
-    for file in sorted({file for pattern in _BESIDE_WEIGHTS for file in source.glob(pattern) if file.is_file()}):
+    for file in sorted(
+        {file for pattern in _BESIDE_WEIGHTS for file in source.glob(pattern) if file.is_file()}
+    ):
         shutil.copy2(file, out / file.name)
 
 

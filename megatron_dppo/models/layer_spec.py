@@ -33,7 +33,9 @@ class RMSNorm(torch.nn.RMSNorm):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
 
 
-def packed_causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
+def packed_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None
+) -> Tensor:
     """Causal attention inside each of the packed sequences.
 
     Sequences of similar length share one padded batch, so work stays within a factor of four of the least.
@@ -58,8 +60,15 @@ def packed_causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlen
         tokens = (starts[chosen, None] + columns)[is_token]
         rows = is_token.flatten().nonzero()[:, 0]
 
-        def padded(x: Tensor, tokens: Tensor = tokens, rows: Tensor = rows, shape: tuple[int, int] = (len(chosen), width)) -> Tensor:
-            batch = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, rows, x.index_select(0, tokens))
+        def padded(
+            x: Tensor,
+            tokens: Tensor = tokens,
+            rows: Tensor = rows,
+            shape: tuple[int, int] = (len(chosen), width),
+        ) -> Tensor:
+            batch = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(
+                0, rows, x.index_select(0, tokens)
+            )
             return batch.view(*shape, *x.shape[1:]).transpose(1, 2)
 
         attended = F.scaled_dot_product_attention(
@@ -191,7 +200,9 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
 def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """All decoder layers of a one-stage model, and the final norm."""
     frequency = config.moe_layer_freq
-    is_moe = [bool(frequency)] * config.num_layers if isinstance(frequency, int) else [bool(x) for x in frequency]
+    is_moe = (
+        [bool(frequency)] * config.num_layers if isinstance(frequency, int) else [bool(x) for x in frequency]
+    )
     if config.num_moe_experts is None:
         is_moe = [False] * config.num_layers
     return TransformerBlockSubmodules(

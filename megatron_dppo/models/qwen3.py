@@ -4,21 +4,21 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_dppo.models.family import HFConfig, ModelFamily, head_dim, moe_layers, num_experts
+from megatron_dppo.actor.layout import model_sizes
+from megatron_dppo.models.family import HFConfig, ModelFamily
 from megatron_dppo.models.weight_map import BACKBONE, DENSE_MLP, MOE_MLP, OUTPUT, QK_NORM
 
 
 def _transformer_config(hf: HFConfig) -> dict[str, Any]:
-    sparse, num_layers = moe_layers(hf), hf["num_hidden_layers"]
-    all_sparse = len(sparse) == num_layers
-    assert hf.get("norm_topk_prob", True), "Qwen3-MoE checkpoints normalise the chosen experts' probabilities"
+    sizes = model_sizes(hf)
+    all_sparse = len(sizes.moe_layers) == sizes.num_layers
     return dict(
-        num_layers=num_layers,
-        hidden_size=hf["hidden_size"],
-        ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
-        kv_channels=head_dim(hf),
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        ffn_hidden_size=sizes.intermediate_size,
+        num_attention_heads=sizes.num_attention_heads,
+        num_query_groups=sizes.num_key_value_heads,
+        kv_channels=sizes.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
         qk_layernorm=True,
@@ -26,10 +26,10 @@ def _transformer_config(hf: HFConfig) -> dict[str, Any]:
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=False,
-        num_moe_experts=num_experts(hf),
-        moe_ffn_hidden_size=hf["moe_intermediate_size"],
-        moe_layer_freq=1 if all_sparse else [int(i in sparse) for i in range(num_layers)],
-        moe_router_topk=hf["num_experts_per_tok"],
+        num_moe_experts=sizes.num_experts,
+        moe_ffn_hidden_size=sizes.moe_intermediate_size,
+        moe_layer_freq=1 if all_sparse else [int(i in sizes.moe_layers) for i in range(sizes.num_layers)],
+        moe_router_topk=sizes.experts_per_token,
         # The k best logits, then a softmax over them: Hugging Face's softmax, top-k and renormalisation.
         moe_router_pre_softmax=False,
         moe_router_score_function="softmax",

@@ -42,7 +42,10 @@ class WeightRule:
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 EMBEDDING = WeightRule(
-    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), tensor_parallel_dim=0, is_vocabulary=True
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    tensor_parallel_dim=0,
+    is_vocabulary=True,
 )
 OUTPUT = WeightRule("output_layer.weight", ("lm_head.weight",), tensor_parallel_dim=0, is_vocabulary=True)
 BACKBONE = (
@@ -56,7 +59,9 @@ BACKBONE = (
         fusion="qkv",
         tensor_parallel_dim=0,
     ),
-    WeightRule(_M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), tensor_parallel_dim=1),
+    WeightRule(
+        _M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), tensor_parallel_dim=1
+    ),
 )
 QK_NORM = (
     WeightRule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",)),

@@ -67,7 +67,9 @@ def _relative(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
-def _reference(folder: Path, config: Config, groups: list[Any], num_tokens: int) -> tuple[float, dict[str, Tensor]]:
+def _reference(
+    folder: Path, config: Config, groups: list[Any], num_tokens: int
+) -> tuple[float, dict[str, Tensor]]:
     """One sequence at a time through Hugging Face's model, in float32, with routes forced where asked."""
     from transformers import Qwen3MoeForCausalLM
 
@@ -149,7 +151,9 @@ def measure_all(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[
 
 
 @pytest.fixture(scope="session", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     world_size, parallel = LAYOUTS[request.param]
     folder = tmp_path_factory.mktemp("parity")
     model = write_model(folder / "model")

@@ -42,7 +42,9 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def random_groups(num_groups: int, samples_per_group: int = 3, topk: int = 4, moe_layers: int = LAYERS) -> list[SampleGroup]:
+def random_groups(
+    num_groups: int, samples_per_group: int = 3, topk: int = 4, moe_layers: int = LAYERS
+) -> list[SampleGroup]:
     """Samples of many lengths with random routes, top-K and rewards; the same on every rank."""
     generator = torch.Generator().manual_seed(5)
 
@@ -61,7 +63,9 @@ def random_groups(num_groups: int, samples_per_group: int = 3, topk: int = 4, mo
             rollout_log_probs=mu.gather(1, tokens[prompt:, None])[:, 0],
             finish_reason="stop",
             topk=RolloutTopK(best.indices.int(), best.values),
-            routed_experts=RoutedExperts(scores.topk(TOP_K).indices.to(torch.uint8), tuple(range(moe_layers)), EXPERTS),
+            routed_experts=RoutedExperts(
+                scores.topk(TOP_K).indices.to(torch.uint8), tuple(range(moe_layers)), EXPERTS
+            ),
             reward=float(torch.rand((), generator=generator)),
         )
 

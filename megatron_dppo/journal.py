@@ -1,0 +1,130 @@
+"""What all ranks know, gathered and written to the run folder by rank 0."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_dppo.actor.checkpoint import latest
+from megatron_dppo.config.schema import Config
+from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.diagnostics.tracking import RunFolder
+from megatron_dppo.rollout.collect import RolloutBatch, Tokenizer, write_samples
+from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.runtime import Runtime
+from megatron_dppo.types import SampleGroup
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+# Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
+_OF_THE_ROLLOUT = ("mismatch/", "routing/")
+
+
+class Journal:
+    """The run folder as every rank sees it; lives as long as the run.
+
+    Every method is called by all ranks together. A failure to write on rank 0 is raised on each.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, folder: RunFolder | None):
+        """Use `Journal.open`."""
+        self._config, self._runtime, self._folder = config, runtime, folder
+        self._rollout_metrics: dict[str, float] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: Config, runtime: Runtime) -> Iterator["Journal"]:
+        """Create the run folder, or go on in it, and close it at the end."""
+        folders: list[RunFolder] = []
+
+        def open_folder() -> None:
+            options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
+            folders.append(RunFolder.open(*options, backends=config.tracking.backends))
+
+        runtime.on_main(open_folder)
+        try:
+            yield cls(config, runtime, folders[0] if folders else None)
+        finally:
+            for folder in folders:
+                folder.close()
+
+    def checkpoint_to_resume(self) -> Path | None:
+        """The run's latest checkpoint; none for a new run."""
+        return self._on_main(lambda folder: latest(folder.checkpoints))
+
+    def start_at(self, metrics_offset: int) -> None:
+        """Cut metrics.jsonl to what belongs to the checkpoint that the run goes on from."""
+        self._on_main(lambda folder: folder.truncate(metrics_offset))
+
+    def offset(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        return self._on_main(lambda folder: folder.offset)
+
+    def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
+        """One gradient step's statistics, given by each rank."""
+        values = self._merged(metrics)
+        of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
+        self._rollout_metrics |= of_rollout
+        of_step = {name: value for name, value in values.items() if name not in of_rollout}
+        self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
+
+    def add_to_rollout(self, metrics: Metrics) -> None:
+        """Statistics that go into the row of the current rollout, given by each rank."""
+        self._rollout_metrics |= self._merged(metrics)
+
+    def check_drops(self, counts: RolloutCounts) -> None:
+        """Count dropped samples over all ranks.
+
+        Raises:
+            RolloutError: They are more than rollout.max_dropped_fraction.
+        """
+        total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
+        self._rollout_metrics |= total.metrics()
+        self._rollout_metrics["rollout/num_response_tokens"] = total.num_response_tokens
+        refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
+
+    def write_samples(self, rollout: int, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
+        """Rank 0's samples as text, every `tracking.samples_every` rollouts."""
+        every = self._config.tracking.samples_every
+        if every and rollout % every == 0:
+            self._on_main(
+                lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", batch, tokenizer)
+            )
+
+    def write_rollout(self, rollout: int, groups: Sequence[SampleGroup], seconds: Mapping[str, float]) -> None:
+        """The row of a rollout, after its gradient steps."""
+        metrics = Metrics()
+        for group in groups:
+            rewards = [float(sample.reward or 0.0) for sample in group.samples]
+            metrics.add_mean("reward/mean", sum(rewards), len(rewards))
+            metrics.add_mean("reward/zero_variance_groups", float(len(set(rewards)) == 1), 1)
+        metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
+        for phase, elapsed in seconds.items():
+            metrics.add_max(f"time/{phase}_s", elapsed)
+        row = self._rollout_metrics | self._merged(metrics)
+        self._rollout_metrics = {}
+        total_s = sum(row[f"time/{phase}_s"] for phase in seconds)
+        row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / max(total_s, 1e-9)
+        num_rollouts = self._config.run.num_rollouts
+        self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
+
+    def write_evaluation(self, rollout: int, name: str, total: float, count: int) -> None:
+        """The row of an evaluation, given each rank's share of it."""
+        metrics = Metrics()
+        metrics.add_mean(name, total, count)
+        values = self._merged(metrics)
+        self._on_main(lambda folder: folder.write_evaluation(rollout, values))
+        if self._runtime.is_main:
+            logger.info("evaluation after %d rollouts: %s %.3f", rollout, name, values.get(name, float("nan")))
+
+    def _merged(self, metrics: Metrics) -> dict[str, float]:
+        return Metrics().merge(self._runtime.all_gather(metrics.state())).values()
+
+    def _on_main(self, action: Callable[[RunFolder], T]) -> T:
+        def run() -> T:
+            assert self._folder is not None, "rank 0 holds the folder"
+            return action(self._folder)
+
+        return self._runtime.on_main(run)

@@ -1,0 +1,43 @@
+"""Weight sync to an engine that lives in the trainer's own process."""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.rollout.checksum import WeightChecksum
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.runtime import Runtime
+
+
+class InProcessSync:
+    """Hands each tensor to this rank's engine, which copies it; implements `weight_sync.base.WeightSync`."""
+
+    def __init__(
+        self, weights: Callable[[], Iterator[tuple[str, Tensor]]], engine: RolloutEngine, runtime: Runtime
+    ):
+        """Connect an actor's `weights` with an engine; neither is owned."""
+        self._weights, self._engine, self._runtime = weights, engine, runtime
+
+    def push(self, version: int) -> str:
+        """Send all weights; see `WeightSync.push`. Every rank's engine must hold the same bits."""
+        sent = WeightChecksum()
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._weights():
+                sent.update(name, tensor)
+                yield name, tensor
+
+        received = self._engine.load_weights(checked(), version)
+        if received != sent.hexdigest():
+            raise WeightSyncError(
+                f"weight version {version}: the engine received {received}, the actor sent {sent.hexdigest()}. "
+                "Expected the same bits in the same order; this is a fault of the sync: report it."
+            )
+        checksums = self._runtime.all_gather(received)
+        if len(set(checksums)) != 1:
+            raise WeightSyncError(
+                f"weight version {version}: ranks received different weights ({checksums}). "
+                "Expected equal ones; the data-parallel copies of the model have drifted apart: report it."
+            )
+        return received

@@ -1,0 +1,154 @@
+"""R3 on a real model: what is replayed is what the rollout chose, and nothing is left behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import EXPERTS, LAYERS, TOP_K, write_model
+
+from megatron_dppo.runtime import Runtime
+
+LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
+
+
+def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """A float32 engine and the actor, with equal weights, on what the engine sampled."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches import BatchShape, train_batches
+    from megatron_dppo.rollout.rollouts import build_engine
+    from megatron_dppo.routing_replay.replay import replaying, routers
+    from megatron_dppo.weight_sync.in_process import InProcessSync
+
+    results: dict[str, Any] = {}
+    for mode in ("off", "measure", "replay"):
+        config = Config.model_validate(
+            {
+                "model": {"load": model, "dtype": "float32"},
+                "parallel": parallel,
+                "rollout": {"routing_replay": mode, "transformers": {"weights": "float32"}},
+            }
+        )
+        actor = Actor(config, runtime)
+        engine = build_engine(config, Path(model), runtime.device)
+        InProcessSync(actor.weights, engine, runtime).push(version=3)
+        samples = sample(engine, actor.data_parallel_share[0])
+        routing = actor.routing if mode != "off" else None
+        shape = BatchShape("token_mean", 16, 200, routing=routing)
+        (batch,) = train_batches([samples], shape, actor.data_parallel_share[0], runtime.all_gather)
+        metrics = actor.accumulate_gradients(batch, is_first=True).values()
+        results[mode] = metrics
+        results["weight versions"] = {s.weight_versions[0].version for s in samples}
+    assert routing is not None
+    before = [router.router_replay for router in routers(actor.model).values()]
+    microbatch = batch.microbatches[0]
+    own = actor.logits(microbatch)
+    with replaying(actor.model) as replay:
+        replay.follow(other_routes(microbatch.routed_experts), microbatch.loss_mask)
+        results["other experts change the output"] = float((actor.logits(microbatch) - own).abs().max())
+    results["restored output"] = bool(torch.equal(actor.logits(microbatch), own))
+    after = [router.router_replay for router in routers(actor.model).values()]
+    results["restored routers"] = all(x is y for x, y in zip(before, after, strict=True))
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    results["global registry"] = len(RouterReplay.global_router_replay_instances)
+    results["gradient of the router"] = router_gradient_error(actor, microbatch)
+    return results
+
+
+def sample(engine: Any, rank: int) -> list[Any]:
+    """A few real samples of the engine, with routes, as scored samples."""
+    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.types import Sample
+
+    requests = [Request(f"{rank}/{i}", (5 + i, 7, 11 + rank), (0, 0, 10 * rank + i)) for i in range(6)]
+    completions = engine.generate(requests, SamplingParams(max_response_tokens=12, capture_routes=True))
+    return [
+        Sample(
+            id=c.request_id,
+            group_id="g",
+            tokens=torch.cat([torch.tensor(r.prompt_tokens), c.tokens]),
+            prompt_length=3,
+            loss_mask=torch.ones(c.tokens.numel(), dtype=torch.bool),
+            rollout_log_probs=c.log_probs,
+            finish_reason=c.finish_reason,
+            routed_experts=c.routed_experts,
+            weight_versions=c.weight_versions,
+            reward=0.0,
+            advantage=1.0 if i % 2 else -1.0,
+        )
+        for i, (r, c) in enumerate(zip(requests, completions, strict=True))
+    ]
+
+
+def other_routes(routes: Any) -> Any:
+    """Each token sent to the next experts."""
+    from dataclasses import replace
+
+    return replace(routes, indices=(routes.indices + TOP_K) % EXPERTS)
+
+
+def router_gradient_error(actor: Any, microbatch: Any) -> float:
+    """Autograd through a replayed router against a central difference, along one random direction."""
+    from megatron_dppo.actor.forward import packed_logits
+    from megatron_dppo.routing_replay.replay import replaying, routers
+
+    weight = routers(actor.model)[0].weight
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+
+    def loss() -> torch.Tensor:
+        replay.follow(microbatch.routed_experts, microbatch.loss_mask)
+        return packed_logits(actor.model, microbatch).double().log_softmax(-1)[:, 3].mean()
+
+    with replaying(actor.model) as replay:
+        (gradient,) = torch.autograd.grad(loss(), weight)
+        step = 1e-2
+        with torch.no_grad():
+            weight.add_(step * direction)
+            above = loss()
+            weight.sub_(2 * step * direction)
+            below = loss()
+            weight.add_(step * direction)
+    slope = float((gradient * direction).sum())
+    return abs(slope - float((above - below) / (2 * step))) / abs(slope)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    world_size, parallel = LAYOUTS[request.param]
+    folder = tmp_path_factory.mktemp("r3")
+    return run_ranks(measure, world_size, folder, str(write_model(folder / "model")), parallel)
+
+
+@pytest.mark.parametrize("mode", ["measure", "replay"])
+def test_equal_engines_agree_on_every_expert(measured: list[dict[str, Any]], mode: str) -> None:
+    for result in measured:
+        agreement = {name: value for name, value in result[mode].items() if name.startswith("routing/")}
+        assert set(agreement) == {"routing/agreement_mean"} | {
+            f"routing/agreement_layer_{layer}" for layer in range(LAYERS)
+        }
+        assert set(agreement.values()) == {1.0}
+        assert result[mode]["mismatch/abs_prob_diff_mean"] < 1e-6
+
+
+def test_off_reports_no_agreement(measured: list[dict[str, Any]]) -> None:
+    assert not any(name.startswith("routing/") for name in measured[0]["off"])
+    assert measured[0]["off"]["mismatch/abs_prob_diff_mean"] < 1e-6
+
+
+def test_replaying_other_experts_changes_the_output_and_is_undone(measured: list[dict[str, Any]]) -> None:
+    for result in measured:
+        assert result["other experts change the output"] > 1e-2
+        assert result["restored output"]
+        assert result["restored routers"]
+        assert result["global registry"] == 0, "no model joins Megatron's global registry"
+
+
+def test_replayed_router_keeps_its_gradient(measured: list[dict[str, Any]]) -> None:
+    assert measured[0]["gradient of the router"] < 1e-3
+
+
+def test_samples_carry_the_pushed_weight_version(measured: list[dict[str, Any]]) -> None:
+    assert measured[0]["weight versions"] == {3}

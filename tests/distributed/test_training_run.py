@@ -1,0 +1,223 @@
+"""Whole runs of the real loop on the sanity task: a few steps, resumed runs, and what a run writes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import write_model
+
+from megatron_dppo.data import sanity_task
+from megatron_dppo.runtime import Runtime
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the sanity task's tokenizer, and prompts."""
+    folder = tmp_path_factory.mktemp("task")
+    vocabulary = len(sanity_task.TOKENS)
+    write_model(folder / "model", vocab_size=vocabulary, eos_token_id=sanity_task.EOS, num_hidden_layers=2)
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
+    from make_model import make_tokenizer
+
+    make_tokenizer().save_pretrained(folder / "model")
+    sanity_task.write_prompts(folder / "prompts.jsonl", 64, 0)
+    return folder
+
+
+def settings(task: Path, run: str, **changes: dict[str, Any]) -> dict[str, Any]:
+    """A config of four short rollouts, two gradient steps each."""
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"folder": str(task / run), "num_rollouts": 4},
+        "model": {"load": str(task / "model"), "dtype": "float32"},
+        "parallel": {"max_tokens_per_microbatch": 100},
+        "data": {"prompts": str(task / "prompts.jsonl"), "max_prompt_tokens": 16},
+        "rollout": {
+            "prompts_per_rollout": 4,
+            "samples_per_prompt": 4,
+            "max_response_tokens": 10,
+            "num_topk_log_probs": 8,
+            "routing_replay": "replay",
+        },
+        "algorithm": {"preset": "dppo_topk_tv", "top_k": 8, "minibatches_per_rollout": 2},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine"},
+        "checkpoint": {"every": 2},
+        "tracking": {"samples_every": 2},
+    }
+    return {name: table | changes.get(name, {}) for name, table in tables.items()} | {
+        name: table for name, table in changes.items() if name not in tables
+    }
+
+
+def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = None) -> dict[str, Any]:
+    """Run the loop in this rank, with a reward that varies, and return its final weights and moments."""
+    import megatron_dppo.train as loop
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.journal import Journal
+
+    reward_digits()
+    config = Config.model_validate(tables)
+    with Journal.open(config, runtime) as journal:
+        training = loop.Training.prepare(config, runtime, journal)
+        forwards = count_forwards(training.actor)
+        if stop_after is not None:
+            config_stop = config.model_copy(update={"run": config.run.model_copy(update={"num_rollouts": stop_after})})
+            training.config = config_stop
+        training.run()
+    weights = {name: tensor.clone() for name, tensor in training.actor.weights()}
+    moments = [
+        state[key].clone()
+        for member in getattr(training.actor.optimizer, "chained_optimizers", [training.actor.optimizer])
+        for state in member.optimizer.state.values()
+        for key in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    return {"weights": weights, "moments": moments, "forwards": forwards, "state": training.state}
+
+
+def reward_digits() -> None:
+    """A reward that a random model can earn, so that advantages are not all zero: the share of digit tokens."""
+    from megatron_dppo.rewards.base import RewardResult, register
+
+    @register("digits")
+    def digits(prompt: Any, response: str, finish_reason: str) -> RewardResult:
+        words = response.split()
+        return RewardResult(sum(word.isdigit() for word in words) / max(len(words), 1), {})
+
+
+def count_forwards(actor: Any) -> list[bool]:
+    """One entry per forward pass of the model: whether it kept a graph."""
+    seen: list[bool] = []
+    actor.model.register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    return seen
+
+
+def with_data(task: Path, run: str, **changes: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the reward that varies."""
+    tables = settings(task, run, **changes)
+    tables["data"]["reward"] = "digits"
+    return tables
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    clocks = ("time/", "throughput/", "memory/")
+    return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows]
+
+
+def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(task: Path, tmp_path: Path) -> None:
+    whole = run_ranks(train, 1, tmp_path, with_data(task, "whole"))[0]
+    run_ranks(train, 1, tmp_path, with_data(task, "halved"), 2)
+    with (task / "halved" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "step", "rollout": 2, "step": 4}\n')  # written after the checkpoint, then killed
+    resumed = run_ranks(train, 1, tmp_path, with_data(task, "halved"))[0]
+    assert resumed["state"] == whole["state"]
+    assert whole["weights"].keys() == resumed["weights"].keys()
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
+    assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
+    initial = run_ranks(train, 1, tmp_path, with_data(task, "none", run={"folder": str(task / "none"), "num_rollouts": 1}))
+    assert not torch.equal(initial[0]["weights"]["lm_head.weight"], whole["weights"]["lm_head.weight"])
+    rows = lines(task / "whole")
+    assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(8))
+    assert [row["rollout"] for row in rows if row["kind"] == "rollout"] == list(range(4))
+    assert without_clocks(lines(task / "halved")) == without_clocks(rows)
+
+
+def test_two_processes_train_as_one(task: Path, tmp_path: Path) -> None:
+    """Expert parallelism changes neither which samples are drawn nor, beyond rounding, what is learned."""
+    changes = {"rollout": {"transformers": {"weights": "float32"}}, "optimizer": {"eps": 1.0}}
+    one = run_ranks(train, 1, tmp_path, with_data(task, "one", **changes), 1)[0]
+    two = run_ranks(train, 2, tmp_path, with_data(task, "two", parallel={"expert": 2}, **changes), 1)
+    start = {name: t for name, t in one["weights"].items()}
+    from megatron_dppo.models.hf_checkpoint import HFWeights
+
+    before = HFWeights(task / "model")
+    for name, tensor in start.items():
+        moved = tensor - before.tensor(name)
+        error = (two[0]["weights"][name] - tensor).norm() / moved.norm().clamp(min=1e-9)
+        assert error < 1e-3, name
+        assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), name
+    first = [next(r for r in lines(task / run) if r["kind"] == "rollout") for run in ("one", "two")]
+    for metric in ("reward/mean", "rollout/response_length_mean", "routing/agreement_mean"):
+        assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-6)
+
+
+@pytest.mark.parametrize(("preset", "extra"), [("dppo_binary_tv", False), ("dppo_binary_tv_decoupled", True)])
+def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
+    task: Path, tmp_path: Path, preset: str, extra: bool
+) -> None:
+    tables = with_data(task, preset, run={"folder": str(task / preset), "num_rollouts": 1})
+    tables["algorithm"] = {"preset": preset, "minibatches_per_rollout": 2}
+    forwards = run_ranks(train, 1, tmp_path, tables)[0]["forwards"]
+    trained = sum(forwards)
+    assert trained >= 2
+    assert len(forwards) - trained == (trained if extra else 0)
+
+
+def test_the_command_line_trains_and_compares(task: Path) -> None:
+    """`megatron-dppo train` and `compare` as a user types them, with a Megatron checkpoint as model.load."""
+    root = Path(__file__).parents[2]
+    python = [sys.executable]
+    megatron = task / "megatron"
+    subprocess.run(
+        [*python, root / "tools/convert_checkpoint.py", "to-megatron", "--hf", task / "model", "--out", megatron],
+        check=True,
+    )
+    toml = task / "run.toml"
+    toml.write_text(
+        f"""
+        [run]
+        folder = "{task / "cli"}"
+        num_rollouts = 2
+        [model]
+        load = "{megatron}"
+        dtype = "float32"
+        [data]
+        prompts = "{task / "prompts.jsonl"}"
+        max_prompt_tokens = 16
+        [rollout]
+        prompts_per_rollout = 4
+        samples_per_prompt = 2
+        max_response_tokens = 8
+        routing_replay = "measure"
+        [algorithm]
+        minibatches_per_rollout = 2
+        [evaluation]
+        prompts = "{task / "prompts.jsonl"}"
+        every = 2
+        [tracking]
+        paired_routing_every = 1
+        """
+    )
+    command = [*python, "-m", "megatron_dppo", "train", toml, "--set", "optimizer.lr=2e-6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rollout  2/2" in done.stderr
+    kinds = [row["kind"] for row in lines(task / "cli")]
+    assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
+    assert list((task / "cli" / "samples").iterdir())
+    report = task / "report.html"
+    subprocess.run([*python, "-m", "megatron_dppo", "compare", task / "cli", "-o", report], check=True)
+    assert report.stat().st_size > 1 << 20
+    back = task / "back"
+    last = task / "cli" / "checkpoints" / (task / "cli" / "checkpoints" / "latest").read_text().strip()
+    subprocess.run(
+        [*python, root / "tools/convert_checkpoint.py", "to-hf", "--megatron", last, "--out", back], check=True
+    )
+    assert (back / "tokenizer.json").is_file()
+    shutil.rmtree(back)
+
+
+def test_a_user_error_ends_with_a_message_and_no_traceback(task: Path) -> None:
+    command = [sys.executable, "-m", "megatron_dppo", "train", str(task / "nowhere.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "nowhere.toml" in done.stderr
+    assert "Traceback" not in done.stderr

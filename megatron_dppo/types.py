@@ -103,6 +103,7 @@ class SampleGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    index: int  # the prompt's place in its rollout, over all ranks
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Actor:
             module,
         )
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
-        self.schedule = build_schedule(self.optimizer, config.optimizer, config.num_gradient_steps)
+        self.restart_schedule(num_done=0)
         self._model_config.finalize_model_grads_func = finalize_model_grads
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
@@ -88,6 +88,11 @@ class Actor:
         sparse = layers if isinstance(frequency, int) else (i for i in layers if frequency[i])
         return ModelRouting(tuple(sparse), experts, self._model_config.moe_router_topk)
 
+    def restart_schedule(self, num_done: int) -> None:
+        """Set the learning rate to where it stands after so many gradient steps."""
+        options, horizon = self._config.optimizer, self._config.num_gradient_steps
+        self._schedule = build_schedule(self.optimizer, options, horizon, num_done=num_done)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights in Hugging Face names; every rank must iterate."""
         return export_hf_weights(self.model, self.hf)
@@ -105,7 +110,7 @@ class Actor:
         is_updated, grad_norm, _ = self.optimizer.step()
         metrics.add_max("optimizer/grad_norm", float(grad_norm))
         metrics.add_max("optimizer/skipped_steps", float(not is_updated))
-        self.schedule.step(1)
+        self._schedule.step(1)
         return metrics
 
     def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool) -> Metrics:
@@ -156,7 +161,7 @@ class Actor:
             collected.append(values.cpu())
             return values.sum(), microbatch.loss_mask.sum().int(), {}
 
-        with self._routes(is_replaying, is_measuring=False) as replay:
+        with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
             self._run(microbatches, keep, replay, forward_only=True)
         return collected
 

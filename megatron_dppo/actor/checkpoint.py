@@ -1,6 +1,6 @@
 """Checkpoints of a run: whole or not there, and enough to go on bit for bit.
 
-A folder per gradient step holds `megatron/` (weights, optimizer, schedule), `rng/` (one file per rank), `hf/`
+A folder per gradient step holds `megatron/` (weights and optimizer), `rng/` (one file per rank), `hf/`
 (config and tokenizer, so that `model.load` and the tools read it) and `state.json` (where the run stands).
 It is written under another name and renamed when complete; `latest`, a one-line file, is flipped last.
 """
@@ -113,7 +113,7 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
 
 
 def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> SavedRun:
-    """Restore weights, optimizer, schedule and random states; every rank calls this together.
+    """Restore weights, optimizer and random states, and the schedule at its step; every rank calls this together.
 
     Raises:
         CheckpointError: It is torn, of another model, or of another number of processes.
@@ -128,7 +128,7 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> SavedRun:
     state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
     actor.model.load_state_dict(state["model"])
     actor.optimizer.load_state_dict(state["optimizer"])
-    actor.schedule.load_state_dict(state["schedule"])
+    actor.restart_schedule(saved.state.step)
     _restore_random_states(load_file(checkpoint / "rng" / f"rank_{runtime.rank:05d}.safetensors"))
     return saved
 
@@ -136,7 +136,7 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> SavedRun:
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
     model = actor.model.sharded_state_dict(metadata=dict(_FORMAT))
     optimizer = actor.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_FORMAT))
-    return {"model": model, "optimizer": optimizer, "schedule": actor.schedule.state_dict()}
+    return {"model": model, "optimizer": optimizer}
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -29,10 +29,18 @@ def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig, dty
     return get_megatron_optimizer(settings, [model])
 
 
-def build_schedule(optimizer: Any, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
+def build_schedule(
+    optimizer: Any, config: OptimizerConfig, num_steps: int, *, num_done: int = 0
+) -> OptimizerParamScheduler:
     """Linear warm-up from 0, then constant, linear or cosine down to min_lr at the last gradient step.
 
-    Call `.step(1)` after each gradient step; the first step already has lr / warmup_steps.
+    The schedule is a function of the number of steps alone, so a resumed run builds it anew.
+
+    Args:
+        optimizer: Megatron's; its learning rate is set at once.
+        config: The run's `[optimizer]`.
+        num_steps: Gradient steps of the whole run.
+        num_done: Gradient steps already taken. Call `.step(1)` after each further one.
     """
     schedule = OptimizerParamScheduler(
         optimizer,
@@ -47,6 +55,6 @@ def build_schedule(optimizer: Any, config: OptimizerConfig, num_steps: int) -> O
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    if config.warmup_steps:
-        schedule.step(1)  # Megatron's first step would have learning rate 0
+    is_warming_up = config.warmup_steps > 0  # without this the first step would have learning rate 0
+    schedule.step(num_done + is_warming_up)
     return schedule

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,7 +42,7 @@ def gradient_steps(
 
     Args:
         groups: This rank's, with advantages.
-        rollout: Index of the rollout; with `run.seed` it fixes the order of the groups.
+        rollout: Index of the rollout; with `run.seed` it fixes the order of prompts in later epochs.
         config: The run's.
         routing: The model's, where samples carry routes.
         rank: This rank's place among those that `all_gather` gathers.
@@ -55,22 +55,33 @@ def gradient_steps(
         topk_columns=config.rollout.num_topk_log_probs,
         routing=routing,
     )
+    num_prompts, num_minibatches = config.rollout.prompts_per_rollout, config.algorithm.minibatches_per_rollout
     minibatches: list[list[Sample]] = []
     for epoch in range(config.algorithm.epochs_per_rollout):
-        key = (config.run.seed, rollout, epoch)
-        minibatches += shuffled_minibatches(groups, config.algorithm.minibatches_per_rollout, key)
+        step_of = minibatch_of_prompts(num_prompts, num_minibatches, (config.run.seed, rollout, epoch))
+        for step in range(num_minibatches):
+            own = [group for group in groups if step_of[group.index] == step]
+            minibatches.append([sample for group in own for sample in group.samples])
     return train_batches(minibatches, shape, rank, all_gather)
 
 
-def shuffled_minibatches(
-    groups: Sequence[SampleGroup], num_minibatches: int, key: tuple[int, int, int]
-) -> list[list[Sample]]:
-    """Split whole groups into mini-batches of near-equal size, in an order fixed by (seed, rollout, epoch)."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-    order = torch.randperm(len(groups), generator=generator)
-    chunks: list[list[int]] = [chunk.tolist() for chunk in torch.tensor_split(order, num_minibatches)]
-    return [[sample for i in chunk for sample in groups[i].samples] for chunk in chunks]
+def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int, int, int]) -> list[int]:
+    """Which of an epoch's mini-batches each prompt of a rollout belongs to, whichever rank samples it.
+
+    The first epoch takes prompts as they come: the stream is shuffled already, and ranks then hold equal parts of
+    each mini-batch. Later ones reorder them by `key`, (seed, rollout, epoch).
+    """
+    order = torch.arange(num_prompts)
+    if key[2] > 0:
+        digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
+        order = torch.randperm(
+            num_prompts, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        )
+    step_of = [0] * num_prompts
+    for step, chunk in enumerate(torch.tensor_split(order, num_minibatches)):
+        for index in cast(list[int], chunk.tolist()):
+            step_of[index] = step
+    return step_of
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def collect(
     max_prompt_tokens: int,
     seed: int,
     rollout: int,
-    first_sample: int = 0,
+    indices: Sequence[int] | None = None,
     validate_routes: RouteValidator | None = None,
 ) -> RolloutBatch:
     """Sample and score `samples_per_prompt` responses to each prompt.
@@ -71,31 +71,32 @@ def collect(
         max_prompt_tokens: Longer prompts are dropped and counted.
         seed: Seeds the sampling noise.
         rollout: Index of this rollout in the run.
-        first_sample: Index over all ranks of this share's first sample: the prompts of lower ranks times
-            `samples_per_prompt`. Noise is keyed by it, so it does not depend on the number of ranks.
+        indices: Place of each prompt in the whole rollout, over all ranks; none means 0, 1, 2, ... Noise is keyed
+            by it, so it does not depend on the number of ranks.
         validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.
     """
-    asked: list[Prompt] = []
+    asked: list[tuple[int, Prompt]] = []
     requests: list[Request] = []
-    for position, prompt in enumerate(prompts):
+    places = range(len(prompts)) if indices is None else indices
+    for index, prompt in zip(places, prompts, strict=True):
         tokens = _tokenize(tokenizer, prompt)
         if len(tokens) <= max_prompt_tokens:
-            asked.append(prompt)
-            start = first_sample + position * samples_per_prompt
+            asked.append((index, prompt))
+            start = index * samples_per_prompt
             requests += _requests(prompt, tokens, (seed, rollout, start), samples_per_prompt)
     completions = _checked(requests, engine.generate(requests, params) if requests else [], params)
     samples = [_sample(*pair) for pair in zip(requests, completions, strict=True)]
     judge = Judge(tokenizer, reward, params.capture_routes, validate_routes)
     judged: list[_JudgedGroup] = []
-    for i, prompt in enumerate(asked):
+    for i, (index, prompt) in enumerate(asked):
         own = samples[i * samples_per_prompt : (i + 1) * samples_per_prompt]
-        judged.append(_JudgedGroup(prompt, [judge(prompt, sample) for sample in own]))
+        judged.append(_JudgedGroup(index, prompt, [judge(prompt, sample) for sample in own]))
     kept = [group for group in judged if len(group.samples) >= min(2, samples_per_prompt)]
     counts = _count(len(prompts), samples, judged, kept)
-    return RolloutBatch(tuple(SampleGroup(group.prompt, group.samples) for group in kept), counts)
+    return RolloutBatch(tuple(SampleGroup(group.prompt, group.samples, group.index) for group in kept), counts)
 
 
 def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
@@ -106,6 +107,7 @@ def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None
 
 @dataclass(frozen=True)
 class _JudgedGroup:
+    index: int
     prompt: Prompt
     verdicts: Sequence[Sample | Fault]
 

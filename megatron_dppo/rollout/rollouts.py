@@ -18,6 +18,8 @@ from megatron_dppo.rollout.transformers_engine import TransformersEngine
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import ModelRouting
 
+_EVALUATION = 1 << 40  # rollout numbers above it key the noise of evaluations, which training never draws
+
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> TransformersEngine:
     """The embedded engine for the model in `hf_folder` (its config, not its weights)."""
@@ -86,7 +88,6 @@ class Rollouts:
         """This rank's share of the next rollout."""
         options, (rank, size) = self._config.rollout, self._share
         prompts = self._stream.next(options.prompts_per_rollout)
-        own = len(prompts) // size
         params = SamplingParams(
             max_response_tokens=options.max_response_tokens,
             temperature=options.temperature,
@@ -95,7 +96,7 @@ class Rollouts:
         )
         return collect(
             self._engine,
-            prompts[rank * own : (rank + 1) * own],
+            prompts[rank::size],
             self.tokenizer,
             self._reward,
             params,
@@ -103,7 +104,7 @@ class Rollouts:
             max_prompt_tokens=self._config.data.max_prompt_tokens,
             seed=self._config.run.seed,
             rollout=rollout,
-            first_sample=rank * own * options.samples_per_prompt,
+            indices=range(rank, len(prompts), size),
             validate_routes=self._validate if params.capture_routes else None,
         )
 
@@ -123,8 +124,8 @@ class Rollouts:
             samples_per_prompt=options.samples_per_prompt,
             max_prompt_tokens=self._config.data.max_prompt_tokens,
             seed=self._config.run.seed,
-            rollout=-1 - rollout,  # its noise is never that of a training rollout
-            first_sample=rank * len(self._held_out) * options.samples_per_prompt,
+            rollout=_EVALUATION + rollout,
+            indices=range(rank, len(self._held_out), size),
         )
         rewards = [float(sample.reward or 0.0) for sample in batch.samples]
         assert options.prompts is not None

@@ -21,7 +21,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with the sanity task's tokenizer, and prompts."""
     folder = tmp_path_factory.mktemp("task")
     vocabulary = len(sanity_task.TOKENS)
-    write_model(folder / "model", vocab_size=vocabulary, eos_token_id=sanity_task.EOS, num_hidden_layers=2)
+    write_model(
+        folder / "model",
+        vocab_size=vocabulary,
+        eos_token_id=sanity_task.VOCABULARY[sanity_task.EOS],
+        num_hidden_layers=2,
+    )
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
     from make_model import make_tokenizer
 
@@ -30,10 +35,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(task: Path, run: str, **changes: dict[str, Any]) -> dict[str, Any]:
+def settings(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
     """A config of four short rollouts, two gradient steps each."""
     tables: dict[str, dict[str, Any]] = {
-        "run": {"folder": str(task / run), "num_rollouts": 4},
+        "run": {"folder": str(task / name), "num_rollouts": 4},
         "model": {"load": str(task / "model"), "dtype": "float32"},
         "parallel": {"max_tokens_per_microbatch": 100},
         "data": {"prompts": str(task / "prompts.jsonl"), "max_prompt_tokens": 16},
@@ -49,9 +54,7 @@ def settings(task: Path, run: str, **changes: dict[str, Any]) -> dict[str, Any]:
         "checkpoint": {"every": 2},
         "tracking": {"samples_every": 2},
     }
-    return {name: table | changes.get(name, {}) for name, table in tables.items()} | {
-        name: table for name, table in changes.items() if name not in tables
-    }
+    return {section: table | changes.get(section, {}) for section, table in tables.items()}
 
 
 def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = None) -> dict[str, Any]:
@@ -66,7 +69,9 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
         training = loop.Training.prepare(config, runtime, journal)
         forwards = count_forwards(training.actor)
         if stop_after is not None:
-            config_stop = config.model_copy(update={"run": config.run.model_copy(update={"num_rollouts": stop_after})})
+            config_stop = config.model_copy(
+                update={"run": config.run.model_copy(update={"num_rollouts": stop_after})}
+            )
             training.config = config_stop
         training.run()
     weights = {name: tensor.clone() for name, tensor in training.actor.weights()}
@@ -96,9 +101,9 @@ def count_forwards(actor: Any) -> list[bool]:
     return seen
 
 
-def with_data(task: Path, run: str, **changes: dict[str, Any]) -> dict[str, Any]:
+def with_data(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
     """Settings with the reward that varies."""
-    tables = settings(task, run, **changes)
+    tables = settings(task, name, **changes)
     tables["data"]["reward"] = "digits"
     return tables
 
@@ -116,13 +121,15 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(task: Path, tmp_p
     whole = run_ranks(train, 1, tmp_path, with_data(task, "whole"))[0]
     run_ranks(train, 1, tmp_path, with_data(task, "halved"), 2)
     with (task / "halved" / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"kind": "step", "rollout": 2, "step": 4}\n')  # written after the checkpoint, then killed
+        metrics.write(
+            '{"kind": "step", "rollout": 2, "step": 4}\n'
+        )  # written after the checkpoint, then killed
     resumed = run_ranks(train, 1, tmp_path, with_data(task, "halved"))[0]
     assert resumed["state"] == whole["state"]
     assert whole["weights"].keys() == resumed["weights"].keys()
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
     assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
-    initial = run_ranks(train, 1, tmp_path, with_data(task, "none", run={"folder": str(task / "none"), "num_rollouts": 1}))
+    initial = run_ranks(train, 1, tmp_path, with_data(task, "none", run={"num_rollouts": 1}))
     assert not torch.equal(initial[0]["weights"]["lm_head.weight"], whole["weights"]["lm_head.weight"])
     rows = lines(task / "whole")
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(8))
@@ -153,7 +160,7 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path) -> None:
 def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     task: Path, tmp_path: Path, preset: str, extra: bool
 ) -> None:
-    tables = with_data(task, preset, run={"folder": str(task / preset), "num_rollouts": 1})
+    tables = with_data(task, preset, run={"num_rollouts": 1})
     tables["algorithm"] = {"preset": preset, "minibatches_per_rollout": 2}
     forwards = run_ranks(train, 1, tmp_path, tables)[0]["forwards"]
     trained = sum(forwards)
@@ -167,7 +174,15 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     python = [sys.executable]
     megatron = task / "megatron"
     subprocess.run(
-        [*python, root / "tools/convert_checkpoint.py", "to-megatron", "--hf", task / "model", "--out", megatron],
+        [
+            *python,
+            root / "tools/convert_checkpoint.py",
+            "to-megatron",
+            "--hf",
+            task / "model",
+            "--out",
+            megatron,
+        ],
         check=True,
     )
     toml = task / "run.toml"

@@ -70,6 +70,8 @@ def random_groups(
         )
 
     return [
-        SampleGroup(Prompt(str(g), "", "test", text="x"), tuple(sample(g, i) for i in range(samples_per_group)))
+        SampleGroup(
+            Prompt(str(g), "", "test", text="x"), tuple(sample(g, i) for i in range(samples_per_group)), g
+        )
         for g in range(num_groups)
     ]

@@ -118,18 +118,18 @@ def test_groups_hold_scored_samples() -> None:
 
 
 def test_noise_keys_do_not_depend_on_the_number_of_ranks() -> None:
-    def keys(prompts: Sequence[Prompt], first_sample: int) -> list[tuple[int, int, int]]:
+    def keys(prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
         engine = ScriptedEngine(right_or_wrong)
         collect(
             engine, prompts, TOKENIZER, arithmetic_reward, PARAMS,
-            samples_per_prompt=4, max_prompt_tokens=7, seed=1, rollout=2, first_sample=first_sample,
+            samples_per_prompt=4, max_prompt_tokens=7, seed=1, rollout=2, indices=indices,
         )  # fmt: skip
         return [request.noise_key for request in engine.requests]
 
-    assert keys(PROMPTS, 0) == [(1, 2, i) for i in range(12)]
-    assert keys(PROMPTS[:1], 0) + keys(PROMPTS[1:], 4) == keys(PROMPTS, 0)
+    assert keys(PROMPTS) == [(1, 2, i) for i in range(12)]
+    assert keys(PROMPTS[:1], [0]) + keys(PROMPTS[1:], [1, 2]) == keys(PROMPTS)
     long = dataclasses.replace(PROMPTS[0], text="<bos> 2 1 * 4 3 * 4 3 =")
-    assert keys([long, *PROMPTS[1:]], 0) == keys(PROMPTS, 0)[4:]
+    assert keys([long, *PROMPTS[1:]]) == keys(PROMPTS)[4:]
 
 
 def test_messages_go_through_the_chat_template() -> None:

@@ -20,14 +20,15 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13.0",
-        # 0.17 and later need Python 3.12.
-        "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
-        "megatron-core>=0.16.1; python_version >= '3.12'",
+        # The versions that actor/mcore_fixes.py was tested with; it refuses others.
+        "megatron-core>=0.16.1,<0.17",
         "transformers>=5.23,<6",
         "pydantic>=2.14,<3",
         "safetensors>=0.8",
         "numpy>=2.4",
+        "packaging>=24",
         "pyarrow>=26",
+        "tqdm>=4.67",
         "typer>=0.29",
         "tomli-w>=1.2",
         "jinja2>=3.1",

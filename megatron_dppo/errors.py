@@ -31,7 +31,7 @@ class MegatronDppoError(Exception):
 class ConfigError(MegatronDppoError, ValueError):
     """The configuration, or an argument, is wrong; `problems` lists every fault at once."""
 
-    def __init__(self, message: str | Problem | Sequence[Problem]):
+    def __init__(self, message: str | Problem | Sequence[Problem]) -> None:
         if isinstance(message, Problem):
             message = [message]
         self.problems: tuple[Problem, ...] = () if isinstance(message, str) else tuple(message)

@@ -28,7 +28,7 @@ class Journal:
     Every method is called by all ranks together. A failure to write on rank 0 is raised on each.
     """
 
-    def __init__(self, config: Config, runtime: Runtime, folder: RunFolder | None):
+    def __init__(self, config: Config, runtime: Runtime, folder: RunFolder | None) -> None:
         """Use `Journal.open`."""
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}

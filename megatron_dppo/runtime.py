@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from megatron_dppo.errors import ConfigError, Problem
 
@@ -97,7 +98,7 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0) -> Runtime:
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         if world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     _configure_logging(rank)

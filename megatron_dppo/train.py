@@ -49,8 +49,7 @@ class Training:
     @classmethod
     def prepare(cls, config: Config, runtime: Runtime, journal: Journal) -> "Training":
         """Load model, engine and prompts, and stand where the latest checkpoint stood."""
-        actor = Actor(config, runtime)
-        folder = hf_files(config.model.load)
+        actor, folder = Actor(config, runtime), hf_files(config.model.load)
         engine = build_engine(config, folder, runtime.device)
         rollouts = Rollouts(config, folder, engine, actor.routing, share=actor.data_parallel_share)
         sync = InProcessSync(actor.weights, engine, runtime)
@@ -85,8 +84,8 @@ class Training:
         self.journal.check_drops(batch.counts)
         groups = with_advantages(batch.groups, self.config.algorithm.normalize_advantage_std)
         self.journal.write_samples(rollout, replace(batch, groups=tuple(groups)), self.rollouts.tokenizer)
+        is_routed = self.config.rollout.routing_replay != "off"
         with watch.time("batch"):
-            is_routed = self.config.rollout.routing_replay != "off"
             steps = gradient_steps(
                 groups,
                 rollout,
@@ -95,7 +94,6 @@ class Training:
                 rank=self.actor.data_parallel_share[0],
                 all_gather=self.runtime.all_gather,
             )
-        steps = [step for step in steps if step.num_loss_tokens]
         paired_every = self.config.tracking.paired_routing_every
         if paired_every and rollout % paired_every == 0 and steps:
             with watch.time("paired_forward"):

@@ -1,0 +1,1 @@
+"""The policy being trained: Megatron-Core on one process or many."""

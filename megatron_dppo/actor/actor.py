@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Actor:
     """Owns the Megatron process groups, the model, the optimizer and its schedule, until `close`."""
 
-    def __init__(self, config: Config, runtime: Runtime):
+    def __init__(self, config: Config, runtime: Runtime) -> None:
         """Build the model and load its weights.
 
         Raises:
@@ -144,7 +144,7 @@ class Actor:
         return replace(batch, microbatches=tuple(replace(m, old_log_probs=old) for m, old in pairs))
 
     def paired_mismatch(self, batch: TrainBatch) -> Metrics:
-        """Mismatch on the same tokens with live routes and with the rollout's: what R3 changes, without noise."""
+        """Mismatch on the same tokens with live routes and with the rollout's: what R3 changes, noise apart."""
         metrics = Metrics()
         for prefix, is_replaying in (("mismatch_live", False), ("mismatch_replayed", True)):
             log_probs = self._forward_log_probs(batch.microbatches, is_replaying)

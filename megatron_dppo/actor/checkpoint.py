@@ -6,7 +6,6 @@ It is written under another name and renamed when complete; `latest`, a one-line
 """
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,7 +68,7 @@ def save(folder: Path, actor: Actor, saved: SavedRun, model_folder: Path, runtim
         unfinished.rename(final)
         pointer = folder / f".{LATEST}.unfinished"
         pointer.write_text(final.name + "\n")
-        os.replace(pointer, folder / LATEST)
+        pointer.replace(folder / LATEST)
 
     runtime.on_main(begin)
     save_sharded(_sharded_state(actor, is_loading=False), unfinished / WEIGHTS)
@@ -113,7 +112,7 @@ def read_saved_run(checkpoint: Path) -> SavedRun:
 
 
 def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> SavedRun:
-    """Restore weights, optimizer and random states, and the schedule at its step; every rank calls this together.
+    """Restore weights, optimizer, schedule and random states; every rank calls this together.
 
     Raises:
         CheckpointError: It is torn, of another model, or of another number of processes.
@@ -139,11 +138,16 @@ def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
+def _tracker() -> Any:
+    """Megatron's random-number tracker, which `initialize_groups` has made."""
+    return get_cuda_rng_tracker()
+
+
 def _random_states() -> dict[str, torch.Tensor]:
-    trackers = {f"megatron.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    trackers = {f"megatron.{name}": state for name, state in _tracker().get_states().items()}
     return {"torch": torch.get_rng_state()} | {name: state.clone() for name, state in trackers.items()}
 
 
 def _restore_random_states(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states.pop("torch"))
-    get_cuda_rng_tracker().set_states({name.removeprefix("megatron."): state for name, state in states.items()})
+    _tracker().set_states({name.removeprefix("megatron."): state for name, state in states.items()})

@@ -1,8 +1,8 @@
 """Makes Megatron-Core run on a machine without CUDA: the only shim of the package.
 
-Megatron-Core asks for CUDA devices, streams and generators by name. Without a GPU each of these calls would raise;
-here Megatron's modules see a `torch` whose answers are the CPU's. Everybody else keeps the real one, and nothing is
-touched where CUDA is present, so the same training code runs on gloo and on NCCL.
+Megatron-Core asks for CUDA devices, streams and generators by name. Without a GPU each of these calls would
+raise; here Megatron's modules see a `torch` whose answers are the CPU's. Everybody else keeps the real one, and
+nothing is touched where CUDA is present, so the same training code runs on gloo and on NCCL.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _CONSTANTS: dict[str, Any] = {
 class _View(ModuleType):
     """A module as Megatron sees it: what was set on the view, and the real module for the rest."""
 
-    def __init__(self, real: ModuleType):
+    def __init__(self, real: ModuleType) -> None:
         super().__init__(real.__name__)
         self._real = real
 
@@ -73,7 +73,7 @@ class _TypeName(str):
 
 
 def install() -> None:
-    """Show the CPU to Megatron's modules, loaded or yet to load; a no-op where CUDA is present, or called again."""
+    """Show the CPU to Megatron's modules, loaded or yet to load; does nothing where CUDA is present."""
     if torch.cuda.is_available() or any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     for name, module in list(sys.modules.items()):

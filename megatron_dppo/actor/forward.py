@@ -23,7 +23,7 @@ def run_microbatches(
     before_forward: Callable[[Microbatch], None] | None = None,
     forward_only: bool = False,
 ) -> None:
-    """Accumulate gradients over the micro-batches; Megatron divides them by the global number of learning tokens.
+    """Accumulate gradients over the micro-batches; Megatron divides by the global number of learning tokens.
 
     Args:
         model: The Megatron model, wrapped for data parallelism.

@@ -12,7 +12,7 @@ from megatron_dppo.config.schema import OptimizerConfig
 
 
 def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> Any:
-    """Megatron's optimizer over the model's parameters, with float32 master weights where these are bfloat16."""
+    """Megatron's optimizer over the model's parameters, with float32 master weights for bfloat16 ones."""
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,

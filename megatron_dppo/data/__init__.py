@@ -1,0 +1,1 @@
+"""Prompts, the sanity task, packing, and the batches of a gradient step."""

@@ -3,9 +3,10 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_dppo.algorithms import group_advantages, token_weights
 from megatron_dppo.config.schema import Config
@@ -22,11 +23,16 @@ def with_advantages(groups: Sequence[SampleGroup], normalize_std: bool) -> list[
         return []
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
-    advantages = iter(group_advantages(rewards, group_ids, normalize_std).tolist())
+    values = _floats(group_advantages(rewards, group_ids, normalize_std))
+    advantages = iter(values)
     return [
         replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
         for group in groups
     ]
+
+
+def _floats(values: Tensor) -> list[float]:
+    return [float(value) for value in values]
 
 
 def gradient_steps(
@@ -39,6 +45,8 @@ def gradient_steps(
     all_gather: AllGather,
 ) -> list[TrainBatch]:
     """This rank's micro-batches of each gradient step on one rollout, with weights and counts over all ranks.
+
+    A mini-batch without a learning token on any rank makes no step.
 
     Args:
         groups: This rank's, with advantages.
@@ -62,14 +70,15 @@ def gradient_steps(
         for step in range(num_minibatches):
             own = [group for group in groups if step_of[group.index] == step]
             minibatches.append([sample for group in own for sample in group.samples])
-    return train_batches(minibatches, shape, rank, all_gather)
+    steps = train_batches(minibatches, shape, rank, all_gather)
+    return [step for step in steps if step.num_loss_tokens]
 
 
 def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int, int, int]) -> list[int]:
     """Which of an epoch's mini-batches each prompt of a rollout belongs to, whichever rank samples it.
 
-    The first epoch takes prompts as they come: the stream is shuffled already, and ranks then hold equal parts of
-    each mini-batch. Later ones reorder them by `key`, (seed, rollout, epoch).
+    The first epoch takes prompts as they come: the stream is shuffled already, and ranks then hold equal parts
+    of each mini-batch. Later ones reorder them by `key`, (seed, rollout, epoch).
     """
     order = torch.arange(num_prompts)
     if key[2] > 0:
@@ -79,8 +88,8 @@ def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int,
         )
     step_of = [0] * num_prompts
     for step, chunk in enumerate(torch.tensor_split(order, num_minibatches)):
-        for index in cast(list[int], chunk.tolist()):
-            step_of[index] = step
+        for index in chunk:
+            step_of[int(index)] = step
     return step_of
 
 
@@ -131,8 +140,10 @@ def _weigh(
     lengths = torch.tensor([length for ranks in lengths_by_rank for length in ranks])
     weights = token_weights(shape.aggregation, lengths, shape.response_length).double() * lengths.sum()
     before = sum(sum(ranks) for ranks in lengths_by_rank[:rank])
-    own = weights[before : before + sum(lengths_by_rank[rank])].float().split(list(lengths_by_rank[rank]))
-    return [
-        WeightedSample(sample, torch.zeros(sample.response_length).masked_scatter(sample.loss_mask, weight))
-        for sample, weight in zip(samples, own, strict=True)
-    ]
+    weighted: list[WeightedSample] = []
+    for sample, length in zip(samples, lengths_by_rank[rank], strict=True):
+        own = weights[before : before + length].float()
+        before += length
+        per_token = torch.zeros(sample.response_length).masked_scatter(sample.loss_mask, own)
+        weighted.append(WeightedSample(sample, per_token))
+    return weighted

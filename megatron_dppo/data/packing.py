@@ -96,7 +96,7 @@ def _pack_topk(samples: Sequence[WeightedSample]) -> RolloutTopK | None:
 
 
 def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
-    """One row per token: a sequence's last position, which the engine never forwards, replays the row before it."""
+    """One row per token; a sequence's last one, which the engine never forwards, replays the row before it."""
     routes = [s.routed_experts for s in samples if s.routed_experts is not None]
     if not routes:
         return None

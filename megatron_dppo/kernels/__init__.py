@@ -1,0 +1,1 @@
+"""The trust-region loss over logits."""

@@ -1,0 +1,1 @@
+"""Model families, the weight table, and conversion to and from Hugging Face."""

@@ -50,9 +50,10 @@ def transformer_config(
 
 def build_model(hf: HFConfig, config: TransformerConfig) -> GPTModel:
     """The model with uninitialised weights; load a checkpoint into it before use."""
+    spec: Any = torch_block_spec(config)  # Megatron annotates it as one layer's
     return GPTModel(
         config=config,
-        transformer_layer_spec=torch_block_spec(config),
+        transformer_layer_spec=spec,
         vocab_size=hf["vocab_size"],
         max_sequence_length=hf["max_position_embeddings"],
         parallel_output=True,

@@ -56,8 +56,8 @@ def _fill(
     value = table.fuse(entry.rule, [weights.tensor(hf_name) for hf_name in hf_names])
     if value.shape != target.shape:
         raise ConversionError(
-            f"{name}: Megatron expects {tuple(target.shape)}, {' + '.join(hf_names)} give {tuple(value.shape)}. "
-            "The weights do not belong to the config.json beside them."
+            f"{name}: Megatron expects {tuple(target.shape)}, {' + '.join(hf_names)} give "
+            f"{tuple(value.shape)}. The weights do not belong to the config.json beside them."
         )
     target.copy_(value)
 

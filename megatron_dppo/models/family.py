@@ -1,6 +1,6 @@
 """Model families: what to tell Megatron-Core about each Hugging Face architecture, and its weight table.
 
-A new family is one file that builds a `ModelFamily`, one line in `family_of`, and its name in `architectures.py`.
+A new family is one file that builds a `ModelFamily`, a line in `family_of`, and its name in `architectures.py`.
 """
 
 from collections.abc import Callable, Mapping

@@ -19,7 +19,7 @@ _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 class HFWeights:
     """The tensors of a Hugging Face folder, read by name through memory maps."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         """Open the folder; files are mapped when first read.
 
         Raises:
@@ -42,7 +42,7 @@ class HFWeights:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise ConversionError(
-                f"{self.folder}: no *.safetensors files. Expected a Hugging Face checkpoint in safetensors format; "
+                f"{self.folder}: no *.safetensors files. Expected a Hugging Face checkpoint in that format; "
                 "save it again with save_pretrained (pickled .bin files are not read)."
             )
         names: dict[str, str] = {}
@@ -50,7 +50,7 @@ class HFWeights:
             try:
                 with safe_open(file, "pt") as tensors:
                     names.update(
-                        {name: file.name for name in tensors.keys() if not name.endswith(_NOT_WEIGHTS)}
+                        {name: file.name for name in list(tensors.keys()) if not name.endswith(_NOT_WEIGHTS)}
                     )
             except SafetensorError as error:
                 raise ConversionError(
@@ -72,7 +72,7 @@ class HFWeights:
         return self._opened(name).get_tensor(name)
 
     def dtypes(self) -> dict[str, str]:
-        """safetensors' name of each tensor's dtype ("BF16"), read from the headers alone."""
+        """Safetensors' name of each tensor's dtype ("BF16"), read from the headers alone."""
         return {name: str(self._opened(name).get_slice(name).get_dtype()) for name in self._file_of}
 
     def _opened(self, name: str) -> safe_open:

@@ -28,7 +28,7 @@ from torch import Tensor
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm; unlike Megatron's wrapper it works with sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
 
@@ -42,7 +42,8 @@ def packed_causal_attention(
 
     Args:
         query: [T, heads, D].
-        key: [T, key-value heads, D]; `value` alike.
+        key: [T, key-value heads, D].
+        value: [T, key-value heads, D].
         cu_seqlens: [S+1] int32, first token of each sequence, and T.
         scale: Factor on the scores; none is 1/sqrt(D).
 
@@ -82,7 +83,9 @@ def packed_causal_attention(
 class PackedAttention(torch.nn.Module):
     """Core attention over packed (`thd`) sequences through PyTorch's scaled dot product."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any):
+    def __init__(
+        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
+    ) -> None:
         super().__init__()
         assert config.context_parallel_size == 1, "layout.py refuses context parallelism"
         self.softmax_scale = softmax_scale
@@ -114,7 +117,7 @@ class GroupedExperts(torch.nn.Module):
         config: TransformerConfig,
         submodules: MLPSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-    ):
+    ) -> None:
         super().__init__()
         assert pg_collection is not None and config.moe_ffn_hidden_size is not None
         width, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
@@ -166,6 +169,7 @@ class GroupedExperts(torch.nn.Module):
 
 def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     """One decoder layer, with experts or dense."""
+    bias_dropout_add: Any = get_bias_dropout_add  # Megatron annotates it as a module
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     norm_keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if is_moe:
@@ -188,10 +192,10 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=bias_dropout_add,
             sharded_state_dict_keys_map=norm_keys,
         ),
     )
@@ -199,6 +203,7 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
 
 def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """All decoder layers of a one-stage model, and the final norm."""
+    final_norm: Any = RMSNorm  # Megatron annotates it as an instance
     frequency = config.moe_layer_freq
     is_moe = (
         [bool(frequency)] * config.num_layers if isinstance(frequency, int) else [bool(x) for x in frequency]
@@ -206,5 +211,5 @@ def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.num_moe_experts is None:
         is_moe = [False] * config.num_layers
     return TransformerBlockSubmodules(
-        layer_specs=[torch_layer_spec(config, moe) for moe in is_moe], layer_norm=RMSNorm
+        layer_specs=[torch_layer_spec(config, moe) for moe in is_moe], layer_norm=final_norm
     )

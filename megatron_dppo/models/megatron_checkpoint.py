@@ -75,7 +75,8 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
         CheckpointError: The folder is torn, or holds another model or optimizer.
     """
     try:
-        return dist_checkpointing.load(wanted, str(folder))
+        loaded: Any = dist_checkpointing.load(wanted, str(folder))
+        return loaded
     except (CheckpointingException, OSError, RuntimeError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0][:400] if str(error) else repr(error)
         raise CheckpointError(
@@ -115,7 +116,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
             f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from tools/convert_checkpoint.py "
             "or from a run's checkpoints/; check the path."
         )
-    tensors = dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS))
+    tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
     dtypes = {tensor.dtype for key, tensor in tensors.items() if not key.startswith("optimizer.")}
     if len(dtypes) != 1:
         raise CheckpointError(f"{folder}: weights of types {sorted(map(str, dtypes))}; expected one.")

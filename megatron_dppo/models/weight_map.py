@@ -26,7 +26,8 @@ class WeightRule:
         hf: Checkpoint names, in the order they are fused.
         fusion: "one" tensor as it is; "concatenate" along dimension 0 (gate, up);
             "qkv" interleaved by key-value group: the group's queries, its key, its value.
-        tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits; none is replicated.
+        tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits; none where
+            it is replicated.
         is_vocabulary: Rows are the vocabulary, which Megatron may pad.
         is_expert: The parameter stacks its experts along a leading dimension.
     """
@@ -121,7 +122,7 @@ class WeightEntry:
 class WeightTable:
     """The rules of one model family, looked up by Megatron parameter name."""
 
-    def __init__(self, rules: Iterable[WeightRule], heads: HeadSizes):
+    def __init__(self, rules: Iterable[WeightRule], heads: HeadSizes) -> None:
         self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
         self._heads = heads
 
@@ -135,7 +136,8 @@ class WeightTable:
         key = f"{_M}{match[2]}" if match else megatron_name
         if key not in self._rules:
             raise ConversionError(
-                f"Megatron parameter {megatron_name!r} is not in the weight table (it has {sorted(self._rules)}). "
+                f"Megatron parameter {megatron_name!r} is not in the weight table, "
+                f"which has {sorted(self._rules)}. "
                 "Add a rule to models/weight_map.py and list it in the model's family."
             )
         return WeightEntry(self._rules[key], int(match[1]) + layer_offset if match else None)

@@ -71,8 +71,8 @@ def collect(
         max_prompt_tokens: Longer prompts are dropped and counted.
         seed: Seeds the sampling noise.
         rollout: Index of this rollout in the run.
-        indices: Place of each prompt in the whole rollout, over all ranks; none means 0, 1, 2, ... Noise is keyed
-            by it, so it does not depend on the number of ranks.
+        indices: Place of each prompt in the whole rollout, over all ranks; none means 0, 1, 2, ... Noise is
+            keyed by it, so it does not depend on the number of ranks.
         validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
 
     Raises:

@@ -55,7 +55,7 @@ class Rollouts:
         routing: ModelRouting | None,
         *,
         share: tuple[int, int],
-    ):
+    ) -> None:
         """Read prompts and tokenizer.
 
         Args:

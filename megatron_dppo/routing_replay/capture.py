@@ -28,7 +28,7 @@ def validate_routes(sample: Sample, routing: ModelRouting) -> None:
             f"the model's MoE layers are {routing.layer_numbers}. {_WHAT_TO_DO}"
         )
     indices = routes.indices.long()
-    if indices.numel() and not (0 <= int(indices.min()) and int(indices.max()) < routing.num_experts):
+    if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < routing.num_experts):
         raise RoutingReplayError(
             f"sample {sample.id}: expert ids {int(indices.min())}..{int(indices.max())}; "
             f"expected 0..{routing.num_experts - 1}. {_WHAT_TO_DO}"
@@ -41,5 +41,6 @@ def validate_routes(sample: Sample, routing: ModelRouting) -> None:
     num_repeats = int((in_order.diff(dim=-1) == 0).any(dim=-1).sum())
     if num_repeats:
         raise RoutingReplayError(
-            f"sample {sample.id}: {num_repeats} of its rows name an expert twice; expected distinct. {_WHAT_TO_DO}"
+            f"sample {sample.id}: {num_repeats} of its rows name an expert twice; "
+            f"expected distinct. {_WHAT_TO_DO}"
         )

@@ -8,6 +8,7 @@ probabilities come from the live logits, and the router keeps its gradient.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -105,15 +106,15 @@ def replaying(
 ) -> Iterator[Replay]:
     """Let the model's routers follow the rollout inside the block; restores what they consulted before.
 
-    Give each micro-batch's routes with `Replay.follow` before its forward pass. The block must hold the backward
-    pass too when activations are recomputed.
+    Give each micro-batch's routes with `Replay.follow` before its forward pass. The block must hold the
+    backward pass too when activations are recomputed.
 
     Args:
         model: A Megatron model, wrapped or not.
         is_replaying: Use the rollout's experts; otherwise the routers choose for themselves.
         is_measuring: Count how often the routers' own choice agrees.
     """
-    own_routers = routers(model)
+    own_routers: dict[int, Any] = dict(routers(model))
     before = {layer: router.router_replay for layer, router in own_routers.items()}
     replay = Replay()
     try:

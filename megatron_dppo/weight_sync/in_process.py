@@ -15,7 +15,7 @@ class InProcessSync:
 
     def __init__(
         self, weights: Callable[[], Iterator[tuple[str, Tensor]]], engine: RolloutEngine, runtime: Runtime
-    ):
+    ) -> None:
         """Connect an actor's `weights` with an engine; neither is owned."""
         self._weights, self._engine, self._runtime = weights, engine, runtime
 

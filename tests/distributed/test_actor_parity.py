@@ -111,7 +111,9 @@ def _reference(
         )
         total = total + out.loss_sum
     total.backward()
-    return float(total), _checkpoint_names({n: p.grad for n, p in model.named_parameters()})
+    return float(total), _checkpoint_names(
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    )
 
 
 def _force_routes(model: Any, indices: Tensor) -> list[Any]:

@@ -1,6 +1,7 @@
 """Whole runs of the real loop on the sanity task: a few steps, resumed runs, and what a run writes."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -27,10 +28,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=sanity_task.VOCABULARY[sanity_task.EOS],
         num_hidden_layers=2,
     )
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
-    from make_model import make_tokenizer
-
-    make_tokenizer().save_pretrained(folder / "model")
+    make_model = Path(__file__).parents[2] / "examples" / "quickstart" / "make_model.py"
+    runpy.run_path(str(make_model))["make_tokenizer"]().save_pretrained(folder / "model")
     sanity_task.write_prompts(folder / "prompts.jsonl", 64, 0)
     return folder
 
@@ -142,11 +141,10 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path) -> None:
     changes = {"rollout": {"transformers": {"weights": "float32"}}, "optimizer": {"eps": 1.0}}
     one = run_ranks(train, 1, tmp_path, with_data(task, "one", **changes), 1)[0]
     two = run_ranks(train, 2, tmp_path, with_data(task, "two", parallel={"expert": 2}, **changes), 1)
-    start = {name: t for name, t in one["weights"].items()}
     from megatron_dppo.models.hf_checkpoint import HFWeights
 
     before = HFWeights(task / "model")
-    for name, tensor in start.items():
+    for name, tensor in one["weights"].items():
         moved = tensor - before.tensor(name)
         error = (two[0]["weights"][name] - tensor).norm() / moved.norm().clamp(min=1e-9)
         assert error < 1e-3, name

@@ -45,10 +45,11 @@ EVALUATION_PROMPTS = 512
 class Recipe:
     """All that decides the folder; the defaults are the quickstart.
 
-    Two layers of 32 experts, four to a token, are the smallest model tried that learns the task in a minute and
-    whose routers choose other experts for more than 5 % of tokens, in each layer, once a rollout engine rounds
-    its weights to bfloat16 and fp8: what routing replay is there to mend. A slip of 0.08 leaves about 0.4 of
-    sampled responses right.
+    What routing replay mends is routers that choose other experts once a rollout engine rounds its weights to
+    bfloat16 and fp8. Two layers of 32 experts, four to a token, are the smallest model tried that learns the task
+    in a minute and flips more than 5 % of expert sets in each layer; over three seeds replay then lowers the
+    paired KL by 34 to 58 %. Three layers flip 11 % and more, and make the effect plain. A slip of 0.08 leaves
+    about 0.4 of sampled responses right.
     """
 
     steps: int = 650
@@ -57,7 +58,7 @@ class Recipe:
     warmup: int = 100
     aux_loss: float = 0.01
     slip_probability: float = 0.08
-    layers: int = 2
+    layers: int = 3
     experts: int = 32
     experts_per_token: int = 4
     seed: int = 0

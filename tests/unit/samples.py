@@ -1,0 +1,42 @@
+"""Hand-made samples for tests of packing, batches and routes."""
+
+import torch
+
+from megatron_dppo.types import ModelRouting, Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup
+
+ROUTING = ModelRouting(layer_numbers=(0, 2), num_experts=8, top_k=2)
+
+
+def make_sample(
+    tokens: list[int],
+    prompt_length: int,
+    *,
+    mask: list[bool] | None = None,
+    reward: float = 0.0,
+    group: str = "g",
+) -> Sample:
+    """A sample whose every per-token value tells its place: token j has log-prob -j, routes and top-K of j."""
+    num_response, num_rows = len(tokens) - prompt_length, len(tokens) - 1
+    places = torch.arange(num_response)
+    first = torch.arange(num_rows) % 7
+    routes = torch.stack([first, first + 1], dim=-1)[:, None].expand(-1, 2, -1).to(torch.uint8)
+    return Sample(
+        id=f"{group}/{tokens}",
+        group_id=group,
+        tokens=torch.tensor(tokens),
+        prompt_length=prompt_length,
+        loss_mask=torch.tensor(mask if mask is not None else [True] * num_response),
+        rollout_log_probs=-places.float() - 1,
+        finish_reason="stop",
+        topk=RolloutTopK(
+            places[:, None].int() + torch.tensor([0, 50]).int(), -places[:, None].float().expand(-1, 2)
+        ),
+        routed_experts=RoutedExperts(routes, ROUTING.layer_numbers, ROUTING.num_experts),
+        reward=reward,
+        advantage=reward - 0.5,
+    )
+
+
+def make_group(index: int, samples: list[Sample]) -> SampleGroup:
+    """The samples as the answers to prompt number `index`."""
+    return SampleGroup(Prompt(str(index), "", "test", text="?"), tuple(samples), index)

@@ -1,0 +1,146 @@
+"""The weight table against a hand-made layout and against what transformers writes; checkpoint folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_dppo.errors import ConversionError
+from megatron_dppo.models.hf_checkpoint import INDEX, HFWeights, dtype_of, write_hf_checkpoint
+from megatron_dppo.models.weight_map import (
+    BACKBONE,
+    DENSE_MLP,
+    MOE_MLP,
+    OUTPUT,
+    QK_NORM,
+    HeadSizes,
+    WeightTable,
+)
+
+RULES = (*BACKBONE, OUTPUT, *QK_NORM, *DENSE_MLP, *MOE_MLP)
+QKV = next(rule for rule in BACKBONE if rule.fusion == "qkv")
+GATE_UP = DENSE_MLP[0]
+
+
+def table(heads: int = 4, groups: int = 2, head_dim: int = 3) -> WeightTable:
+    return WeightTable(RULES, HeadSizes(heads, groups, head_dim))
+
+
+def test_qkv_is_interleaved_by_group() -> None:
+    query = torch.arange(4.0)[:, None] * 10 + torch.arange(3.0)  # head h, row r: 10 h + r
+    key, value = (torch.arange(2.0)[:, None] * 10 + torch.arange(3.0) + start for start in (100, 200))
+    parts = [x.reshape(-1, 1) for x in (query, key, value)]
+    fused = table().fuse(QKV, parts)[:, 0].tolist()
+    group_0 = [0, 1, 2, 10, 11, 12, 100, 101, 102, 200, 201, 202]
+    group_1 = [20, 21, 22, 30, 31, 32, 110, 111, 112, 210, 211, 212]
+    assert fused == group_0 + group_1
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (8, 1), (32, 4)])
+@pytest.mark.parametrize("columns", [(), (5,)])
+def test_unfuse_inverts_fuse(heads: int, groups: int, columns: tuple[int, ...]) -> None:
+    weights = table(heads, groups)
+    parts = [torch.randn(n * 3, *columns) for n in (heads, groups, groups)]
+    back = weights.unfuse(QKV, weights.fuse(QKV, parts))
+    assert all(torch.equal(x, y) for x, y in zip(parts, back, strict=True))
+    pair = [torch.randn(6, 2), torch.randn(6, 2)]
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(pair, weights.unfuse(GATE_UP, weights.fuse(GATE_UP, pair)), strict=True)
+    )
+
+
+def test_layers_are_numbered_from_the_stage_offset() -> None:
+    entry = table().entry("decoder.layers.1.mlp.experts.fc1_weight", layer_offset=10)
+    assert entry.hf_names(3)[0] == "model.layers.11.mlp.experts.3.gate_proj.weight"
+
+
+def test_an_unknown_parameter_is_named() -> None:
+    with pytest.raises(ConversionError, match="mlp.shared_experts"):
+        table().entry("decoder.layers.0.mlp.shared_experts.weight")
+
+
+def model_folder(folder: Path, **changes: Any) -> Path:
+    settings: dict[str, Any] = dict(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=12,
+        moe_intermediate_size=4,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | changes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dense", [[], [1]])
+def test_the_table_names_exactly_what_transformers_writes(tmp_path: Path, dense: list[int]) -> None:
+    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+    for layer in range(3):
+        rules = DENSE_MLP if layer in dense else MOE_MLP
+        per_layer = [r.megatron for r in (*BACKBONE, *QK_NORM, *rules) if "{layer}" in r.megatron]
+        names += [name.format(layer=layer) for name in per_layer]
+    written = HFWeights(model_folder(tmp_path, mlp_only_layers=dense)).names
+    expected = list(table().hf_names(names, num_experts=4))
+    assert set(expected) == written
+    assert len(expected) == len(written), "no tensor is named twice"
+
+
+def test_a_folder_is_written_in_shards_and_read_back(tmp_path: Path) -> None:
+    source = HFWeights(model_folder(tmp_path / "source"))
+    pairs = [(name, source.tensor(name)) for name in sorted(source.names)]
+    write_hf_checkpoint(iter(pairs), tmp_path / "out", template=tmp_path / "source", shard_bytes=2000)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    back = HFWeights(tmp_path / "out")
+    assert back.names == source.names
+    assert all(torch.equal(tensor, back.tensor(name)) for name, tensor in pairs)
+    assert json.loads((tmp_path / "out" / INDEX).read_text())["metadata"]["total_size"] == sum(
+        t.numel() * 4 for _, t in pairs
+    )
+    assert Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out") is not None
+    with pytest.raises(ConversionError, match="exists"):
+        write_hf_checkpoint(iter(pairs), tmp_path / "out", template=tmp_path / "source")
+
+
+def test_a_failed_write_leaves_no_folder(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "source")
+
+    def breaks() -> Any:
+        yield "a", torch.zeros(2)
+        raise RuntimeError("the gather failed")
+
+    with pytest.raises(RuntimeError):
+        write_hf_checkpoint(breaks(), tmp_path / "out", template=folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="no \\*.safetensors"):
+        HFWeights(tmp_path)
+    folder = model_folder(tmp_path / "m")
+    with pytest.raises(ConversionError, match="'nothing' is missing"):
+        HFWeights(folder).tensor("nothing")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ConversionError, match="gone.safetensors"):
+        HFWeights(folder)
+    (folder / INDEX).unlink()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ConversionError, match="torn"):
+        HFWeights(folder)
+
+
+def test_mixed_types_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
+    with pytest.raises(ConversionError, match=r"1 x F32 .* 1 x BF16|1 x BF16 .* 1 x F32"):
+        dtype_of(HFWeights(tmp_path))

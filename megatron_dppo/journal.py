@@ -94,7 +94,7 @@ class Journal:
             )
 
     def write_rollout(self, rollout: int, groups: Sequence[SampleGroup], seconds: Mapping[str, float]) -> None:
-        """The row of a rollout, after its gradient steps."""
+        """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total"."""
         metrics = Metrics()
         for group in groups:
             rewards = [float(sample.reward or 0.0) for sample in group.samples]
@@ -105,8 +105,7 @@ class Journal:
             metrics.add_max(f"time/{phase}_s", elapsed)
         row = self._rollout_metrics | self._merged(metrics)
         self._rollout_metrics = {}
-        total_s = sum(row[f"time/{phase}_s"] for phase in seconds)
-        row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / max(total_s, 1e-9)
+        row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
 

@@ -5,7 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -131,11 +131,16 @@ class Stopwatch:
     """Seconds spent in named phases of one rollout."""
 
     runtime: Runtime
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    started: float = field(default_factory=time.perf_counter)
 
     def time(self, phase: str) -> "_Phase":
         """Context manager: add the time of its body to `phase`."""
         return _Phase(self, phase)
+
+    def stop(self) -> dict[str, float]:
+        """Seconds of each phase, and "total" since the watch was made."""
+        return {**self.seconds, "total": time.perf_counter() - self.started}
 
 
 @dataclass

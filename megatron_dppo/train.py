@@ -78,7 +78,7 @@ class Training:
         self._evaluate_if_due(last)
 
     def _one_rollout(self, rollout: int) -> None:
-        watch = Stopwatch(self.runtime, {})
+        watch = Stopwatch(self.runtime)
         with watch.time("rollout"):
             batch = self.rollouts.next(rollout)
         self.journal.check_drops(batch.counts)
@@ -104,7 +104,7 @@ class Training:
         with watch.time("sync"):
             self.sync.push(version)
         self.state = RunState(rollout + 1, self.state.step + len(steps), version, self.rollouts.cursor)
-        self.journal.write_rollout(rollout, groups, watch.seconds)
+        self.journal.write_rollout(rollout, groups, watch.stop())
 
     def _train(self, rollout: int, steps: Sequence[TrainBatch]) -> None:
         if self.actor.objective.anchor == "recomputed":

@@ -46,10 +46,10 @@ class Recipe:
     """All that decides the folder; the defaults are the quickstart.
 
     What routing replay mends is routers that choose other experts once a rollout engine rounds its weights to
-    bfloat16 and fp8. Two layers of 32 experts, four to a token, are the smallest model tried that learns the task
-    in a minute and flips more than 5 % of expert sets in each layer; over three seeds replay then lowers the
-    paired KL by 34 to 58 %. Three layers flip 11 % and more, and make the effect plain. A slip of 0.08 leaves
-    about 0.4 of sampled responses right.
+    bfloat16 and fp8. Two layers of 32 experts, four to a token, are the smallest model tried that learns the
+    task in a minute and flips more than 5 % of expert sets in each layer; replay then lowers the paired KL by
+    34 to 58 % from run to run. Three layers flip 11 % and more, and make the effect plain. A slip of 0.08
+    leaves about 0.4 of sampled responses right.
     """
 
     steps: int = 650

@@ -59,7 +59,7 @@ def test_layers_are_numbered_from_the_stage_offset() -> None:
 
 
 def test_an_unknown_parameter_is_named() -> None:
-    with pytest.raises(ConversionError, match="mlp.shared_experts"):
+    with pytest.raises(ConversionError, match=r"mlp.shared_experts"):
         table().entry("decoder.layers.0.mlp.shared_experts.weight")
 
 
@@ -123,13 +123,13 @@ def test_a_failed_write_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="no \\*.safetensors"):
+    with pytest.raises(ConversionError, match=r"no \*.safetensors"):
         HFWeights(tmp_path)
     folder = model_folder(tmp_path / "m")
     with pytest.raises(ConversionError, match="'nothing' is missing"):
         HFWeights(folder).tensor("nothing")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with pytest.raises(ConversionError, match="gone.safetensors"):
+    with pytest.raises(ConversionError, match=r"gone.safetensors"):
         HFWeights(folder)
     (folder / INDEX).unlink()
     weights = folder / "model.safetensors"

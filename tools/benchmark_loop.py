@@ -1,54 +1,118 @@
-"""How fast the real loop goes, and where the time goes, on the quickstart's model.
+"""How fast the loop goes, and where the time goes: the real `megatron-dppo train` on the quickstart's model.
 
     make bench
     python tools/benchmark_loop.py --rollouts 20
 
-Each variant is `megatron-dppo train` as a user starts it; the figures are read from its metrics.jsonl. The
-first rollouts are left out. On a machine that does something else besides, compare ratios, not seconds.
+Four variants run one after another: 1 process, and 2 processes with the experts split between them, each without
+and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts, read from
+the run's own metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is a rollout's
+wall clock that no phase claims. Figures and run folders go to runs/bench/. Another busy program distorts them;
+the tool says so where it sees one.
 """
 
 import json
 import os
+import platform
+import re
+import resource
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from tqdm import tqdm
 
-from megatron_dppo.diagnostics.run_reader import read_run
+from megatron_dppo.diagnostics.run_reader import Run, read_run
 
+ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("runs/bench")
 MODEL = Path("runs/quickstart/model")
 QUICKSTART = Path("examples/quickstart")
 PHASES = ("rollout", "batch", "train", "sync")
-VARIANTS = {
-    "1 process": (1, ["parallel.expert=1", "rollout.routing_replay='off'"]),
-    "1 process, R3": (1, ["parallel.expert=1", "rollout.routing_replay='replay'"]),
-    "expert 2": (2, ["parallel.expert=2", "rollout.routing_replay='off'"]),
-    "expert 2, R3": (2, ["parallel.expert=2", "rollout.routing_replay='replay'"]),
-}
 SKIPPED = 2
+BUSY_CORES = 0.1  # used by others: from here on figures are not to be trusted
+ROLLOUT_DONE = re.compile(r"\brollout +\d+/\d+ ")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the loop."""
+
+    title: str
+    folder: str
+    num_processes: int
+    routing_replay: str
+
+
+VARIANTS = (
+    Variant("1 process", "1_process", 1, "off"),
+    Variant("1 process, R3", "1_process_replay", 1, "replay"),
+    Variant("expert 2", "expert_2", 2, "off"),
+    Variant("expert 2, R3", "expert_2_replay", 2, "replay"),
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a program while it ran; times are of this process's clock."""
+
+    started: float
+    lines: list[tuple[float, str]]  # those that the pattern matches, and when they came
+    other_cores: float | None  # cores that other programs kept busy meanwhile; none where it is not known
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A variant's medians."""
+
+    rollout_tokens_per_s: float
+    train_tokens_per_s: float
+    tokens_per_s: float
+    samples_per_s: float
+    total_s: float
+    phase_s: dict[str, float]
+    phase_share: dict[str, float]
+    num_rollouts: int
+    other_cores: float | None
 
 
 def main(
-    rollouts: Annotated[int, typer.Option(min=SKIPPED + 1, help="Rollouts of each variant.")] = 12,
+    rollouts: Annotated[
+        int, typer.Option(min=SKIPPED + 1, help=f"Rollouts of each variant; the first {SKIPPED} do not count.")
+    ] = 12,
 ) -> None:
-    """Print tokens/s of rollout and training, and the share of each phase."""
+    """Measure tokens/s of rollout and training, and the share of each phase."""
+    os.chdir(ROOT)
     require_model()
-    results: dict[str, dict[str, float]] = {}
-    for name, (processes, overrides) in VARIANTS.items():
-        folder = OUT / name.replace(", ", "_").replace(" ", "_")
-        extra = [f"run.num_rollouts={rollouts}", "tracking.paired_routing_every=0", "checkpoint.every=0"]
-        train(folder, processes, [*overrides, *extra])
-        results[name] = measure(folder)
-        typer.echo(f"measured {name}")
-    show(results)
-    (OUT / "loop.json").write_text(json.dumps(results, indent=2) + "\n")
-    typer.echo(f"wrote {OUT / 'loop.json'}")
+    num_devices = torch.accelerator.device_count()  # 0 on a CPU, where processes share the cores
+    speeds: dict[str, Speed] = {}
+    versions: Mapping[str, Any] = {}
+    for variant in VARIANTS:
+        if 0 < num_devices < variant.num_processes:
+            typer.echo(
+                f"{variant.title}: left out, it needs {variant.num_processes} devices and {num_devices} is here"
+            )
+            continue
+        overrides = [
+            *(f"parallel.expert={variant.num_processes}", f"run.num_rollouts={rollouts}"),
+            *(f"rollout.routing_replay='{variant.routing_replay}'", "tracking.paired_routing_every=0"),
+            *("tracking.samples_every=0", "checkpoint.every=0"),
+        ]
+        folder = OUT / variant.folder
+        watched = train(folder, variant.num_processes, overrides, rollouts, variant.title)
+        run = read_run(folder)
+        speeds[variant.title], versions = measure(run, watched.other_cores), run.versions
+    show(speeds)
+    results = {title: asdict(speed) for title, speed in speeds.items()}
+    write_json(OUT / "loop.json", {"machine": machine(), "versions": versions, "variants": results})
 
 
 def require_model() -> None:
@@ -57,61 +121,148 @@ def require_model() -> None:
     subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
 
 
-def train(folder: Path, processes: int, overrides: list[str]) -> None:
-    """`megatron-dppo train` under torchrun into a fresh folder, its log beside it."""
+def train(folder: Path, num_processes: int, overrides: list[str], num_rollouts: int, title: str) -> Watched:
+    """`megatron-dppo train` under torchrun, into a new folder; a line is seen at the end of each rollout."""
     shutil.rmtree(folder, ignore_errors=True)
+    sets = [f"run.folder={str(folder)!r}", f"model.load={str(MODEL)!r}"]
+    sets += [f"data.prompts={str(MODEL / 'prompts.jsonl')!r}", *overrides]
+    command = [*torchrun(sys.executable, num_processes), "-m", "megatron_dppo", "train"]
+    command += [str(QUICKSTART / "base.toml"), *(part for item in sets for part in ("--set", item))]
+    return watch(command, folder.with_suffix(".log"), 1, ROLLOUT_DONE, num_rollouts, title)
+
+
+def torchrun(python: str, num_processes: int) -> list[str]:
+    """The start of a command that runs on some processes of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    sets = [
-        f"run.folder={str(folder)!r}",
-        f"model.load={str(MODEL)!r}",
-        f"data.prompts={str(MODEL / 'prompts.jsonl')!r}",
-        *overrides,
-    ]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1"]
-    command = [sys.executable, *launcher, f"--master-port={port}", "-m", "megatron_dppo", "train"]
-    command += [str(QUICKSTART / "base.toml"), *(part for item in sets for part in ("--set", item))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-addr=127.0.0.1"]
+    return [python, *launcher, f"--master-port={port}"]
+
+
+def watch(
+    command: list[str], log: Path, num_threads: int, pattern: re.Pattern[str], num_rollouts: int, title: str
+) -> Watched:
+    """Run a program to its end, its output in `log`, with a bar that moves at each line the pattern matches."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log = folder.with_suffix(".log")
-    with log.open("w") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
-    if done.returncode:
-        typer.echo(f"training failed; the end of {log}:\n{log.read_text()[-3000:]}", err=True)
-        raise typer.Exit(1)
-
-
-def measure(folder: Path) -> dict[str, float]:
-    """Medians over a run's rollouts."""
-    rows = [row.values for row in read_run(folder).rollouts[SKIPPED:]]
-    result = {f"{phase}_s": statistics.median(row[f"time/{phase}_s"] for row in rows) for phase in PHASES}
-    tokens = statistics.median(row["rollout/num_response_tokens"] for row in rows)
-    total = statistics.median(row["time/total_s"] for row in rows)
-    result["other_s"] = total - sum(result.values())
-    result |= {f"{phase}_share": result[f"{phase}_s"] / total for phase in (*PHASES, "other")}
-    return result | {
-        "rollout_tokens_per_s": tokens / result["rollout_s"],
-        "train_tokens_per_s": tokens / result["train_s"],
-        "tokens_per_s": tokens / total,
-        "seconds_per_rollout": total,
-    }
-
-
-def show(results: dict[str, dict[str, float]]) -> None:
-    """One row per variant; tokens are response tokens."""
-    typer.echo(
-        f"{'':16}{'rollout tok/s':>14}{'train tok/s':>13}{'all tok/s':>11}{'s/rollout':>11}   share of phases"
+    lines: list[tuple[float, str]] = []
+    started, machine_s, own_s = time.perf_counter(), machine_cpu_s(), own_cpu_s()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
-    for name, row in results.items():
-        shares = "  ".join(f"{phase} {row[f'{phase}_share']:.0%}" for phase in (*PHASES, "other"))
+    assert process.stdout is not None
+    try:
+        with log.open("w") as file, tqdm(total=num_rollouts, desc=title, unit="rollout") as bar:
+            for line in process.stdout:
+                now = time.perf_counter()
+                file.write(line)
+                if pattern.search(line):
+                    lines.append((now, line))
+                    bar.update()
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code or len(lines) != num_rollouts:
+        end = log.read_text()[-3000:]
+        found = f"exit status {code} and {len(lines)} of {num_rollouts} rollouts"
+        typer.echo(f"{title}: found {found}. The end of {log}:\n{end}", err=True)
+        raise typer.Exit(1)
+    other_cores = None
+    if machine_s is not None and (machine_end_s := machine_cpu_s()) is not None:
+        other_s = (machine_end_s - machine_s) - (own_cpu_s() - own_s)
+        other_cores = max(other_s, 0.0) / (time.perf_counter() - started)
+    return Watched(started, lines, other_cores)
+
+
+def own_cpu_s() -> float:
+    """CPU seconds of this program and of those it started that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def machine_cpu_s() -> float | None:
+    """Busy CPU seconds of the whole machine, those that a hypervisor withheld included; Linux only."""
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(run: Run, other_cores: float | None) -> Speed:
+    """Medians over a run's rollouts, without the first ones."""
+    rows = [row.values for row in run.rollouts[SKIPPED:]]
+
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    tokens, total_s = median("rollout/num_response_tokens"), median("time/total_s")
+    phase_s = {phase: median(f"time/{phase}_s") for phase in PHASES}
+    phase_s["other"] = total_s - sum(phase_s.values())
+    num_samples = run.option("rollout.prompts_per_rollout") * run.option("rollout.samples_per_prompt")
+    return Speed(
+        rollout_tokens_per_s=tokens / phase_s["rollout"],
+        train_tokens_per_s=tokens / phase_s["train"],
+        tokens_per_s=median("throughput/tokens_per_s"),
+        samples_per_s=num_samples / total_s,
+        total_s=total_s,
+        phase_s=phase_s,
+        phase_share={phase: seconds / total_s for phase, seconds in phase_s.items()},
+        num_rollouts=len(rows),
+        other_cores=other_cores,
+    )
+
+
+def show(speeds: Mapping[str, Speed]) -> None:
+    """The table, and a warning where another program was busy."""
+    typer.echo(f"\n{'':15}{'rollout':>10}{'training':>10}{'all':>10}{'all':>11}")
+    typer.echo(f"{'':15}{'tokens/s':>10}{'tokens/s':>10}{'tokens/s':>10}{'samples/s':>11}")
+    for title, speed in speeds.items():
         typer.echo(
-            f"{name:16}{row['rollout_tokens_per_s']:14.0f}{row['train_tokens_per_s']:13.0f}"
-            f"{row['tokens_per_s']:11.0f}{row['seconds_per_rollout']:11.2f}   {shares}"
+            f"{title:15}{speed.rollout_tokens_per_s:10,.0f}{speed.train_tokens_per_s:10,.0f}"
+            f"{speed.tokens_per_s:10,.0f}{speed.samples_per_s:11,.0f}"
+        )
+    names = (*PHASES, "other")
+    typer.echo(f"\n{'s per rollout':15}{'total':>8}" + "".join(f"{name:>14}" for name in names))
+    for title, speed in speeds.items():
+        cells = (f"{speed.phase_s[name]:8.3f} {speed.phase_share[name]:>5.0%}" for name in names)
+        typer.echo(f"{title:15}{speed.total_s:8.3f}" + "".join(cells))
+    typer.echo()
+    for title, speed in speeds.items():
+        warn_if_busy(title, speed.other_cores)
+
+
+def warn_if_busy(title: str, other_cores: float | None) -> None:
+    """Say so where other programs took part of the machine."""
+    if other_cores is not None and other_cores > BUSY_CORES:
+        typer.echo(
+            f"warning: during '{title}' other programs used {other_cores:.1f} of {os.cpu_count()} cores; "
+            "expected an idle machine. Stop them and measure again."
         )
 
 
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {"platform": platform.platform(), "cores": os.cpu_count(), "torch": torch.__version__}
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write the figures, and say where."""
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    typer.echo(f"wrote {file}")
+
+
+def cli(command: Any, doc: str | None) -> None:
+    """Run a tool whose help is its module's docstring, as it is laid out."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(help="\b\n" + (doc or "").replace("\n\n", "\n\n\b\n"))(command)
+    app()
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    cli(main, __doc__)

@@ -1,53 +1,88 @@
-"""Our loop and TRL's GRPOTrainer, interleaved, on one model, task and precision.
+"""Our loop and TRL's GRPOTrainer in turn: the same model, prompts, reward, precision, batch and optimizer.
 
     make bench-trl                                      # sets up TRL's own environment first
-    python tools/benchmark_trl.py --trl-python PATH --repeats 1 --rollouts 30
+    python tools/benchmark_trl.py --trl-python .venv-trl/bin/python --repeats 1 --rollouts 30
 
-Both train the quickstart's model in float32 with float32 rollouts: 64 prompts x 8 samples and 4 gradient steps
-per rollout, AdamW at 4e-4 after 20 steps of warm-up, clip 1, token-mean loss, advantages without standard
-deviation. Each uses the whole machine in its own way: ours 2 processes of one thread (expert parallel), TRL one
-process of 2 threads.
-What is not the same: the objective (DPPO-Binary-TV; GRPO .2/.28), the order of prompts, sampling noise. Set-up
-(imports, loading, warm start) is left out on both sides.
+Both train the quickstart's model in float32 and roll out in float32, on two cores: ours as 2 processes of one thread
+with the experts split between them, TRL as 1 process of 2 threads (its default) or 2 data-parallel processes of
+one thread, whichever is faster in a short trial. TRL's settings are derived from our config. Runs alternate, so that a
+slow spell of the machine meets both. Seconds are wall clock from rollout to rollout, taken here for both sides;
+reward .75 counts as reached when three rollouts in a row earn it on average, and its seconds count from the start
+of the first rollout. Results go to runs/bench/trl.json. Run it on an idle machine; the tool warns of a busy one.
 """
 
 import json
 import os
+import re
 import statistics
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from benchmark_loop import (
+    MODEL,
+    OUT,
+    QUICKSTART,
+    ROOT,
+    cli,
+    machine,
+    require_model,
+    torchrun,
+    train,
+    warn_if_busy,
+    watch,
+    write_json,
+)
 
+from megatron_dppo.config.load import load_config
+from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnostics.run_reader import read_run
 
-sys.path.insert(0, str(Path(__file__).parent))
-from benchmark_loop import MODEL, OUT, require_model, train
-
-SAMPLES, TARGET, SKIPPED = 512, 0.75, 3
+TARGET, SKIPPED, TRIAL_ROLLOUTS, CORES = 0.75, 3, 8, 2
+OURS, TRL = "ours", "TRL"
+TRL_LINE = re.compile(r"^ROLLOUT ")
+SAME_AS_TRL = (
+    *("rollout.transformers.weights='float32'", "rollout.routing_replay='off'", "data.shuffle=false"),
+    *("tracking.paired_routing_every=0", "tracking.samples_every=0", "checkpoint.every=0"),
+)
+WHAT_IS_COMPARED = """
+The same on both sides: checkpoint, prompts and their order, reward, float32 weights for training and sampling,
+samples and gradient steps per rollout, AdamW, clip, token-mean loss, advantages without standard deviation, two cores.
+Not the same: the objective (DPPO-Binary-TV here, GRPO .2/.28 there), the random numbers, how a rollout is cut into
+mini-batches (whole prompts here, single samples there), and the first learning rate (TRL's warm-up starts at 0, ours
+one step later). TRL recomputes old log-probs, which GRPO needs; DPPO takes the rollout's. Each side pays for its own
+metrics. Seconds to .75 follow from speed and from how fast the reward rises; with few seeds the latter is noisy.
+This says nothing about GPUs, vLLM or SGLang, long responses or large models.
+"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of one of the two."""
+    """One run of one side."""
 
-    name: str
+    seed: int
+    setup_s: float  # from the command to the start of the first rollout: imports, loading
     seconds: list[float]  # per rollout, wall clock
     rewards: list[float]
+    samples_per_rollout: int
+    other_cores: float | None
+
+    @property
+    def rollout_s(self) -> float:
+        """The median rollout, without the first ones."""
+        return statistics.median(self.seconds[SKIPPED:])
 
     @property
     def samples_per_s(self) -> float:
-        """Of the median rollout, the first few left out."""
-        return SAMPLES / statistics.median(self.seconds[SKIPPED:])
+        """At the median rollout's speed."""
+        return self.samples_per_rollout / self.rollout_s
 
     @property
     def seconds_to_target(self) -> float | None:
-        """From the first rollout's start until three rollouts in a row earn the target on average."""
+        """From the first rollout's start to the end of the third in a row that earn the target on average."""
         for i in range(2, len(self.rewards)):
             if sum(self.rewards[i - 2 : i + 1]) / 3 >= TARGET:
                 return sum(self.seconds[: i + 1])
@@ -55,80 +90,79 @@ class Measured:
 
 
 def main(
-    trl_python: Annotated[Path, typer.Option(help="Interpreter of an environment with trl==1.16.0.")],
-    repeats: Annotated[int, typer.Option(min=1, help="Times that each is run, in turn.")] = 3,
-    rollouts: Annotated[int, typer.Option(min=SKIPPED + 2, help="Rollouts of each run.")] = 45,
+    trl_python: Annotated[
+        Path, typer.Option(help="Python of an environment with trl==1.16.0; `make bench-trl` makes one.")
+    ] = Path(".venv-trl/bin/python"),
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side; a run's seed is its number.")] = 3,
+    rollouts: Annotated[
+        int, typer.Option(min=SKIPPED + 1, help=f"Rollouts of each run; speed leaves out the first {SKIPPED}.")
+    ] = 45,
+    trl_processes: Annotated[
+        int | None, typer.Option(min=1, max=CORES, help="TRL on 1 process or 2. [default: try both]")
+    ] = None,
 ) -> None:
-    """Run both in turn and print medians, spread and ratios."""
+    """Run both in turn; print medians, spread and ratios."""
+    os.chdir(ROOT)
+    if not trl_python.is_file():
+        found = f"--trl-python: found no {trl_python}; expected a Python with trl==1.16.0. Run `make bench-trl`."
+        typer.echo(found, err=True)
+        raise typer.Exit(2)
     require_model()
-    runs: dict[str, list[Measured]] = {"ours": [], "TRL": []}
-    for repeat in range(repeats):
-        for name, run in (("ours", run_ours), ("TRL", lambda *a: run_trl(trl_python, *a))):
-            measured = run(rollouts, repeat)
-            runs[name].append(measured)
-            typer.echo(
-                f"{name:5} run {repeat + 1}/{repeats}: {measured.samples_per_s:6.0f} samples/s, reward "
-                f"{TARGET} after {_seconds(measured.seconds_to_target)}, last {measured.rewards[-1]:.2f}"
-            )
-    report(runs)
+    trial: dict[int, float] = {}
+    if trl_processes is None:
+        trial = try_layouts(trl_python)
+        trl_processes = min(trial, key=lambda num_processes: trial[num_processes])
+    runs: dict[str, list[Measured]] = {OURS: [], TRL: []}
+    for seed in range(repeats):
+        runs[OURS].append(run_ours(rollouts, seed, f"ours {seed + 1}/{repeats}"))
+        runs[TRL].append(run_trl(trl_python, trl_processes, rollouts, seed, f"TRL  {seed + 1}/{repeats}"))
+    show(runs, rollouts, trl_processes)
+    layout = {"processes": trl_processes, "threads": CORES // trl_processes, "trial_rollout_s": trial}
+    content = {"machine": machine(), "target": TARGET, "trl_layout": layout, "ratios": ratios(runs)}
+    content |= {name: [as_json(run) for run in of_side] for name, of_side in runs.items()}
+    write_json(OUT / "trl.json", content)
 
 
-def run_ours(rollouts: int, seed: int) -> Measured:
-    """`megatron-dppo train` on two processes; wall clock from the start of the first rollout."""
+def try_layouts(python: Path) -> dict[int, float]:
+    """Seconds per rollout of TRL on one process with both cores, and on two."""
+    trial = {}
+    for num_processes in (1, CORES):
+        threads = CORES // num_processes
+        title = f"trial: TRL on {num_processes} x {threads} threads"
+        measured = run_trl(python, num_processes, TRIAL_ROLLOUTS, 0, title)
+        warn_if_busy(title, measured.other_cores)
+        trial[num_processes] = measured.rollout_s
+    for num_processes, seconds in trial.items():
+        typer.echo(f"TRL, {num_processes} process x {CORES // num_processes} threads: {seconds:.2f} s per rollout")
+    return trial
+
+
+def run_ours(rollouts: int, seed: int, title: str) -> Measured:
+    """`megatron-dppo train` on two processes. Its first rollout starts where the run's own clock says."""
     folder = OUT / "trl_ours"
-    train(
-        folder,
-        2,
-        [
-            *("parallel.expert=2", f"run.num_rollouts={rollouts}", f"run.seed={seed}"),
-            *("rollout.transformers.weights='float32'", "rollout.routing_replay='off'"),
-            *("tracking.paired_routing_every=0", "tracking.samples_every=0", "checkpoint.every=0"),
-        ],
-    )
-    rows = read_run(folder).rollouts
-    seconds = [row.values["time/total_s"] for row in rows]
-    return Measured("ours", seconds, [row.values["reward/mean"] for row in rows])
+    overrides = [f"parallel.expert={CORES}", f"run.num_rollouts={rollouts}", f"run.seed={seed}", *SAME_AS_TRL]
+    watched = train(folder, CORES, overrides, rollouts, title)
+    rows, ends = read_run(folder).rollouts, [moment for moment, _ in watched.lines]
+    start = ends[0] - rows[0].values["time/total_s"]
+    seconds = [after - before for before, after in pairwise([start, *ends])]
+    rewards = [row.values["reward/mean"] for row in rows]
+    samples = samples_per_rollout(quickstart())
+    return Measured(seed, start - watched.started, seconds, rewards, samples, watched.other_cores)
 
 
-def run_trl(python: Path, rollouts: int, seed: int) -> Measured:
-    """tools/trl_baseline.py in TRL's environment."""
-    script = Path(__file__).with_name("trl_baseline.py")
-    command = [python, script, "--model", MODEL, "--rollouts", str(rollouts), "--seed", str(seed)]
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    lines = [line.removeprefix("ROLLOUT ") for line in done.stdout.splitlines() if line.startswith("ROLLOUT ")]
-    rows = [json.loads(line) for line in lines]
-    ends = [0.0] + [row["elapsed_s"] for row in rows]
-    return Measured("TRL", [b - a for a, b in pairwise(ends)], [r["reward"] for r in rows])
-
-
-def report(runs: dict[str, list[Measured]]) -> None:
-    """Medians over the repeats, and the ratios."""
-    rates = {name: [m.samples_per_s for m in measured] for name, measured in runs.items()}
-    times = {name: [m.seconds_to_target for m in measured] for name, measured in runs.items()}
-    for name in runs:
-        spread = f"{min(rates[name]):.0f}..{max(rates[name]):.0f}"
-        typer.echo(f"{name:5} {statistics.median(rates[name]):6.0f} samples/s ({spread})")
-    ratio = statistics.median(rates["ours"]) / statistics.median(rates["TRL"])
-    typer.echo(f"samples/s, ours / TRL: {ratio:.2f}")
-    reached = {name: _known(values) for name, values in times.items()}
-    if all(reached.values()):
-        to_target = {name: statistics.median(values) for name, values in reached.items()}
-        typer.echo(f"seconds to reward {TARGET}, TRL / ours: {to_target['TRL'] / to_target['ours']:.2f}")
-    else:
-        typer.echo(f"reward {TARGET} was not reached by each: {times}")
-    content = {name: [asdict(m) for m in measured] for name, measured in runs.items()}
-    (OUT / "trl.json").write_text(json.dumps({"ratio_samples_per_s": ratio, "runs": content}, indent=1) + "\n")
-    typer.echo(f"wrote {OUT / 'trl.json'}")
-
-
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _seconds(value: float | None) -> str:
-    return "never" if value is None else f"{value:.1f} s"
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: str) -> Measured:
+    """tools/trl_baseline.py in TRL's environment, set as our run is."""
+    config, threads = quickstart(), CORES // num_processes
+    settings = OUT / "trl_settings.json"
+    settings.write_text(json.dumps(grpo_settings(config, num_processes, rollouts, seed), indent=1) + "\n")
+    launcher = [str(python)] if num_processes == 1 else torchrun(str(python), num_processes)
+    command = [*launcher, "tools/trl_baseline.py", "--model", str(MODEL), "--settings", str(settings)]
+    command += ["--threads", str(threads)]
+    watched = watch(command, OUT / "trl_baseline.log", threads, TRL_LINE, rollouts, title, TRL_START)
+    rows = [json.loads(line.removeprefix("ROLLOUT ")) for _, line in watched.lines]
+    assert watched.set_up is not None, "the line comes before the first rollout's"
+    moments = [watched.set_up, *(moment for moment, _ in watched.lines)]
+    seconds = [after - before for before, after in pairwise(moments)]
+    rewards = [row["reward"] for row in rows]
+    setup_s = watched.set_up - watched.started
+    return Measured(seed, setup_s, seconds, rewards, samples_per_rollout(config), watched.other_cores)

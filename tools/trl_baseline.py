@@ -1,7 +1,11 @@
-"""TRL's GRPOTrainer on the quickstart's model and task; started by benchmark_trl.py, in TRL's own environment.
+"""TRL's GRPOTrainer on the quickstart's model and task; benchmark_trl.py starts it, in TRL's own environment.
 
-Same checkpoint, prompts, precision (float32), batch, learning rate, clip and reward as our run. It prints one
-JSON line per rollout and imports nothing of this package.
+    .venv-trl/bin/python tools/trl_baseline.py --model runs/quickstart/model --settings runs/bench/trl_settings.json
+
+The settings are arguments of GRPOConfig, which benchmark_trl.py derives from our own config so that both sides
+train alike. Under torchrun it trains data-parallel. It prints START when the first rollout starts, and a line
+ROLLOUT {...} after the last gradient step of each. Nothing of megatron_dppo is imported: its environment has TRL's
+dependencies only.
 """
 
 import argparse
@@ -9,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,113 +20,94 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
-from datasets import Dataset  # type: ignore[import-not-found]
+import torch.distributed as dist
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+DIGITS = frozenset("0123456789")
 
 
 def main() -> None:
-    """Train, and print what each rollout took and earned."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rollouts", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    """Train, and print what each rollout earned."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder with prompts.jsonl in it")
+    parser.add_argument("--settings", type=Path, required=True, help="JSON object: arguments of GRPOConfig")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
+    experts = "how transformers computes experts: grouped_mm, batched_mm or eager (default: %(default)s)"
+    parser.add_argument("--experts", default="grouped_mm", help=experts)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
-    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm"
+        options.model,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        experts_implementation=options.experts,
     )
     rows = [json.loads(line) for line in (options.model / "prompts.jsonl").read_text().splitlines()]
-    rows = rows[: 64 * options.rollouts]
     data = Dataset.from_dict({"prompt": [r["prompt"] for r in rows], "answer": [r["answer"] for r in rows]})
-    watch = Watch()
+    settings = json.loads(options.settings.read_text())
+    watch = Watch(settings["steps_per_generation"])
 
     def reward(completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
-        texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in completion_ids]
-        rewards = [score(text, wanted) for text, wanted in zip(texts, answer, strict=True)]
-        watch.reward = sum(rewards) / len(rewards)
-        watch.num_tokens = sum(map(len, completion_ids))
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        has_ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
+        rewards = list(map(score, texts, has_ended, answer))
+        watch.totals = torch.tensor([sum(rewards), len(rewards), sum(map(len, completion_ids))])
         return rewards
 
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=settings(options.rollouts, options.seed),
-        train_dataset=data,
-        processing_class=tokenizer,
-        callbacks=[watch],
-    )
-    trainer.train()
+    with tempfile.TemporaryDirectory() as unused:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=GRPOConfig(output_dir=unused, **settings),
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[watch],
+        )
+        trainer.train()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def score(text: str, answer: str) -> float:
-    """As rewards/arithmetic.py: little-endian digits between '#' and the end of the sequence."""
+def score(text: str, has_ended: bool, answer: str) -> float:
+    """The same reward as megatron_dppo/rewards/arithmetic.py: is the number after `#`, lowest digit first, right?"""
     words = text.split()
-    if "#" not in words or words[-1] != "<eos>":
-        return 0.0
-    digits = words[words.index("#") + 1 : -1]
-    is_number = bool(digits) and all(len(d) == 1 and d.isdigit() for d in digits)
-    return float(is_number and int("".join(reversed(digits))) == int(answer))
+    digits = words[words.index("#") + 1 :] if "#" in words else []
+    has_answer = bool(digits) and DIGITS.issuperset(digits) and has_ended
+    return float(has_answer and "".join(reversed(digits)).lstrip("0") == answer.lstrip("0"))
 
 
 class Watch(TrainerCallback):
-    """Prints a line after every fourth gradient step: one rollout."""
+    """Prints a line when training starts, and when all gradient steps of a rollout are done."""
 
-    def __init__(self) -> None:
-        self.reward, self.num_tokens, self.started = 0.0, 0, 0.0
+    def __init__(self, steps_per_rollout: int) -> None:
+        self.steps_per_rollout = steps_per_rollout
+        self.totals = torch.zeros(3)  # this process's sum of rewards, samples and response tokens
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first rollout starts here; set-up is not counted."""
-        self.started = time.perf_counter()
+        """The first rollout starts here; set-up is over."""
+        if state.is_world_process_zero:
+            say("START")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report a rollout whose four gradient steps are done."""
-        if state.global_step % 4 == 0:
-            elapsed = time.perf_counter() - self.started
-            row = {"elapsed_s": elapsed, "reward": self.reward, "num_tokens": self.num_tokens}
-            sys.stdout.write("ROLLOUT " + json.dumps(row) + "\n")
-            sys.stdout.flush()
+        """Report a rollout whose gradient steps are done."""
+        if state.global_step % self.steps_per_rollout:
+            return
+        if dist.is_initialized():
+            dist.all_reduce(self.totals)
+        rewards, num_samples, num_tokens = self.totals.tolist()
+        if state.is_world_process_zero:
+            row = {"reward": rewards / num_samples, "num_samples": num_samples, "num_tokens": num_tokens}
+            say("ROLLOUT " + json.dumps(row))
 
 
-def settings(rollouts: int, seed: int) -> Any:
-    """GRPO with 64 prompts x 8 samples and 4 gradient steps per rollout; TRL's defaults for the rest."""
-    return GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=100000,
-        disable_tqdm=True,
-        seed=seed,
-        shuffle_dataset=False,
-        dataloader_pin_memory=False,
-        per_device_train_batch_size=128,
-        gradient_accumulation_steps=1,
-        steps_per_generation=4,
-        num_generations=8,
-        max_steps=4 * rollouts,
-        learning_rate=4e-4,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=20,
-        adam_beta2=0.999,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        beta=0.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        scale_rewards="none",
-        loss_type="dapo",
-        router_aux_loss_coef=0.0,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_completion_length=18,
-    )
+def say(line: str) -> None:
+    """Write a line at once, for the program that waits for it."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ print(json.dumps([field.name for field in dataclasses.fields(TransformerConfig) 
 """
 _FROM_MODEL = "the model's config.json (model.load)"
 _BY_TRAINER = "the training loop, which depends on it"
+_BY_PACKING = "packing: ranks hold different numbers of tokens, which only alltoall exchanges"
 _OWNED: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",
@@ -33,6 +34,7 @@ _OWNED: dict[str, str] = {
     "expert_tensor_parallel_size": "parallel.expert_tensor",
     "sequence_parallel": "parallel.tensor (on whenever it is above 1)",
     "moe_enable_routing_replay": "rollout.routing_replay",
+    "moe_token_dispatcher_type": _BY_PACKING,
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16"), "model.dtype"),
     **dict.fromkeys(
         (

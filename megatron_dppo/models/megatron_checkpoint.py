@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.convert import load_hf_weights
@@ -20,6 +22,11 @@ from megatron_dppo.models.hf_checkpoint import HFWeights, copy_model_files
 
 WEIGHTS = "megatron"
 HF = "hf"
+# What torch and Megatron raise on a torn file, or on tensors that are absent or of another shape.
+_LOAD_ERRORS = (
+    *(CheckpointingException, CheckpointException, UnpicklingError),
+    *(OSError, RuntimeError, ValueError, KeyError, EOFError),
+)
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:
@@ -77,7 +84,7 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         loaded: Any = dist_checkpointing.load(wanted, str(folder))
         return loaded
-    except (CheckpointingException, OSError, RuntimeError, ValueError, KeyError) as error:
+    except _LOAD_ERRORS as error:
         reason = str(error).splitlines()[0][:400] if str(error) else repr(error)
         raise CheckpointError(
             f"{folder} cannot be loaded: {reason}. It is torn, or of another model or optimizer; "

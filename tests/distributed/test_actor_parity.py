@@ -58,7 +58,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
         "num_microbatches": len(batch.microbatches),
         "loss": sum(losses) / batch.num_loss_tokens,
         "reference_loss": reference_loss,
-        "errors": {name: _relative(gradients[name], reference[name]) for name in reference},
+        "errors": {name: _relative(gradients[name].cpu(), reference[name]) for name in reference},
         "names": set(gradients) == set(reference),
     }
 

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from tiny import write_model
 
 from megatron_dppo.data import sanity_task
+from megatron_dppo.models.hf_checkpoint import HFWeights
 from megatron_dppo.runtime import Runtime
 
 
@@ -116,24 +117,27 @@ def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows]
 
 
-def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(task: Path, tmp_path: Path) -> None:
-    whole = run_ranks(train, 1, tmp_path, with_data(task, "whole"))[0]
-    run_ranks(train, 1, tmp_path, with_data(task, "halved"), 2)
-    with (task / "halved" / "metrics.jsonl").open("a") as metrics:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(task: Path, tmp_path: Path, dtype: str) -> None:
+    whole_name, halved_name = f"whole_{dtype}", f"halved_{dtype}"
+    model = {"dtype": dtype}
+    whole = run_ranks(train, 1, tmp_path, with_data(task, whole_name, model=model))[0]
+    run_ranks(train, 1, tmp_path, with_data(task, halved_name, model=model), 2)
+    with (task / halved_name / "metrics.jsonl").open("a") as metrics:
         metrics.write(
             '{"kind": "step", "rollout": 2, "step": 4}\n'
         )  # written after the checkpoint, then killed
-    resumed = run_ranks(train, 1, tmp_path, with_data(task, "halved"))[0]
+    resumed = run_ranks(train, 1, tmp_path, with_data(task, halved_name, model=model))[0]
     assert resumed["state"] == whole["state"]
     assert whole["weights"].keys() == resumed["weights"].keys()
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
     assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
-    initial = run_ranks(train, 1, tmp_path, with_data(task, "none", run={"num_rollouts": 1}))
-    assert not torch.equal(initial[0]["weights"]["lm_head.weight"], whole["weights"]["lm_head.weight"])
-    rows = lines(task / "whole")
+    before = HFWeights(task / "model").tensor("lm_head.weight").to(whole["weights"]["lm_head.weight"].dtype)
+    assert not torch.equal(before, whole["weights"]["lm_head.weight"]), "the run learns"
+    rows = lines(task / whole_name)
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(8))
     assert [row["rollout"] for row in rows if row["kind"] == "rollout"] == list(range(4))
-    assert without_clocks(lines(task / "halved")) == without_clocks(rows)
+    assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
 
 
 def test_two_processes_train_as_one(task: Path, tmp_path: Path) -> None:
@@ -141,8 +145,6 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path) -> None:
     changes = {"rollout": {"transformers": {"weights": "float32"}}, "optimizer": {"eps": 1.0}}
     one = run_ranks(train, 1, tmp_path, with_data(task, "one", **changes), 1)[0]
     two = run_ranks(train, 2, tmp_path, with_data(task, "two", parallel={"expert": 2}, **changes), 1)
-    from megatron_dppo.models.hf_checkpoint import HFWeights
-
     before = HFWeights(task / "model")
     for name, tensor in one["weights"].items():
         moved = tensor - before.tensor(name)

@@ -1,0 +1,96 @@
+"""tools/convert_checkpoint.py both ways, bit for bit, and what it refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import write_model
+from transformers import Qwen3MoeForCausalLM
+
+from megatron_dppo.models.hf_checkpoint import HFWeights
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+
+
+def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 model with a dense layer among MoE ones, and its Megatron checkpoint."""
+    folder = tmp_path_factory.mktemp("conversion")
+    write_model(folder / "first", mlp_only_layers=[1])
+    model = Qwen3MoeForCausalLM.from_pretrained(folder / "first", dtype=torch.bfloat16)
+    model.save_pretrained(folder / "hf", max_shard_size="50KB")
+    done = convert("to-megatron", "--hf", folder / "hf", "--out", folder / "megatron")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_there_and_back_is_bit_exact(converted: Path) -> None:
+    done = convert("to-hf", "--megatron", converted / "megatron", "--out", converted / "back")
+    assert done.returncode == 0, done.stderr
+    before, after = HFWeights(converted / "hf"), HFWeights(converted / "back")
+    assert before.names == after.names
+    for name in before.names:
+        assert after.tensor(name).dtype == torch.bfloat16
+        assert torch.equal(before.tensor(name).view(torch.int16), after.tensor(name).view(torch.int16)), name
+    assert (converted / "back" / "config.json").read_bytes() == (converted / "hf" / "config.json").read_bytes()
+
+
+def test_checkpoint_keys_are_those_of_megatrons_own_specs(converted: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    keys = dist_checkpointing.load_tensors_metadata(str(converted / "megatron" / "megatron"))
+    assert keys["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].global_shape == (8, 32, 32)
+    assert keys["decoder.layers.0.mlp.experts.experts.linear_fc2.weight"].global_shape == (8, 32, 16)
+    expected = {
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+    }
+    assert expected <= set(keys)
+
+
+def test_an_existing_output_is_refused(converted: Path) -> None:
+    done = convert("to-megatron", "--hf", converted / "hf", "--out", converted / "megatron")
+    assert done.returncode == 2
+    assert "exists" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("architectures", ["MixtralForCausalLM"], "MixtralForCausalLM"),
+        ("norm_topk_prob", False, "norm_topk_prob"),
+        ("hidden_size", 64, "Megatron expects"),
+        ("num_hidden_layers", 2, "left over"),
+    ],
+)
+def test_weights_and_config_that_do_not_fit_are_refused(
+    converted: Path, tmp_path: Path, key: str, value: object, words: str
+) -> None:
+    shutil.copytree(converted / "hf", tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    done = convert("to-megatron", "--hf", tmp_path / "hf", "--out", tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_torn_megatron_checkpoint_is_refused(converted: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted / "megatron", tmp_path / "torn")
+    for file in (tmp_path / "torn" / "megatron").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:50])
+    done = convert("to-hf", "--megatron", tmp_path / "torn", "--out", tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    assert "cannot be loaded" in done.stderr
+    done = convert("to-hf", "--megatron", tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert done.returncode == 2

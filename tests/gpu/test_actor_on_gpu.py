@@ -1,0 +1,49 @@
+"""The same parity and the same loop on one GPU: `make gpu`. Not measured yet; see the README."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_actor_parity import SETTINGS, measure_all
+from test_training_run import lines, settings
+from tiny import write_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def test_loss_and_gradients_equal_hugging_face(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    measured = run_ranks(measure_all, 1, tmp_path, str(model), {})[0]
+    for name in SETTINGS:
+        result = measured[name]
+        assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-4), name
+        assert max(result["errors"].values()) <= 1e-4, name
+
+
+def test_the_loop_trains_in_bfloat16(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    make = [
+        sys.executable,
+        root / "examples/quickstart/make_model.py",
+        "--out",
+        tmp_path / "model",
+        "--steps",
+        "2",
+    ]
+    subprocess.run(make, check=True)
+    tables = settings(tmp_path, "run", model={"dtype": "bfloat16"}, run={"num_rollouts": 2})
+    sets = [f"{section}.{key}={value!r}" for section, table in tables.items() for key, value in table.items()]
+    toml = tmp_path / "empty.toml"
+    toml.write_text("")
+    flags = [part.replace("True", "true") for item in sets for part in ("--set", item)]
+    prompts = f"data.prompts={str(tmp_path / 'model' / 'prompts.jsonl')!r}"
+    command = [sys.executable, "-m", "megatron_dppo", "train", toml, *flags, "--set", prompts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [row["kind"] for row in lines(tmp_path / "run")].count("rollout") == 2

@@ -23,6 +23,8 @@ setup(
         # The versions that actor/mcore_fixes.py was tested with; it refuses others.
         "megatron-core>=0.16.1,<0.17",
         "transformers>=5.23,<6",
+        # Megatron-Core's checkpoint writer needs psutil without declaring it.
+        "psutil>=5.9",
         "pydantic>=2.14,<3",
         "safetensors>=0.8",
         "numpy>=2.4",

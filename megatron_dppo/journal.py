@@ -99,7 +99,7 @@ class Journal:
         for group in groups:
             rewards = [float(sample.reward or 0.0) for sample in group.samples]
             metrics.add_mean("reward/mean", sum(rewards), len(rewards))
-            metrics.add_mean("reward/zero_variance_groups", float(len(set(rewards)) == 1), 1)
+            metrics.add_mean("reward/zero_variance_fraction", float(len(set(rewards)) == 1), 1)
         metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
         for phase, elapsed in seconds.items():
             metrics.add_max(f"time/{phase}_s", elapsed)

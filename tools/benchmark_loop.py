@@ -3,11 +3,11 @@
     make bench
     python tools/benchmark_loop.py --rollouts 20
 
-Four variants run one after another: 1 process, and 2 processes with the experts split between them, each without
-and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts, read from
-the run's own metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is a rollout's
-wall clock that no phase claims. Figures and run folders go to runs/bench/. Another busy program distorts them;
-the tool says so where it sees one.
+Four variants run one after another: 1 process, and 2 processes with the experts split between them, each
+without and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts,
+read from the run's own metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is a
+rollout's wall clock that no phase claims. Figures and run folders go to runs/bench/. Another busy program
+distorts them; the tool says so where it sees one.
 """
 
 import json
@@ -65,6 +65,7 @@ class Watched:
     """What was seen of a program while it ran; times are of this process's clock."""
 
     started: float
+    set_up: float | None  # when it printed a line START, if it did
     lines: list[tuple[float, str]]  # those that the pattern matches, and when they came
     other_cores: float | None  # cores that other programs kept busy meanwhile; none where it is not known
 
@@ -104,7 +105,7 @@ def main(
         overrides = [
             *(f"parallel.expert={variant.num_processes}", f"run.num_rollouts={rollouts}"),
             *(f"rollout.routing_replay='{variant.routing_replay}'", "tracking.paired_routing_every=0"),
-            *("tracking.samples_every=0", "checkpoint.every=0"),
+            *("tracking.samples_every=0", "checkpoint.every=0", "optimizer.warmup_steps=4"),
         ]
         folder = OUT / variant.folder
         watched = train(folder, variant.num_processes, overrides, rollouts, variant.title)
@@ -149,6 +150,7 @@ def watch(
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     lines: list[tuple[float, str]] = []
+    set_up = None
     started, machine_s, own_s = time.perf_counter(), machine_cpu_s(), own_cpu_s()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -159,6 +161,7 @@ def watch(
             for line in process.stdout:
                 now = time.perf_counter()
                 file.write(line)
+                set_up = now if line == "START\n" else set_up
                 if pattern.search(line):
                     lines.append((now, line))
                     bar.update()
@@ -176,7 +179,7 @@ def watch(
     if machine_s is not None and (machine_end_s := machine_cpu_s()) is not None:
         other_s = (machine_end_s - machine_s) - (own_cpu_s() - own_s)
         other_cores = max(other_s, 0.0) / (time.perf_counter() - started)
-    return Watched(started, lines, other_cores)
+    return Watched(started, set_up, lines, other_cores)
 
 
 def own_cpu_s() -> float:

@@ -3,12 +3,13 @@
     make bench-trl                                      # sets up TRL's own environment first
     python tools/benchmark_trl.py --trl-python .venv-trl/bin/python --repeats 1 --rollouts 30
 
-Both train the quickstart's model in float32 and roll out in float32, on two cores: ours as 2 processes of one thread
-with the experts split between them, TRL as 1 process of 2 threads (its default) or 2 data-parallel processes of
-one thread, whichever is faster in a short trial. TRL's settings are derived from our config. Runs alternate, so that a
-slow spell of the machine meets both. Seconds are wall clock from rollout to rollout, taken here for both sides;
-reward .75 counts as reached when three rollouts in a row earn it on average, and its seconds count from the start
-of the first rollout. Results go to runs/bench/trl.json. Run it on an idle machine; the tool warns of a busy one.
+Both train the quickstart's model in float32 and roll out in float32, on two cores: ours as 2 processes of one
+thread with the experts split between them, TRL as 1 process of 2 threads (its default) or 2 data-parallel
+processes of one thread, whichever is faster in a short trial. TRL's settings are derived from our config. Runs
+alternate, so that a slow spell of the machine meets both. Seconds are wall clock from rollout to rollout, taken
+here for both sides; reward .75 counts as reached when three rollouts in a row earn it on average, and its
+seconds count from the start of the first rollout. Results go to runs/bench/trl.json. Run it on an idle machine;
+the tool warns of a busy one.
 """
 
 import json
@@ -50,12 +51,13 @@ SAME_AS_TRL = (
 )
 WHAT_IS_COMPARED = """
 The same on both sides: checkpoint, prompts and their order, reward, float32 weights for training and sampling,
-samples and gradient steps per rollout, AdamW, clip, token-mean loss, advantages without standard deviation, two cores.
-Not the same: the objective (DPPO-Binary-TV here, GRPO .2/.28 there), the random numbers, how a rollout is cut into
-mini-batches (whole prompts here, single samples there), and the first learning rate (TRL's warm-up starts at 0, ours
-one step later). TRL recomputes old log-probs, which GRPO needs; DPPO takes the rollout's. Each side pays for its own
-metrics. Seconds to .75 follow from speed and from how fast the reward rises; with few seeds the latter is noisy.
-This says nothing about GPUs, vLLM or SGLang, long responses or large models.
+samples and gradient steps per rollout, AdamW, clip, token-mean loss, advantages without standard deviation, two
+cores.
+Not the same: the objective (DPPO-Binary-TV here, GRPO .2/.28 there), the random numbers, how a rollout is cut
+into mini-batches (whole prompts here, single samples there), and the first learning rate (TRL's warm-up starts
+at 0, ours one step later). TRL recomputes old log-probs, which GRPO needs; DPPO takes the rollout's. Each side
+pays for its own metrics. Seconds to .75 follow from speed and from how fast the reward rises; with few seeds
+the latter is noisy. This says nothing about GPUs, vLLM or SGLang, long responses or large models.
 """
 
 
@@ -95,7 +97,7 @@ def main(
     ] = Path(".venv-trl/bin/python"),
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each side; a run's seed is its number.")] = 3,
     rollouts: Annotated[
-        int, typer.Option(min=SKIPPED + 1, help=f"Rollouts of each run; speed leaves out the first {SKIPPED}.")
+        int, typer.Option(min=5, help=f"Rollouts of each run; speed leaves out the first {SKIPPED}.")
     ] = 45,
     trl_processes: Annotated[
         int | None, typer.Option(min=1, max=CORES, help="TRL on 1 process or 2. [default: try both]")
@@ -104,7 +106,9 @@ def main(
     """Run both in turn; print medians, spread and ratios."""
     os.chdir(ROOT)
     if not trl_python.is_file():
-        found = f"--trl-python: found no {trl_python}; expected a Python with trl==1.16.0. Run `make bench-trl`."
+        found = (
+            f"--trl-python: found no {trl_python}; expected a Python with trl==1.16.0. Run `make bench-trl`."
+        )
         typer.echo(found, err=True)
         raise typer.Exit(2)
     require_model()
@@ -133,7 +137,9 @@ def try_layouts(python: Path) -> dict[int, float]:
         warn_if_busy(title, measured.other_cores)
         trial[num_processes] = measured.rollout_s
     for num_processes, seconds in trial.items():
-        typer.echo(f"TRL, {num_processes} process x {CORES // num_processes} threads: {seconds:.2f} s per rollout")
+        typer.echo(
+            f"TRL, {num_processes} process x {CORES // num_processes} threads: {seconds:.2f} s per rollout"
+        )
     return trial
 
 
@@ -158,7 +164,7 @@ def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: s
     launcher = [str(python)] if num_processes == 1 else torchrun(str(python), num_processes)
     command = [*launcher, "tools/trl_baseline.py", "--model", str(MODEL), "--settings", str(settings)]
     command += ["--threads", str(threads)]
-    watched = watch(command, OUT / "trl_baseline.log", threads, TRL_LINE, rollouts, title, TRL_START)
+    watched = watch(command, OUT / "trl_baseline.log", threads, TRL_LINE, rollouts, title)
     rows = [json.loads(line.removeprefix("ROLLOUT ")) for _, line in watched.lines]
     assert watched.set_up is not None, "the line comes before the first rollout's"
     moments = [watched.set_up, *(moment for moment, _ in watched.lines)]
@@ -166,3 +172,112 @@ def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: s
     rewards = [row["reward"] for row in rows]
     setup_s = watched.set_up - watched.started
     return Measured(seed, setup_s, seconds, rewards, samples_per_rollout(config), watched.other_cores)
+
+
+def quickstart() -> Config:
+    """The run that both sides copy."""
+    return load_config([QUICKSTART / "base.toml"], SAME_AS_TRL)
+
+
+def samples_per_rollout(config: Config) -> int:
+    """Prompts times responses to each."""
+    return config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
+
+
+def grpo_settings(config: Config, num_processes: int, rollouts: int, seed: int) -> dict[str, Any]:
+    """Our config in GRPOConfig's words; what we do not set keeps TRL's default."""
+    steps, optimizer = config.algorithm.minibatches_per_rollout, config.optimizer
+    return {
+        "per_device_train_batch_size": samples_per_rollout(config) // steps // num_processes,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": steps,
+        "num_generations": config.rollout.samples_per_prompt,
+        "max_completion_length": config.rollout.max_response_tokens,
+        "max_steps": steps * rollouts,
+        "seed": seed,
+        "shuffle_dataset": config.data.shuffle,
+        "temperature": config.rollout.temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "learning_rate": optimizer.lr,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": optimizer.warmup_steps,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.clip_grad,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "scale_rewards": "none",  # advantages without standard deviation
+        "loss_type": "dapo",  # token mean
+        "router_aux_loss_coef": 0.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "ddp_find_unused_parameters": False,
+        "dataloader_pin_memory": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 10**6,
+        "disable_tqdm": True,
+    }
+
+
+def ratios(runs: Mapping[str, Sequence[Measured]]) -> dict[str, list[float]]:
+    """Ours / TRL of each pair of neighbours; a pair of which one missed the target has no second ratio."""
+    pairs = list(zip(runs[OURS], runs[TRL], strict=True))
+    targets = [(ours.seconds_to_target, trl.seconds_to_target) for ours, trl in pairs]
+    return {
+        "samples_per_s": [ours.samples_per_s / trl.samples_per_s for ours, trl in pairs],
+        "seconds_to_target": [ours / trl for ours, trl in targets if ours is not None and trl is not None],
+    }
+
+
+def show(runs: Mapping[str, Sequence[Measured]], rollouts: int, trl_processes: int) -> None:
+    """Medians with their spread, the ratios, and what they do not say."""
+    repeats = len(runs[OURS])
+    typer.echo(
+        f"\n{repeats} runs of each, {rollouts} rollouts; TRL on {trl_processes} processes. Median (range):"
+    )
+    typer.echo(f"{'':8}{'samples/s':>20}{'s per rollout':>22}{f's to reward {TARGET}':>24}{'set-up s':>20}")
+    for name, of_side in runs.items():
+        reached = [seconds for run in of_side if (seconds := run.seconds_to_target) is not None]
+        typer.echo(
+            f"{name:8}{spread([run.samples_per_s for run in of_side], 0):>20}"
+            f"{spread([run.rollout_s for run in of_side], 2):>22}{spread(reached, 1):>24}"
+            f"{spread([run.setup_s for run in of_side], 1):>20}"
+        )
+    of_pairs = ratios(runs)
+    typer.echo("\nours / TRL, pair by pair; above 1 we are faster in the first, below 1 in the second:")
+    typer.echo(f"  samples/s            {spread(of_pairs['samples_per_s'], 2)}")
+    typer.echo(f"  seconds to {TARGET}      {spread(of_pairs['seconds_to_target'], 2)}")
+    for name, of_side in runs.items():
+        missed = [run for run in of_side if run.seconds_to_target is None]
+        if missed:
+            best = max(max(run.rewards) for run in missed)
+            typer.echo(
+                f"{name}: {len(missed)} of {repeats} runs did not reach {TARGET} within {rollouts} rollouts "
+                f"(best rollout {best:.2f}); their pairs are not in the second ratio. Raise --rollouts."
+            )
+        for number, run in enumerate(of_side, 1):
+            warn_if_busy(f"{name} {number}/{repeats}", run.other_cores)
+    typer.echo(WHAT_IS_COMPARED)
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median and range of a few values."""
+    if not values:
+        return "not reached"
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
+
+
+def as_json(run: Measured) -> dict[str, Any]:
+    """A run with what follows from it."""
+    derived = {"samples_per_s": run.samples_per_s, "seconds_to_target": run.seconds_to_target}
+    return derived | asdict(run)
+
+
+if __name__ == "__main__":
+    cli(main, __doc__)

@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer on the quickstart's model and task; benchmark_trl.py starts it, in TRL's own environment.
 
-    .venv-trl/bin/python tools/trl_baseline.py --model runs/quickstart/model --settings runs/bench/trl_settings.json
+    python tools/trl_baseline.py --model runs/quickstart/model --settings runs/bench/trl_settings.json
 
 The settings are arguments of GRPOConfig, which benchmark_trl.py derives from our own config so that both sides
 train alike. Under torchrun it trains data-parallel. It prints START when the first rollout starts, and a line
-ROLLOUT {...} after the last gradient step of each. Nothing of megatron_dppo is imported: its environment has TRL's
-dependencies only.
+ROLLOUT {...} after the last gradient step of each. Nothing of megatron_dppo is imported: its environment has
+TRL's dependencies only.
 """
 
 import argparse
@@ -31,7 +31,9 @@ DIGITS = frozenset("0123456789")
 def main() -> None:
     """Train, and print what each rollout earned."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder with prompts.jsonl in it")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="Hugging Face folder with prompts.jsonl in it"
+    )
     parser.add_argument("--settings", type=Path, required=True, help="JSON object: arguments of GRPOConfig")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
     experts = "how transformers computes experts: grouped_mm, batched_mm or eager (default: %(default)s)"
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def score(text: str, has_ended: bool, answer: str) -> float:
-    """The same reward as megatron_dppo/rewards/arithmetic.py: is the number after `#`, lowest digit first, right?"""
+    """The reward of megatron_dppo/rewards/arithmetic.py: is the number after `#`, lowest digit first, right?"""
     words = text.split()
     digits = words[words.index("#") + 1 :] if "#" in words else []
     has_answer = bool(digits) and DIGITS.issuperset(digits) and has_ended

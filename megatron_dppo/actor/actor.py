@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Actor:
-    """Owns the Megatron process groups, the model, the optimizer and its schedule, until `close`."""
+    """Owns the Megatron process groups, the model, the optimizer and its schedule, for the life of a run."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         """Build the model and load its weights.
@@ -197,10 +197,6 @@ class Actor:
         With the distributed optimizer a rank holds only its own shard of the reduced gradients.
         """
         return [parameter.main_grad for parameter in self.model.parameters()]  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Leave Megatron's process groups."""
-        parallel_state.destroy_model_parallel()
 
 
 def _observe(

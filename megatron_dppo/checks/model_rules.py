@@ -9,6 +9,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
 from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES, variant_problems
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
 
 @rule("model_folder")
 def _model_folder(config: Config, facts: Facts) -> Iterator[Problem]:
@@ -49,6 +51,16 @@ def _model_weights(config: Config, facts: Facts) -> Iterator[Problem]:
         found = f"{config.model.load} without *.safetensors"
         action = "Download the weights, or save the model again with save_pretrained."
         yield Problem("model.load", found, "weights in safetensors format", action)
+
+
+@rule("model_tokenizer")
+def _model_tokenizer(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A tokenizer stands beside config.json."""
+    path = config_file(config.model.load)
+    if path is not None and not any((path.parent / name).is_file() for name in _TOKENIZER_FILES):
+        expected = "one of " + ", ".join(_TOKENIZER_FILES)
+        action = "Copy the model's tokenizer files beside its config.json."
+        yield Problem("model.load", f"{path.parent} without a tokenizer", expected, action)
 
 
 @rule("layout")

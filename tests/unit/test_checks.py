@@ -50,6 +50,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     _write_json(Path("model/config.json"), MODEL)
     Path("model/model.safetensors").touch()
+    Path("model/tokenizer.json").touch()
     _write_json(Path("prompts.jsonl"), {"prompt": "1 + 1 =", "answer": "2"})
     _write_json(Path("held_out.jsonl"), {"prompt": "1 + 2 =", "answer": "3"})
     return tmp_path
@@ -122,6 +123,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=_model(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6})),
         Example("model.load", on_disk=_model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
     ],
+    "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
     "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
     "layout": [
         Example("parallel", {"parallel.context": 2}, world_size=2),
@@ -229,6 +231,7 @@ def test_a_megatron_checkpoint_is_a_model(world: Path) -> None:
     Path("model/model.safetensors").unlink()
     Path("model/hf").mkdir()
     Path("model/config.json").rename("model/hf/config.json")
+    Path("model/tokenizer.json").rename("model/hf/tokenizer.json")
     assert check(_config({}), 1) == []
 
 

@@ -1,6 +1,6 @@
 """The whole loop for real on a CPU: warm start, convert, train without and with R3, convert back, report.
 
-    python examples/quickstart/run.py            # about 5 minutes on 2 cores
+    python examples/quickstart/run.py            # about 4 minutes on 2 cores
     python examples/quickstart/run.py --short    # the same steps with few rollouts, to see that they work
 
 Everything goes to runs/quickstart/. The warm start is kept from one call to the next; the two runs start anew.

@@ -35,6 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="4 rollouts after a brief warm start")
     parser.add_argument("--seed", type=int, default=0, help="seed of the two runs (not of the warm start)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as of `train`; repeatable"
+    )
     options = parser.parse_args()
     os.chdir(ROOT)
     started = time.perf_counter()
@@ -53,6 +56,7 @@ def main() -> None:
     overrides = [f"run.seed={options.seed}", f"data.prompts={str(model / 'prompts.jsonl')!r}"]
     if options.short:
         overrides += ["run.num_rollouts=4", "optimizer.warmup_steps=4", "tracking.paired_routing_every=1"]
+    overrides += options.set
     for name, title in RUNS.items():
         with step(seconds, name, f"3/5  DPPO-Binary-TV on 2 processes, {title}"):
             train([HERE / "base.toml", HERE / f"{name}.toml"], overrides)
@@ -121,8 +125,8 @@ def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
         "\ndone in %.0f s. Look at %s in a browser; the figures are in %s, the trained model in %s.\n"
         "Try next:\n"
         "  python examples/quickstart/run.py --seed 1           how far one seed goes\n"
-        "  megatron-dppo check examples/quickstart/base.toml    what can be set\n"
-        "  --set algorithm.preset=grpo_clip_higher              another trust region, the same loop",
+        "  python examples/quickstart/run.py --set algorithm.preset=grpo_clip_higher\n"
+        "  megatron-dppo check examples/quickstart/base.toml examples/quickstart/replay.toml --world-size 2",
         total_s,
         OUT / "report.html",
         OUT / "summary.json",

@@ -20,7 +20,7 @@ def with_advantages(groups: Sequence[SampleGroup], normalize_std: bool) -> list[
     """The groups with each sample's advantage: its reward against its group's mean."""
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
-        return []
+        return list(groups)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
     values = _floats(group_advantages(rewards, group_ids, normalize_std))
@@ -137,7 +137,7 @@ def _weigh(
     samples: Sequence[Sample], lengths_by_rank: Sequence[Sequence[int]], rank: int, shape: BatchShape
 ) -> list[WeightedSample]:
     """Weights such that the loss divided by the global number of learning tokens is the aggregated loss."""
-    lengths = torch.tensor([length for ranks in lengths_by_rank for length in ranks])
+    lengths = torch.tensor([length for ranks in lengths_by_rank for length in ranks], dtype=torch.int64)
     weights = token_weights(shape.aggregation, lengths, shape.response_length).double() * lengths.sum()
     before = sum(sum(ranks) for ranks in lengths_by_rank[:rank])
     weighted: list[WeightedSample] = []

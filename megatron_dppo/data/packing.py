@@ -58,7 +58,7 @@ def _pack_one(samples: Sequence[WeightedSample]) -> Microbatch:
         tokens=torch.cat([s.sample.tokens for s in samples]),
         position_ids=torch.cat([torch.arange(s.sample.tokens.numel()) for s in samples]),
         targets=torch.cat([s.sample.tokens.roll(-1).index_fill(0, torch.tensor([-1]), 0) for s in samples]),
-        cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
         loss_mask=_scored([s.sample.loss_mask for s in samples], samples),
         rollout_log_probs=_scored([s.sample.rollout_log_probs for s in samples], samples),
         advantages=_scored([torch.full_like(s.token_weights, _advantage(s.sample)) for s in samples], samples),

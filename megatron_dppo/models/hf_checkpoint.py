@@ -20,43 +20,67 @@ class HFWeights:
     """The tensors of a Hugging Face folder, read by name through memory maps."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder; files are mapped when first read.
+        """Open the folder and map its files; tensors are read when asked for.
 
         Raises:
-            ConversionError: There are no safetensors, a file of the index is missing, or one is torn.
+            ConversionError: There are no safetensors, a file of the index is missing, a file or the index is torn,
+                a tensor is not in the file that the index names, or two files without an index both have it.
         """
         self.folder = folder
-        self._file_of = self._read_index() if (folder / INDEX).is_file() else self._read_headers()
         self._open: dict[str, safe_open] = {}
-        missing = sorted({f for f in self._file_of.values() if not (folder / f).is_file()})
-        if missing:
-            raise ConversionError(
-                f"{folder}: {INDEX} names {missing[:3]}, which are not there. Download the checkpoint again."
-            )
+        self._file_of = self._read_index() if (folder / INDEX).is_file() else self._read_headers()
 
     def _read_index(self) -> dict[str, str]:
-        weight_map: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-        return {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
+        try:
+            weight_map: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConversionError(
+                f"{self.folder / INDEX}: torn, or no index ({type(error).__name__}: {error}). Expected a JSON "
+                "object with a weight_map. Download it again."
+            ) from error
+        file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
+        files = sorted(set(file_of.values()))
+        missing = [file for file in files if not (self.folder / file).is_file()]
+        if missing:
+            raise ConversionError(
+                f"{self.folder}: {INDEX} names {missing[:3]}, which are not there. Download the checkpoint again."
+            )
+        names_in = {file: self._map(file) for file in files}
+        absent = sorted(name for name, file in file_of.items() if name not in names_in[file])
+        if absent:
+            raise ConversionError(
+                f"{self.folder}: {len(absent)} tensors (first: {absent[:3]}) are not in the files that {INDEX} "
+                "names for them. Index and files are of different checkpoints; download them again."
+            )
+        return file_of
 
     def _read_headers(self) -> dict[str, str]:
-        files = sorted(self.folder.glob("*.safetensors"))
+        files = sorted(file.name for file in self.folder.glob("*.safetensors"))
         if not files:
             raise ConversionError(
                 f"{self.folder}: no *.safetensors files. Expected a Hugging Face checkpoint in that format; "
                 "save it again with save_pretrained (pickled .bin files are not read)."
             )
-        names: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for file in files:
-            try:
-                with safe_open(file, "pt") as tensors:
-                    names.update(
-                        {name: file.name for name in list(tensors.keys()) if not name.endswith(_NOT_WEIGHTS)}
+            for name in self._map(file):
+                if name in file_of:
+                    raise ConversionError(
+                        f"{self.folder}: {file_of[name]} and {file} both have {name!r}, and there is no {INDEX} "
+                        "to choose. Keep the files of one checkpoint only."
                     )
-            except SafetensorError as error:
-                raise ConversionError(
-                    f"{file}: torn or not safetensors ({error}). Download it again."
-                ) from error
-        return names
+                file_of[name] = file
+        return file_of
+
+    def _map(self, file: str) -> set[str]:
+        """Open a file; the names of the weights in it."""
+        try:
+            self._open[file] = safe_open(self.folder / file, "pt")
+        except SafetensorError as error:
+            raise ConversionError(
+                f"{self.folder / file}: torn or not safetensors ({error}). Download it again."
+            ) from error
+        return {name for name in list(self._open[file].keys()) if not name.endswith(_NOT_WEIGHTS)}
 
     @property
     def names(self) -> set[str]:
@@ -81,10 +105,7 @@ class HFWeights:
                 f"{self.folder}: tensor {name!r} is missing; it has {len(self._file_of)} others. "
                 "The checkpoint is of another architecture, or incomplete."
             )
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self.folder / file, "pt")
-        return self._open[file]
+        return self._open[self._file_of[name]]
 
 
 def write_hf_checkpoint(
@@ -99,7 +120,7 @@ def write_hf_checkpoint(
         shard_bytes: A new file is begun when the current one would exceed this.
 
     Raises:
-        ConversionError: `out` exists already.
+        ConversionError: `out` exists already, or a tensor comes twice.
     """
     if out.exists():
         raise ConversionError(f"{out} exists. Give a new folder, or remove that one first.")
@@ -120,6 +141,10 @@ def write_hf_checkpoint(
         shard, size = {}, 0
 
     for name, tensor in weights:
+        if name in shard or name in weight_map:
+            raise ConversionError(
+                f"{out}: tensor {name!r} came twice. Two weight rules name it; correct the table."
+            )
         num_bytes = tensor.numel() * tensor.element_size()
         if size + num_bytes > shard_bytes:
             flush()

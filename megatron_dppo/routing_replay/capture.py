@@ -10,8 +10,9 @@ def validate_routes(sample: Sample, routing: ModelRouting) -> None:
     """Check a sample's routes against the model they would be replayed on.
 
     Raises:
-        RoutingReplayError: Routes are absent, of other layers, have another number of rows than tokens - 1,
-            name an expert that does not exist or one twice, or are all zero (an engine that captured nothing).
+        RoutingReplayError: Routes are absent, of other layers or over another number of experts, have another
+            number of rows than tokens - 1, name an expert that does not exist or one twice, or are all zero (an
+            engine that captured nothing).
     """
     routes = sample.routed_experts
     if routes is None:
@@ -26,6 +27,11 @@ def validate_routes(sample: Sample, routing: ModelRouting) -> None:
         raise RoutingReplayError(
             f"sample {sample.id}: routes of layers {routes.layer_numbers}; "
             f"the model's MoE layers are {routing.layer_numbers}. {_WHAT_TO_DO}"
+        )
+    if routes.num_experts != routing.num_experts:
+        raise RoutingReplayError(
+            f"sample {sample.id}: routes over {routes.num_experts} experts; "
+            f"the model has {routing.num_experts}. {_WHAT_TO_DO}"
         )
     indices = routes.indices.long()
     if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < routing.num_experts):

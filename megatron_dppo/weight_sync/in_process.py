@@ -21,14 +21,16 @@ class InProcessSync:
 
     def push(self, version: int) -> str:
         """Send all weights; see `WeightSync.push`. Every rank's engine must hold the same bits."""
-        sent = WeightChecksum()
+        sent, stream = WeightChecksum(), self._weights()
 
         def checked() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self._weights():
+            for name, tensor in stream:
                 sent.update(name, tensor)
                 yield name, tensor
 
         received = self._engine.load_weights(checked(), version)
+        for name, tensor in stream:  # what the engine left unread was not received
+            sent.update(name, tensor)
         if received != sent.hexdigest():
             raise WeightSyncError(
                 f"weight version {version}: the engine received {received}, the actor sent {sent.hexdigest()}. "

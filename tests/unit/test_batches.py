@@ -137,3 +137,11 @@ def test_advantages_stay_within_groups() -> None:
     scored = with_advantages(groups, normalize_std=False)
     assert [[s.advantage for s in g.samples] for g in scored] == [[-0.5, 0.5], [0.0, 0.0]]
     assert with_advantages([], normalize_std=False) == []
+
+
+def test_groups_that_lost_every_sample_and_steps_without_one_are_no_fault() -> None:
+    groups = [make_group(0, [])]
+    assert with_advantages(groups, normalize_std=False) == groups
+    shape = BatchShape("seq_mean_token_mean", 8, 64)
+    (batch,) = on_ranks(1, lambda rank, gather: train_batches([[]], shape, rank, gather))[0]
+    assert batch == TrainBatch((), 0, 0)

@@ -16,8 +16,12 @@ assert GOOD.routed_experts is not None
 INDICES = GOOD.routed_experts.indices
 
 
-def routed(indices: torch.Tensor, layers: tuple[int, ...] = ROUTING.layer_numbers) -> Sample:
-    return replace(GOOD, routed_experts=RoutedExperts(indices, layers, ROUTING.num_experts))
+def routed(
+    indices: torch.Tensor,
+    layers: tuple[int, ...] = ROUTING.layer_numbers,
+    num_experts: int = ROUTING.num_experts,
+) -> Sample:
+    return replace(GOOD, routed_experts=RoutedExperts(indices, layers, num_experts))
 
 
 def test_good_routes_pass() -> None:
@@ -31,6 +35,7 @@ def test_good_routes_pass() -> None:
         (routed(INDICES[:-1]), r"\(2, 2, 2\); expected \(3, 2, 2\)"),
         (routed(INDICES[:, :1]), "expected"),
         (routed(INDICES, layers=(0, 1)), r"layers \(0, 1\)"),
+        (routed(INDICES, num_experts=16), "routes over 16 experts; the model has 8"),
         (routed(INDICES + 7), "expected 0..7"),
         (routed(torch.zeros_like(INDICES)), "nothing was captured"),
         (routed(INDICES.clone().index_fill_(2, torch.tensor([1]), 0)), "twice"),

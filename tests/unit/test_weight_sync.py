@@ -30,6 +30,13 @@ class Receiver:
         return checksum.hexdigest()
 
 
+class LazyReceiver(Receiver):
+    """Stops reading after the first tensor."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        return super().load_weights([next(iter(weights))], version)
+
+
 class Ranks:
     """Stands for a job of several ranks, with what the others report."""
 
@@ -59,6 +66,11 @@ def test_each_tensor_arrives_once_with_the_version() -> None:
 def test_a_receiver_that_missed_a_tensor_is_found_out() -> None:
     with pytest.raises(WeightSyncError, match="version 3"):
         sync(Receiver(skip="b"), Ranks()).push(3)
+
+
+def test_a_receiver_that_stopped_reading_is_found_out() -> None:
+    with pytest.raises(WeightSyncError, match="version 3"):
+        sync(LazyReceiver(), Ranks()).push(3)
 
 
 def test_ranks_that_drifted_apart_are_found_out() -> None:

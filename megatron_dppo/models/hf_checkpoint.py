@@ -23,8 +23,8 @@ class HFWeights:
         """Open the folder and map its files; tensors are read when asked for.
 
         Raises:
-            ConversionError: There are no safetensors, a file of the index is missing, a file or the index is torn,
-                a tensor is not in the file that the index names, or two files without an index both have it.
+            ConversionError: There are no safetensors, a file of the index is missing, a file or the index is
+                torn, a tensor is not in the file that the index names, or two files without an index have it.
         """
         self.folder = folder
         self._open: dict[str, safe_open] = {}
@@ -43,7 +43,8 @@ class HFWeights:
         missing = [file for file in files if not (self.folder / file).is_file()]
         if missing:
             raise ConversionError(
-                f"{self.folder}: {INDEX} names {missing[:3]}, which are not there. Download the checkpoint again."
+                f"{self.folder}: {INDEX} names {missing[:3]}, which are not there. "
+                "Download the checkpoint again."
             )
         names_in = {file: self._map(file) for file in files}
         absent = sorted(name for name, file in file_of.items() if name not in names_in[file])
@@ -66,8 +67,8 @@ class HFWeights:
             for name in self._map(file):
                 if name in file_of:
                     raise ConversionError(
-                        f"{self.folder}: {file_of[name]} and {file} both have {name!r}, and there is no {INDEX} "
-                        "to choose. Keep the files of one checkpoint only."
+                        f"{self.folder}: {file_of[name]} and {file} both have {name!r}, and there is no "
+                        f"{INDEX} to choose. Keep the files of one checkpoint only."
                     )
                 file_of[name] = file
         return file_of

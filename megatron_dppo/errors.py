@@ -68,3 +68,7 @@ class ConversionError(MegatronDppoError):
 
 class CheckpointError(MegatronDppoError):
     """A checkpoint is missing, torn, or of another model."""
+
+
+class TrainingError(MegatronDppoError):
+    """Training itself goes wrong: losses or gradients are not finite, step after step."""

@@ -2,18 +2,21 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from megatron_dppo.actor.checkpoint import latest
+from megatron_dppo.actor.actor import Step
+from megatron_dppo.actor.evidence import keep_evidence
 from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.diagnostics.tracking import RunFolder
+from megatron_dppo.errors import TrainingError
 from megatron_dppo.rollout.collect import RolloutBatch, Tokenizer, write_samples
-from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.rollout.counts import refuse_if_too_many_dropped
 from megatron_dppo.runtime import Runtime
-from megatron_dppo.types import SampleGroup
+from megatron_dppo.types import TrainBatch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -32,35 +35,68 @@ class Journal:
         """Use `Journal.open`."""
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, config: Config, runtime: Runtime) -> Iterator["Journal"]:
-        """Create the run folder, or go on in it, and close it at the end."""
+        """Lock the run folder, create it or go on in it, and close it at the end.
+
+        Raises:
+            ConfigError: Another process is using the folder, or it cannot serve.
+        """
         folders: list[RunFolder] = []
+        with contextlib.ExitStack() as stack:
 
-        def open_folder() -> None:
-            options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
-            folders.append(RunFolder.open(*options, backends=config.tracking.backends))
+            def open_folder() -> None:
+                stack.enter_context(locked(config.run.folder))
+                options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
+                folders.append(stack.enter_context(RunFolder.open(*options, backends=config.tracking.backends)))
 
-        runtime.on_main(open_folder)
-        try:
+            runtime.on_main(open_folder)
             yield cls(config, runtime, folders[0] if folders else None)
-        finally:
-            for folder in folders:
-                folder.close()
 
-    def checkpoint_to_resume(self) -> Path | None:
-        """The run's latest checkpoint; none for a new run."""
-        return self._on_main(lambda folder: latest(folder.checkpoints))
+    def start_at(self, metrics_offset: int, rollout_metrics: Mapping[str, float]) -> None:
+        """Cut metrics.jsonl to what belongs to the checkpoint that the run goes on from.
 
-    def start_at(self, metrics_offset: int) -> None:
-        """Cut metrics.jsonl to what belongs to the checkpoint that the run goes on from."""
+        Args:
+            metrics_offset: Bytes that stay.
+            rollout_metrics: What the checkpoint knew of the row of an open rollout.
+        """
         self._on_main(lambda folder: folder.truncate(metrics_offset))
+        self._rollout_metrics = dict(rollout_metrics)
+
+    @property
+    def rollout_metrics(self) -> dict[str, float]:
+        """What is known so far of the row of the current rollout, over all ranks."""
+        return dict(self._rollout_metrics)
+
+    def latest(self, metric: str) -> float | None:
+        """A metric's value in the last row of a rollout or evaluation that has it, where it is finite."""
+        value = self._latest.get(metric)
+        return value if value is not None and math.isfinite(value) else None
 
     def offset(self) -> int:
         """Bytes of metrics.jsonl so far."""
         return self._on_main(lambda folder: folder.offset)
+
+    def keep_evidence(self, number: int, batch: TrainBatch, step: Step, skipped_in_a_row: int) -> None:
+        """Keep what a skipped gradient step was made of; each rank writes its own.
+
+        Raises:
+            TrainingError: It was optimizer.max_skipped_steps in a row.
+        """
+        by_rank = dict(enumerate(self._runtime.all_gather(step.faults)))
+        faults = [f"rank {rank}: {fault}" for rank, own in by_rank.items() for fault in own]
+        folder = self._config.run.folder / "evidence"
+        keep_evidence(folder, number, batch, faults, self._runtime)
+        limit = self._config.optimizer.max_skipped_steps
+        if skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"gradient step {number}: found {skipped_in_a_row} steps in a row that are not finite; "
+                f"expected fewer than optimizer.max_skipped_steps = {limit}. This one: {faults[0]}. {folder} "
+                "holds the batches. Lower optimizer.lr, or resume an earlier checkpoint with other settings."
+            )
 
     def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
         """One gradient step's statistics, given by each rank."""
@@ -74,12 +110,18 @@ class Journal:
         """Statistics that go into the row of the current rollout, given by each rank."""
         self._rollout_metrics |= self._merged(metrics)
 
-    def check_drops(self, counts: RolloutCounts) -> None:
-        """Count dropped samples over all ranks.
+    def describe_rollout(self, batch: RolloutBatch) -> None:
+        """Rewards and dropped samples of a rollout, given each rank's share of it.
 
         Raises:
-            RolloutError: They are more than rollout.max_dropped_fraction.
+            RolloutError: More samples were dropped than rollout.max_dropped_fraction.
         """
+        metrics, counts = Metrics(), batch.counts
+        for group in batch.groups:
+            rewards = [float(sample.reward or 0.0) for sample in group.samples]
+            metrics.add_mean("reward/mean", sum(rewards), len(rewards))
+            metrics.add_mean("reward/zero_variance_fraction", float(len(set(rewards)) == 1), 1)
+        self.add_to_rollout(metrics)
         total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
         self._rollout_metrics |= total.metrics()
         self._rollout_metrics["rollout/num_response_tokens"] = total.num_response_tokens
@@ -93,18 +135,15 @@ class Journal:
                 lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", batch, tokenizer)
             )
 
-    def write_rollout(self, rollout: int, groups: Sequence[SampleGroup], seconds: Mapping[str, float]) -> None:
+    def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> None:
         """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total"."""
         metrics = Metrics()
-        for group in groups:
-            rewards = [float(sample.reward or 0.0) for sample in group.samples]
-            metrics.add_mean("reward/mean", sum(rewards), len(rewards))
-            metrics.add_mean("reward/zero_variance_fraction", float(len(set(rewards)) == 1), 1)
         metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
         for phase, elapsed in seconds.items():
             metrics.add_max(f"time/{phase}_s", elapsed)
         row = self._rollout_metrics | self._merged(metrics)
         self._rollout_metrics = {}
+        self._latest |= row
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
@@ -114,6 +153,7 @@ class Journal:
         metrics = Metrics()
         metrics.add_mean(name, total, count)
         values = self._merged(metrics)
+        self._latest |= values
         self._on_main(lambda folder: folder.write_evaluation(rollout, values))
         if self._runtime.is_main:
             logger.info("evaluation after %d rollouts: %s %.3f", rollout, name, values.get(name, float("nan")))

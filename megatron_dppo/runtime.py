@@ -4,7 +4,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -50,6 +50,12 @@ class Runtime:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        flags = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -133,6 +139,12 @@ class Stopwatch:
     runtime: Runtime
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     started: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def resumed(cls, runtime: Runtime, seconds: Mapping[str, float]) -> "Stopwatch":
+        """Go on from what `stop` gave before."""
+        phases = {phase: elapsed for phase, elapsed in seconds.items() if phase != "total"}
+        return cls(runtime, phases, time.perf_counter() - seconds.get("total", 0.0))
 
     def time(self, phase: str) -> "_Phase":
         """Context manager: add the time of its body to `phase`."""

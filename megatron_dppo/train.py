@@ -1,22 +1,18 @@
 """The loop: prompts, rollout, reward, advantages, batches, train, sync."""
 
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dppo.actor import checkpoint
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.checks import require_valid
 from megatron_dppo.config.schema import Config
+from megatron_dppo.course import Course
 from megatron_dppo.data.batches import gradient_steps, with_advantages
 from megatron_dppo.journal import Journal
 from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.preemption import StopRequests
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.runtime import Runtime, Stopwatch, start, stop
-from megatron_dppo.types import RunState, TrainBatch
 from megatron_dppo.weight_sync.in_process import InProcessSync
-
-logger = logging.getLogger(__name__)
 
 
 def main(config: Config) -> None:
@@ -24,14 +20,14 @@ def main(config: Config) -> None:
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
+        Preempted: A signal asked the run to stop; it has saved.
     """
-    runtime = start(config.run.num_threads)
-    try:
+    runtime = start(config.run.num_threads, config.run.timeout_s)
+    with StopRequests.handled() as requests:
         require_valid(config, runtime.world_size)
         with Journal.open(config, runtime) as journal:
-            Training.prepare(config, runtime, journal).run()
-    finally:
-        stop()
+            Training.prepare(config, runtime, journal, requests).run()
+    stop()
 
 
 @dataclass
@@ -44,44 +40,43 @@ class Training:
     actor: Actor
     rollouts: Rollouts
     sync: InProcessSync
-    state: RunState
+    course: Course
 
     @classmethod
-    def prepare(cls, config: Config, runtime: Runtime, journal: Journal) -> "Training":
+    def prepare(cls, config: Config, runtime: Runtime, journal: Journal, requests: StopRequests) -> "Training":
         """Load model, engine and prompts, and stand where the latest checkpoint stood."""
         actor, folder = Actor(config, runtime), hf_files(config.model.load)
         engine = build_engine(config, folder, runtime.device)
         rollouts = Rollouts(config, folder, engine, actor.routing, share=actor.data_parallel_share)
+        course = Course(config, runtime, journal, actor, requests)
+        course.resume(rollouts.cursor)
+        rollouts.seek(course.state.data_cursor)
         sync = InProcessSync(actor.weights, engine, runtime)
-        state, metrics_offset = RunState(0, 0, 0, rollouts.cursor), 0
-        resumed = journal.checkpoint_to_resume()
-        if resumed is not None:
-            saved = checkpoint.load(resumed, actor, runtime)
-            state, metrics_offset = saved.state, saved.metrics_offset
-            rollouts.seek(state.data_cursor)
-            logger.info("resuming from %s: %d rollouts are done", resumed, state.rollout)
-        journal.start_at(metrics_offset)
-        sync.push(state.weight_version)
-        return cls(config, runtime, journal, actor, rollouts, sync, state)
+        if (
+            course.opened is None
+        ):  # an open rollout was sampled with earlier weights, and none is sampled before
+            sync.push(course.state.weight_version)  # it is closed
+        return cls(config, runtime, journal, actor, rollouts, sync, course)
 
     def run(self) -> None:
         """Roll out and train until the last rollout."""
-        last = self.config.run.num_rollouts
-        for rollout in range(self.state.rollout, last):
-            self._evaluate_if_due(rollout)
-            self._one_rollout(rollout)
-            every = self.config.checkpoint.every
-            if rollout + 1 == last or (every and (rollout + 1) % every == 0):
-                saved = checkpoint.SavedRun(self.state, self.journal.offset(), self.runtime.world_size)
-                checkpoints = self.config.run.folder / "checkpoints"
-                checkpoint.save(checkpoints, self.actor, saved, self.config.model.load, self.runtime)
-        self._evaluate_if_due(last)
+        while True:
+            if self.course.opened is None:
+                self._evaluate_if_due()
+                self.course.save_if_due()
+                if self.course.is_over:
+                    break
+                self._roll_out()
+            self._train()
+            self._sync()
+        self.course.finish()
 
-    def _one_rollout(self, rollout: int) -> None:
-        watch = Stopwatch(self.runtime)
+    def _roll_out(self) -> None:
+        rollout, watch = self.course.state.rollout, Stopwatch(self.runtime)
+        self.course.watch = watch
         with watch.time("rollout"):
-            batch = self.rollouts.next(rollout)
-        self.journal.check_drops(batch.counts)
+            batch = self.course.unless_asked_to_stop(lambda: self.rollouts.next(rollout))
+        self.journal.describe_rollout(batch)
         groups = with_advantages(batch.groups, self.config.algorithm.normalize_advantage_std)
         self.journal.write_samples(rollout, replace(batch, groups=tuple(groups)), self.rollouts.tokenizer)
         is_routed = self.config.rollout.routing_replay != "off"
@@ -98,23 +93,27 @@ class Training:
         if paired_every and rollout % paired_every == 0 and steps:
             with watch.time("paired_forward"):
                 self.journal.add_to_rollout(self.actor.paired_mismatch(steps[0]))
-        with watch.time("train"):
-            self._train(rollout, steps)
-        version = self.state.weight_version + 1
-        with watch.time("sync"):
-            self.sync.push(version)
-        self.state = RunState(rollout + 1, self.state.step + len(steps), version, self.rollouts.cursor)
-        self.journal.write_rollout(rollout, groups, watch.stop())
-
-    def _train(self, rollout: int, steps: Sequence[TrainBatch]) -> None:
         if self.actor.objective.anchor == "recomputed":
-            steps = [self.actor.with_old_log_probs(batch) for batch in steps]
-        for index, batch in enumerate(steps):
-            metrics = self.actor.train_step(batch, is_first=index == 0)
-            self.journal.write_step(rollout, self.state.step + index, metrics)
+            with watch.time("train"):
+                steps = [self.actor.with_old_log_probs(batch) for batch in steps]
+        self.course.open_rollout(steps, self.rollouts.cursor)
 
-    def _evaluate_if_due(self, rollout: int) -> None:
-        options = self.config.evaluation
-        is_last = rollout == self.config.run.num_rollouts
-        if options.prompts is not None and (rollout % options.every == 0 or is_last):
-            self.journal.write_evaluation(rollout, *self.rollouts.evaluate(rollout))
+    def _train(self) -> None:
+        while self.course.opened is not None and self.course.opened.steps:
+            with self.course.watch.time("train"):
+                is_first = self.course.opened.num_done == 0
+                step = self.actor.train_step(self.course.opened.steps[0], is_first=is_first)
+            self.course.count_step(step)
+
+    def _sync(self) -> None:
+        version = self.course.state.weight_version + 1
+        with self.course.watch.time("sync"):
+            self.sync.push(version)
+        self.course.close_rollout(version)
+
+    def _evaluate_if_due(self) -> None:
+        if self.course.is_evaluation_due:
+            rollout = self.course.state.rollout
+            result = self.course.unless_asked_to_stop(lambda: self.rollouts.evaluate(rollout))
+            self.journal.write_evaluation(rollout, *result)
+            self.course.count_evaluation()

@@ -153,10 +153,22 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class OpenRollout:
+    """A rollout that was sampled and is being trained on: what a checkpoint in the middle of it must keep."""
+
+    steps: tuple[TrainBatch, ...]  # this rank's gradient steps, those not yet taken
+    num_done: int  # gradient steps taken
+    metrics: Mapping[str, float]  # of the rollout's row so far, over all ranks
+    seconds: Mapping[str, float]  # spent in its phases so far, and "total"
+
+
+@dataclass(frozen=True)
 class RunState:
-    """Where a run stands; with weights, optimizer and RNG, all that resuming needs."""
+    """Where a run stands; with weights, optimizer, RNG and an open rollout, all that resuming needs."""
 
     rollout: int  # rollouts finished
-    step: int  # gradient steps finished
+    step: int  # gradient steps finished, skipped ones included
     weight_version: int  # of the weights the engine holds
     data_cursor: Mapping[str, int]
+    last_evaluation: int = -1  # rollouts finished when the policy was last evaluated; -1 before the first
+    skipped_in_a_row: int = 0  # gradient steps just skipped for values that were not finite

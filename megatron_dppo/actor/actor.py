@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron_dppo.algorithms import Objective, PolicyLossOutput, preset
 from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.reference import TokenLogProbs, policy_loss_from_logits, token_log_probs
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.convert import export_hf_weights
@@ -97,34 +98,46 @@ class Actor:
         """All weights in Hugging Face names; every rank must iterate."""
         return export_hf_weights(self.model, self.hf)
 
-    def train_step(self, batch: TrainBatch, *, is_first: bool) -> Metrics:
-        """One gradient step, and this rank's statistics of it.
+    def train_step(self, batch: TrainBatch, *, is_first: bool) -> "Step":
+        """One gradient step; skipped, on every rank, where a loss or a gradient is not finite on any.
 
         Args:
             batch: This rank's micro-batches; as many on every rank.
             is_first: The weights are still those that the rollout sampled with: measure the mismatch of the
                 engines and the agreement of the routers, which later steps would mix with learning.
         """
-        metrics = self.accumulate_gradients(batch, is_first=is_first)
+        step = self.accumulate_gradients(batch, is_first=is_first)
+        metrics = step.metrics
         metrics.add_max("optimizer/lr", self.optimizer.param_groups[0]["lr"])
-        is_updated, grad_norm, _ = self.optimizer.step()
-        metrics.add_max("optimizer/grad_norm", float(grad_norm))
-        metrics.add_max("optimizer/skipped_steps", float(not is_updated))
+        faults = [*step.faults, *bad_gradients(self.model, self._ddp)]
+        is_skipped = self._runtime.any(bool(faults))
+        if not is_skipped:
+            is_updated, grad_norm, _ = self.optimizer.step()
+            is_skipped = not is_updated
+            metrics.add_max("optimizer/grad_norm", float(grad_norm))
+        metrics.add_max("optimizer/skipped_steps", float(is_skipped))
         self._schedule.step(1)
-        return metrics
+        return Step(metrics, tuple(faults), is_skipped)
 
-    def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool) -> Metrics:
+    def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool) -> "Step":
         """Forward and backward of every micro-batch; gradients are then averaged over all learning tokens."""
-        metrics = Metrics()
+        metrics, faults = Metrics(), list[str]()
         self._ddp.train()
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def loss(logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
             temperature = self._config.rollout.temperature
-            out, statistics = policy_loss_from_logits(logits, microbatch, self.objective, temperature)
+            num_tokens = microbatch.loss_mask.sum().int()
+            try:
+                out, statistics = policy_loss_from_logits(logits, microbatch, self.objective, temperature)
+            except ConfigError as error:  # the config was checked: these are values that no loss may be made of
+                faults.append(str(error))
+                return logits.sum() * 0.0, num_tokens, {}
+            if not bool(out.loss_sum.isfinite()):
+                faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
             _observe(metrics, out, statistics, microbatch, is_first)
-            return out.loss_sum, microbatch.loss_mask.sum().int(), {}
+            return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
         is_measuring = is_first and replay_mode != "off"
@@ -134,7 +147,7 @@ class Actor:
             for layer, (total, count) in replay.agreement().items():
                 metrics.add_mean(f"routing/agreement_layer_{layer}", total, count)
                 metrics.add_mean("routing/agreement_mean", total, count)
-        return metrics
+        return Step(metrics, tuple(faults))
 
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with log-probs of the current weights: one more forward, for "recomputed" anchors only."""
@@ -197,6 +210,27 @@ class Actor:
         With the distributed optimizer a rank holds only its own shard of the reduced gradients.
         """
         return [parameter.main_grad for parameter in self.model.parameters()]  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one gradient step came to on this rank."""
+
+    metrics: Metrics
+    faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words
+    is_skipped: bool = False  # the weights were left as they were, on every rank
+
+
+def bad_gradients(model: torch.nn.Module, ddp: DistributedDataParallel) -> list[str]:
+    """What is not finite among this rank's gradients, in words; one pass over them where all are."""
+    wrapped: Any = ddp
+    buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+    if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):
+        return []
+    parameters: list[tuple[str, Any]] = list(model.named_parameters())
+    names = [name for name, parameter in parameters if not bool(parameter.main_grad.isfinite().all())]
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return [f"gradient: not finite in {len(names)} tensors ({shown})"]
 
 
 def _observe(

@@ -1,13 +1,15 @@
-"""Checkpoints of a run: whole or not there, and enough to go on bit for bit.
+"""Checkpoints of a run: written beside training, checked before use, and enough to go on bit for bit.
 
-A folder per gradient step holds `megatron/` (weights and optimizer), `rng/` (one file per rank), `hf/`
-(config and tokenizer, so that `model.load` and the tools read it) and `state.json` (where the run stands).
-It is written under another name and renamed when complete; `latest`, a one-line file, is flipped last.
+`checkpoint_folder.py` says what stands where on disk.
 """
 
 import json
+import logging
 import shutil
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,21 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
+from megatron_dppo.actor import checkpoint_folder
 from megatron_dppo.actor.actor import Actor
+from megatron_dppo.actor.checkpoint_folder import STATE, Kept, Retention
 from megatron_dppo.actor.mcore_fixes import prime_adam_states
+from megatron_dppo.config.schema import CheckpointConfig
+from megatron_dppo.data.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.hf_checkpoint import copy_model_files
-from megatron_dppo.models.megatron_checkpoint import HF, WEIGHTS, hf_files, load_sharded, save_sharded
+from megatron_dppo.models.megatron_checkpoint import HF, WEIGHTS, PendingSave, hf_files, load_sharded
 from megatron_dppo.runtime import Runtime
-from megatron_dppo.types import RunState
+from megatron_dppo.types import OpenRollout, RunState, TrainBatch
 
-LATEST = "latest"
-_FORMAT = {
+logger = logging.getLogger(__name__)
+
+_MEGATRON_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
@@ -32,109 +39,288 @@ _FORMAT = {
 
 
 @dataclass(frozen=True)
-class SavedRun:
-    """What a checkpoint says besides tensors."""
+class RunPoint:
+    """A point between gradient steps that a run can go on from."""
 
     state: RunState
     metrics_offset: int  # bytes of metrics.jsonl that belong to the steps taken
-    world_size: int
+    opened: OpenRollout | None = None  # the rollout in whose middle it stands
+    score: float | None = None  # checkpoint.best_metric of these weights
 
 
-def save(folder: Path, actor: Actor, saved: SavedRun, model_folder: Path, runtime: Runtime) -> Path:
-    """Write a checkpoint of the run as it stands; every rank calls this together.
+class Checkpoints:
+    """A run's checkpoints, for as long as it lives. Every rank calls each method, together."""
 
-    Args:
-        folder: The run's `checkpoints/`.
-        actor: What to save.
-        saved: Where the run stands.
-        model_folder: The `model.load` folder, whose config and tokenizer are copied.
-        runtime: This process.
+    def __init__(self, folder: Path, options: CheckpointConfig, model_folder: Path, runtime: Runtime) -> None:
+        """Clean up what a killed run left half written.
 
-    Returns:
-        The new checkpoint's folder.
-    """
-    final = folder / f"step_{saved.state.step:08d}"
-    unfinished = folder / f".{final.name}.unfinished"
+        Args:
+            folder: The run's `checkpoints/`; no other process may be using it.
+            options: `[checkpoint]`.
+            model_folder: The `model.load` folder, whose config and tokenizer are copied.
+            runtime: This process.
+        """
+        self._folder, self._options, self._runtime = folder, options, runtime
+        self._model_folder = model_folder
+        self._underway: _Save | None = None
+        self._saved: RunState | None = None
+        self._failed_in_a_row = 0
+        runtime.on_main(lambda: checkpoint_folder.delete(checkpoint_folder.leftovers(folder)))
 
-    def begin() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        (unfinished / WEIGHTS).mkdir(parents=True)
-        (unfinished / "rng").mkdir()
+    def save(self, actor: Actor, point: RunPoint) -> float:
+        """Begin to write a checkpoint; with `asynchronous` off, and after `wait`, it is on disk.
 
-    def finish() -> None:
-        copy_model_files(hf_files(model_folder), unfinished / HF)
-        (unfinished / "state.json").write_text(json.dumps(asdict(saved), indent=1) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
-        pointer = folder / f".{LATEST}.unfinished"
-        pointer.write_text(final.name + "\n")
-        pointer.replace(folder / LATEST)
+        A save that fails is logged and counted, and costs no earlier checkpoint.
 
-    runtime.on_main(begin)
-    save_sharded(_sharded_state(actor, is_loading=False), unfinished / WEIGHTS)
-    save_file(_random_states(), unfinished / "rng" / f"rank_{runtime.rank:05d}.safetensors")
-    runtime.barrier()
-    runtime.on_main(finish)
-    return final
+        Returns:
+            Seconds that training stood still.
 
+        Raises:
+            CheckpointError: `max_failed_saves` in a row could not be written.
+        """
+        started = time.perf_counter()
+        if point.state == self._saved or (self._underway and point.state == self._underway.point.state):
+            return 0.0
+        self._finish_underway()
+        unfinished = self._runtime.on_main(lambda: self._begin(point.state.step))
+        state = _sharded_state(actor, is_loading=False)
+        pending = PendingSave(state, unfinished / WEIGHTS, is_copied=self._options.asynchronous)
+        steps = point.opened.steps if point.opened is not None else None
+        own_bytes = pending.num_bytes + sum(bytes_of(step) for step in steps or ())
+        total = sum(self._runtime.all_gather(own_bytes))
+        reserve = int(self._options.reserve_gib * (1 << 30))
+        try:
+            self._runtime.on_main(lambda: checkpoint_folder.require_free(self._folder, total, reserve))
+        except CheckpointError as error:
+            self._fail(unfinished, str(error))
+            return time.perf_counter() - started
+        self._underway = _Save(unfinished, point, pending, self._runtime.rank, steps, random_states())
+        self._underway.thread.start()
+        if not self._options.asynchronous:
+            self._finish_underway()
+        return time.perf_counter() - started
 
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run's `checkpoints/`; none before the first.
+    def poll(self) -> None:
+        """Make a save that all ranks have written a checkpoint; cheap where none is underway.
 
-    Raises:
-        CheckpointError: `latest` names a checkpoint that is not there.
-    """
-    pointer = folder / LATEST
-    if not pointer.is_file():
+        Raises:
+            CheckpointError: As `save`.
+        """
+        if self._underway and not any(self._runtime.all_gather(self._underway.thread.is_alive())):
+            self._finish_underway()
+
+    def wait(self) -> None:
+        """Wait until the latest save is a checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._finish_underway()
+        if self._failed_in_a_row:
+            raise CheckpointError(
+                f"{self._folder}: the last save failed, as logged above. What was trained since the checkpoint "
+                "before it is lost to a resume; mend the cause and start the same command again."
+            )
+
+    def resume(self, actor: Actor) -> RunPoint | None:
+        """Restore the latest checkpoint that is whole; none where there never was one.
+
+        A torn checkpoint is renamed, reported, and the one before it is taken.
+
+        Raises:
+            CheckpointError: All are torn, or the checkpoint is of another model or number of processes.
+        """
+        found = self._newest_whole()
+        if found is None:
+            return None
+        point = load(found, actor, self._runtime)
+        self._saved = point.state
+        if self._runtime.is_main:
+            logger.info("resuming from %s: %d gradient steps are done", found, point.state.step)
+        return point
+
+    def _newest_whole(self) -> Path | None:
+        runtime = self._runtime
+        candidates = runtime.on_main(lambda: checkpoint_folder.candidates(self._folder))
+        for candidate in candidates:
+            own = checkpoint_folder.faults(candidate, (runtime.rank, runtime.world_size))
+            faults = sorted({fault for faults in runtime.all_gather(own) for fault in faults})
+            if not faults:
+                return candidate
+            torn = runtime.on_main(lambda torn=candidate: checkpoint_folder.set_aside(torn))
+            if runtime.is_main:
+                logger.warning("%s is torn (%s); kept as %s", candidate, "; ".join(faults[:3]), torn.name)
+        if candidates:
+            raise CheckpointError(
+                f"{self._folder}: all {len(candidates)} checkpoints are torn; they are kept as *.torn. "
+                "Restore one from a backup, or start a new run.folder."
+            )
         return None
-    found = folder / pointer.read_text().strip()
-    if not (found / "state.json").is_file():
-        raise CheckpointError(
-            f"{pointer} names {found.name}, which is not a complete checkpoint. "
-            f"Write the name of one that is into {pointer}, or remove it to start anew."
+
+    def _begin(self, step: int) -> Path:
+        unfinished = self._folder / f".{checkpoint_folder.name_of(step)}.{time.time_ns()}.unfinished"
+        for name in (WEIGHTS, "rng", "remaining"):
+            (unfinished / name).mkdir(parents=True)
+        return unfinished
+
+    def _finish_underway(self) -> None:
+        """Wait for the writers, agree, and publish."""
+        save, self._underway = self._underway, None
+        if save is None:
+            return
+        save.thread.join()
+        errors = self._runtime.all_gather(save.error)
+        failed = next(((rank, error) for rank, error in enumerate(errors) if error is not None), None)
+        if failed is not None:
+            self._fail(save.unfinished, f"rank {failed[0]}: {failed[1]}")
+            return
+        try:
+            save.pending.finish()
+            sums = {name: digest for own in self._runtime.all_gather(save.sums) for name, digest in own.items()}
+            self._runtime.on_main(lambda: self._publish(save, sums))
+        except (CheckpointError, OSError) as error:
+            self._fail(save.unfinished, str(error))
+            return
+        self._saved, self._failed_in_a_row = save.point.state, 0
+
+    def _publish(self, save: "_Save", sums: dict[str, str]) -> None:
+        """Rank 0: what belongs to no rank alone, the checksums, and the names that make it visible."""
+        unfinished, point = save.unfinished, save.point
+        copy_model_files(hf_files(self._model_folder), unfinished / HF)
+        checkpoint_folder.write_durably(unfinished / STATE, _to_json(point, self._runtime.world_size))
+        others = [
+            file
+            for file in unfinished.rglob("*")
+            if file.is_file() and str(file.relative_to(unfinished)) not in sums
+        ]
+        checkpoint_folder.sync_files(others)
+        checkpoint_folder.write_sums(unfinished, sums | checkpoint_folder.sums_of(others, unfinished))
+        checkpoint_folder.publish(unfinished, self._folder / checkpoint_folder.name_of(point.state.step))
+        checkpoint_folder.delete([*self._outdated(), *checkpoint_folder.leftovers(self._folder)])
+
+    def _outdated(self) -> list[Path]:
+        options = self._options
+        retention = Retention(
+            options.keep_last, options.keep_every, options.keep_best, options.best_is == "highest"
         )
-    return found
+        kept: list[Kept] = []
+        for folder in checkpoint_folder.complete(self._folder):
+            try:
+                content = _read_state(folder)
+                kept.append(Kept(folder, content["state"]["rollout"], content["score"]))
+            except (CheckpointError, KeyError, TypeError):
+                logger.warning("%s/%s cannot be read; the folder is left alone", folder, STATE)
+        return retention.deleted(kept)
+
+    def _fail(self, unfinished: Path, reason: str) -> None:
+        self._failed_in_a_row += 1
+        self._runtime.on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        if self._runtime.is_main:
+            logger.error("the checkpoint could not be written, earlier ones are untouched: %s", reason)
+        if self._failed_in_a_row >= self._options.max_failed_saves:
+            raise CheckpointError(
+                f"{self._folder}: {self._failed_in_a_row} saves in a row failed; expected fewer than "
+                f"checkpoint.max_failed_saves = {self._options.max_failed_saves}. The last reason: {reason}"
+            )
 
 
-def read_saved_run(checkpoint: Path) -> SavedRun:
-    """Where the run stood when the checkpoint was written.
+@dataclass
+class _Save:
+    """One checkpoint being written by a thread of each rank."""
 
-    Raises:
-        CheckpointError: The checkpoint's state is torn.
-    """
-    try:
-        content = json.loads((checkpoint / "state.json").read_text())
-        return SavedRun(RunState(**content["state"]), content["metrics_offset"], content["world_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint}/state.json cannot be read ({error!r}). Resume from another checkpoint."
-        ) from error
+    unfinished: Path
+    point: RunPoint
+    pending: PendingSave
+    rank: int
+    steps: tuple[TrainBatch, ...] | None  # of the open rollout
+    random: dict[str, torch.Tensor]
+    thread: threading.Thread = field(init=False)
+    sums: dict[str, str] = field(default_factory=dict[str, str])  # of the files that this rank wrote
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._write, name="write checkpoint", daemon=True)
+
+    def _write(self) -> None:
+        try:
+            files = self.pending.write()
+            name = f"rank_{self.rank:05d}.safetensors"
+            save_file(self.random, self.unfinished / "rng" / name)
+            files.append(self.unfinished / "rng" / name)
+            if self.steps is not None:
+                write_batches(self.unfinished / "remaining" / name, self.steps)
+                files.append(self.unfinished / "remaining" / name)
+            checkpoint_folder.sync_files(files)
+            self.sums = checkpoint_folder.sums_of(files, self.unfinished)
+        except Exception as error:  # noqa: BLE001 - carried to the main thread, which tells all ranks
+            self.error = f"{type(error).__name__}: {error}"
 
 
-def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> SavedRun:
+def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
     """Restore weights, optimizer, schedule and random states; every rank calls this together.
 
     Raises:
-        CheckpointError: It is torn, of another model, or of another number of processes.
+        CheckpointError: It is of another model, or of another number of processes.
+        DataError: The open rollout's steps cannot be read.
     """
-    saved = read_saved_run(checkpoint)
-    if saved.world_size != runtime.world_size:
+    content = _read_state(checkpoint)
+    if content["world_size"] != runtime.world_size:
         raise CheckpointError(
-            f"{checkpoint} was written by {saved.world_size} processes; this run has {runtime.world_size}. "
-            f"Start {saved.world_size}, or train from its weights alone: model.load = {str(checkpoint)!r}."
+            f"{checkpoint} was written by {content['world_size']} processes; this run has "
+            f"{runtime.world_size}. Start {content['world_size']}, or train from its weights alone: "
+            f"model.load = {str(checkpoint)!r}."
         )
     prime_adam_states(actor.optimizer)
     state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
     actor.model.load_state_dict(state["model"])
     actor.optimizer.load_state_dict(state["optimizer"])
-    actor.restart_schedule(saved.state.step)
-    _restore_random_states(load_file(checkpoint / "rng" / f"rank_{runtime.rank:05d}.safetensors"))
-    return saved
+    own = f"rank_{runtime.rank:05d}.safetensors"
+    _restore_random_states(load_file(checkpoint / "rng" / own))
+    point = _from_json(content, lambda: read_batches(checkpoint / "remaining" / own))
+    actor.restart_schedule(point.state.step)
+    return point
+
+
+def _to_json(point: RunPoint, world_size: int) -> str:
+    opened = point.opened
+    kept = None
+    if opened is not None:
+        kept = {
+            "num_done": opened.num_done,
+            "metrics": dict(opened.metrics),
+            "seconds": dict(opened.seconds),
+        }
+    content = {
+        "state": asdict(point.state),
+        "metrics_offset": point.metrics_offset,
+        "world_size": world_size,
+        "score": point.score,
+        "open_rollout": kept,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _from_json(content: dict[str, Any], read_steps: Callable[[], tuple[TrainBatch, ...]]) -> RunPoint:
+    kept = content["open_rollout"]
+    opened = None if kept is None else OpenRollout(read_steps(), **kept)
+    return RunPoint(RunState(**content["state"]), content["metrics_offset"], opened, content["score"])
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+        return content
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint}/{STATE} cannot be read ({error!r}). Resume from another checkpoint."
+        ) from error
 
 
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
-    model = actor.model.sharded_state_dict(metadata=dict(_FORMAT))
-    optimizer = actor.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_FORMAT))
+    model = actor.model.sharded_state_dict(metadata=dict(_MEGATRON_FORMAT))
+    optimizer = actor.optimizer.sharded_state_dict(
+        model, is_loading=is_loading, metadata=dict(_MEGATRON_FORMAT)
+    )
     return {"model": model, "optimizer": optimizer}
 
 
@@ -143,9 +329,10 @@ def _tracker() -> Any:
     return get_cuda_rng_tracker()
 
 
-def _random_states() -> dict[str, torch.Tensor]:
-    trackers = {f"megatron.{name}": state for name, state in _tracker().get_states().items()}
-    return {"torch": torch.get_rng_state()} | {name: state.clone() for name, state in trackers.items()}
+def random_states() -> dict[str, torch.Tensor]:
+    """Copies of this rank's random-number states, torch's and Megatron's."""
+    trackers = {f"megatron.{name}": state.clone() for name, state in _tracker().get_states().items()}
+    return {"torch": torch.get_rng_state(), **trackers}
 
 
 def _restore_random_states(states: dict[str, torch.Tensor]) -> None:

@@ -29,6 +29,8 @@ class RunConfig(Section):
     """Rollouts to train on; each is followed by `algorithm.minibatches_per_rollout` gradient steps."""
     num_threads: PositiveInt = 1
     """CPU threads of each process."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds that a rank waits for the others, at the start and in every collective, before the job ends."""
 
 
 class ModelConfig(Section):
@@ -189,6 +191,8 @@ class OptimizerConfig(Section):
     """Global gradient-norm clip; 0 turns it off."""
     distributed: bool = True
     """Shard optimizer states over data-parallel ranks (Megatron's DistributedOptimizer)."""
+    max_skipped_steps: PositiveInt = 3
+    """The run stops when so many gradient steps in a row had a loss or gradient that is not finite."""
 
 
 class CheckpointConfig(Section):
@@ -196,8 +200,26 @@ class CheckpointConfig(Section):
 
     every: NonNegativeInt = 50
     """Save after this many rollouts, and at the end; 0 saves only at the end."""
+    every_steps: NonNegativeInt = 0
+    """Save after this many gradient steps too, in the middle of a rollout where they fall there; 0 never."""
     resume: bool = True
     """Go on from the run folder's latest checkpoint when there is one."""
+    asynchronous: bool = True
+    """Write beside training, from a copy in host memory; false waits until the checkpoint is on disk."""
+    keep_last: NonNegativeInt = 3
+    """Newest checkpoints that stay; 0 keeps all. The next rules keep others besides."""
+    keep_every: NonNegativeInt = 0
+    """Keep checkpoints whose number of finished rollouts is a multiple of this; 0 none."""
+    keep_best: NonNegativeInt = 0
+    """Keep this many checkpoints with the best `best_metric`."""
+    best_metric: str = "reward/mean"
+    """Metric of the last rollout or evaluation before the save, for `keep_best`."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of `best_metric` is best."""
+    reserve_gib: NonNegativeFloat = 1.0
+    """Disk space that a save must leave free, in GiB."""
+    max_failed_saves: PositiveInt = 3
+    """The run stops when so many saves in a row could not be written; the last one of a run may never fail."""
 
 
 class EvaluationConfig(Section):

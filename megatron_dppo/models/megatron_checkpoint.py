@@ -12,6 +12,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -92,15 +93,89 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
         ) from error
 
 
+class PendingSave:
+    """A distributed save: planned by all ranks, written by each on its own, then made valid by all.
+
+    Megatron would write from forked children; a thread does it as well, since writing releases the interpreter
+    lock, and a killed trainer then leaves no writer behind.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path, *, is_copied: bool) -> None:
+        """Plan the save of a sharded state into an existing empty folder; every rank calls this together.
+
+        Args:
+            state: Sharded state dict.
+            folder: Where to write.
+            is_copied: Hold copies, so that training may change the tensors before they are written.
+        """
+        with _results_in_this_process():
+            self._request: Any = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        self._buckets: list[Any] = []
+        if self._request.async_fn is not None:
+            live = self._request.async_fn_args[1]
+            self._buckets = self._request.preload_fn()
+            if is_copied:
+                self._buckets = [_copied(*pair) for pair in zip(self._buckets, live, strict=True)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(tensor.nbytes for *_, (_, tensors) in self._buckets for _, tensor in tensors)
+
+    def write(self) -> list[Path]:
+        """Write and sync this rank's files, in any thread; communicates with no other rank.
+
+        Raises:
+            OSError: The disk is full, or fails in another way; also as torch's RuntimeError.
+        """
+        written: dict[int, Any] = {}
+        outcomes: Any = queue.Queue()
+        unfinished: Any = queue.Queue()
+        for index, bucket in enumerate(self._buckets):
+            unfinished.put(index)
+            transforms = self._request.async_fn.args[0]
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, unfinished, True)
+            _, written[index] = outcomes.get()
+            if isinstance(written[index], Exception):
+                raise written[index]
+        if self._buckets:
+            self._request.async_fn_args[2].put(written)
+        return [Path(path) for path, *_ in self._buckets]
+
+    def finish(self) -> None:
+        """Write the metadata that makes the folder loadable; every rank calls this, after all have written.
+
+        Raises:
+            CheckpointError: The metadata could not be written.
+        """
+        self._buckets = []
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except CheckpointException as error:
+            raise CheckpointError(f"the checkpoint's metadata could not be written: {error}") from error
+
+
+def _copied(staged: Any, live: Any) -> Any:
+    """A write bucket whose tensors share no memory with the model; those copied from a device do not."""
+    path, key, (objects, tensors) = staged
+    apart = [
+        (item, tensor.clone() if tensor.data_ptr() == original.data_ptr() else tensor)
+        for (item, tensor), (_, original) in zip(tensors, live[2][1], strict=True)
+    ]
+    return path, key, (objects, apart)
+
+
 def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Megatron's distributed save into an existing empty folder; returns when the bytes are on disk."""
-    with _results_in_this_process():
-        dist_checkpointing.save(state, str(folder))
+    """Save into an existing empty folder from a single process; returns when the bytes are on disk."""
+    save = PendingSave(state, folder, is_copied=False)
+    save.write()
+    save.finish()
 
 
 @contextmanager
 def _results_in_this_process() -> Iterator[None]:
-    """Collect a synchronous save's results in a plain queue.
+    """Let a save hand over what it wrote in a plain queue.
 
     Megatron otherwise starts a manager process by spawning, which takes seconds and runs the main module again.
     """

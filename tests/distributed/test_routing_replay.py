@@ -38,7 +38,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
         routing = actor.routing if mode != "off" else None
         shape = BatchShape("token_mean", 16, 200, routing=routing)
         (batch,) = train_batches([samples], shape, actor.data_parallel_share[0], runtime.all_gather)
-        metrics = actor.accumulate_gradients(batch, is_first=True).values()
+        metrics = actor.accumulate_gradients(batch, is_first=True).metrics.values()
         results[mode] = metrics
         results["weight versions"] = {s.weight_versions[0].version for s in samples}
     assert routing is not None

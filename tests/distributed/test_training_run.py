@@ -1,8 +1,12 @@
 """Whole runs of the real loop on the sanity task: a few steps, resumed runs, and what a run writes."""
 
+import contextlib
+import itertools
 import json
+import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,22 +62,24 @@ def settings(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]
 
 
 def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = None) -> dict[str, Any]:
-    """Run the loop in this rank, with a reward that varies, and return its final weights and moments."""
+    """Run the loop in this rank, with a reward that varies, and return its final weights and moments.
+
+    With `stop_after`, rank 0 is sent SIGTERM in the middle of that gradient step.
+    """
     import megatron_dppo.train as loop
     from megatron_dppo.config.schema import Config
     from megatron_dppo.journal import Journal
+    from megatron_dppo.preemption import Preempted, StopRequests
 
     reward_digits()
     config = Config.model_validate(tables)
-    with Journal.open(config, runtime) as journal:
-        training = loop.Training.prepare(config, runtime, journal)
+    with StopRequests.handled() as requests, Journal.open(config, runtime) as journal:
+        training = loop.Training.prepare(config, runtime, journal, requests)
         forwards = count_forwards(training.actor)
-        if stop_after is not None:
-            config_stop = config.model_copy(
-                update={"run": config.run.model_copy(update={"num_rollouts": stop_after})}
-            )
-            training.config = config_stop
-        training.run()
+        if stop_after is not None and runtime.is_main:
+            signal_at_step(training.actor, stop_after)
+        with contextlib.nullcontext() if stop_after is None else pytest.raises(Preempted):
+            training.run()
     weights = {name: tensor.clone() for name, tensor in training.actor.weights()}
     moments = [
         state[key].clone()
@@ -81,7 +87,19 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
         for state in member.optimizer.state.values()
         for key in ("exp_avg", "exp_avg_sq", "step")
     ]
-    return {"weights": weights, "moments": moments, "forwards": forwards, "state": training.state}
+    return {"weights": weights, "moments": moments, "forwards": forwards, "state": training.course.state}
+
+
+def signal_at_step(actor: Any, number: int) -> None:
+    """Send this process SIGTERM while it takes that gradient step, counted from 1."""
+    accumulate, count = actor.accumulate_gradients, itertools.count(1)
+
+    def accumulate_and_signal(*args: Any, **options: Any) -> Any:
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(*args, **options)
+
+    actor.accumulate_gradients = accumulate_and_signal
 
 
 def reward_digits() -> None:
@@ -117,17 +135,23 @@ def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(task: Path, tmp_path: Path, dtype: str) -> None:
-    whole_name, halved_name = f"whole_{dtype}", f"halved_{dtype}"
-    model = {"dtype": dtype}
-    whole = run_ranks(train, 1, tmp_path, with_data(task, whole_name, model=model))[0]
-    run_ranks(train, 1, tmp_path, with_data(task, halved_name, model=model), 2)
+@pytest.mark.parametrize(
+    ("dtype", "world_size", "stop_after"), [("float32", 1, 3), ("bfloat16", 1, 4), ("float32", 2, 3)]
+)
+def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
+    task: Path, tmp_path: Path, dtype: str, world_size: int, stop_after: int
+) -> None:
+    """Stopped after an odd number of steps it stands in the middle of a rollout, else between two."""
+    whole_name, halved_name = (f"{name}_{dtype}_{world_size}" for name in ("whole", "halved"))
+    changes: Any = {"model": {"dtype": dtype}, "parallel": {"expert": world_size}}
+    whole = run_ranks(train, world_size, tmp_path, with_data(task, whole_name, **changes))[0]
+    stopped = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes), stop_after)[0]
+    assert stopped["state"].step == stop_after
     with (task / halved_name / "metrics.jsonl").open("a") as metrics:
         metrics.write(
             '{"kind": "step", "rollout": 2, "step": 4}\n'
         )  # written after the checkpoint, then killed
-    resumed = run_ranks(train, 1, tmp_path, with_data(task, halved_name, model=model))[0]
+    resumed = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes))[0]
     assert resumed["state"] == whole["state"]
     assert whole["weights"].keys() == resumed["weights"].keys()
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
@@ -142,9 +166,13 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(task: Path, tmp_p
 
 def test_two_processes_train_as_one(task: Path, tmp_path: Path) -> None:
     """Expert parallelism changes neither which samples are drawn nor, beyond rounding, what is learned."""
-    changes = {"rollout": {"transformers": {"weights": "float32"}}, "optimizer": {"eps": 1.0}}
-    one = run_ranks(train, 1, tmp_path, with_data(task, "one", **changes), 1)[0]
-    two = run_ranks(train, 2, tmp_path, with_data(task, "two", parallel={"expert": 2}, **changes), 1)
+    changes: dict[str, Any] = {
+        "run": {"num_rollouts": 1},
+        "rollout": {"transformers": {"weights": "float32"}},
+        "optimizer": {"eps": 1.0},
+    }
+    one = run_ranks(train, 1, tmp_path, with_data(task, "one", **changes))[0]
+    two = run_ranks(train, 2, tmp_path, with_data(task, "two", parallel={"expert": 2}, **changes))
     before = HFWeights(task / "model")
     for name, tensor in one["weights"].items():
         moved = tensor - before.tensor(name)

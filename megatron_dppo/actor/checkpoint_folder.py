@@ -1,0 +1,220 @@
+"""Checkpoints as folders on disk: complete or invisible, checked before use, kept or deleted by rule.
+
+    checkpoints/
+      latest                         the name of the newest complete checkpoint, flipped last
+      step_00000320/
+        megatron/                    weights and optimizer, as Megatron shards them
+        rng/rank_00000.safetensors   random states of each rank
+        remaining/rank_00000.safetensors   gradient steps not yet taken, where the rollout was not finished
+        hf/                          config and tokenizer
+        state.json                   where the run stands
+        SHA256SUMS                   of every other file; `sha256sum -c SHA256SUMS` checks it by hand
+      step_00000280.torn/            set aside: a checksum did not match
+      .step_00000360.<id>.unfinished/    being written, or left by a run that was killed
+
+No tensor library is needed here.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+SUMS = "SHA256SUMS"
+STATE = "state.json"
+_NAME = re.compile(r"step_\d{8,}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A complete checkpoint, and what retention asks about it."""
+
+    folder: Path
+    rollout: int  # rollouts finished
+    score: float | None  # of the metric that "best" means; none in the middle of a rollout
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay; each rule adds to the others."""
+
+    keep_last: int  # newest ones; 0 keeps all
+    keep_every: int  # those whose number of rollouts is a multiple of it; 0 none
+    keep_best: int  # those with the best score
+    highest_is_best: bool
+
+    def deleted(self, checkpoints: Sequence[Kept]) -> list[Path]:
+        """What may go, given all complete checkpoints, oldest first."""
+        if self.keep_last == 0:
+            return []
+        scored = [kept for kept in checkpoints if kept.score is not None]
+        scored.sort(key=lambda kept: kept.score or 0.0, reverse=self.highest_is_best)
+        stays = {kept.folder for kept in checkpoints[-self.keep_last :]}
+        stays |= {kept.folder for kept in scored[: self.keep_best]}
+        if self.keep_every:
+            stays |= {kept.folder for kept in checkpoints if kept.rollout % self.keep_every == 0}
+        return [kept.folder for kept in checkpoints if kept.folder not in stays]
+
+
+def name_of(step: int) -> str:
+    """The folder name of the checkpoint after so many gradient steps."""
+    return f"step_{step:08d}"
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a run's `checkpoints/`, oldest first; not yet checked."""
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Checkpoints to resume from, best first: the one that `latest` names, then those before it.
+
+    Where `latest` is missing or names nothing, the newest comes first.
+    """
+    newest_first = complete(folder)[::-1]
+    pointer = folder / LATEST
+    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
+    names = [path.name for path in newest_first]
+    if name in names:
+        return newest_first[names.index(name) :]
+    if name is not None:
+        logger.warning("%s names %r, which is not there; using the newest checkpoint", pointer, name[:80])
+    return newest_first
+
+
+def sums_of(files: Iterable[Path], root: Path) -> dict[str, str]:
+    """SHA-256 of each file, by its path relative to `root`."""
+    return {str(file.relative_to(root)): _sha256(file) for file in files}
+
+
+def write_sums(checkpoint: Path, sums: dict[str, str]) -> None:
+    """Write SHA256SUMS; the caller has hashed every other file."""
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
+    write_durably(checkpoint / SUMS, "".join(lines))
+
+
+def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with a checkpoint's files, in words; empty where all is well.
+
+    Args:
+        checkpoint: A complete checkpoint's folder.
+        share: (rank, size): hash this rank's share of the files only. Together the ranks read each file once.
+    """
+    try:
+        lines = (checkpoint / SUMS).read_text().splitlines()
+        sums = dict(line.split("  ", 1)[::-1] for line in lines)
+    except (OSError, ValueError) as error:
+        return [f"{SUMS} cannot be read ({type(error).__name__})"]
+    there = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()} - {SUMS}
+    found = [f"{name} is missing" for name in sorted(sums.keys() - there)]
+    found += [f"{name} has no checksum" for name in sorted(there - sums.keys())]
+    found += [] if STATE in sums else [f"{SUMS} is torn"]
+    rank, size = share
+    for name in sorted(sums.keys() & there)[rank::size]:
+        try:
+            if _sha256(checkpoint / name) != sums[name]:
+                found.append(f"{name} does not match its checksum")
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error})")
+    return found
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a torn checkpoint, so that it is not tried again and not deleted."""
+    number = 1
+    while (torn := checkpoint.with_name(f"{checkpoint.name}.torn{'' if number == 1 else number}")).exists():
+        number += 1
+    checkpoint.rename(torn)
+    return torn
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Make a written checkpoint visible, then point `latest` at it; it replaces one of the same step."""
+    if final.exists():
+        final.rename(final.with_name(f".{final.name}.replaced.{os.getpid()}"))
+    unfinished.rename(final)
+    _sync_folder(final.parent)
+    temporary = final.with_name(f".{LATEST}.unfinished")
+    write_durably(temporary, final.name + "\n")
+    temporary.replace(final.with_name(LATEST))
+    _sync_folder(final.parent)
+
+
+def delete(checkpoints: Iterable[Path]) -> None:
+    """Delete in the background; a checkpoint disappears from sight at once."""
+    hidden: list[Path] = []
+    for checkpoint in checkpoints:
+        if checkpoint.name.startswith("."):
+            hidden.append(checkpoint)
+        else:
+            hidden.append(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleted.{os.getpid()}")))
+    if hidden:
+        threading.Thread(target=_remove, args=(hidden,), daemon=True, name="delete checkpoints").start()
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What earlier processes left half written, replaced or half deleted."""
+    return [path for path in folder.glob(".step_*") if path.is_dir()]
+
+
+def require_free(folder: Path, num_bytes: int, reserve_bytes: int) -> None:
+    """Go on only where the disk has room.
+
+    Raises:
+        CheckpointError: Writing `num_bytes` would leave less than `reserve_bytes`.
+    """
+    free = shutil.disk_usage(folder).free
+    if free - num_bytes < reserve_bytes:
+        gib = 1 << 30
+        raise CheckpointError(
+            f"{folder}: {free / gib:.2f} GiB are free; expected {num_bytes / gib:.2f} GiB for the checkpoint "
+            f"and checkpoint.reserve_gib = {reserve_bytes / gib:.2f} besides. Free some space, or lower "
+            "checkpoint.keep_last."
+        )
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Write a small file and wait until it is on the disk."""
+    with file.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_files(files: Iterable[Path]) -> None:
+    """Wait until files written by others are on the disk."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,147 @@
+"""Where a run stands between gradient steps: saved where due, left where asked, gone on with after a resume."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from megatron_dppo.actor.actor import Actor, Step
+from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint
+from megatron_dppo.config.schema import Config
+from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.journal import Journal
+from megatron_dppo.preemption import Preempted, StopRequests
+from megatron_dppo.runtime import Runtime, Stopwatch
+from megatron_dppo.types import OpenRollout, RunState, TrainBatch
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Course:
+    """The run's state, its open rollout, and its checkpoints. Every rank calls each method, together."""
+
+    def __init__(
+        self, config: Config, runtime: Runtime, journal: Journal, actor: Actor, requests: StopRequests
+    ) -> None:
+        """Find out which checkpoints there are; call `resume` next."""
+        self._config, self._runtime, self._journal = config, runtime, journal
+        self._actor, self._requests = actor, requests
+        folder = config.run.folder / "checkpoints"
+        self._checkpoints = Checkpoints(folder, config.checkpoint, config.model.load, runtime)
+        self.state = RunState(0, 0, 0, {})
+        self.opened: OpenRollout | None = None
+        self.watch = Stopwatch(runtime)
+
+    def resume(self, data_cursor: dict[str, int]) -> None:
+        """Stand where the latest whole checkpoint stood, or at the beginning with this cursor."""
+        point = self._checkpoints.resume(self._actor)
+        if point is None:
+            point = RunPoint(replace(self.state, data_cursor=data_cursor), metrics_offset=0)
+        self.state, self.opened = point.state, point.opened
+        self._journal.start_at(point.metrics_offset, self.opened.metrics if self.opened else {})
+        if self.opened is not None:
+            self.watch = Stopwatch.resumed(self._runtime, self.opened.seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rollouts are finished."""
+        return self.state.rollout == self._config.run.num_rollouts
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the policy as it stands is to be evaluated, and was not yet."""
+        options, done = self._config.evaluation, self.state.rollout
+        is_due = options.prompts is not None and (done % options.every == 0 or self.is_over)
+        return is_due and self.state.last_evaluation != done
+
+    def unless_asked_to_stop(self, work: Callable[[], T]) -> T:
+        """What `work` returns; left at once, and the run saved and ended, where any rank is asked to stop.
+
+        The work samples: it communicates with no other rank, and is done again after a resume.
+        """
+        result = self._requests.run_unless_asked(work)
+        if self._runtime.any(result is None):
+            self._save_and_end()
+        assert result is not None, "only a request to stop leaves the work undone"
+        return result
+
+    def open_rollout(self, steps: Sequence[TrainBatch], data_cursor: dict[str, int]) -> None:
+        """A rollout was sampled; what is to be trained on it is `steps`."""
+        self.state = replace(self.state, data_cursor=data_cursor)
+        self.opened = OpenRollout(tuple(steps), num_done=0, metrics={}, seconds={})
+
+    def count_step(self, step: Step) -> None:
+        """A gradient step was taken, or skipped; saves where that is due in the middle of a rollout.
+
+        Raises:
+            TrainingError: Too many steps in a row were skipped.
+        """
+        assert self.opened is not None, "steps are taken on a rollout"
+        batch, *rest = self.opened.steps
+        skipped = self.state.skipped_in_a_row + 1 if step.is_skipped else 0
+        self._journal.write_step(self.state.rollout, self.state.step, step.metrics)
+        if step.is_skipped:
+            self._journal.keep_evidence(self.state.step, batch, step, skipped)
+        self.state = replace(self.state, step=self.state.step + 1, skipped_in_a_row=skipped)
+        self.opened = replace(self.opened, steps=tuple(rest), num_done=self.opened.num_done + 1)
+        if rest:
+            self.save_if_due()
+
+    def close_rollout(self, weight_version: int) -> None:
+        """All steps were taken, and the engine holds the new weights."""
+        self._journal.write_rollout(self.state.rollout, self.watch.stop())
+        self.state = replace(self.state, rollout=self.state.rollout + 1, weight_version=weight_version)
+        self.opened = None
+
+    def count_evaluation(self) -> None:
+        """The policy as it stands was evaluated."""
+        self.state = replace(self.state, last_evaluation=self.state.rollout)
+
+    def save_if_due(self) -> None:
+        """Save where the config says so; save and end the run where any rank was asked to stop.
+
+        Raises:
+            Preempted: The run was asked to stop, and has saved.
+            CheckpointError: Saving failed too often.
+        """
+        if self._runtime.any(self._requests.is_received):
+            self._save_and_end()
+        if self._is_save_due():
+            self._save()
+        self._checkpoints.poll()
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._checkpoints.wait()
+
+    def _is_save_due(self) -> bool:
+        options, state = self._config.checkpoint, self.state
+        is_due = options.every_steps > 0 and state.step > 0 and state.step % options.every_steps == 0
+        if self.opened is None and state.rollout > 0:
+            is_due |= self.is_over or (options.every > 0 and state.rollout % options.every == 0)
+        return is_due
+
+    def _save(self) -> None:
+        opened, score = self.opened, None
+        if opened is None:
+            score = self._journal.latest(self._config.checkpoint.best_metric)
+        else:
+            metrics, seconds = self._journal.rollout_metrics, self.watch.stop()
+            opened = replace(opened, metrics=metrics, seconds=seconds)
+        point = RunPoint(self.state, self._journal.offset(), opened, score)
+        pause = Metrics()
+        pause.add_max("time/save_s", self._checkpoints.save(self._actor, point))
+        self._journal.add_to_rollout(pause)
+
+    def _save_and_end(self) -> None:
+        self._save()
+        self._checkpoints.wait()
+        if self._runtime.is_main:
+            state = self.state
+            logger.info("asked to stop: saved after %d rollouts, %d gradient steps", state.rollout, state.step)
+        raise Preempted

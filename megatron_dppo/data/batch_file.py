@@ -1,0 +1,104 @@
+"""Gradient steps of a rollout as a safetensors file: what a checkpoint in the middle of a rollout keeps."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, TrainBatch
+
+_LAYOUT = "steps"  # the metadata key that says how tensors make up steps
+_NESTED = ("topk", "routed_experts")
+_PLAIN = tuple(field.name for field in fields(Microbatch) if field.name not in _NESTED)
+
+
+def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
+    """Write gradient steps so that `read_batches` gives the same bits; no pickle.
+
+    Tensors are named `<step>.<micro-batch>.<field>`; counts and the layers that routes are of stand in the
+    file's metadata as JSON.
+    """
+    tensors: dict[str, Tensor] = {}
+    layout: list[dict[str, object]] = []
+    for i, step in enumerate(steps):
+        for j, microbatch in enumerate(step.microbatches):
+            named = dict(_tensors(microbatch))
+            tensors |= {f"{i}.{j}.{name}": tensor.contiguous().clone() for name, tensor in named.items()}
+        routes = next((m.routed_experts for m in step.microbatches if m.routed_experts is not None), None)
+        layout.append(
+            {
+                "num_microbatches": len(step.microbatches),
+                "num_loss_tokens": step.num_loss_tokens,
+                "num_samples": step.num_samples,
+                "layer_numbers": None if routes is None else list(routes.layer_numbers),
+                "num_experts": None if routes is None else routes.num_experts,
+            }
+        )
+    save_file(tensors, path, metadata={_LAYOUT: json.dumps(layout)})
+
+
+def read_batches(path: Path) -> tuple[TrainBatch, ...]:
+    """The gradient steps that `write_batches` wrote.
+
+    Raises:
+        DataError: The file is missing, torn, or of another kind.
+    """
+    try:
+        opened: Any = safe_open(path, "pt")
+        with opened as file:
+            layout: list[dict[str, Any]] = json.loads(file.metadata()[_LAYOUT])
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in list(file.keys())}
+        return tuple(_step(tensors, i, **entry) for i, entry in enumerate(layout))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: found {type(error).__name__}: {error}; expected gradient steps of a rollout. "
+            "The file is torn or of another kind; resume from an earlier checkpoint."
+        ) from error
+
+
+def bytes_of(step: TrainBatch) -> int:
+    """Bytes of the tensors of a gradient step."""
+    return sum(tensor.nbytes for microbatch in step.microbatches for _, tensor in _tensors(microbatch))
+
+
+def _tensors(microbatch: Microbatch) -> Iterator[tuple[str, Tensor]]:
+    for name in _PLAIN:
+        tensor = getattr(microbatch, name)
+        if tensor is not None:
+            yield name, tensor
+    if microbatch.topk is not None:
+        yield "topk.ids", microbatch.topk.ids
+        yield "topk.log_probs", microbatch.topk.log_probs
+    if microbatch.routed_experts is not None:
+        yield "routed_experts.indices", microbatch.routed_experts.indices
+
+
+def _step(
+    tensors: dict[str, Tensor],
+    index: int,
+    *,
+    num_microbatches: int,
+    num_loss_tokens: int,
+    num_samples: int,
+    layer_numbers: list[int] | None,
+    num_experts: int | None,
+) -> TrainBatch:
+    microbatches: list[Microbatch] = []
+    for j in range(num_microbatches):
+        prefix = f"{index}.{j}."
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        plain: dict[str, Any] = {name: own[name] for name in _PLAIN if name in own}
+        microbatch = Microbatch(**plain)
+        if "topk.ids" in own:
+            microbatch = replace(microbatch, topk=RolloutTopK(own["topk.ids"], own["topk.log_probs"]))
+        if layer_numbers is not None and num_experts is not None:
+            routes = RoutedExperts(own["routed_experts.indices"], tuple(layer_numbers), num_experts)
+            microbatch = replace(microbatch, routed_experts=routes)
+        microbatches.append(microbatch)
+    return TrainBatch(tuple(microbatches), num_loss_tokens, num_samples)

@@ -1,0 +1,77 @@
+"""Gradient steps there and back: the same bits, whatever they carry; torn files are refused."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import ROUTING, make_sample
+
+from megatron_dppo.data.batch_file import bytes_of, read_batches, write_batches
+from megatron_dppo.data.packing import WeightedSample, pack, placeholder
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import Microbatch, TrainBatch
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), "bit for bit, NaN included"
+    elif hasattr(a, "__dataclass_fields__"):
+        for field in fields(a):
+            assert_same(getattr(a, field.name), getattr(b, field.name))
+    elif isinstance(a, tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def microbatches() -> list[Microbatch]:
+    samples = [make_sample(list(range(4 + n)), 2, reward=float(n)) for n in range(4)]
+    return pack([WeightedSample(s, torch.full((s.response_length,), 0.5)) for s in samples], 9)
+
+
+def steps() -> tuple[TrainBatch, ...]:
+    packed = microbatches()
+    old = [replace(m, old_log_probs=torch.full((m.tokens.numel(),), float("nan"))) for m in packed]
+    plain = replace(packed[0], topk=None, routed_experts=None)
+    return (
+        TrainBatch((*packed, placeholder(2, ROUTING)), 9, 4),
+        TrainBatch(tuple(old), 3, 2),
+        TrainBatch((plain,), 1, 1),
+    )
+
+
+def test_steps_come_back_bit_for_bit(tmp_path: Path) -> None:
+    write_batches(tmp_path / "steps.safetensors", steps())
+    assert_same(read_batches(tmp_path / "steps.safetensors"), steps())
+
+
+def test_no_step_is_a_file_too(tmp_path: Path) -> None:
+    write_batches(tmp_path / "none.safetensors", ())
+    assert read_batches(tmp_path / "none.safetensors") == ()
+
+
+def test_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
+    write_batches(tmp_path / "steps.safetensors", steps())
+    total = sum(bytes_of(step) for step in steps())
+    size = (tmp_path / "steps.safetensors").stat().st_size
+    assert 0.2 * size < total < size
+
+
+@pytest.mark.parametrize("keep", [0, 7, 300, -1])
+def test_a_torn_file_is_refused(tmp_path: Path, keep: int) -> None:
+    file = tmp_path / "steps.safetensors"
+    write_batches(file, steps())
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(DataError, match="torn or of another kind"):
+        read_batches(file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.safetensors"):
+        read_batches(tmp_path / "nowhere.safetensors")

@@ -9,6 +9,7 @@ from typing import TypeVar
 from megatron_dppo.actor.actor import Step
 from megatron_dppo.actor.evidence import keep_evidence
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.memory import bytes_of_samples
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.diagnostics.tracking import RunFolder
@@ -121,6 +122,7 @@ class Journal:
             rewards = [float(sample.reward or 0.0) for sample in group.samples]
             metrics.add_mean("reward/mean", sum(rewards), len(rewards))
             metrics.add_mean("reward/zero_variance_fraction", float(len(set(rewards)) == 1), 1)
+        metrics.add_max("memory/rollout_bytes", bytes_of_samples(batch.samples))
         self.add_to_rollout(metrics)
         total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
         self._rollout_metrics |= total.metrics()
@@ -139,6 +141,7 @@ class Journal:
         """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total"."""
         metrics = Metrics()
         metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
+        metrics.add_max("memory/host_peak_bytes", self._runtime.host_peak_bytes())
         for phase, elapsed in seconds.items():
             metrics.add_max(f"time/{phase}_s", elapsed)
         row = self._rollout_metrics | self._merged(metrics)

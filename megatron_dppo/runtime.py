@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -65,8 +66,10 @@ class Runtime:
         """Peak memory so far: of the device, or of this process where the device is the CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource
+        return self.host_peak_bytes()
 
+    def host_peak_bytes(self) -> int:
+        """Peak resident memory of this process so far."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def synchronize(self) -> None:

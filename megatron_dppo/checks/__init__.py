@@ -6,7 +6,14 @@ No rule imports Megatron or SGLang. Importing this package registers all rules; 
 
 from collections.abc import Mapping
 
-from megatron_dppo.checks import algorithm_rules, data_rules, megatron_rules, model_rules, run_rules
+from megatron_dppo.checks import (
+    algorithm_rules,
+    data_rules,
+    megatron_rules,
+    memory_rules,
+    model_rules,
+    run_rules,
+)
 from megatron_dppo.checks.facts import Facts, gather_facts
 from megatron_dppo.checks.registry import RULES, Rule
 from megatron_dppo.config.schema import Config
@@ -21,13 +28,14 @@ __all__ = [
     "data_rules",
     "gather_facts",
     "megatron_rules",
+    "memory_rules",
     "model_rules",
     "not_checked",
     "require_valid",
     "run_rules",
 ]
 
-assert all((algorithm_rules, data_rules, megatron_rules, model_rules, run_rules)), (
+assert all((algorithm_rules, data_rules, megatron_rules, memory_rules, model_rules, run_rules)), (
     "importing them registers rules"
 )
 

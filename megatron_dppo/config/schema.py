@@ -112,6 +112,8 @@ class RolloutConfig(Section):
     """R3: off | measure (capture and report agreement) | replay (train on the rollout's expert choices)."""
     max_dropped_fraction: float = Field(default=0.01, ge=0, le=1)
     """The run stops when more samples than this share of a rollout are dropped."""
+    max_data_gib: PositiveFloat = 32.0
+    """Host memory that a rollout's samples and batches may take on each rank, at worst, in GiB."""
     transformers: TransformersEngineConfig = TransformersEngineConfig()
     """Options of the embedded engine."""
 

@@ -125,6 +125,10 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
     "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
+    "rollout_memory": [
+        Example("rollout.max_data_gib", {"rollout.max_data_gib": 1e-4}),
+        Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.routing_replay": "measure"}),
+    ],
     "layout": [
         Example("parallel", {"parallel.context": 2}, world_size=2),
         Example("parallel.expert", {"parallel.expert": 3, "rollout.prompts_per_rollout": 24}, world_size=3),

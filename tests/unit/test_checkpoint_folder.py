@@ -1,0 +1,146 @@
+"""Checkpoints as folders: what is torn is found, what may go is known, and nothing half is ever seen."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.actor import checkpoint_folder as folders
+from megatron_dppo.actor.checkpoint_folder import Kept, Retention
+from megatron_dppo.errors import CheckpointError
+
+
+def make(folder: Path, step: int) -> Path:
+    """A complete checkpoint of small files."""
+    unfinished = folder / f".{folders.name_of(step)}.1.unfinished"
+    for name in ("megatron/__0_0.distcp", "rng/rank_00000.safetensors", folders.STATE):
+        (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+        (unfinished / name).write_text(f"{name} of {step}")
+    files = [file for file in unfinished.rglob("*") if file.is_file()]
+    folders.write_sums(unfinished, folders.sums_of(files, unfinished))
+    folders.publish(unfinished, folder / folders.name_of(step))
+    return folder / folders.name_of(step)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_published_checkpoint_is_whole_and_latest(tmp_path: Path) -> None:
+    for step in (4, 12, 100_000_000):
+        assert folders.faults(make(tmp_path, step)) == []
+    assert [path.name for path in folders.complete(tmp_path)] == [
+        "step_00000004",
+        "step_00000012",
+        "step_100000000",
+    ]
+    assert (tmp_path / "latest").read_text() == "step_100000000\n"
+    assert folders.leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda c: truncate(c / "megatron/__0_0.distcp"), "distcp does not match its checksum"),
+        (lambda c: flip_a_bit(c / "rng/rank_00000.safetensors"), "does not match"),
+        (lambda c: (c / folders.STATE).unlink(), "state.json is missing"),
+        (lambda c: (c / folders.SUMS).unlink(), "SHA256SUMS cannot be read"),
+        (lambda c: (c / folders.SUMS).write_bytes(b"\xff\n"), "SHA256SUMS cannot be read"),
+        (lambda c: (c / folders.SUMS).write_text(""), "SHA256SUMS is torn"),
+        (lambda c: (c / "extra").write_text("x"), "extra has no checksum"),
+    ],
+)
+def test_every_kind_of_tear_is_found(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+    checkpoint = make(tmp_path, 1)
+    damage(checkpoint)
+    assert any(words in fault for fault in folders.faults(checkpoint))
+
+
+def test_ranks_together_hash_every_file_once(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1)
+    for name in ("megatron/__0_0.distcp", "rng/rank_00000.safetensors", folders.STATE):
+        flip_a_bit(checkpoint / name)
+    found = [folders.faults(checkpoint, (rank, 2)) for rank in range(2)]
+    assert sorted(len(faults) for faults in found) == [1, 2]
+
+
+def test_the_sums_are_those_of_the_command_line_tool(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1)
+    assert os.system(f"cd {checkpoint} && sha256sum --quiet -c {folders.SUMS}") == 0
+
+
+def test_candidates_begin_at_latest_and_go_back(tmp_path: Path) -> None:
+    paths = [make(tmp_path, step) for step in (1, 2, 3)]
+    assert folders.candidates(tmp_path) == paths[::-1]
+    (tmp_path / "latest").write_text("step_00000002")
+    assert folders.candidates(tmp_path) == [paths[1], paths[0]]
+    (tmp_path / "latest").write_bytes(b"\xff\x00 torn")
+    assert folders.candidates(tmp_path) == paths[::-1]
+    (tmp_path / "latest").unlink()
+    assert folders.candidates(tmp_path) == paths[::-1]
+    assert folders.candidates(tmp_path / "nowhere") == []
+
+
+def test_a_torn_checkpoint_is_set_aside_and_never_a_candidate(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    assert folders.set_aside(make(tmp_path, 2)).name == "step_00000002.torn"
+    assert folders.set_aside(make(tmp_path, 2)).name == "step_00000002.torn2"
+    assert [path.name for path in folders.candidates(tmp_path)] == ["step_00000001"]
+
+
+def test_a_step_saved_again_replaces_the_earlier_one(tmp_path: Path) -> None:
+    (make(tmp_path, 1) / "old").write_text("")
+    again = make(tmp_path, 1)
+    assert not (again / "old").exists()
+    assert [path.name.split(".")[2] for path in folders.leftovers(tmp_path)] == ["replaced"]
+
+
+def test_deleted_checkpoints_leave_sight_at_once(tmp_path: Path) -> None:
+    paths = [make(tmp_path, step) for step in (1, 2)]
+    unfinished = tmp_path / ".step_00000003.9.unfinished"
+    shutil.copytree(paths[0], unfinished)
+    folders.delete([paths[0], *folders.leftovers(tmp_path)])
+    assert folders.complete(tmp_path) == [paths[1]]
+    for _ in range(100):
+        if not folders.leftovers(tmp_path):
+            break
+        time.sleep(0.02)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000002"]
+
+
+SCORES = [0.1, 0.9, None, 0.3, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(0, 0, 0, True), [0, 1, 2, 3, 4]),
+        (Retention(2, 0, 0, True), [3, 4]),
+        (Retention(1, 20, 0, True), [1, 3, 4]),
+        (Retention(1, 0, 1, True), [1, 4]),
+        (Retention(1, 0, 2, False), [0, 4]),
+        (Retention(1, 0, 9, True), [0, 1, 3, 4]),
+        (Retention(9, 0, 0, True), [0, 1, 2, 3, 4]),
+    ],
+)
+def test_retention_rules_add_up(retention: Retention, kept: list[int]) -> None:
+    checkpoints = [Kept(Path(str(i)), 10 * (i + 1), score) for i, score in enumerate(SCORES)]
+    deleted = retention.deleted(checkpoints)
+    assert [i for i in range(5) if Path(str(i)) not in deleted] == kept
+
+
+def test_a_disk_that_is_too_small_is_refused_with_the_figures(tmp_path: Path) -> None:
+    folders.require_free(tmp_path, 1, 0)
+    with pytest.raises(CheckpointError, match=r"expected 1048576\.00 GiB for the checkpoint"):
+        folders.require_free(tmp_path, 1 << 50, 0)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.reserve_gib = 1048576\.00"):
+        folders.require_free(tmp_path, 1, 1 << 50)

@@ -1,0 +1,66 @@
+"""Signals: a flag between steps, an interruption while sampling, an end on the second."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_dppo.preemption import EXIT_CODE, Preempted, StopRequests
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_raises_the_flag_and_no_more(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequests.handled() as requests:
+        assert not requests.is_received
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # at once: the launcher forwarded the same request
+        assert requests.is_received
+    assert signal.getsignal(number) is before
+
+
+def test_interruptible_work_is_left_at_once() -> None:
+    with StopRequests.handled() as requests:
+        assert requests.run_unless_asked(lambda: 7) == 7
+
+        def work() -> int:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            except Exception:  # noqa: BLE001 - the work's own handlers must not keep it
+                pass
+            return 7
+
+        started = time.monotonic()
+        assert requests.run_unless_asked(work) is None
+        assert time.monotonic() - started < 10
+        assert requests.run_unless_asked(lambda: pytest.fail("not begun")) is None
+
+
+def test_work_between_is_not_interrupted() -> None:
+    with StopRequests.handled() as requests:
+        requests.run_unless_asked(lambda: 7)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.is_received
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    program = """
+import os, signal, time
+from megatron_dppo.preemption import StopRequests
+with StopRequests.handled():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGUSR1
+    assert "SIGTERM: saving, then exit 75" in done.stderr
+
+
+def test_preempted_is_an_exit_with_75() -> None:
+    assert Preempted().code == EXIT_CODE == 75

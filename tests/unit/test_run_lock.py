@@ -1,0 +1,100 @@
+"""One process per run folder: refused while another lives, taken over when it is gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.diagnostics.run_lock import LOCK, locked
+from megatron_dppo.errors import ConfigError
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_dppo.diagnostics.run_lock import locked
+with locked(Path(sys.argv[1]), beat_s=0.1):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold_in_another_process(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", _HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    time.sleep(0.3)
+    return process
+
+
+def test_a_folder_is_free_again_after_use(tmp_path: Path) -> None:
+    for _ in range(2):
+        with locked(tmp_path / "new" / "run", beat_s=0.05):
+            time.sleep(0.1)
+            owner = json.loads((tmp_path / "new" / "run" / LOCK).read_text())
+            assert owner["pid"] == os.getpid()
+        assert (tmp_path / "new" / "run" / LOCK).read_text() == ""
+
+
+def test_a_folder_in_use_is_refused_and_the_owner_named(tmp_path: Path) -> None:
+    other = hold_in_another_process(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match=rf"in use by process {other.pid} on ") as error, locked(tmp_path):
+            pass
+        assert "choose another run.folder" in str(error.value)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = hold_in_another_process(tmp_path)
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    with locked(tmp_path):
+        pass
+    assert f"taking over from process {other.pid}" in caplog.text
+
+
+def owner_elsewhere(folder: Path, beat: int) -> None:
+    (folder / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 1, "beat": beat}))
+
+
+def test_an_owner_on_another_host_that_lives_is_respected(tmp_path: Path) -> None:
+    """Stands for a file system whose locks do not reach across hosts."""
+    owner_elsewhere(tmp_path, 0)
+    ended = threading.Event()
+
+    def live() -> None:
+        for beat in range(1000):
+            if ended.wait(0.05):
+                return
+            owner_elsewhere(tmp_path, beat)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="process 1 on elsewhere"), locked(tmp_path, beat_s=0.2):
+            pass
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_an_owner_on_another_host_that_is_silent_is_gone(tmp_path: Path) -> None:
+    owner_elsewhere(tmp_path, 7)
+    with locked(tmp_path, beat_s=0.1):
+        assert (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize("content", ["", "{torn", "[]", "7"])
+def test_a_lock_file_that_says_nothing_is_free(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK).write_text(content)
+    with locked(tmp_path):
+        pass

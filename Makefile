@@ -4,13 +4,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TRL_VENV := .venv-trl
 
-.PHONY: help venv quickstart quickstart-short test lint bench bench-trl gpu chromium
+.PHONY: help venv quickstart quickstart-short test faults lint bench bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make test        lint, then every test that needs no GPU"
+	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make lint        ruff, pyright, import-linter, size limits"
 	@echo "make bench       tokens/s of rollout and training, and where the time goes"
+	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
 	@echo "make gpu         the tests and benchmarks that need a GPU"
 	@echo "make venv        only the environment, .venv; PYTHON=python3.11 picks the interpreter"
@@ -31,11 +33,15 @@ quickstart: venv
 quickstart-short: venv
 	$(RUN) examples/quickstart/run.py --short
 
-test gpu: export OMP_NUM_THREADS := 1
+test faults gpu: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
 	$(RUN) -m pytest tests/distributed
+	$(RUN) -m pytest tests/faults
+
+faults: venv
+	$(RUN) tests/faults/campaign.py --write
 
 lint: venv
 	$(VENV)/bin/ruff check .
@@ -46,6 +52,9 @@ lint: venv
 
 bench: venv
 	$(RUN) tools/benchmark_loop.py
+
+bench-save: venv
+	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_save.py
 
 bench-trl: venv $(TRL_VENV)/.stamp
 	$(RUN) tools/benchmark_trl.py --trl-python $(TRL_VENV)/bin/python

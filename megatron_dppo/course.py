@@ -1,5 +1,6 @@
 """Where a run stands between gradient steps: saved where due, left where asked, gone on with after a resume."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from megatron_dppo.actor.actor import Actor, Step
 from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint
 from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.errors import CheckpointError, TrainingError
 from megatron_dppo.journal import Journal
 from megatron_dppo.preemption import Preempted, StopRequests
 from megatron_dppo.runtime import Runtime, Stopwatch
@@ -82,7 +84,12 @@ class Course:
         skipped = self.state.skipped_in_a_row + 1 if step.is_skipped else 0
         self._journal.write_step(self.state.rollout, self.state.step, step.metrics)
         if step.is_skipped:
-            self._journal.keep_evidence(self.state.step, batch, step, skipped)
+            try:
+                self._journal.keep_evidence(self.state.step, batch, step, skipped)
+            except TrainingError:  # raised on every rank, so that they can still complete what is being saved
+                with contextlib.suppress(CheckpointError):
+                    self._checkpoints.complete()
+                raise
         self.state = replace(self.state, step=self.state.step + 1, skipped_in_a_row=skipped)
         self.opened = replace(self.opened, steps=tuple(rest), num_done=self.opened.num_done + 1)
         if rest:

@@ -81,7 +81,7 @@ class Checkpoints:
         started = time.perf_counter()
         if point.state == self._saved or (self._underway and point.state == self._underway.point.state):
             return 0.0
-        self._finish_underway()
+        self.complete()
         unfinished = self._runtime.on_main(lambda: self._begin(point.state.step))
         state = _sharded_state(actor, is_loading=False)
         pending = PendingSave(state, unfinished / WEIGHTS, is_copied=self._options.asynchronous)
@@ -97,8 +97,13 @@ class Checkpoints:
         self._underway = _Save(unfinished, point, pending, self._runtime.rank, steps, random_states())
         self._underway.thread.start()
         if not self._options.asynchronous:
-            self._finish_underway()
+            self.complete()
         return time.perf_counter() - started
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is not yet a checkpoint."""
+        return self._underway is not None
 
     def poll(self) -> None:
         """Make a save that all ranks have written a checkpoint; cheap where none is underway.
@@ -107,7 +112,7 @@ class Checkpoints:
             CheckpointError: As `save`.
         """
         if self._underway and not any(self._runtime.all_gather(self._underway.thread.is_alive())):
-            self._finish_underway()
+            self.complete()
 
     def wait(self) -> None:
         """Wait until the latest save is a checkpoint.
@@ -115,7 +120,7 @@ class Checkpoints:
         Raises:
             CheckpointError: It could not be written.
         """
-        self._finish_underway()
+        self.complete()
         if self._failed_in_a_row:
             raise CheckpointError(
                 f"{self._folder}: the last save failed, as logged above. What was trained since the checkpoint "
@@ -163,8 +168,12 @@ class Checkpoints:
             (unfinished / name).mkdir(parents=True)
         return unfinished
 
-    def _finish_underway(self) -> None:
-        """Wait for the writers, agree, and publish."""
+    def complete(self) -> None:
+        """Wait for the writers of a save that is underway, agree, and publish it.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
         save, self._underway = self._underway, None
         if save is None:
             return
@@ -270,7 +279,6 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
             f"{runtime.world_size}. Start {content['world_size']}, or train from its weights alone: "
             f"model.load = {str(checkpoint)!r}."
         )
-    prime_adam_states(actor.optimizer)
     state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
     actor.model.load_state_dict(state["model"])
     actor.optimizer.load_state_dict(state["optimizer"])
@@ -317,6 +325,7 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
+    prime_adam_states(actor.optimizer)  # a run may be saved, and loaded, before its first update
     model = actor.model.sharded_state_dict(metadata=dict(_MEGATRON_FORMAT))
     optimizer = actor.optimizer.sharded_state_dict(
         model, is_loading=is_loading, metadata=dict(_MEGATRON_FORMAT)

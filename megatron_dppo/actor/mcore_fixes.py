@@ -73,7 +73,7 @@ def _restore_adam_step() -> None:
 
 
 def prime_adam_states(optimizer: Any) -> None:
-    """Allocate AdamW's states with zeros before a load: Megatron asserts on an optimizer that never stepped.
+    """Allocate AdamW's states with zeros, as its first step would: Megatron saves and loads none without.
 
     Args:
         optimizer: What `get_megatron_optimizer` returned (one optimizer, or a chain of them).

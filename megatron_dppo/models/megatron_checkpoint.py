@@ -126,7 +126,7 @@ class PendingSave:
         """Write and sync this rank's files, in any thread; communicates with no other rank.
 
         Raises:
-            OSError: The disk is full, or fails in another way; also as torch's RuntimeError.
+            OSError: The disk is full, or fails in another way.
         """
         written: dict[int, Any] = {}
         outcomes: Any = queue.Queue()
@@ -137,7 +137,7 @@ class PendingSave:
             FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, unfinished, True)
             _, written[index] = outcomes.get()
             if isinstance(written[index], Exception):
-                raise written[index]
+                raise OSError(f"{bucket[0]}: {written[index]}; is the disk full?") from written[index]
         if self._buckets:
             self._request.async_fn_args[2].put(written)
         return [Path(path) for path, *_ in self._buckets]

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import write_model
+from sanity_run import make_task, settings, without_clocks
 
-from megatron_dppo.data import sanity_task
 from megatron_dppo.models.hf_checkpoint import HFWeights
 from megatron_dppo.runtime import Runtime
 
@@ -25,40 +23,7 @@ from megatron_dppo.runtime import Runtime
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with the sanity task's tokenizer, and prompts."""
-    folder = tmp_path_factory.mktemp("task")
-    vocabulary = len(sanity_task.TOKENS)
-    write_model(
-        folder / "model",
-        vocab_size=vocabulary,
-        eos_token_id=sanity_task.VOCABULARY[sanity_task.EOS],
-        num_hidden_layers=2,
-    )
-    make_model = Path(__file__).parents[2] / "examples" / "quickstart" / "make_model.py"
-    runpy.run_path(str(make_model))["make_tokenizer"]().save_pretrained(folder / "model")
-    sanity_task.write_prompts(folder / "prompts.jsonl", 64, 0)
-    return folder
-
-
-def settings(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """A config of four short rollouts, two gradient steps each."""
-    tables: dict[str, dict[str, Any]] = {
-        "run": {"folder": str(task / name), "num_rollouts": 4},
-        "model": {"load": str(task / "model"), "dtype": "float32"},
-        "parallel": {"max_tokens_per_microbatch": 100},
-        "data": {"prompts": str(task / "prompts.jsonl"), "max_prompt_tokens": 16},
-        "rollout": {
-            "prompts_per_rollout": 4,
-            "samples_per_prompt": 4,
-            "max_response_tokens": 10,
-            "num_topk_log_probs": 8,
-            "routing_replay": "replay",
-        },
-        "algorithm": {"preset": "dppo_topk_tv", "top_k": 8, "minibatches_per_rollout": 2},
-        "optimizer": {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine"},
-        "checkpoint": {"every": 2},
-        "tracking": {"samples_every": 2},
-    }
-    return {section: table | changes.get(section, {}) for section, table in tables.items()}
+    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = None) -> dict[str, Any]:
@@ -128,11 +93,6 @@ def with_data(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any
 
 def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    clocks = ("time/", "throughput/", "memory/")
-    return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,257 @@
+"""Every fault at every moment: does the run end promptly, and is the resumed run the one that was not stopped?
+
+python tests/faults/campaign.py                the whole campaign, about 25 minutes on 2 cores
+python tests/faults/campaign.py --only NAME    cases whose name holds NAME
+python tests/faults/campaign.py --write        also put the table into tests/faults/README.md
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+_HERE = Path(__file__).parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "distributed"), str(_HERE.parents[1])]
+
+from cases import CASES, Case  # noqa: E402 - after the path is set
+from sanity_run import make_task, settings, without_clocks  # noqa: E402
+
+_LIMIT_S = 120  # nothing here takes longer, unless it hangs
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of one start ended."""
+
+    codes: list[int]
+    seconds: float  # until the last one was gone
+    log: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case."""
+
+    case: Case
+    failures: list[str]  # what was not as it should be
+    codes: list[int]
+    end_s: float  # from the fault to the end of the last process
+    recover_s: float  # of the resumed run up to its first new gradient step; 0 where nothing was resumed
+    num_lost: int  # rows and samples of the uninterrupted run that are missing
+    num_duplicated: int
+    is_equal: (
+        bool | None
+    )  # weights, moments and random states to the last bit; none where the fault changes them
+
+
+@dataclass
+class Campaign:
+    """The tiny model, and the uninterrupted runs that cases are compared with."""
+
+    folder: Path
+    references: dict[str, Path] = field(default_factory=dict[str, Path])
+
+    def __post_init__(self) -> None:
+        make_task(self.folder)
+
+    def run(self, case: Case) -> Outcome:
+        """Start with the fault, then again without it until the run is over, and compare."""
+        reference = self._reference(case)
+        tables = self._tables(case, f"run_{len(list(self.folder.iterdir()))}")
+        run = Path(tables["run"]["folder"])
+        first = start(run, tables, case.num_processes, case.fault, case.signals)
+        failures = [f"ended with {first.codes}"] if not case.is_end_expected(first.codes) else []
+        failures += [f"log lacks {words!r}" for words in case.log if words not in first.log]
+        if case.last_line is not None and case.last_line not in "\n".join(first.log.splitlines()[-40:]):
+            failures.append(f"log does not end with {case.last_line!r}")
+        recover_s = 0.0
+        if case.damage is not None:
+            case.damage(run)
+        if case.is_resumed:
+            again = start(run, tables, case.num_processes, None, ())
+            failures += (
+                [f"resumed run ended with {again.codes}: {again.log[-2000:]}"] if any(again.codes) else []
+            )
+            failures += [f"resumed log lacks {words!r}" for words in case.resumed_log if words not in again.log]
+            recover_s = again.seconds
+        num_lost, num_duplicated = compare_rows(reference, run) if case.is_compared else (0, 0)
+        is_equal = equal_states(reference, run) if case.is_compared else None
+        failures += ["rows lost or duplicated"] if num_lost or num_duplicated else []
+        failures += ["not the uninterrupted run's weights"] if is_equal is False else []
+        failures += list(case.check(run)) if case.check is not None else []
+        outcome = Outcome(
+            case, failures, first.codes, first.seconds, recover_s, num_lost, num_duplicated, is_equal
+        )
+        if not failures:
+            shutil.rmtree(run)
+        return outcome
+
+    def _tables(self, case: Case, name: str) -> dict[str, Any]:
+        changes: dict[str, dict[str, Any]] = {
+            "run": {"num_rollouts": 3, "timeout_s": 6.0},
+            "parallel": {"expert": case.num_processes},
+            "data": {"reward": "arithmetic"},
+            "checkpoint": {"every": 1, "every_steps": 1, "reserve_gib": 0.0},
+            "evaluation": {"prompts": str(self.folder / "held_out.jsonl"), "every": 2},
+            "tracking": {"samples_every": 1},
+        }
+        for section, table in case.config.items():
+            changes[section] = changes.get(section, {}) | table
+        return settings(self.folder, name, **changes)
+
+    def _reference(self, case: Case) -> Path:
+        """The uninterrupted run of the same config, made once."""
+        key = json.dumps([case.num_processes, case.config if case.is_compared else {}], sort_keys=True)
+        if key not in self.references:
+            tables = self._tables(case if case.is_compared else Case("", "", case.num_processes), "")
+            tables["run"]["folder"] = str(self.folder / f"reference_{len(self.references)}")
+            self.references[key] = Path(tables["run"]["folder"])
+            ended = start(self.references[key], tables, case.num_processes, None, ())
+            assert not any(ended.codes), ended.log
+        return self.references[key]
+
+
+def start(
+    run: Path,
+    tables: dict[str, Any],
+    num_processes: int,
+    fault: dict[str, Any] | None,
+    signals: Sequence[tuple[str, str]],
+) -> Ended:
+    """Run all ranks to their end, one log for all, as a launcher would; nothing restarts or kills them.
+
+    Args:
+        run: The run folder.
+        tables: The config.
+        num_processes: Ranks.
+        fault: What `rank.py` is to do, on which rank, when.
+        signals: (what the log must hold, which signal): sent to every rank as soon as it does.
+    """
+    job = run.with_suffix(".job")
+    job.mkdir(exist_ok=True)
+    (job / "config.toml").write_text(tomli_w.dumps(tables))
+    (job / "fault.json").write_text(json.dumps(fault))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(num_processes)}
+    log = job / f"log_{time.time_ns()}.txt"
+    command = [sys.executable, str(_HERE / "rank.py"), str(job / "config.toml")]
+    command += [str(job / "fault.json")] if fault is not None else []
+    started = time.monotonic()
+    with log.open("w") as stream:
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=stream,
+                stderr=stream,
+                cwd=_HERE.parents[1],
+            )
+            for rank in range(num_processes)
+        ]
+    struck = started
+    waiting = list(signals)
+    try:
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() - started < _LIMIT_S:
+            text = log.read_text()
+            if waiting and waiting[0][0] in text:
+                for rank in ranks:
+                    if rank.poll() is None:
+                        rank.send_signal(getattr(signal, waiting[0][1]))
+                struck = time.monotonic()
+                waiting.pop(0)
+            time.sleep(0.05)
+        ended = time.monotonic()
+    finally:
+        hanging = [rank for rank in ranks if rank.poll() is None]
+        for rank in hanging:
+            rank.kill()
+            rank.wait()
+    text = log.read_text() + ("\nHUNG: the campaign had to kill it" if hanging else "")
+    marks = [line.split() for line in text.splitlines() if line.startswith("FAULT ")]
+    seconds = ended - (float(marks[0][1]) if marks else struck)
+    return Ended([rank.returncode for rank in ranks], seconds, text)
+
+
+def compare_rows(reference: Path, run: Path) -> tuple[int, int]:
+    """(lost, duplicated) rows of metrics.jsonl and samples, against the uninterrupted run."""
+
+    def rows(folder: Path) -> list[str]:
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        samples = [line for file in sorted((folder / "samples").iterdir()) for line in file.open()]
+        return [json.dumps(row, sort_keys=True) for row in without_clocks(metrics)] + samples
+
+    wanted, found = rows(reference), rows(run)
+    lost = sum(row not in found for row in wanted)
+    duplicated = len(found) - len(set(found)) + sum(row not in wanted for row in set(found))
+    return lost, duplicated
+
+
+def equal_states(reference: Path, run: Path) -> bool:
+    """Whether the last checkpoints hold the same weights, moments and random states, bit for bit."""
+
+    def sums(folder: Path) -> dict[str, str]:
+        checkpoints = folder / "checkpoints"
+        last = checkpoints / (checkpoints / "latest").read_text().strip()
+        lines = [line.split() for line in (last / "SHA256SUMS").read_text().splitlines()]
+        return {name: digest for digest, name in lines if name.endswith((".distcp", ".pt", ".safetensors"))}
+
+    return sums(reference) == sums(run)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes in Markdown."""
+    heads = ("fault", "moment", "processes", "exit codes", "end, s", "resumed run, s")
+    heads += ("rows and samples lost / duplicated", "final state equal")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for outcome in outcomes:
+        case = outcome.case
+        equal = {True: "yes", False: "**no**", None: "n/a"}[outcome.is_equal]
+        rows = f"{outcome.num_lost} / {outcome.num_duplicated}" if case.is_compared else "n/a"
+        recovered = f"{outcome.recover_s:.0f}" if case.is_resumed else "n/a"
+        codes = ", ".join(map(str, outcome.codes))
+        cells = (case.what, case.moment, case.num_processes, codes, f"{outcome.end_s:.1f}", recovered, rows)
+        lines.append(f"| {' | '.join(map(str, cells))} | {equal if not outcome.failures else '**failed**'} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the chosen cases; 1 where any outcome is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--short", action="store_true", help="the cases that make test runs")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    options = parser.parse_args()
+    chosen = [case for case in CASES if options.only in case.name and (case.is_short or not options.short)]
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        campaign = Campaign(Path(folder))
+        for number, case in enumerate(chosen, 1):
+            outcome = campaign.run(case)
+            outcomes.append(outcome)
+            verdict = "ok" if not outcome.failures else "FAILED: " + "; ".join(outcome.failures)
+            print(f"{number}/{len(chosen)} {case.name}: {outcome.end_s:.1f} s, {verdict}", flush=True)
+    print(table(outcomes))
+    if options.write:
+        readme = _HERE / "README.md"
+        head, tail = readme.read_text().split("<!-- table -->")[::2]
+        readme.write_text(f"{head}<!-- table -->\n{table(outcomes)}<!-- table -->{tail}")
+    return int(any(outcome.failures for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The faults, the moments at which they strike, and what must come of each."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault at one moment.
+
+    Attributes:
+        what: The fault, for the table.
+        moment: When, for the table.
+        num_processes: Ranks; with 2, experts are split over them.
+        fault: For `rank.py`; none where only signals or damage are done.
+        signals: (what the log must hold, signal to send to every rank).
+        damage: What is done to the run folder before the resume.
+        exits: Exit codes that the ranks may end with; negative ones are signals.
+        log: What the log of the first start must hold.
+        last_line: What must stand among its last lines.
+        resumed_log: What the log of the second start must hold.
+        is_resumed: Start again without the fault.
+        is_compared: Rows, samples and final state must be those of the uninterrupted run.
+        check: Yields what is wrong with the run folder in the end.
+        config: Changes to the config.
+        is_short: Part of `make test`.
+    """
+
+    what: str
+    moment: str
+    num_processes: int = 1
+    fault: dict[str, Any] | None = None
+    signals: tuple[tuple[str, str], ...] = ()
+    damage: Callable[[Path], None] | None = None
+    exits: frozenset[int] = frozenset({0})
+    log: tuple[str, ...] = ()
+    last_line: str | None = None
+    resumed_log: tuple[str, ...] = ()
+    is_resumed: bool = True
+    is_compared: bool = True
+    check: Callable[[Path], Iterable[str]] | None = None
+    config: Config = field(default_factory=dict[str, dict[str, Any]])
+    is_short: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique among cases."""
+        return f"{self.what}, {self.moment}, {self.num_processes}"
+
+    def is_end_expected(self, codes: list[int]) -> bool:
+        """Whether the ranks ended as they should, none of them killed by the campaign."""
+        return all(code in self.exits for code in codes)
+
+
+def _at(kind: str, moment: str, *numbers: int, rank: int | str = "all") -> dict[str, Any]:
+    return {"kind": kind, "moment": moment, "numbers": numbers, "rank": rank}
+
+
+_KILLED = frozenset({-9})
+# (words for the table, moment, which call of it)
+_MOMENTS = (
+    ("while the model loads", "start", 1),
+    ("while sampling", "rollout", 12),
+    ("between gradient and update", "gradient", 3),
+    ("after an update, before its row", "row", 3),
+    ("before weights are pushed", "sync", 3),
+    ("while a checkpoint is written", "write", 3),
+    ("before a checkpoint is published", "publish", 3),
+    ("before `latest` is flipped", "flip", 5),
+    ("while evaluating", "evaluation", 2),
+)
+
+
+def _kills() -> list[Case]:
+    cases = []
+    for words, moment, number in _MOMENTS:
+        for num_processes in (1, 2):
+            is_main_only = moment in ("row", "publish", "flip") and num_processes == 2
+            cases.append(
+                Case(
+                    "kill -9 of all" if not is_main_only else "kill -9 of rank 0",
+                    words,
+                    num_processes,
+                    _at("SIGKILL", moment, number),
+                    exits=_KILLED if not is_main_only else frozenset({-9, 1}),
+                    is_short=(moment, num_processes) in (("gradient", 1), ("write", 2)),
+                )
+            )
+    return cases
+
+
+def _signals() -> list[Case]:
+    cases = []
+    for kind, words, moment, number, num_processes, rank in (
+        ("SIGTERM", "while sampling", "rollout", 12, 1, "all"),
+        ("SIGTERM", "in a gradient step", "gradient", 3, 1, "all"),
+        ("SIGTERM", "while a checkpoint is written", "save", 3, 1, "all"),
+        ("SIGTERM", "while evaluating", "evaluation", 2, 1, "all"),
+        ("SIGTERM", "while weights are pushed", "sync", 3, 1, "all"),
+        ("SIGUSR1", "in a gradient step", "gradient", 4, 1, "all"),
+        ("SIGTERM", "in a gradient step", "gradient", 3, 2, "all"),
+        ("SIGTERM", "while sampling, rank 1 alone", "rollout", 12, 2, 1),
+        ("SIGUSR1", "in a gradient step, rank 1 alone", "gradient", 3, 2, 1),
+    ):
+        fault = _at(kind, moment, number, rank=rank)
+        is_short = (moment, num_processes) in (("gradient", 2), ("rollout", 2)) and kind == "SIGTERM"
+        exits, log = frozenset({75}), ("then exit 75", "asked to stop: saved after")
+        cases.append(Case(kind, words, num_processes, fault, exits=exits, log=log, is_short=is_short))
+    twice = _at("SIGTERM twice", "gradient", 3)
+    cases.append(Case("SIGTERM twice", "in a gradient step", 1, twice, exits=frozenset({128 + 15})))
+    return cases
+
+
+def _newest(run: Path) -> Path:
+    return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+
+
+def _truncate(run: Path) -> None:
+    for file in _newest(run).glob("megatron/*.distcp"):
+        file.write_bytes(file.read_bytes()[:-100])
+
+
+def _flip_a_bit(run: Path) -> None:
+    file = _newest(run) / "rng" / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _remove_a_file(run: Path) -> None:
+    (_newest(run) / "megatron" / "common.pt").unlink()
+
+
+def _tear_state(run: Path) -> None:
+    file = _newest(run) / "state.json"
+    file.write_text(file.read_text()[:20])
+
+
+def _tear_sums(run: Path) -> None:
+    (_newest(run) / "SHA256SUMS").write_text("0123")
+
+
+def _tear_two(run: Path) -> None:
+    _truncate(run)
+    newest = _newest(run)
+    others = sorted(path for path in newest.parent.glob("step_*") if path < newest)
+    (others[-1] / "state.json").unlink()
+
+
+def _tear_pointer(run: Path) -> None:
+    (run / "checkpoints" / "latest").write_bytes(b"\xff\x00")
+
+
+def _remove_pointer(run: Path) -> None:
+    (run / "checkpoints" / "latest").unlink()
+
+
+def _tear_last_row(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "rol')
+
+
+def _tears() -> list[Case]:
+    torn = ("is torn",)
+    killed = _at("SIGKILL", "gradient", 5)
+    cases = []
+    for what, damage, resumed_log, num_processes in (
+        ("truncated weights", _truncate, torn, 1),
+        ("truncated weights", _truncate, torn, 2),
+        ("a bit flipped in the random states", _flip_a_bit, torn, 1),
+        ("a file missing", _remove_a_file, torn, 1),
+        ("torn state.json", _tear_state, torn, 1),
+        ("torn SHA256SUMS", _tear_sums, torn, 1),
+        ("two torn checkpoints", _tear_two, torn, 1),
+        ("torn `latest`", _tear_pointer, ("using the newest",), 1),
+        ("no `latest`", _remove_pointer, ("resuming from",), 1),
+        ("torn last row of metrics.jsonl", _tear_last_row, (), 1),
+    ):
+        is_short = what in ("two torn checkpoints",) or num_processes == 2
+        case = Case(what, "after kill -9", num_processes, killed, damage=damage, exits=_KILLED)
+        cases.append(replace(case, resumed_log=resumed_log, is_short=is_short))
+    return cases
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _disks() -> list[Case]:
+    log = ("could not be written, earlier ones are untouched",)
+    patient: Config = {"checkpoint": {"max_failed_saves": 9}}
+    no_room: Config = {"checkpoint": {"reserve_gib": 1e9, "max_failed_saves": 2}}
+
+    def nothing_half(run: Path) -> Iterable[str]:
+        left = sorted(path.name for path in (run / "checkpoints").iterdir())
+        return [f"checkpoints/ holds {left}"] if left else []
+
+    return [
+        Case(
+            "disk full, then free again",
+            "while saving",
+            1,
+            _at("disk full", "save", 2),
+            log=log,
+            config=patient,
+            is_short=True,
+        ),
+        Case(
+            "disk full on one rank",
+            "while saving",
+            2,
+            _at("disk full", "save", 3, rank=1),
+            log=log,
+            config=patient,
+        ),
+        Case(
+            "too little space left",
+            "at every save",
+            1,
+            exits=frozenset({2}),
+            log=(*log, "2 saves in a row failed"),
+            config=no_room,
+            is_resumed=False,
+            is_compared=False,
+            check=nothing_half,
+        ),
+        Case(
+            "second run in the same folder",
+            "while training",
+            1,
+            _at("second run", "gradient", 3),
+            is_short=True,
+            log=("second run ended with 2", "in use by process"),
+            is_resumed=False,
+        ),
+    ]
+
+
+def _skips(number: int) -> Callable[[Path], Iterable[str]]:
+    def check(run: Path) -> Iterable[str]:
+        found = sum(row["optimizer/skipped_steps"] for row in _rows(run) if row["kind"] == "step")
+        if found != number:
+            yield f"{found} skipped steps, expected {number}"
+        evidence = sorted((run / "evidence").glob("step_*/rank_*.safetensors")) if number else []
+        if bool(evidence) != bool(number):
+            yield f"evidence: {evidence}"
+
+    return check
+
+
+def _bad_steps() -> list[Case]:
+    def case(what: str, words: str, processes: int, fault: dict[str, Any], skipped: int, **more: Any) -> Case:
+        return Case(what, words, processes, fault, is_compared=False, check=_skips(skipped), **more)
+
+    in_a_row = {"exits": frozenset({2}), "log": ("TrainingError", "3 steps in a row")}
+    return [
+        case(
+            "NaN gradient",
+            "one step",
+            1,
+            _at("NaN gradient", "gradient", 3),
+            1,
+            is_resumed=False,
+            is_short=True,
+        ),
+        case(
+            "inf gradient on rank 1",
+            "one step",
+            2,
+            _at("inf gradient", "gradient", 3, rank=1),
+            1,
+            is_resumed=False,
+        ),
+        case("NaN gradient", "two steps", 1, _at("NaN gradient", "gradient", 2, 4), 2, is_resumed=False),
+        case(
+            "NaN gradient", "three steps in a row", 1, _at("NaN gradient", "gradient", 2, 3, 4), 2, **in_a_row
+        ),
+        case(
+            "NaN in the weights",
+            "from step 2 on",
+            1,
+            _at("NaN weight", "step", 2),
+            1,
+            exits=frozenset({2}),
+            log=("RolloutError", "16 of 16 samples dropped (16 non_finite_log_probs)"),
+            is_resumed=False,
+        ),
+    ]
+
+
+CASES: list[Case] = [*_kills(), *_signals(), *_tears(), *_disks(), *_bad_steps()]

@@ -1,0 +1,121 @@
+"""One rank of a real run with one fault in it: `python rank.py CONFIG.toml [FAULT.json]`.
+
+The fault strikes in a function of the product that is wrapped from outside; the product knows nothing of it.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Where a fault can strike: (module, attribute, whether before or after the call).
+MOMENTS: dict[str, tuple[str, str, str]] = {
+    "start": ("megatron_dppo.actor.actor", "Actor.__init__", "before"),
+    "rollout": ("megatron_dppo.rollout.continuous_batch", "ContinuousBatch._decode", "after"),
+    "step": ("megatron_dppo.actor.actor", "Actor.train_step", "before"),
+    "gradient": ("megatron_dppo.actor.actor", "Actor.accumulate_gradients", "after"),
+    "update": ("megatron_dppo.actor.actor", "Actor.train_step", "after"),
+    "row": ("megatron_dppo.diagnostics.tracking", "RunFolder.write_step", "before"),
+    "sync": ("megatron_dppo.weight_sync.in_process", "InProcessSync.push", "before"),
+    "rollout end": ("megatron_dppo.course", "Course.close_rollout", "before"),
+    "save": ("megatron_dppo.actor.checkpoint", "Checkpoints.save", "before"),
+    "write": (
+        "megatron_dppo.models.megatron_checkpoint",
+        "FileSystemWriterAsync.write_preloaded_data",
+        "after",
+    ),
+    "publish": ("megatron_dppo.actor.checkpoint_folder", "publish", "before"),
+    "flip": ("megatron_dppo.actor.checkpoint_folder", "_sync_folder", "after"),
+    "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
+}
+
+
+def strike(kind: str, arguments: tuple[Any, ...]) -> None:
+    """Do the harm."""
+    me = os.getpid()
+    os.write(2, f"FAULT {time.monotonic()} {kind}\n".encode())
+    if kind == "SIGKILL":
+        os.kill(me, signal.SIGKILL)
+    elif kind in ("SIGTERM", "SIGUSR1"):
+        os.kill(me, getattr(signal, kind))
+    elif kind == "SIGTERM twice":
+        os.kill(me, signal.SIGTERM)
+        threading.Timer(1.3, os.kill, (me, signal.SIGTERM)).start()
+        time.sleep(1.6)
+    elif kind == "SIGSTOP":
+        os.kill(me, signal.SIGSTOP)
+    elif kind == "raise":
+        raise ValueError("injected")
+    elif kind == "hang":
+        while True:
+            time.sleep(0.05)
+    elif kind == "disk full":  # writes of more fail, as they do on a full disk; small files still fit
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        threading.Timer(1.0, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))).start()
+    elif kind == "second run":
+        alone = os.environ | {"WORLD_SIZE": "1", "RANK": "0"}
+        command = [sys.executable, __file__, sys.argv[-1]]
+        second = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
+        os.write(2, f"second run ended with {second.returncode}: {second.stderr[-1000:]}\n".encode())
+    elif kind == "torn row":
+        with (arguments[0].path / "metrics.jsonl").open("a") as file:
+            file.write('{"kind": "step", "rollout"')
+        os.kill(me, signal.SIGKILL)
+    elif kind in ("NaN gradient", "inf gradient"):
+        value = float("nan" if kind.startswith("NaN") else "inf")
+        next(arguments[0].model.parameters()).main_grad.view(-1)[0] = value
+    elif kind == "NaN weight":
+        next(arguments[0].model.parameters()).data.view(-1)[:] = float("nan")
+    else:
+        raise AssertionError(f"unknown fault {kind}")
+
+
+def install(fault: dict[str, Any]) -> None:
+    """Wrap the function in which the fault strikes, on the ranks that it strikes."""
+    if fault["rank"] not in ("all", int(os.environ.get("RANK", "0"))):
+        return
+    module_name, attribute, when = MOMENTS[fault["moment"]]
+    owner: Any = importlib.import_module(module_name)
+    *path, name = attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    is_static = isinstance(vars(owner).get(name), staticmethod)
+    function: Callable[..., Any] = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        is_now = next(calls) in fault["numbers"]
+        if is_now and when == "before":
+            strike(fault["kind"], arguments)
+        result = function(*arguments, **options)
+        if is_now and when == "after":
+            strike(fault["kind"], arguments)
+        return result
+
+    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+
+
+def main() -> None:
+    """Run the command line's `train` with the fault installed."""
+    config, *fault = sys.argv[1:]
+    from megatron_dppo import cli, runtime
+
+    if fault:
+        runtime.quiet_library_warnings()
+        importlib.import_module("megatron_dppo.actor.cpu").install()
+        install(json.loads(Path(fault[0]).read_text()))
+    sys.argv = ["megatron-dppo", "train", config]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

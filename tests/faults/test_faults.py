@@ -1,0 +1,29 @@
+"""The short form of the fault campaign: real processes, killed, stopped and given bad disks and batches."""
+
+from pathlib import Path
+
+import pytest
+from campaign import Campaign
+from cases import CASES, Case
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    return Campaign(tmp_path_factory.mktemp("campaign"))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.is_short])
+def test_a_run_survives(campaign: Campaign, case: Case) -> None:
+    assert campaign.run(case).failures == []
+
+
+def test_names_are_unique() -> None:
+    names = [case.name for case in CASES]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_the_readme_has_a_row_for_each_case() -> None:
+    rows = (Path(__file__).parent / "README.md").read_text().splitlines()
+    cells = {tuple(cell.strip() for cell in row.split("|")[1:4]) for row in rows if row.startswith("| ")}
+    missing = [c.name for c in CASES if (c.what, c.moment, str(c.num_processes)) not in cells]
+    assert not missing, "run: make faults"

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_dppo.actor.actor import Actor, Step
 from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint
@@ -41,6 +41,7 @@ class Course:
         if point is None:
             point = RunPoint(replace(self.state, data_cursor=data_cursor), metrics_offset=0)
         self.state, self.opened = point.state, point.opened
+        self._move()
         self._journal.start_at(point.metrics_offset, self.opened.metrics if self.opened else {})
         if self.opened is not None:
             self.watch = Stopwatch.resumed(self._runtime, self.opened.seconds)
@@ -70,7 +71,7 @@ class Course:
 
     def open_rollout(self, steps: Sequence[TrainBatch], data_cursor: dict[str, int]) -> None:
         """A rollout was sampled; what is to be trained on it is `steps`."""
-        self.state = replace(self.state, data_cursor=data_cursor)
+        self._move(data_cursor=data_cursor)
         self.opened = OpenRollout(tuple(steps), num_done=0, metrics={}, seconds={})
 
     def count_step(self, step: Step) -> None:
@@ -90,7 +91,7 @@ class Course:
                 with contextlib.suppress(CheckpointError):
                     self._checkpoints.complete()
                 raise
-        self.state = replace(self.state, step=self.state.step + 1, skipped_in_a_row=skipped)
+        self._move(step=self.state.step + 1, skipped_in_a_row=skipped)
         self.opened = replace(self.opened, steps=tuple(rest), num_done=self.opened.num_done + 1)
         if rest:
             self.save_if_due()
@@ -98,12 +99,12 @@ class Course:
     def close_rollout(self, weight_version: int) -> None:
         """All steps were taken, and the engine holds the new weights."""
         self._journal.write_rollout(self.state.rollout, self.watch.stop())
-        self.state = replace(self.state, rollout=self.state.rollout + 1, weight_version=weight_version)
+        self._move(rollout=self.state.rollout + 1, weight_version=weight_version)
         self.opened = None
 
     def count_evaluation(self) -> None:
         """The policy as it stands was evaluated."""
-        self.state = replace(self.state, last_evaluation=self.state.rollout)
+        self._move(last_evaluation=self.state.rollout)
 
     def save_if_due(self) -> None:
         """Save where the config says so; save and end the run where any rank was asked to stop.
@@ -125,6 +126,10 @@ class Course:
             CheckpointError: It could not be written.
         """
         self._checkpoints.wait()
+
+    def _move(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+        self._runtime.progress.rollout, self._runtime.progress.step = self.state.rollout, self.state.step
 
     def _is_save_due(self) -> bool:
         options, state = self._config.checkpoint, self.state

@@ -54,7 +54,7 @@ class Actor:
         self._config, self._runtime = config, runtime
         self.objective: Objective = preset(config.algorithm.preset, **config.algorithm.objective_overrides())
         self.layout = Layout.of(config.parallel, runtime.world_size)
-        initialize_groups(self.layout, config.run.seed)
+        initialize_groups(self.layout, config.run.seed, config.run.timeout_s)
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
         self._model_config = transformer_config(self.hf, dtype, megatron_sizes(self.layout), config.megatron)
@@ -256,8 +256,9 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
     )
 
 
-def initialize_groups(layout: Layout, seed: int) -> None:
-    """Megatron's process groups and random-number tracker, made anew."""
+def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> None:
+    """Megatron's process groups and random-number tracker, made anew; collectives wait `timeout_s` at most."""
+    timeout_minutes: Any = timeout_s / 60  # annotated as int, and given to timedelta as it is
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -267,5 +268,6 @@ def initialize_groups(layout: Layout, seed: int) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=timeout_minutes,
     )
     model_parallel_cuda_manual_seed(seed + 1)

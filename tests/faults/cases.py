@@ -241,6 +241,32 @@ def _disks() -> list[Case]:
     ]
 
 
+def _lost_ranks() -> list[Case]:
+    """One of two ranks fails; the other must not wait for it, and the log must end with why."""
+
+    def case(what: str, words: str, fault: dict[str, Any], last_line: str, is_short: bool = False) -> Case:
+        exits = frozenset({1, -9}) if what.startswith(("kill", "SIGSTOP")) else frozenset({1})
+        return Case(what, words, 2, fault, exits=exits, last_line=last_line, is_short=is_short)
+
+    cases = []
+    for rank in (0, 1):
+        for words, moment, number in (("while sampling", "rollout", 12), ("in a gradient step", "step", 3)):
+            fault = _at("SIGKILL", moment, number, rank=rank)
+            is_short = rank == 1 and moment == "step"
+            cases.append(case(f"kill -9 of rank {rank}", words, fault, f"rank {rank}", is_short))
+        for words, moment in (("in a gradient step", "step"), ("while a checkpoint is planned", "save")):
+            fault = _at("raise", moment, 3, rank=rank)
+            is_short = rank == 0 and moment == "step"
+            cases.append(case(f"an exception on rank {rank}", words, fault, "ValueError: injected", is_short))
+    cases += [
+        case("rank 1 hangs", "in a gradient step", _at("hang", "step", 3, rank=1), "rank 1", is_short=True),
+        case("SIGSTOP of rank 1", "in a gradient step", _at("SIGSTOP", "step", 3, rank=1), "rank 1"),
+        case("SIGSTOP of rank 0", "while sampling", _at("SIGSTOP", "rollout", 12, rank=0), "rank 0"),
+    ]
+    alone = Case("an exception", "in a gradient step", 1, _at("raise", "step", 3), exits=frozenset({1}))
+    return [*cases, replace(alone, last_line="ValueError: injected")]
+
+
 def _skips(number: int) -> Callable[[Path], Iterable[str]]:
     def check(run: Path) -> Iterable[str]:
         found = sum(row["optimizer/skipped_steps"] for row in _rows(run) if row["kind"] == "step")
@@ -293,4 +319,4 @@ def _bad_steps() -> list[Case]:
     ]
 
 
-CASES: list[Case] = [*_kills(), *_signals(), *_tears(), *_disks(), *_bad_steps()]
+CASES: list[Case] = [*_kills(), *_signals(), *_tears(), *_lost_ranks(), *_disks(), *_bad_steps()]

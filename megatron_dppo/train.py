@@ -1,5 +1,6 @@
 """The loop: prompts, rollout, reward, advantages, batches, train, sync."""
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from megatron_dppo.actor.actor import Actor
@@ -12,6 +13,7 @@ from megatron_dppo.models.megatron_checkpoint import hf_files
 from megatron_dppo.preemption import StopRequests
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.runtime import Runtime, Stopwatch, start, stop
+from megatron_dppo.watch import watching
 from megatron_dppo.weight_sync.in_process import InProcessSync
 
 
@@ -20,14 +22,18 @@ def main(config: Config) -> None:
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
-        Preempted: A signal asked the run to stop; it has saved.
+        Preempted: A signal asked the run to stop, and it has saved.
     """
     runtime = start(config.run.num_threads, config.run.timeout_s)
-    with StopRequests.handled() as requests:
-        require_valid(config, runtime.world_size)
-        with Journal.open(config, runtime) as journal:
-            Training.prepare(config, runtime, journal, requests).run()
-    stop()
+    try:
+        with StopRequests.handled() as requests, watching(runtime):
+            require_valid(config, runtime.world_size)
+            with Journal.open(config, runtime) as journal:
+                training = Training.prepare(config, runtime, journal, requests)
+                with closing(training.rollouts):
+                    training.run()
+    finally:
+        stop()
 
 
 @dataclass
@@ -79,16 +85,10 @@ class Training:
         self.journal.describe_rollout(batch)
         groups = with_advantages(batch.groups, self.config.algorithm.normalize_advantage_std)
         self.journal.write_samples(rollout, replace(batch, groups=tuple(groups)), self.rollouts.tokenizer)
-        is_routed = self.config.rollout.routing_replay != "off"
+        routing = self.actor.routing if self.config.rollout.routing_replay != "off" else None
+        rank, gather = self.actor.data_parallel_share[0], self.runtime.all_gather
         with watch.time("batch"):
-            steps = gradient_steps(
-                groups,
-                rollout,
-                self.config,
-                routing=self.actor.routing if is_routed else None,
-                rank=self.actor.data_parallel_share[0],
-                all_gather=self.runtime.all_gather,
-            )
+            steps = gradient_steps(groups, rollout, self.config, routing=routing, rank=rank, all_gather=gather)
         paired_every = self.config.tracking.paired_routing_every
         if paired_every and rollout % paired_every == 0 and steps:
             with watch.time("paired_forward"):

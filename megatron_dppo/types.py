@@ -4,11 +4,14 @@ Letters in shape comments: L tokens of one sample (prompt and response), R of th
 K top-K columns, T packed tokens of one micro-batch, S sequences in it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-from torch import Tensor
+if TYPE_CHECKING:  # reward workers read this module and start without a tensor library
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 RoutingReplay = Literal["off", "measure", "replay"]

@@ -73,7 +73,13 @@ class DataConfig(Section):
     shuffle: bool = True
     """Reorder prompts each epoch, by `run.seed`."""
     reward: str = "arithmetic"
-    """Name of a registered reward."""
+    """Name of a registered reward, or "package.module:function" of your own."""
+    reward_workers: PositiveInt = 1
+    """Processes that score responses, beside each trainer process."""
+    reward_timeout_s: PositiveFloat = 10.0
+    """A response that takes longer to score is dropped and counted."""
+    reward_memory_mb: NonNegativeInt = 2048
+    """What scoring may allocate, in MiB; 0 is no limit. A response that exceeds it is dropped and counted."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are dropped and counted."""
 

@@ -13,10 +13,9 @@ import torch
 
 from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rewards.base import Reward
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from megatron_dppo.rollout.judge import Fault, Judge, RouteValidator, Tokenizer, as_text
+from megatron_dppo.rollout.judge import Fault, Judge, RouteValidator, Scorer, Tokenizer, as_text
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
 __all__ = [
@@ -46,7 +45,7 @@ def collect(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
-    reward: Reward,
+    scorer: Scorer,
     params: SamplingParams,
     *,
     samples_per_prompt: int,
@@ -65,7 +64,7 @@ def collect(
         engine: Samples the responses.
         prompts: This rank's share of the rollout.
         tokenizer: Of the model that the engine holds.
-        reward: Scores a response's text.
+        scorer: Scores responses' text; a `RewardPool`.
         params: How to sample.
         samples_per_prompt: Responses to each prompt.
         max_prompt_tokens: Longer prompts are dropped and counted.
@@ -77,6 +76,7 @@ def collect(
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.
+        RewardError: The reward cannot be loaded.
     """
     asked: list[tuple[int, Prompt]] = []
     requests: list[Request] = []
@@ -89,11 +89,13 @@ def collect(
             requests += _requests(prompt, tokens, (seed, rollout, start), samples_per_prompt)
     completions = _checked(requests, engine.generate(requests, params) if requests else [], params)
     samples = [_sample(*pair) for pair in zip(requests, completions, strict=True)]
-    judge = Judge(tokenizer, reward, params.capture_routes, validate_routes)
-    judged: list[_JudgedGroup] = []
-    for i, (index, prompt) in enumerate(asked):
-        own = samples[i * samples_per_prompt : (i + 1) * samples_per_prompt]
-        judged.append(_JudgedGroup(index, prompt, [judge(prompt, sample) for sample in own]))
+    judge = Judge(tokenizer, scorer, params.capture_routes, validate_routes)
+    of_samples = [prompt for _, prompt in asked for _ in range(samples_per_prompt)]
+    verdicts = judge(list(zip(of_samples, samples, strict=True)))
+    judged = [
+        _JudgedGroup(index, prompt, verdicts[i * samples_per_prompt : (i + 1) * samples_per_prompt])
+        for i, (index, prompt) in enumerate(asked)
+    ]
     kept = [group for group in judged if len(group.samples) >= min(2, samples_per_prompt)]
     counts = _count(len(prompts), samples, judged, kept)
     return RolloutBatch(tuple(SampleGroup(group.prompt, group.samples, group.index) for group in kept), counts)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from megatron_dppo.errors import RolloutError
 
-DropReason = Literal["aborted", "empty_response", "non_finite_log_probs", "invalid_routes", "reward_failed"]
+DropReason = Literal[
+    "aborted",
+    "empty_response",
+    "non_finite_log_probs",
+    "invalid_routes",
+    "reward_failed",
+    "reward_timed_out",
+    "reward_out_of_memory",
+]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 

@@ -2,16 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from megatron_dppo.errors import RewardError, RoutingReplayError
-from megatron_dppo.rewards.base import Reward, RewardResult
+from megatron_dppo.errors import RoutingReplayError
+from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.counts import DropReason
-from megatron_dppo.types import FinishReason, Prompt, Sample
+from megatron_dppo.types import Prompt, Sample
 
 RouteValidator = Callable[[Sample], None]
 """Raises RoutingReplayError where a sample's captured routes do not fit."""
@@ -47,26 +47,39 @@ class Fault:
         return f"{self.reason}, sample {self.sample_id}: {self.found}"
 
 
+class Scorer(Protocol):
+    """What judging needs of a `RewardPool`."""
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """A result for each request, in order."""
+        ...
+
+
 @dataclass(frozen=True)
 class Judge:
-    """Scores a sample, or says why it cannot be trained on."""
+    """Scores samples, or says why they cannot be trained on."""
 
     tokenizer: Tokenizer
-    reward: Reward
+    scorer: Scorer
     needs_routes: bool
     validate_routes: RouteValidator | None
 
-    def __call__(self, prompt: Prompt, sample: Sample) -> Sample | Fault:
-        """The sample with its reward, or the first fault found."""
-        fault = self._fault(sample)
-        if fault is not None:
-            return fault
+    def __call__(self, answered: Sequence[tuple[Prompt, Sample]]) -> list[Sample | Fault]:
+        """Each sample with its reward, or the first fault found; only sound samples are scored."""
+        verdicts: list[Sample | Fault] = [self._fault(sample) or sample for _, sample in answered]
+        sound = [i for i, verdict in enumerate(verdicts) if isinstance(verdict, Sample)]
+        requests = [self._request(*answered[i]) for i in sound]
+        for i, result in zip(sound, self.scorer.score(requests) if requests else [], strict=True):
+            sample = answered[i][1]
+            if isinstance(result, RewardFault):
+                verdicts[i] = Fault(result.kind, sample.id, result.message)
+            else:
+                verdicts[i] = dataclasses.replace(sample, reward=result.value, reward_info=dict(result.info))
+        return verdicts
+
+    def _request(self, prompt: Prompt, sample: Sample) -> RewardRequest:
         response = as_text(self.tokenizer, sample.tokens[sample.prompt_length :], has_special_tokens=False)
-        try:
-            result = score(self.reward, prompt, response, sample.finish_reason)
-        except RewardError as error:
-            return Fault("reward_failed", sample.id, str(error))
-        return dataclasses.replace(sample, reward=float(result.value), reward_info=dict(result.info))
+        return RewardRequest(prompt, response, sample.finish_reason)
 
     def _fault(self, sample: Sample) -> Fault | None:
         if sample.finish_reason == "abort":
@@ -89,23 +102,6 @@ def as_text(tokenizer: Tokenizer, tokens: Tensor, *, has_special_tokens: bool) -
     """Token ids [N] as text, with or without the special tokens among them; nothing else is tidied."""
     ids = cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
     return tokenizer.decode(ids, skip_special_tokens=not has_special_tokens, clean_up_tokenization_spaces=False)
-
-
-def score(reward: Reward, prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """What the reward says, checked.
-
-    Raises:
-        RewardError: The reward raised, returned something else, or a number that is not finite.
-    """
-    try:
-        result = reward(prompt, response, finish_reason)
-        values = {"value": float(result.value), **result.info}
-        wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
-    except Exception as error:  # a reward is the user's code and may raise anything
-        raise RewardError(f"prompt {prompt.id}: the reward raised {type(error).__name__}: {error}") from error
-    if wrong:
-        raise RewardError(f"prompt {prompt.id}: found {wrong}; expected finite numbers. Correct the reward.")
-    return result
 
 
 def _has_usable_log_probs(sample: Sample) -> bool:

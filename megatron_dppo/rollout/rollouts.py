@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptStream, load_prompts
-from megatron_dppo.rewards import reward
+from megatron_dppo.rewards import RewardPool
 from megatron_dppo.rollout.collect import RolloutBatch, collect
 from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.transformers_engine import TransformersEngine
@@ -67,7 +67,12 @@ class Rollouts:
         """
         self._config, self._engine, self._share = config, engine, share
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder)
-        self._reward = reward(config.data.reward)
+        self._rewards = RewardPool(
+            config.data.reward,
+            num_workers=config.data.reward_workers,
+            timeout_s=config.data.reward_timeout_s,
+            memory_mb=config.data.reward_memory_mb,
+        )
         columns = (config.data.prompt_column, config.data.answer_column)
         self._prompts = load_prompts(config.data.prompts, *columns)
         held_out = config.evaluation.prompts
@@ -98,7 +103,7 @@ class Rollouts:
             self._engine,
             prompts[rank::size],
             self.tokenizer,
-            self._reward,
+            self._rewards,
             params,
             samples_per_prompt=options.samples_per_prompt,
             max_prompt_tokens=self._config.data.max_prompt_tokens,
@@ -109,13 +114,16 @@ class Rollouts:
         )
 
     def evaluate(self, rollout: int) -> tuple[str, float, int]:
-        """(metric name, sum of rewards, number of responses) of this rank's share of the held-out prompts."""
+        """(metric name, sum of rewards, number of responses) of this rank's share of the held-out prompts.
+
+        A response whose reward failed earns nothing; it is not left out.
+        """
         options, (rank, size) = self._config.evaluation, self._share
         batch = collect(
             self._engine,
             self._held_out[rank::size],
             self.tokenizer,
-            self._reward,
+            self._rewards,
             SamplingParams(
                 max_response_tokens=self._config.rollout.max_response_tokens,
                 temperature=options.temperature,
@@ -127,6 +135,11 @@ class Rollouts:
             rollout=_EVALUATION + rollout,
             indices=range(rank, len(self._held_out), size),
         )
-        rewards = [float(sample.reward or 0.0) for sample in batch.samples]
+        total = sum(float(sample.reward or 0.0) for sample in batch.samples)
         assert options.prompts is not None
-        return f"eval/{options.prompts.stem}/avg_at_{options.samples_per_prompt}", sum(rewards), len(rewards)
+        name = f"eval/{options.prompts.stem}/avg_at_{options.samples_per_prompt}"
+        return name, total, batch.counts.num_samples
+
+    def close(self) -> None:
+        """End the reward's processes."""
+        self._rewards.close()

@@ -36,7 +36,6 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
     from megatron_dppo.journal import Journal
     from megatron_dppo.preemption import Preempted, StopRequests
 
-    reward_digits()
     config = Config.model_validate(tables)
     with StopRequests.handled() as requests, Journal.open(config, runtime) as journal:
         training = loop.Training.prepare(config, runtime, journal, requests)
@@ -67,16 +66,6 @@ def signal_at_step(actor: Any, number: int) -> None:
     actor.accumulate_gradients = accumulate_and_signal
 
 
-def reward_digits() -> None:
-    """A reward that a random model can earn, so that advantages are not all zero: the share of digit tokens."""
-    from megatron_dppo.rewards.base import RewardResult, register
-
-    @register("digits")
-    def digits(prompt: Any, response: str, finish_reason: str) -> RewardResult:
-        words = response.split()
-        return RewardResult(sum(word.isdigit() for word in words) / max(len(words), 1), {})
-
-
 def count_forwards(actor: Any) -> list[bool]:
     """One entry per forward pass of the model: whether it kept a graph."""
     seen: list[bool] = []
@@ -87,7 +76,7 @@ def count_forwards(actor: Any) -> list[bool]:
 def with_data(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
     """Settings with the reward that varies."""
     tables = settings(task, name, **changes)
-    tables["data"]["reward"] = "digits"
+    tables["data"]["reward"] = "tests.faults.rewards:digits"
     return tables
 
 

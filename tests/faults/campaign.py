@@ -102,7 +102,7 @@ class Campaign:
         changes: dict[str, dict[str, Any]] = {
             "run": {"num_rollouts": 3, "timeout_s": 6.0},
             "parallel": {"expert": case.num_processes},
-            "data": {"reward": "arithmetic"},
+            "data": {"reward": "tests.faults.rewards:digits"},
             "checkpoint": {"every": 1, "every_steps": 1, "reserve_gib": 0.0},
             "evaluation": {"prompts": str(self.folder / "held_out.jsonl"), "every": 2},
             "tracking": {"samples_every": 1},

@@ -319,4 +319,71 @@ def _bad_steps() -> list[Case]:
     ]
 
 
-CASES: list[Case] = [*_kills(), *_signals(), *_tears(), *_lost_ranks(), *_disks(), *_bad_steps()]
+def _metric(name: str, is_right: Callable[[float], bool]) -> Callable[[Path], Iterable[str]]:
+    """All rollouts were done, and the metric is right in their rows taken together."""
+
+    def check(run: Path) -> Iterable[str]:
+        values = [row[name] for row in _rows(run) if row["kind"] == "rollout"]
+        if len(values) != 3:
+            yield f"{len(values)} rollouts, expected 3"
+        if not is_right(sum(values)):
+            yield f"{name}: {values}"
+
+    return check
+
+
+def _bad_batches() -> list[Case]:
+    def case(what: str, num_processes: int, metric: str, is_right: Any, config: Config, **more: Any) -> Case:
+        options: dict[str, Any] = {
+            "check": _metric(metric, is_right),
+            "is_resumed": False,
+            "is_compared": False,
+        }
+        return Case(what, "in every rollout", num_processes, config=config, **options, **more)
+
+    def rewarded(function: str, max_dropped_fraction: float = 0.9) -> Config:
+        data = {"reward": f"tests.faults.rewards:{function}", "reward_timeout_s": 0.3, "reward_memory_mb": 256}
+        return {"data": data, "rollout": {"max_dropped_fraction": max_dropped_fraction}}
+
+    def some(total: float) -> bool:
+        return total >= 1
+
+    cases = []
+    for words, function, reason in (
+        ("a reward that raises", "raises", "failed"),
+        ("a reward that hangs", "hangs", "timed_out"),
+        ("a reward that eats memory", "eats_memory", "out_of_memory"),
+        ("a reward that dies", "dies", "failed"),
+        ("a reward that is NaN", "is_nan", "failed"),
+    ):
+        metric, is_short = f"rollout/dropped_reward_{reason}", function == "hangs"
+        cases.append(case(words, 1, metric, some, rewarded(function), is_short=is_short))
+    cases.append(case("a reward that hangs", 2, "rollout/dropped_reward_timed_out", some, rewarded("hangs")))
+    all_dropped = rewarded("always_raises", 1.0)
+    cases.append(case("every sample dropped", 1, "rollout/dropped_samples", lambda n: n == 48, all_dropped))
+    cases.append(case("every sample dropped", 2, "rollout/dropped_samples", lambda n: n == 48, all_dropped))
+    flat = case("no variance", 2, "reward/zero_variance_fraction", lambda n: n == 3, rewarded("always_one"))
+    cut: Config = {"rollout": {"max_response_tokens": 1}}
+    truncated = case("every response cut", 1, "rollout/truncated_fraction", lambda n: n > 2.7, cut)
+    too_many = Case(
+        "too many samples dropped",
+        "in the first rollout",
+        2,
+        exits=frozenset({2}),
+        last_line="RolloutError",
+        config=rewarded("raises", 0.01),
+        is_resumed=False,
+        is_compared=False,
+    )
+    return [*cases, flat, truncated, too_many]
+
+
+CASES: list[Case] = [
+    *_kills(),
+    *_signals(),
+    *_tears(),
+    *_lost_ranks(),
+    *_disks(),
+    *_bad_steps(),
+    *_bad_batches(),
+]

@@ -1,7 +1,12 @@
 """Hand-made samples for tests of packing, batches and routes."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
+from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards import Reward, RewardFault, RewardRequest, RewardResult, checked
 from megatron_dppo.types import ModelRouting, Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup
 
 ROUTING = ModelRouting(layer_numbers=(0, 2), num_experts=8, top_k=2)
@@ -40,3 +45,19 @@ def make_sample(
 def make_group(index: int, samples: list[Sample]) -> SampleGroup:
     """The samples as the answers to prompt number `index`."""
     return SampleGroup(Prompt(str(index), "", "test", text="?"), tuple(samples), index)
+
+
+@dataclass(frozen=True)
+class InProcessScorer:
+    """Stands for a `RewardPool`, so that a test's own function can score; the pool has tests of its own."""
+
+    reward: Reward
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [self._scored(request) for request in requests]
+
+    def _scored(self, request: RewardRequest) -> RewardResult | RewardFault:
+        try:
+            return checked(self.reward, request.prompt, request.response, request.finish_reason)
+        except RewardError as error:
+            return RewardFault("reward_failed", str(error))

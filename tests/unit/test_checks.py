@@ -148,7 +148,11 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.answer_column", {"data.answer_column": "solution"}),
         Example("data.answer_column", on_disk=lambda: _write_json(Path("held_out.jsonl"), {"prompt": "1"})),
     ],
-    "reward": [Example("data.reward", {"data.reward": "arithmetics"})],
+    "reward": [
+        Example("data.reward", {"data.reward": "arithmetics"}),
+        Example("data.reward", {"data.reward": "no_such_package.rewards:score"}),
+        Example("data.reward", {"data.reward": ":score"}),
+    ],
     "preset": [Example("algorithm.preset", {"algorithm.preset": "dppo_binary_vt"})],
     "preset_fields": [
         Example("algorithm.delta", {"algorithm.delta": -1.0}),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import InProcessScorer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -83,7 +84,9 @@ def collect_with(
 ) -> RolloutBatch:
     keywords: dict[str, Any] = {"samples_per_prompt": 4, "max_prompt_tokens": 7, "seed": 1, "rollout": 2}
     reward = changes.pop("reward", arithmetic_reward)
-    return collect(ScriptedEngine(script), prompts, TOKENIZER, reward, params, **keywords | changes)
+    return collect(
+        ScriptedEngine(script), prompts, TOKENIZER, InProcessScorer(reward), params, **keywords | changes
+    )
 
 
 def right_or_wrong(i: int, request: Request) -> Completion:
@@ -121,7 +124,7 @@ def test_noise_keys_do_not_depend_on_the_number_of_ranks() -> None:
     def keys(prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
         engine = ScriptedEngine(right_or_wrong)
         collect(
-            engine, prompts, TOKENIZER, arithmetic_reward, PARAMS,
+            engine, prompts, TOKENIZER, InProcessScorer(arithmetic_reward), PARAMS,
             samples_per_prompt=4, max_prompt_tokens=7, seed=1, rollout=2, indices=indices,
         )  # fmt: skip
         return [request.noise_key for request in engine.requests]
@@ -283,7 +286,7 @@ def test_completions_that_are_missing() -> None:
 
     with pytest.raises(RolloutError, match="found 11 of them; expected one for each of 12"):
         collect(
-            Lossy(right_or_wrong), PROMPTS, TOKENIZER, arithmetic_reward, PARAMS,
+            Lossy(right_or_wrong), PROMPTS, TOKENIZER, InProcessScorer(arithmetic_reward), PARAMS,
             samples_per_prompt=4, max_prompt_tokens=7, seed=1, rollout=2,
         )  # fmt: skip
 

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -88,6 +90,19 @@ def test_an_unknown_name_lists_the_options() -> None:
         reward("aritmetic")
     with pytest.raises(ConfigError, match="Choose one of these"):
         reward("zzz")
+
+
+def test_a_function_is_named_by_its_module() -> None:
+    assert reward("megatron_dppo.rewards.arithmetic:arithmetic_reward") is arithmetic_reward
+    with pytest.raises(ConfigError, match="No module named 'no_such_package'"):
+        reward("no_such_package.rewards:score")
+    with pytest.raises(ConfigError, match="has no function 'nothing'"):
+        reward("megatron_dppo.rewards.arithmetic:nothing")
+
+
+def test_importing_rewards_loads_no_tensor_library() -> None:
+    program = "import megatron_dppo.rewards, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_name_is_registered_once() -> None:

@@ -20,6 +20,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.convert import load_hf_weights
 from megatron_dppo.models.family import HFConfig
 from megatron_dppo.models.hf_checkpoint import HFWeights, copy_model_files
+from megatron_dppo.models.untrusted import refuse_code
 
 WEIGHTS = "megatron"
 HF = "hf"
@@ -80,8 +81,9 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Megatron's distributed load, with its many errors as one of ours.
 
     Raises:
-        CheckpointError: The folder is torn, or holds another model or optimizer.
+        CheckpointError: The folder is torn, holds another model or optimizer, or code.
     """
+    refuse_code(folder)
     try:
         loaded: Any = dist_checkpointing.load(wanted, str(folder))
         return loaded
@@ -198,6 +200,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
             f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from tools/convert_checkpoint.py "
             "or from a run's checkpoints/; check the path."
         )
+    refuse_code(folder / WEIGHTS)
     tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
     dtypes = {tensor.dtype for key, tensor in tensors.items() if not key.startswith("optimizer.")}
     if len(dtypes) != 1:

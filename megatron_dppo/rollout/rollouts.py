@@ -23,7 +23,7 @@ _EVALUATION = 1 << 40  # rollout numbers above it key the noise of evaluations, 
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> TransformersEngine:
     """The embedded engine for the model in `hf_folder` (its config, not its weights)."""
-    model_config = AutoConfig.from_pretrained(hf_folder)
+    model_config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
     return TransformersEngine(
         model_config,
         eos_token_ids=end_tokens(hf_folder, model_config.eos_token_id),
@@ -66,7 +66,7 @@ class Rollouts:
             share: (rank, size) of the data-parallel group.
         """
         self._config, self._engine, self._share = config, engine, share
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
         self._rewards = RewardPool(
             config.data.reward,
             num_workers=config.data.reward_workers,

@@ -1,5 +1,6 @@
 """The faults, the moments at which they strike, and what must come of each."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ class Case:
         last_line: What must stand among its last lines.
         resumed_log: What the log of the second start must hold.
         is_resumed: Start again without the fault.
+        resumed_exit: Exit code of that start.
         is_compared: Rows, samples and final state must be those of the uninterrupted run.
         check: Yields what is wrong with the run folder in the end.
         config: Changes to the config.
@@ -42,6 +44,7 @@ class Case:
     last_line: str | None = None
     resumed_log: tuple[str, ...] = ()
     is_resumed: bool = True
+    resumed_exit: int = 0
     is_compared: bool = True
     check: Callable[[Path], Iterable[str]] | None = None
     config: Config = field(default_factory=dict[str, dict[str, Any]])
@@ -184,7 +187,24 @@ def _tears() -> list[Case]:
         is_short = what in ("two torn checkpoints",) or num_processes == 2
         case = Case(what, "after kill -9", num_processes, killed, damage=damage, exits=_KILLED)
         cases.append(replace(case, resumed_log=resumed_log, is_short=is_short))
-    return cases
+    planted = Case("code in a checkpoint", "after kill -9", 1, killed, damage=_plant_code, exits=_KILLED)
+    refused = {"resumed_exit": 2, "resumed_log": ("could run code",), "is_compared": False, "check": _it_ran}
+    return [*cases, replace(planted, **refused)]
+
+
+def _plant_code(run: Path) -> None:
+    """Code in the newest checkpoint, with checksums that fit: what a download may hold."""
+    newest = _newest(run)
+    metadata = newest / "megatron" / ".metadata"
+    metadata.write_bytes(b"cposix\nsystem\n(S'touch " + str(run / "it_ran").encode() + b"'\ntR.")
+    sums = newest / "SHA256SUMS"
+    lines = [line for line in sums.read_text().splitlines() if not line.endswith("megatron/.metadata")]
+    lines.append(f"{hashlib.sha256(metadata.read_bytes()).hexdigest()}  megatron/.metadata")
+    sums.write_text("\n".join(lines) + "\n")
+
+
+def _it_ran(run: Path) -> Iterable[str]:
+    return ["the planted code ran"] if (run / "it_ran").exists() else []
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:

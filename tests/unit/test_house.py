@@ -1,5 +1,6 @@
 """The house's own guards: skips fail, and the size limits bite."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,39 @@ def test_code_within_the_limits_passes(tmp_path: Path) -> None:
     result = _size_limits(tmp_path)
     assert result.returncode == 0
     assert "files:     2, median" in result.stdout
+
+
+def _unsafe_calls(source: str) -> list[str]:
+    """Calls that could run code from a file: pickles, torch.load without weights_only, a model's own code."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        is_pickle = name in {"pickle.load", "pickle.loads", "joblib.load", "eval", "exec"}
+        is_pickle &= not (call.args and ast.unparse(call.args[0]).startswith("pickle.dumps("))
+        is_torch = name == "torch.load" and options.get("weights_only") != "True"
+        is_numpy = options.get("allow_pickle") == "True"
+        is_remote = options.get("trust_remote_code", "False") != "False"
+        if is_pickle or is_torch or is_numpy or is_remote:
+            found.append(f"line {call.lineno}: {name}")
+    return found
+
+
+def test_no_module_loads_code_from_files() -> None:
+    root = TESTS.parent
+    files = [file for room in ("megatron_dppo", "tools", "examples") for file in (root / room).rglob("*.py")]
+    assert files
+    assert {str(file): calls for file in files if (calls := _unsafe_calls(file.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "pickle.load(f)",
+        "torch.load(f)",
+        "np.load(f, allow_pickle=True)",
+        "A.from_pretrained(x, trust_remote_code=True)",
+    ],
+)
+def test_the_guard_against_loading_code_bites(source: str) -> None:
+    assert _unsafe_calls(source)

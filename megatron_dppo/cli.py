@@ -49,7 +49,8 @@ def train(configs: Configs, overrides: Overrides = None) -> None:
 
         torchrun --nproc-per-node 2 -m megatron_dppo train ep2.toml
 
-    A run folder that holds a checkpoint is gone on with, unless checkpoint.resume is false.
+    A run folder that holds a checkpoint is gone on with, unless checkpoint.resume is false. SIGTERM and SIGUSR1
+    save the run and end it with status 75: start the same command again. Errors in what you gave end with 2.
     """
     with _user_errors():
         config = load_config(configs, overrides or ())

@@ -29,6 +29,20 @@ def _engine(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("rollout.engine", "'sglang'", "'transformers'", action)
 
 
+@rule("best_metric")
+def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The metric that picks the best checkpoints is one that this run measures."""
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if not checkpoint.keep_best or not checkpoint.best_metric.startswith("eval/"):
+        return
+    measured = None
+    if evaluation.prompts is not None:
+        measured = f"eval/{evaluation.prompts.stem}/avg_at_{evaluation.samples_per_prompt}"
+    if checkpoint.best_metric != measured:
+        action = f"Write {measured!r}." if measured else "Set evaluation.prompts, or name another metric."
+        yield Problem("checkpoint.best_metric", repr(checkpoint.best_metric), "a metric of this run", action)
+
+
 @rule("finite_numbers")
 def _finite_numbers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Numbers are finite; the algorithm's own are the preset's to judge, where infinity means off."""

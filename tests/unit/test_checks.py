@@ -125,6 +125,12 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
     "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
+    "best_metric": [
+        Example(
+            "checkpoint.best_metric",
+            {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval/held_out/avg_at_2"},
+        ),
+    ],
     "rollout_memory": [
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 1e-4}),
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.routing_replay": "measure"}),

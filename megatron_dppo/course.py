@@ -35,11 +35,21 @@ class Course:
         self.opened: OpenRollout | None = None
         self.watch = Stopwatch(runtime)
 
-    def resume(self, data_cursor: dict[str, int]) -> None:
-        """Stand where the latest whole checkpoint stood, or at the beginning with this cursor."""
+    def resume(self, data_cursor: dict[str, int], prompts_digest: str) -> None:
+        """Stand where the latest whole checkpoint stood, or at the beginning with this cursor.
+
+        Raises:
+            CheckpointError: There are checkpoints and none can serve, or the prompts are not those of the run.
+        """
+        self._prompts_digest = prompts_digest
         point = self._checkpoints.resume(self._actor)
         if point is None:
-            point = RunPoint(replace(self.state, data_cursor=data_cursor), metrics_offset=0)
+            point = RunPoint(replace(self.state, data_cursor=data_cursor), 0, prompts_digest)
+        elif point.prompts_digest != prompts_digest:
+            raise CheckpointError(
+                f"data.prompts: {self._config.data.prompts} changed since the run was saved, so its place in "
+                "the prompts is lost. Restore the file, or start a new run.folder from a checkpoint's weights."
+            )
         self.state, self.opened = point.state, point.opened
         self._move()
         self._journal.start_at(point.metrics_offset, self.opened.metrics if self.opened else {})
@@ -145,7 +155,7 @@ class Course:
         else:
             metrics, seconds = self._journal.rollout_metrics, self.watch.stop()
             opened = replace(opened, metrics=metrics, seconds=seconds)
-        point = RunPoint(self.state, self._journal.offset(), opened, score)
+        point = RunPoint(self.state, self._journal.offset(), self._prompts_digest, opened, score)
         pause = Metrics()
         pause.add_max("time/save_s", self._checkpoints.save(self._actor, point))
         self._journal.add_to_rollout(pause)

@@ -55,7 +55,7 @@ class Training:
         engine = build_engine(config, folder, runtime.device)
         rollouts = Rollouts(config, folder, engine, actor.routing, share=actor.data_parallel_share)
         course = Course(config, runtime, journal, actor, requests)
-        course.resume(rollouts.cursor)
+        course.resume(rollouts.cursor, rollouts.prompts_digest)
         rollouts.seek(course.state.data_cursor)
         sync = InProcessSync(actor.weights, engine, runtime)
         if (

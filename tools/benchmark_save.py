@@ -79,7 +79,7 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int) -> None
         began = time.perf_counter()
         actor.train_step(batch, is_first=False)
         if save is not None:
-            save.save(actor, RunPoint(RunState(0, number, 0, {}), 0))
+            save.save(actor, RunPoint(RunState(0, number, 0, {}), 0, ""))
         runtime.barrier()
         return time.perf_counter() - began
 

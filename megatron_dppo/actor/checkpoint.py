@@ -44,6 +44,7 @@ class RunPoint:
 
     state: RunState
     metrics_offset: int  # bytes of metrics.jsonl that belong to the steps taken
+    prompts_digest: str  # of the prompts that the state's cursor points into
     opened: OpenRollout | None = None  # the rollout in whose middle it stands
     score: float | None = None  # checkpoint.best_metric of these weights
 
@@ -301,6 +302,7 @@ def _to_json(point: RunPoint, world_size: int) -> str:
     content = {
         "state": asdict(point.state),
         "metrics_offset": point.metrics_offset,
+        "prompts_digest": point.prompts_digest,
         "world_size": world_size,
         "score": point.score,
         "open_rollout": kept,
@@ -311,7 +313,8 @@ def _to_json(point: RunPoint, world_size: int) -> str:
 def _from_json(content: dict[str, Any], read_steps: Callable[[], tuple[TrainBatch, ...]]) -> RunPoint:
     kept = content["open_rollout"]
     opened = None if kept is None else OpenRollout(read_steps(), **kept)
-    return RunPoint(RunState(**content["state"]), content["metrics_offset"], opened, content["score"])
+    state = RunState(**content["state"])
+    return RunPoint(state, content["metrics_offset"], content["prompts_digest"], opened, content["score"])
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:

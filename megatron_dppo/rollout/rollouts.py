@@ -1,7 +1,9 @@
 """The rollout side of a run: engine, prompts and reward, and this rank's share of each rollout."""
 
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,14 @@ class Rollouts:
         self._held_out = load_prompts(held_out, *columns) if held_out is not None else []
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
         self._validate = partial(validate_routes, routing=routing) if routing is not None else None
+
+    @property
+    def prompts_digest(self) -> str:
+        """Changes with any prompt, answer or id, and with their order: a cursor into others means nothing."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self._prompts:
+            digest.update(json.dumps(asdict(prompt), sort_keys=True).encode())
+        return digest.hexdigest()
 
     @property
     def cursor(self) -> dict[str, int]:

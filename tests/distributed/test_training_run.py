@@ -195,6 +195,14 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     kinds = [row["kind"] for row in lines(task / "cli")]
     assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
     assert list((task / "cli" / "samples").iterdir())
+    assert "resuming" not in done.stderr
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr
+    assert len(lines(task / "cli")) == len(kinds), "a finished run has nothing left to do"
+    others = ["--set", f"data.prompts={task / 'held_out.jsonl'}"]
+    refused = subprocess.run([*command, *others], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "changed since the run was saved" in refused.stderr
     report = task / "report.html"
     subprocess.run([*python, "-m", "megatron_dppo", "compare", task / "cli", "-o", report], check=True)
     assert report.stat().st_size > 1 << 20

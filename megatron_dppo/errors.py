@@ -38,6 +38,10 @@ class ConfigError(MegatronDppoError, ValueError):
         super().__init__(message if isinstance(message, str) else "\n".join(map(str, message)))
 
 
+class LaunchError(MegatronDppoError):
+    """The processes of the job did not find each other."""
+
+
 class LayoutError(ConfigError):
     """The parallel layout does not divide the model, is silently wrong in Megatron, or is unproven."""
 

@@ -1,0 +1,116 @@
+"""JSON lines over TCP between rank 0 and the others, and where rank 0 listens."""
+
+import ipaddress
+import json
+import os
+import socket
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 8}
+_SEND_TIMEOUT_S = 5.0
+_MAX_LINE = 1 << 20
+
+Message = dict[str, Any]
+
+
+class Link:
+    """A connection that carries one JSON object per line; any thread may send, one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Own the connection.
+
+        The kernel asks an idle peer for a sign of life, which that of a busy or stopped process gives as well:
+        only a host that is gone does not answer.
+        """
+        self.socket = connection
+        connection.settimeout(_SEND_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        close_in_children(connection)
+        self._sending = threading.Lock()
+        self._received = b""
+
+    def send(self, **message: Any) -> bool:
+        """Whether the message could be sent."""
+        try:
+            with self._sending:
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[Message] | None:
+        """The messages that have come, once the socket is readable; none when the other side has ended."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        *lines, self._received = (self._received + data).split(b"\n")
+        if not data or len(self._received) > _MAX_LINE:
+            return None
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+def close_in_children(connection: socket.socket) -> None:
+    """Let no forked child hold the connection open: it would hide its parent's death."""
+    reference = weakref.ref(connection)
+
+    def close() -> None:
+        if (held := reference()) is not None:
+            held.close()
+
+    os.register_at_fork(after_in_child=close)
+
+
+def listen(master: str) -> tuple[socket.socket, str]:
+    """A listening socket on the interface of MASTER_ADDR, and the name by which other ranks reach it.
+
+    A host's own name may stand for loopback on that host; then it listens everywhere.
+    """
+    is_loopback = _is_loopback(master)
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            address = str(socket.getaddrinfo(master, 0, family, socket.SOCK_STREAM)[0][4][0])
+            if is_loopback or not _is_loopback(address):
+                return socket.create_server((address, 0), family=family, backlog=1024), master
+        except OSError:
+            continue
+    everywhere = socket.create_server(("", 0), backlog=1024)
+    return everywhere, socket.gethostbyname(socket.gethostname()) if not _names_this_host(master) else master
+
+
+def this_machine() -> str:
+    """The same for processes that can signal each other by their ids; empty where that cannot be known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _names_this_host(master: str) -> bool:
+    try:
+        return _is_loopback(socket.gethostbyname(master))
+    except OSError:
+        return False

@@ -73,7 +73,7 @@ class Journal:
         return dict(self._rollout_metrics)
 
     def latest(self, metric: str) -> float | None:
-        """A metric's value in the last row of a rollout or evaluation that has it, where it is finite."""
+        """A metric of the last finished rollout, or of an evaluation since, where it is finite."""
         value = self._latest.get(metric)
         return value if value is not None and math.isfinite(value) else None
 
@@ -89,6 +89,7 @@ class Journal:
         """
         by_rank = dict(enumerate(self._runtime.all_gather(step.faults)))
         faults = [f"rank {rank}: {fault}" for rank, own in by_rank.items() for fault in own]
+        faults = faults or ["Megatron's optimizer skipped the update"]
         folder = self._config.run.folder / "evidence"
         keep_evidence(folder, number, batch, faults, self._runtime)
         limit = self._config.optimizer.max_skipped_steps
@@ -146,7 +147,7 @@ class Journal:
             metrics.add_max(f"time/{phase}_s", elapsed)
         row = self._rollout_metrics | self._merged(metrics)
         self._rollout_metrics = {}
-        self._latest |= row
+        self._latest = dict(row)
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))

@@ -221,7 +221,7 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = 0
     """Keep this many checkpoints with the best `best_metric`."""
     best_metric: str = "reward/mean"
-    """Metric of the last rollout or evaluation before the save, for `keep_best`."""
+    """For `keep_best`: a metric of the rollout that was just finished, or of the evaluation after it."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of `best_metric` is best."""
     reserve_gib: NonNegativeFloat = 1.0

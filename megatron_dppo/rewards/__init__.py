@@ -1,18 +1,31 @@
 """Rewards by name. Importing this package registers all of them."""
 
 from megatron_dppo.rewards.arithmetic import arithmetic_reward
-from megatron_dppo.rewards.base import REWARDS, Reward, RewardResult, checked, register, reward
-from megatron_dppo.rewards.pool import RewardFault, RewardPool, RewardRequest
+from megatron_dppo.rewards.base import (
+    REWARDS,
+    Reward,
+    RewardFault,
+    RewardFaultKind,
+    RewardRequest,
+    RewardResult,
+    checked,
+    problem_with,
+    register,
+    reward,
+)
+from megatron_dppo.rewards.pool import RewardPool
 
 __all__ = [
     "REWARDS",
     "Reward",
     "RewardFault",
+    "RewardFaultKind",
     "RewardPool",
     "RewardRequest",
     "RewardResult",
     "arithmetic_reward",
     "checked",
+    "problem_with",
     "register",
     "reward",
 ]

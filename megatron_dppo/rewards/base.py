@@ -1,15 +1,30 @@
-"""What a reward is, and the registry that `data.reward` names one from."""
+"""What a reward is, what it is asked and answers, and the registry that `data.reward` names one from."""
 
 import difflib
 import importlib
+import importlib.util
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, SupportsFloat, TypeVar, cast
 
 from megatron_dppo.errors import ConfigError, Problem, RewardError
 from megatron_dppo.types import FinishReason, Prompt
+
+RewardFaultKind = Literal["reward_failed", "reward_timed_out", "reward_out_of_memory"]
+
+
+@dataclass(frozen=True)
+class RewardRequest:
+    """One response to score."""
+
+    prompt: Prompt
+    response: str
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
@@ -18,6 +33,14 @@ class RewardResult:
 
     value: float
     info: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class RewardFault:
+    """Why a response has no score."""
+
+    kind: RewardFaultKind
+    message: str
 
 
 class Reward(Protocol):
@@ -62,54 +85,107 @@ def register(name: str) -> Callable[[_AnyReward], _AnyReward]:
     return add
 
 
+def problem_with(name: str) -> Problem | None:
+    """What is wrong with a reward's name, as far as can be told without running a user's code."""
+    if name in _registered:
+        return None
+    module, colon, function = name.partition(":")
+    if not colon:
+        close = difflib.get_close_matches(name, _registered, n=1)
+        action = f"Did you mean {close[0]!r}?" if close else "Choose one of these, or name your own function."
+        expected = f"one of {sorted(_registered)}, or 'package.module:function'"
+        return Problem("data.reward", repr(name), expected, action)
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        return Problem("data.reward", repr(name), "'package.module:function'", "Correct the name.")
+    package = module.partition(".")[0]
+    if not _is_findable(package):
+        return _missing(f"{name!r}, and no module {package!r}")
+    return None
+
+
 def reward(name: str) -> Reward:
     """The reward registered under `name`, or the function that "package.module:function" names.
 
-    Such a module is imported, from the working directory too; no other user code ever is.
+    Such a module is imported; no other user code ever is. What it raises then comes through.
 
     Raises:
-        ConfigError: There is none of that name; the message lists those there are.
+        ConfigError: There is none of that name; the message says what there is.
     """
-    if name in _registered:
-        return _registered[name]
-    if ":" in name:
-        return _imported(name)
-    close = difflib.get_close_matches(name, _registered, n=1)
-    action = f"Did you mean {close[0]!r}?" if close else "Choose one of these, or name your own function."
-    expected = f"one of {sorted(_registered)}, or 'package.module:function'"
-    raise ConfigError(Problem("data.reward", repr(name), expected, action))
+    problem = problem_with(name)
+    if problem is not None:
+        raise ConfigError(problem)
+    return _registered[name] if name in _registered else _imported(*name.split(":"))
 
 
-def _imported(name: str) -> Reward:
-    module_name, _, attribute = name.partition(":")
-    expected = "a function that can be imported, as 'package.module:function'"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        action = "Check the name; modules are looked for in the working directory and among installed packages."
-        raise ConfigError(Problem("data.reward", f"{name!r} ({error})", expected, action)) from error
-    function: Any = getattr(module, attribute, None)
-    if not callable(function):
-        found = f"{name!r}, and {module_name} has no function {attribute!r}"
-        raise ConfigError(Problem("data.reward", found, expected, "Correct the name after the colon."))
-    return cast(Reward, function)
-
-
-def checked(function: Reward, prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+def checked(function: Reward, request: RewardRequest) -> RewardResult:
     """What the reward says, once it is known to be finite numbers.
 
     Raises:
         RewardError: The reward raised, returned something else, or a number that is not finite.
         MemoryError: As the reward raised it.
     """
+    where = f"prompt {request.prompt.id}"
     try:
-        result = function(prompt, response, finish_reason)
-        value, info = float(result.value), {name: float(number) for name, number in result.info.items()}
-    except MemoryError:
+        result: Any = function(request.prompt, request.response, request.finish_reason)
+    except (MemoryError, RewardError):
         raise
-    except Exception as error:  # a reward is the user's code and may raise anything
-        raise RewardError(f"prompt {prompt.id}: the reward raised {type(error).__name__}: {error}") from error
-    wrong = {name: number for name, number in {**info, "value": value}.items() if not math.isfinite(number)}
+    except (Exception, SystemExit) as error:  # a reward is the user's code and may raise anything
+        raise RewardError(f"{where}: the reward raised {described(error)}") from error
+    if not isinstance(result, RewardResult):
+        found = type(cast(object, result)).__name__
+        raise RewardError(f"{where}: found a {found}; expected a RewardResult. Correct the reward.")
+    try:
+        value, info = _number(result.value), {str(key): _number(number) for key, number in result.info.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        expected = "expected a number, and numbers by name in `info`. Correct the reward."
+        raise RewardError(f"{where}: found a RewardResult with {described(error)}; {expected}") from error
+    wrong = {key: number for key, number in {**info, "value": value}.items() if not math.isfinite(number)}
     if wrong:
-        raise RewardError(f"prompt {prompt.id}: found {wrong}; expected finite numbers. Correct the reward.")
+        raise RewardError(f"{where}: found {wrong}; expected finite numbers. Correct the reward.")
     return RewardResult(value, info)
+
+
+def described(error: BaseException) -> str:
+    """An exception in words, and where it was raised; no exception is too strange for it."""
+    words = "".join(traceback.format_exception_only(error)).strip()
+    *_, (frame, line) = [*traceback.walk_tb(error.__traceback__)] or [(None, 0)]
+    if frame is None:
+        return words
+    code = frame.f_code
+    return f"{words} (in {code.co_name}, {Path(code.co_filename).name} line {line})"
+
+
+def _is_findable(package: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # such as __main__, which is another program in a worker
+        return False
+    # Workers find modules in the working directory, even where this process was not started as `python -m`.
+    return spec is not None or PathFinder.find_spec(package, [str(Path.cwd())]) is not None
+
+
+def _missing(found: str) -> Problem:
+    expected = "a module of an installed package or of the working directory"
+    return Problem("data.reward", found, expected, f"Correct the name, or install it; this is {Path.cwd()}.")
+
+
+def _imported(module_name: str, attribute: str) -> Reward:
+    name = f"'{module_name}:{attribute}'"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # what the user's module imports is missing
+        raise ConfigError(_missing(f"{name}, and no module {error.name!r}")) from error
+    function: Any = getattr(module, attribute, None)
+    if not callable(function):
+        found = f"{name}, and {attribute!r} is {'no function' if hasattr(module, attribute) else 'not there'}"
+        expected = f"a function of {module_name}"
+        raise ConfigError(Problem("data.reward", found, expected, "Correct the name after the colon."))
+    return cast(Reward, function)
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"a {type(value).__name__} for a number")
+    return float(value)

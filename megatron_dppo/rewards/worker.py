@@ -1,86 +1,154 @@
-"""A process that scores responses for a trainer: `python -m megatron_dppo.rewards.worker NAME MEMORY_MB`.
+"""The process that runs a reward: `python -m megatron_dppo.rewards.worker NAME MEMORY_MB`.
 
-JSON lines in, one JSON line out for each, in order; the first line out says whether the reward could be loaded.
-What a reward prints goes to stderr. The worker imports no tensor library, so it starts in a moment, and holds
-nothing that belongs to the trainer.
+It answers each line of stdin with a line on stdout, in order; the first line out says whether the reward could
+be loaded. It imports no tensor library, so it starts in a moment, and holds nothing of the trainer's.
+
+There are two processes. The one that the trainer started runs no user code: it waits for its child, ends as the
+child ended, and kills the process group when the trainer is gone. The child could not do so itself: a regular
+expression that backtracks keeps the interpreter, and with it every thread, for hours.
 """
 
-import gc
-import json
+import contextlib
+import faulthandler
 import os
+import resource
 import signal
 import sys
 import threading
 import time
-from typing import Any
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
 
-from megatron_dppo.errors import MegatronDppoError
-from megatron_dppo.rewards.base import Reward, checked, reward
-from megatron_dppo.types import Prompt
+from megatron_dppo.errors import MegatronDppoError, RewardError
+from megatron_dppo.rewards.base import Reward, RewardFault, RewardResult, checked, described, reward
+from megatron_dppo.rewards.wire import OUT_OF_MEMORY, hello_line, read_request, verdict_line
 
 _MAX_MESSAGE = 2000  # characters of a fault's message
+_PARENT_EVERY_S = 0.25
+_STATUS = Path("/proc/self/status")
 
 
-def main() -> None:
+def main(name: str, memory_mb: int) -> None:
     """Serve until stdin ends, or the process that started this one is gone."""
-    name, memory_mb = sys.argv[1], int(sys.argv[2])
+    trainer = os.getppid()
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # started by hand: kill nobody else's group
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole job; the trainer decides
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        # Sent to the whole job, and the trainer decides. Programs that a reward starts would inherit SIG_IGN.
+        signal.signal(number, _pass_over)
+    child = os.fork()
+    if child:
+        _guard(child, trainer)
+    requests, replies = _take_pipes()
+    faulthandler.enable(all_threads=False)  # a crash says on stderr where it was
+    function = problem = None
     try:
         function = reward(name)
     except MegatronDppoError as error:
-        _reply(replies, {"fault": str(error)})
-        return
-    except Exception as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
-        _reply(
-            replies, {"fault": f"data.reward: {name!r} raised {type(error).__name__} when imported: {error}"}
-        )
-        return
-    _limit_memory(memory_mb)
-    _reply(replies, {})
-    for line in sys.stdin:
-        _reply(replies, _score(function, json.loads(line)))
+        problem = str(error)
+    except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
+        traceback.print_exc()
+        problem = f"data.reward: {name!r} cannot be imported: it raised {described(error)}"
+    if function is not None:
+        _limit_memory(memory_mb)
+    _write(replies, hello_line(problem))
+    if function is not None:
+        _serve(function, requests, replies)
 
 
-def _score(function: Reward, request: dict[str, Any]) -> dict[str, Any]:
-    prompt = Prompt(**request["prompt"])
+def _pass_over(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
+
+
+def _guard(child: int, trainer: int) -> None:
+    """End as the child ends; end it, and whatever it started, when the trainer has ended. Never returns."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(nowhere, number)  # the child alone keeps the pipes open: the trainer sees at once when it dies
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+    )  # one core is enough
+    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to remove
+            signal.signal(-code, signal.SIG_DFL)
+        signal.raise_signal(-code)
+    os._exit(abs(code))
+
+
+def _end_with(trainer: int) -> None:
+    while os.getppid() == trainer:
+        time.sleep(_PARENT_EVERY_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The protocol has stdin and stdout for itself; user code reads nothing there, and prints to stderr."""
+    requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+    def leave() -> None:
+        """A process that a reward forks holds no pipe open, and says nothing there."""
+        os.dup2(nowhere, requests, inheritable=False)
+        os.dup2(nowhere, replies, inheritable=False)
+
+    os.register_at_fork(after_in_child=leave)
+    return open(requests, "rb"), open(replies, "wb")  # noqa: PTH123 - for the life of the process
+
+
+def _serve(function: Reward, requests: BinaryIO, replies: BinaryIO) -> None:
+    while True:
+        try:
+            line = requests.readline()
+            if not line:
+                return
+            reply = _reply(function, line)
+        except MemoryError:
+            reply = OUT_OF_MEMORY
+        # Here the exception is gone, and with it what the reward's frames had allocated.
+        if reply is OUT_OF_MEMORY:
+            _lift_memory_limit()
+        _write(replies, reply)
+        if reply is OUT_OF_MEMORY:
+            return  # what the reward kept elsewhere would fail the next sample too
+
+
+def _reply(function: Reward, line: bytes) -> bytes:
+    number, request = read_request(line)
+    verdict: RewardResult | RewardFault
     try:
-        result = checked(function, prompt, request["response"], request["finish_reason"])
-        return {"value": result.value, "info": dict(result.info)}
-    except MemoryError:
-        kind, message = "reward_out_of_memory", f"prompt {prompt.id}: the reward ran out of memory"
-    except Exception as error:  # noqa: BLE001 - a reward is the user's code and may raise anything
-        kind, message = "reward_failed", str(error)[:_MAX_MESSAGE]
-    gc.collect()  # after the exception, which held what the reward had allocated, is gone
-    return {"fault": kind, "message": message}
+        verdict = checked(function, request)
+    except RewardError as error:
+        verdict = RewardFault("reward_failed", str(error)[:_MAX_MESSAGE])
+    return verdict_line(number, verdict)
 
 
-def _reply(stream: Any, content: dict[str, Any]) -> None:
-    stream.write(json.dumps(content) + "\n")
+def _write(stream: BinaryIO, line: bytes) -> None:
+    stream.write(line)
     stream.flush()
 
 
 def _limit_memory(memory_mb: int) -> None:
     """Let allocations beyond what is used now raise MemoryError, on systems that can tell."""
-    if memory_mb == 0 or not os.path.exists("/proc/self/status"):  # noqa: PTH110 - one look, no path arithmetic
+    if memory_mb == 0 or not _STATUS.exists():
         return
-    import resource
+    used_kb = next(
+        int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith("VmData")
+    )
+    limit, most = used_kb * 1024 + memory_mb * (1 << 20), resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
-    with open("/proc/self/status") as status:  # noqa: PTH123
-        used_kb = next(int(line.split()[1]) for line in status if line.startswith("VmData"))
-    limit = used_kb * 1024 + memory_mb * (1 << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
-
-def _end_with_parent(parent: int) -> None:
-    """A trainer that was killed closes stdin, which a hung reward does not read."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+def _lift_memory_limit() -> None:
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], int(sys.argv[2]))

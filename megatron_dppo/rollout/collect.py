@@ -53,12 +53,13 @@ def collect(
     seed: int,
     rollout: int,
     indices: Sequence[int] | None = None,
+    smallest_group: int = 2,
     validate_routes: RouteValidator | None = None,
 ) -> RolloutBatch:
     """Sample and score `samples_per_prompt` responses to each prompt.
 
     A sample that cannot be trained on is dropped, counted by reason, and leaves its group. A group left with
-    fewer than two samples has nothing to compare and goes too, unless one response per prompt was asked for.
+    fewer than `smallest_group` samples goes too, unless no more were asked for.
 
     Args:
         engine: Samples the responses.
@@ -72,11 +73,12 @@ def collect(
         rollout: Index of this rollout in the run.
         indices: Place of each prompt in the whole rollout, over all ranks; none means 0, 1, 2, ... Noise is
             keyed by it, so it does not depend on the number of ranks.
+        smallest_group: Two for training, since one sample has nothing to compare with.
         validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.
-        RewardError: The reward cannot be loaded.
+        RewardError: The reward cannot be loaded, or its workers cannot start.
     """
     asked: list[tuple[int, Prompt]] = []
     requests: list[Request] = []
@@ -96,7 +98,7 @@ def collect(
         _JudgedGroup(index, prompt, verdicts[i * samples_per_prompt : (i + 1) * samples_per_prompt])
         for i, (index, prompt) in enumerate(asked)
     ]
-    kept = [group for group in judged if len(group.samples) >= min(2, samples_per_prompt)]
+    kept = [group for group in judged if len(group.samples) >= min(smallest_group, samples_per_prompt)]
     counts = _count(len(prompts), samples, judged, kept)
     return RolloutBatch(tuple(SampleGroup(group.prompt, group.samples, group.index) for group in kept), counts)
 

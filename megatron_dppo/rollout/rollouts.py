@@ -58,7 +58,7 @@ class Rollouts:
         *,
         share: tuple[int, int],
     ) -> None:
-        """Read prompts and tokenizer.
+        """Read prompts and tokenizer, and load the reward in a worker.
 
         Args:
             config: The run's.
@@ -81,6 +81,7 @@ class Rollouts:
         self._held_out = load_prompts(held_out, *columns) if held_out is not None else []
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
         self._validate = partial(validate_routes, routing=routing) if routing is not None else None
+        self._rewards.start()
 
     @property
     def prompts_digest(self) -> str:
@@ -126,7 +127,8 @@ class Rollouts:
     def evaluate(self, rollout: int) -> tuple[str, float, int]:
         """(metric name, sum of rewards, number of responses) of this rank's share of the held-out prompts.
 
-        A response whose reward failed earns nothing; it is not left out.
+        A response that was dropped, because its reward failed or for another reason, earns nothing and is not
+        left out: a reward that fails on hard answers must not raise the score.
         """
         options, (rank, size) = self._config.evaluation, self._share
         batch = collect(
@@ -144,6 +146,7 @@ class Rollouts:
             seed=self._config.run.seed,
             rollout=_EVALUATION + rollout,
             indices=range(rank, len(self._held_out), size),
+            smallest_group=1,
         )
         total = sum(float(sample.reward or 0.0) for sample in batch.samples)
         assert options.prompts is not None

@@ -58,6 +58,6 @@ class InProcessScorer:
 
     def _scored(self, request: RewardRequest) -> RewardResult | RewardFault:
         try:
-            return checked(self.reward, request.prompt, request.response, request.finish_reason)
+            return checked(self.reward, request)
         except RewardError as error:
             return RewardFault("reward_failed", str(error))

@@ -158,6 +158,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.reward", {"data.reward": "arithmetics"}),
         Example("data.reward", {"data.reward": "no_such_package.rewards:score"}),
         Example("data.reward", {"data.reward": ":score"}),
+        Example("data.reward", {"data.reward": "megatron_dppo.rewards:not one name"}),
     ],
     "preset": [Example("algorithm.preset", {"algorithm.preset": "dppo_binary_vt"})],
     "preset_fields": [

@@ -183,6 +183,12 @@ def test_evaluation_keeps_groups_of_one() -> None:
     assert batch.counts.num_dropped_groups == 1 and batch.counts.num_left_alone == 0
 
 
+def test_evaluation_keeps_the_sound_sample_of_a_faulty_group() -> None:
+    batch = collect_with(faulty([4, 5, 7], finish_reason="abort"), smallest_group=1)
+    assert [len(group.samples) for group in batch.groups] == [4, 1, 4]
+    assert batch.counts.num_dropped_groups == batch.counts.num_left_alone == 0
+
+
 def test_nan_among_the_top_k_is_a_fault_and_minus_infinity_is_not() -> None:
     def script(i: int, request: Request) -> Completion:
         log_probs = torch.full((17, 2), -math.inf if i else math.nan)

@@ -13,8 +13,10 @@ import pytest
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
+from megatron_dppo.rewards.wire import OUT_OF_MEMORY, read_hello, read_request, read_verdict, request_line
 from megatron_dppo.types import Prompt
 
+SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
 NAME = "bad_rewards:told"
 
@@ -22,12 +24,14 @@ NAME = "bad_rewards:told"
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers find modules where the trainer's working directory or PYTHONPATH has them."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("SLEEP_S", SLEEP_S)
 
 
 @pytest.fixture
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(NAME, num_workers=1, timeout_s=1.0, memory_mb=512) as pool:
+    with RewardPool(NAME, num_workers=1, timeout_s=1.0, memory_mb=128) as pool:
         yield pool
 
 
@@ -35,32 +39,82 @@ def ask(*responses: str) -> list[RewardRequest]:
     return [RewardRequest(PROMPT, response, "stop") for response in responses]
 
 
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "megatron_dppo.rewards.worker" in child.cmdline()]
+def values(results: list[RewardResult | RewardFault]) -> list[float | None]:
+    return [result.value if isinstance(result, RewardResult) else None for result in results]
+
+
+def descendants() -> list[psutil.Process]:
+    """This process's workers, and what they have started."""
+    return [child for child in psutil.Process().children(recursive=True) if not has_ended(child)]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
     ("response", "kind", "words"),
     [
-        ("raise", "reward_failed", "prompt p: the reward raised KeyError: 'lost'"),
-        ("sleep", "reward_timed_out", "no answer within 1 s"),
+        (
+            "raise",
+            "reward_failed",
+            "prompt p: the reward raised KeyError: 'lost' (in _raise, bad_rewards.py line",
+        ),
+        ("raise nameless", "reward_failed", "_NamelessError"),
+        ("leave", "reward_failed", "the reward raised SystemExit: 4"),
+        ("input", "reward_failed", "the reward raised EOFError"),
+        (
+            "sleep",
+            "reward_timed_out",
+            "prompt p: found no answer within 1 s. Correct the reward, or raise data.",
+        ),
         ("spin", "reward_timed_out", "no answer within 1 s"),
-        ("memory", "reward_out_of_memory", "prompt p: the reward ran out of memory"),
-        ("exit", "reward_failed", "ended itself with status 3"),
-        ("leave", "reward_failed", "ended itself with status 4"),
-        ("crash", "reward_failed", "was ended by SIGSEGV"),
-        ("nan", "reward_failed", "expected finite numbers"),
-        ("type", "reward_failed", "AttributeError"),
-        ("none", "reward_failed", "AttributeError"),
+        ("backtrack", "reward_timed_out", "no answer within 1 s"),
+        ("flood", "reward_timed_out", "no answer within 1 s"),
+        ("program that hangs", "reward_timed_out", "no answer within 1 s"),
+        (
+            "eat",
+            "reward_out_of_memory",
+            "prompt p: found that 128 MiB did not do. Correct the reward, or raise data.",
+        ),
+        ("exit", "reward_failed", "prompt p: its worker exited with code 3"),
+        ("last words", "reward_failed", "printed:\nso long"),
+        ("crash", "reward_failed", "was killed by SIGSEGV"),
+        ("crash", "reward_failed", "in _crash"),
+        ("fork and die", "reward_failed", "exited with code 7"),
+        ("close everything", "reward_failed", "closed its pipes"),
+        ("nan", "reward_failed", "found {'value': nan}; expected finite numbers"),
+        ("infinite info", "reward_failed", "found {'x': inf}; expected finite numbers"),
+        ("huge info", "reward_failed", "more than 1048576 bytes"),
+        ("text value", "reward_failed", "TypeError: a str for a number"),
+        ("none value", "reward_failed", "TypeError: a NoneType for a number"),
+        ("float", "reward_failed", "found a float; expected a RewardResult"),
+        ("none", "reward_failed", "found a NoneType; expected a RewardResult"),
     ],
 )
 def test_a_fault_costs_its_own_sample_and_no_other(
     pool: RewardPool, response: str, kind: str, words: str
 ) -> None:
-    results = pool.score(ask("a", response, "bcd", "ef"))
-    assert [r.value if isinstance(r, RewardResult) else None for r in results] == [1.0, None, 3.0, 2.0]
-    fault = results[1]
-    assert isinstance(fault, RewardFault) and fault.kind == kind and words in fault.message
+    results = pool.score(ask("a", "ab", response, "bcd", "ef"))
+    assert values(results) == [1.0, 2.0, None, 3.0, 2.0]
+    fault = results[2]
+    assert isinstance(fault, RewardFault)
+    assert fault.kind == kind
+    assert words in fault.message
+    pool.close()
+    assert descendants() == []
+    assert all(process.info["cmdline"] != ["sleep", SLEEP_S] for process in psutil.process_iter(["cmdline"]))
+
+
+def test_small_objects_fill_the_memory_too() -> None:
+    with RewardPool(NAME, num_workers=1, timeout_s=20, memory_mb=64) as pool:
+        (fault, result) = pool.score(ask("eat crumbs", "a"))
+        assert isinstance(fault, RewardFault) and fault.kind == "reward_out_of_memory"
+        assert values([result]) == [1.0]
+
+
+def test_a_leak_costs_a_sample_now_and_then(pool: RewardPool) -> None:
+    assert values(pool.score(ask(*["leak"] * 6))) == [1.0, 1.0, None, 1.0, 1.0, None]
 
 
 def test_results_come_in_order_from_any_number_of_workers() -> None:
@@ -70,83 +124,166 @@ def test_results_come_in_order_from_any_number_of_workers() -> None:
     expected[37] = expected[90] = None
     for num_workers in (1, 3):
         with RewardPool(NAME, num_workers=num_workers, timeout_s=5, memory_mb=0) as pool:
-            results = pool.score(ask(*responses))
-            assert [r.value if isinstance(r, RewardResult) else None for r in results] == expected
-            assert len(children()) == num_workers
-    assert children() == []
+            assert values(pool.score(ask(*responses))) == expected
+            assert 2 <= len(descendants()) <= 2 * num_workers
+        assert descendants() == []
+
+
+def test_no_more_workers_start_than_there_is_work_for() -> None:
+    with RewardPool(NAME, num_workers=3, timeout_s=5, memory_mb=0) as pool:
+        assert descendants() == [] == pool.score([])
+        pool.score(ask("a"))
+        assert len(descendants()) == 2  # the worker, and the process that guards it
 
 
 def test_everything_reaches_the_reward(pool: RewardPool) -> None:
-    (result,) = pool.score([RewardRequest(PROMPT, "é\n\u2028", "length")])
-    assert result == RewardResult(3.0, {"has_prompt": 1.0, "is_cut": 1.0})
-    assert pool.score([]) == []
+    (result,) = pool.score([RewardRequest(PROMPT, "é\n\u2028\ud800", "length")])
+    assert result == RewardResult(4.0, {"has_prompt": 1.0, "is_cut": 1.0})
 
 
-def test_printing_disturbs_nobody(pool: RewardPool) -> None:
-    results = pool.score(ask("print", "a", "print"))
-    assert [r.value for r in results if isinstance(r, RewardResult)] == [5.0, 1.0, 5.0]
+def test_requests_survive_the_way_to_a_worker() -> None:
+    chat = Prompt("c", "4", "test", messages=({"role": "user", "content": "2 * 2 = \u2028\n"},))
+    for request in (RewardRequest(chat, "a", "stop"), RewardRequest(PROMPT, "\ud800", "length")):
+        line = request_line(3, request)
+        assert line.count(b"\n") == 1
+        assert read_request(line) == (3, request)
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"\xff", b'{"number": 1, "value": 1.0, "info": {}}'])
+def test_an_answer_to_no_request_is_none(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_verdict(line, 0)
+
+
+@pytest.mark.parametrize("response", ["print", "program that reads", "program that is terminated"])
+def test_user_code_and_its_programs_leave_the_pipes_alone(pool: RewardPool, response: str) -> None:
+    of_response = {"print": 5.0, "program that reads": 0.0, "program that is terminated": -signal.SIGTERM}[
+        response
+    ]
+    results = pool.score(ask("a", "ab", response, "abc", "abcd"))
+    assert values(results) == [1.0, 2.0, of_response, 3.0, 4.0]
 
 
 def test_long_responses_fit_through_the_pipes() -> None:
     with RewardPool(NAME, num_workers=1, timeout_s=20, memory_mb=0) as pool:
-        results = pool.score(ask(*["y" * (1 << 20)] * 20))
-        assert [r.value for r in results if isinstance(r, RewardResult)] == [float(1 << 20)] * 20
+        assert values(pool.score(ask(*["y" * (4 << 20), "z"] * 3))) == [float(4 << 20), 1.0] * 3
 
 
 def test_a_worker_is_kept_from_one_rollout_to_the_next(pool: RewardPool) -> None:
-    first, second = (pool.score(ask("pid"))[0] for _ in range(2))
-    assert first == second
-    assert isinstance(first, RewardResult) and first.value != os.getpid()
+    pool.start()
+    (worker, child) = descendants()
+    assert values(pool.score(ask("pid"))) == values(pool.score(ask("pid"))) == [float(child.pid)]
+    assert descendants() == [worker, child]
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("bad_rewards:nothing", "no function 'nothing'"),
-        ("no_such_module:told", "No module named 'no_such_module'"),
-        ("broken_reward:told", "raised RuntimeError when imported: no licence"),
+        (
+            "bad_rewards:nothing",
+            "data.reward: found .*'nothing' is not there; expected a function of bad_rewards",
+        ),
+        ("bad_rewards:_kept", "'_kept' is no function"),
+        ("no_such_module:told", "no module 'no_such_module'"),
+        ("broken_reward:told", "cannot be imported: it raised RuntimeError: no licence(.|\n)*Traceback"),
+        ("aritmetic", "Did you mean 'arithmetic'"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_the_users_error(name: str, words: str) -> None:
-    with (
-        RewardPool(name, num_workers=2, timeout_s=1, memory_mb=0) as pool,
-        pytest.raises(RewardError, match=words),
-    ):
+    with RewardPool(name, num_workers=2, timeout_s=1, memory_mb=0) as pool:
+        with pytest.raises(RewardError, match=words):
+            pool.start()
+        with pytest.raises(RewardError, match=words):
+            pool.score(ask("a", "b"))
+        assert descendants() == []
+
+
+def test_a_worker_that_dies_while_it_starts_says_what_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fatal.py").write_text("import os\nprint('no driver', flush=True)\nos._exit(5)\n")
+    monkeypatch.chdir(tmp_path)
+    pool = RewardPool("fatal:told", num_workers=1, timeout_s=1, memory_mb=0)
+    with pytest.raises(RewardError, match=r"did not start: its worker exited with code 5(.|\n)*no driver"):
         pool.score(ask("a"))
-    assert children() == []
 
 
-def test_an_interruption_leaves_at_once_and_the_pool_usable() -> None:
+@pytest.mark.parametrize("moment", ["at work", "starting"])
+def test_an_interruption_leaves_at_once_and_the_pool_usable(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
+    (tmp_path / "slow.py").write_text(waits + "from bad_rewards import told\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "go").touch()
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
-            signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with RewardPool("slow:told", num_workers=2, timeout_s=60, memory_mb=0) as pool:
+            if moment == "at work":
+                pool.score(ask("a", "b"))
+            else:
+                (tmp_path / "go").unlink()
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
             started = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 pool.score(ask(*["sleep"] * 40))
-            assert time.monotonic() - started < 10
-            assert children() == []
-            assert pool.score(ask("a")) == [RewardResult(1.0, {"has_prompt": 1.0, "is_cut": 0.0})]
+            assert time.monotonic() - started < 5
+            assert descendants() == []
+            (tmp_path / "go").touch()
+            assert values(pool.score(ask("a"))) == [1.0]
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_hung_reward_does_not_outlive_a_killed_trainer() -> None:
+@pytest.mark.parametrize("response", ["sleep", "spin", "backtrack", "program that hangs"])
+def test_a_hung_reward_does_not_outlive_a_killed_trainer(response: str) -> None:
     program = f"""
 from megatron_dppo.rewards import RewardPool, RewardRequest
 from megatron_dppo.types import Prompt
 pool = RewardPool({NAME!r}, num_workers=1, timeout_s=60, memory_mb=0)
-pool.score([RewardRequest(Prompt("p", "", "", text="x"), "a", "stop")])
+pool.start()
 print("ready", flush=True)
-pool.score([RewardRequest(Prompt("p", "", "", text="x"), "spin", "stop")])
+pool.score([RewardRequest(Prompt("p", "", "", text="x"), {response!r}, "stop")])
 """
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
-    (worker,) = psutil.Process(trainer.pid).children()
     time.sleep(0.3)
+    hung = psutil.Process(trainer.pid).children(recursive=True)
+    assert len(hung) == 2 + (response == "program that hangs")
     trainer.kill()
     trainer.wait()
-    worker.wait(timeout=20)
+    trainer.stdout.close()
+    deadline = time.monotonic() + 5
+    while not all(map(has_ended, hung)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_signal_to_the_whole_job_is_the_trainers_to_answer(pool: RewardPool) -> None:
+    pool.start()
+    processes = descendants()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for process in processes:
+            process.send_signal(number)
+    assert values(pool.score(ask("a"))) == [1.0]
+    assert descendants() == processes
+
+
+def test_the_worker_speaks_json_lines() -> None:
+    requests = b"".join(request_line(number, request) for number, request in enumerate(ask("a", "eat")))
+    command = [sys.executable, "-m", "megatron_dppo.rewards.worker", NAME, "64"]
+    done = subprocess.run(command, input=requests, stdout=subprocess.PIPE, check=True)
+    hello, first, last = done.stdout.splitlines(keepends=True)
+    assert read_hello(hello) is None
+    assert values([read_verdict(first.strip(), 0)]) == [1.0]
+    assert last == OUT_OF_MEMORY
+
+
+def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
+    with RewardPool(NAME, num_workers=2, timeout_s=0.05, memory_mb=0) as pool:
+        with pytest.raises(RewardError, match="16 responses in a row timed out"):
+            pool.score(ask(*["sleep"] * 1000))
+        assert pool.score(ask("a"))

@@ -1,13 +1,14 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.errors import ConfigError, RewardError
-from megatron_dppo.rewards import REWARDS, RewardResult, arithmetic_reward, register, reward
+from megatron_dppo.rewards import REWARDS, RewardResult, arithmetic_reward, problem_with, register, reward
 from megatron_dppo.types import FinishReason, Prompt
 
 PROMPT = Prompt("12*34", "408", "test", text="<bos> 2 1 * 4 3 =")
@@ -94,10 +95,39 @@ def test_an_unknown_name_lists_the_options() -> None:
 
 def test_a_function_is_named_by_its_module() -> None:
     assert reward("megatron_dppo.rewards.arithmetic:arithmetic_reward") is arithmetic_reward
-    with pytest.raises(ConfigError, match="No module named 'no_such_package'"):
-        reward("no_such_package.rewards:score")
-    with pytest.raises(ConfigError, match="has no function 'nothing'"):
-        reward("megatron_dppo.rewards.arithmetic:nothing")
+    for name, words in {
+        "no_such_package.rewards:score": "no module 'no_such_package'; expected a module of an installed",
+        "megatron_dppo.no_such_module:score": "no module 'megatron_dppo.no_such_module'",
+        "megatron_dppo.errors.deeper:score": "no module 'megatron_dppo.errors.deeper'",
+        "megatron_dppo.rewards.arithmetic:nothing": "'nothing' is not there; expected a function of megatron",
+        "megatron_dppo.rewards.arithmetic:_DIGITS": "'_DIGITS' is no function",
+        "megatron_dppo:a.b": "expected 'package.module:function'. Correct the name.",
+        "megatron_dppo:": "expected 'package.module:function'",
+        ":score": "expected 'package.module:function'",
+        ".relative:score": "expected 'package.module:function'",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^data.reward: found .*{words}"):
+            reward(name)
+
+
+def test_what_a_users_module_lacks_is_not_called_its_absence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_dependency'"):
+        reward("needs_more:score")
+
+
+def test_a_name_is_checked_without_running_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_mine.py").write_text("raise AssertionError('it ran')")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])  # as a console script has it
+    assert problem_with("of_mine:score") is problem_with("folder.inner:score") is None
+    assert problem_with("of_yours:score") is not None
 
 
 def test_importing_rewards_loads_no_tensor_library() -> None:

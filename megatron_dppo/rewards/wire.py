@@ -1,0 +1,77 @@
+"""What a trainer and its reward workers tell each other: one line of JSON each, and never a pickle.
+
+Requests are numbered and replies repeat the number: a line that went astray must not become another response's
+reward.
+"""
+
+import json
+from typing import Any, cast
+
+from megatron_dppo.rewards.base import RewardFault, RewardRequest, RewardResult
+from megatron_dppo.types import Prompt
+
+OUT_OF_MEMORY = b'{"out_of_memory": true}\n'
+"""The last reply of a worker, made beforehand: nothing may be allocated any more when it is needed."""
+
+
+def hello_line(problem: str | None) -> bytes:
+    """A worker's first line: it is ready, or why the reward could not be loaded."""
+    return _line({"problem": problem})
+
+
+def read_hello(line: bytes) -> str | None:
+    """The problem, if any.
+
+    Raises:
+        ValueError: This is no first line.
+    """
+    return cast("str | None", _fields(line, "problem")["problem"])
+
+
+def request_line(number: int, request: RewardRequest) -> bytes:
+    """A response to score."""
+    content = {"prompt": vars(request.prompt), "response": request.response, "finish": request.finish_reason}
+    return _line({"number": number, **content})
+
+
+def read_request(line: bytes) -> tuple[int, RewardRequest]:
+    """A request and its number."""
+    fields = _fields(line, "number", "prompt", "response", "finish")
+    prompt = fields["prompt"]
+    if prompt["messages"] is not None:
+        prompt["messages"] = tuple(prompt["messages"])
+    return fields["number"], RewardRequest(Prompt(**prompt), fields["response"], fields["finish"])
+
+
+def verdict_line(number: int, verdict: RewardResult | RewardFault) -> bytes:
+    """The answer to a request; a fault is the reward's failure."""
+    if isinstance(verdict, RewardFault):
+        return _line({"number": number, "failed": verdict.message})
+    return _line({"number": number, "value": verdict.value, "info": dict(verdict.info)})
+
+
+def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
+    """The answer to request `number`.
+
+    Raises:
+        ValueError: This is none.
+    """
+    if line == OUT_OF_MEMORY.rstrip():
+        return RewardFault("reward_out_of_memory", "")
+    fields = _fields(line, "number")
+    if fields["number"] != number:
+        raise ValueError(f"an answer to request {fields['number']}, where {number} was due")
+    if "failed" in fields:
+        return RewardFault("reward_failed", fields["failed"])
+    return RewardResult(fields["value"], fields["info"])
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"  # ASCII: no character of a response ends the line
+
+
+def _fields(line: bytes, *keys: str) -> dict[str, Any]:
+    content: Any = json.loads(line)
+    if not isinstance(content, dict) or not all(key in content for key in keys):
+        raise ValueError(f"{line[:80]!r}, which lacks one of {keys}")
+    return cast(dict[str, Any], content)

@@ -1,0 +1,205 @@
+"""The trainer's end of one reward worker: pipes that never block, deadlines, and how it ended."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from threading import Event
+from typing import IO
+
+from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
+from megatron_dppo.rewards.wire import read_hello, read_verdict, request_line
+
+_START_TIMEOUT_S = 300.0  # a user's module may import much else, from a slow disk
+_END_TIMEOUT_S = 1.0  # from closing its pipes to being gone
+_CHECK_EVERY_S = 0.1  # whether the caller has given up
+_MAX_REPLY = 1 << 20  # bytes
+_MAX_WORDS = 4096  # bytes of stderr that are kept
+
+
+class LostError(Exception):
+    """The worker did not answer; it is of no more use. `said` is the end of what a dead one printed."""
+
+    def __init__(self, kind: RewardFaultKind, message: str, said: str = "") -> None:
+        super().__init__(message)
+        self.kind: RewardFaultKind = kind
+        self.said = said
+
+
+class GivenUpError(Exception):
+    """The caller waits for no answer any more."""
+
+
+class WorkerProcess:
+    """One process of `rewards/worker.py`, with a process group of its own; one thread at a time drives it."""
+
+    def __init__(self, name: str, memory_mb: int, given_up: Event) -> None:
+        """Start it, and wait until it has loaded the reward.
+
+        Raises:
+            RewardError: It could not.
+            GivenUpError: `given_up` was set first.
+        """
+        command = [sys.executable, "-m", "megatron_dppo.rewards.worker", name, str(memory_mb)]
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            action = "Free memory or processes on this machine, or lower data.reward_workers."
+            raise RewardError(f"reward worker: found {error}; expected a new process. {action}") from error
+        self._in, self._out, self._err = (
+            _unblocked(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
+        )
+        self._poll = select.poll()
+        self._poll.register(self._out, select.POLLIN)
+        self._poll.register(self._err, select.POLLIN)
+        self._unsent, self._received, self._words = memoryview(b""), bytearray(), b""
+        try:
+            problem = self._hello(name, given_up)
+        except BaseException:
+            self.kill()
+            raise
+        if problem is not None:
+            self.kill()
+            raise RewardError(f"{problem}{self._said()}")
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether all that was sent has gone into the pipe."""
+        return not self._unsent
+
+    def send(self, number: int, request: RewardRequest) -> None:
+        """Ask for a reward; what the pipe does not take now goes while an answer is awaited."""
+        assert self.is_writable, "one request at a time is on its way into the pipe"
+        self._unsent = memoryview(request_line(number, request))
+        self._poll.register(self._in, select.POLLOUT)
+        self._write()
+
+    def receive(self, number: int, timeout_s: float, given_up: Event) -> RewardResult | RewardFault:
+        """The answer to request `number`, the oldest that has none.
+
+        Raises:
+            LostError: There was none in time, or at all.
+            GivenUpError: `given_up` was set first.
+        """
+        line = self._line(timeout_s, given_up)
+        try:
+            return read_verdict(line, number)
+        except ValueError as error:
+            raise LostError("reward_failed", f"its worker sent {error}") from error
+
+    def ask_to_end(self) -> None:
+        """Let an idle worker end by itself."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def kill(self, grace_s: float = 0.0) -> None:
+        """End the process, and all it has started, after `grace_s` at most; may be called twice."""
+        if self._process.returncode is not None:
+            return
+        self._status(grace_s)
+        # Not reaped yet, so the number is still this group's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # it hangs inside the kernel, and dies when that ends
+            self._process.wait(_END_TIMEOUT_S)
+        self._read_words()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _hello(self, name: str, given_up: Event) -> str | None:
+        try:
+            return read_hello(self._line(_START_TIMEOUT_S, given_up))
+        except (LostError, ValueError) as error:
+            self.kill()
+            raise RewardError(
+                f"data.reward: found that the worker of {name!r} did not start: {error}; expected it to load "
+                f"the reward. Try: python -m megatron_dppo.rewards.worker {name} 0 </dev/null{self._said()}"
+            ) from error
+
+    def _line(self, timeout_s: float, given_up: Event) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        while (end := self._received.find(b"\n")) < 0:
+            self._exchange(deadline, timeout_s, given_up)
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
+
+    def _exchange(self, deadline: float, timeout_s: float, given_up: Event) -> None:
+        """Wait for what comes first, and read and write what can be: each pipe may be full."""
+        if given_up.is_set():
+            raise GivenUpError
+        wait_s = min(max(deadline - time.monotonic(), 0.0), _CHECK_EVERY_S)
+        ready = {pipe for pipe, _ in self._poll.poll(wait_s * 1000)}
+        if self._err in ready:
+            self._read_words()
+        if self._in in ready:
+            self._write()
+        if self._out in ready:
+            self._read()
+        elif time.monotonic() >= deadline:
+            raise LostError("reward_timed_out", f"found no answer within {timeout_s:g} s")
+
+    def _read(self) -> None:
+        data = os.read(self._out, 1 << 16)
+        if not data:
+            raise LostError("reward_failed", f"its worker {self._how_it_ended()}", self._said())
+        self._received += data
+        if len(self._received) > _MAX_REPLY and b"\n" not in self._received:
+            raise LostError("reward_failed", f"its worker sent more than {_MAX_REPLY} bytes in one line")
+
+    def _write(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._in, self._unsent) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._unsent = memoryview(b"")  # reading says how it ended
+        if not self._unsent:
+            self._poll.unregister(self._in)
+
+    def _read_words(self) -> None:
+        """Keep the last of what was printed."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._err, 1 << 16)
+            self._words = (self._words + data)[-_MAX_WORDS:]
+            if not data:
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(self._err)
+
+    def _said(self) -> str:
+        words = self._words.decode(errors="replace").strip()
+        return f"\nThe last that it printed:\n{words}" if words else ""
+
+    def _how_it_ended(self) -> str:
+        status = self._status(_END_TIMEOUT_S)
+        self._read_words()
+        if status is None:
+            return "closed its pipes"
+        if status.si_code == os.CLD_EXITED:
+            return f"exited with code {status.si_status}"
+        return f"was killed by {signal.Signals(status.si_status).name}"
+
+    def _status(self, timeout_s: float) -> os.waitid_result | None:
+        """How it ended, once it has, and without forgetting it: its number must stay taken until `kill`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None or time.monotonic() >= deadline:
+                return status
+            time.sleep(0.001)
+
+
+def _unblocked(pipe: IO[bytes] | None) -> int:
+    assert pipe is not None
+    os.set_blocking(pipe.fileno(), False)
+    return pipe.fileno()

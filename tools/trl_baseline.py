@@ -41,12 +41,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, padding_side="left", trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         options.model,
         dtype=torch.float32,
         attn_implementation="sdpa",
         experts_implementation=options.experts,
+        trust_remote_code=False,
     )
     rows = [json.loads(line) for line in (options.model / "prompts.jsonl").read_text().splitlines()]
     data = Dataset.from_dict({"prompt": [r["prompt"] for r in rows], "answer": [r["answer"] for r in rows]})

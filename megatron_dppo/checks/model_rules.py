@@ -1,5 +1,6 @@
 """Rules about the model folder and how it is split over processes."""
 
+import json
 from collections.abc import Iterator
 
 from megatron_dppo.actor.layout import config_file, layout_problems
@@ -61,6 +62,45 @@ def _model_tokenizer(config: Config, facts: Facts) -> Iterator[Problem]:
         expected = "one of " + ", ".join(_TOKENIZER_FILES)
         action = "Copy the model's tokenizer files beside its config.json."
         yield Problem("model.load", f"{path.parent} without a tokenizer", expected, action)
+
+
+@rule("model_code")
+def _model_code(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No code of the folder is needed: transformers itself has the classes of the model and its tokenizer."""
+    path = config_file(config.model.load)
+    if path is None or isinstance(facts.model, Problem):
+        return
+    action = "Use a model whose classes are part of transformers; code in a model's folder is never run."
+    model_type = facts.model.get("model_type")
+    if facts.model.get("auto_map") and not _has_config_class(model_type):
+        found = f"auto_map and model_type = {model_type!r} in {path}"
+        yield Problem("model.load", found, "a model_type that transformers has", action)
+    file = path.parent / "tokenizer_config.json"
+    try:
+        tokenizer = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        name = tokenizer.get("tokenizer_class") or facts.model.get("tokenizer_class")
+    except (OSError, ValueError, AttributeError) as error:
+        yield Problem("model.load", f"{file}: {error}", "a JSON object", "Copy or download the model again.")
+        return
+    # Any other class that transformers finds by this name would be asked, and may run the folder's code.
+    is_usual = "Tokenizer" in str(name) or name is None
+    if (tokenizer.get("auto_map") or not is_usual) and not _has_tokenizer_class(name):
+        found = f"tokenizer_class = {name!r}{' and auto_map' * ('auto_map' in tokenizer)} in {path.parent}"
+        yield Problem("model.load", found, "the name of a tokenizer that transformers has", action)
+
+
+def _has_config_class(model_type: object) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
+def _has_tokenizer_class(name: object) -> bool:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    found = [tokenizer_class_from_name(spelt) for spelt in (name, f"{name}Fast") if isinstance(spelt, str)]
+    return any(isinstance(each, type) and issubclass(each, PreTrainedTokenizerBase) for each in found)
 
 
 @rule("layout")

@@ -33,12 +33,17 @@ class HFWeights:
     def _read_index(self) -> dict[str, str]:
         try:
             weight_map: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConversionError(
                 f"{self.folder / INDEX}: torn, or no index ({type(error).__name__}: {error}). Expected a JSON "
                 "object with a weight_map. Download it again."
             ) from error
-        file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
+        strange = [file for file in file_of.values() if not isinstance(file, str) or Path(file).name != file]
+        if strange:
+            raise ConversionError(
+                f"{self.folder / INDEX}: names {strange[0]!r} as a file. Expected names of files in that folder."
+            )
         files = sorted(set(file_of.values()))
         missing = [file for file in files if not (self.folder / file).is_file()]
         if missing:

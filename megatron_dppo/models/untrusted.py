@@ -2,129 +2,162 @@
 
 Megatron's distributed checkpoints hold pickles in three places: `.metadata`, `common.pt`, and the objects (not
 the tensors) inside `*.distcp`. The libraries load the first and the last without restriction. What passes here
-names nothing but the plain classes below, and then their loading the same bytes runs no code either.
+runs no code there: `.metadata` by `metadata_pickle.py`, the others because torch's own restricted unpickler has
+accepted the same bytes. Nobody else may change the folder between this check and the loading.
 """
 
 import io
-import pickle
+import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_dppo.errors import CheckpointError
-
-_CHECKPOINT = "torch.distributed.checkpoint"
-# Dataclasses, enums and a table look-up: constructing them does nothing else.
-_ALLOWED = frozenset(
-    {
-        *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-        *((f"{_CHECKPOINT}.metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
-        *((f"{_CHECKPOINT}.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
-        *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
-        (f"{_CHECKPOINT}.planner", "TensorWriteData"),
-        *((f"{_CHECKPOINT}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-    }
-)
-# What pickle and torch raise on bytes that are no pickle, or half of one.
-_TORN = (
-    *(pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, KeyError, IndexError),
-    *(TypeError, AttributeError, ImportError),
+from megatron_dppo.models.metadata_pickle import (
+    ForbiddenError,
+    StoredBytes,
+    StoredMetadata,
+    StoredPlace,
+    StoredTensor,
+    TensorKey,
+    read_metadata,
 )
 
-
-class _ForbiddenError(Exception):
-    """A pickle names something that is no plain data."""
-
-
-class _DataUnpickler(pickle.Unpickler):
-    """Resolves the classes of `_ALLOWED` and torch's dtypes, and nothing else."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if (module_name, global_name) in _ALLOWED:
-            return super().find_class(module_name, global_name)
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return getattr(torch, global_name)
-        raise _ForbiddenError(f"{module_name}.{global_name}")
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 def refuse_code(folder: Path) -> None:
     """Go on only with a distributed checkpoint whose pickles are plain data; reads no tensor.
 
     Args:
-        folder: With `.metadata`, `common.pt` and `*.distcp` files.
+        folder: With `metadata.json`, `.metadata`, `common.pt` and `*.distcp` files.
 
     Raises:
-        CheckpointError: A pickle names code, a file is torn or missing, or a path leads out of the folder.
+        CheckpointError: A pickle is more than data, a file is torn or missing, or a path leads elsewhere.
     """
+    _require_backends(folder / "metadata.json")
     metadata = _read_metadata(folder / ".metadata")
-    _require_data(folder / "common.pt", (folder / "common.pt").read_bytes, "common.pt")
-    for name, file, offset, length in _objects(folder, metadata):
-        _require_data(file, lambda f=file, o=offset, n=length: _slice(f, o, n), f"object {name!r}")
+    common = folder / "common.pt"
+    _require_data(common, _read(common), "a pickle")
+    for name, file, place in _objects(folder, metadata):
+        content = _read(file, place.offset, place.length)
+        _require_data(file, content, f"object {name[:200]!a} with a pickle")
 
 
-def _read_metadata(file: Path) -> Metadata:
+def _require_backends(file: Path) -> None:
+    """Other backends would have Megatron read the folder in other ways than are checked here."""
+    try:
+        found = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        raise _torn(file, error) from error
+    if found != _BACKENDS:
+        raise _refusal(file, str(found)[:300], str(_BACKENDS))
+
+
+def _read_metadata(file: Path) -> StoredMetadata:
+    content = _read(file)
+    try:
+        return read_metadata(content)
+    except ForbiddenError as error:
+        raise _refusal(file, f"a pickle with {error}") from error
+    except Exception as error:  # a damaged pickle may make the unpickler raise anything
+        raise _torn(file, error) from error
+
+
+def _objects(folder: Path, metadata: StoredMetadata) -> Iterator[tuple[str, Path, StoredPlace]]:
+    """Name, file and place of each stored object, after a look at the places of all items."""
+    kinds, places = metadata.state_dict_metadata, metadata.storage_data
+    source = folder / ".metadata"
+    for name, kind in kinds.items():
+        is_item = type(kind) is StoredBytes or (type(kind) is StoredTensor and kind.is_filled)
+        if type(name) is not str or not is_item:
+            raise _refusal(source, f"an item {str(name)[:200]!a} that is neither tensor nor object")
+    sizes: dict[str, int] = {}
+    for key, place in places.items():
+        is_place = type(place) is StoredPlace and place.is_filled
+        if type(key) is not TensorKey or key.fqn not in kinds or not is_place:
+            raise _refusal(source, "a stored item without a name or a place")
+        file = folder / place.relative_path
+        if place.relative_path not in sizes:
+            sizes[place.relative_path] = _size_inside(folder, place.relative_path)
+        if place.offset + place.length > sizes[place.relative_path]:
+            raise _torn(file, EOFError(f"it ends before {key.fqn[:200]!a}"))
+        if type(kinds[key.fqn]) is StoredBytes:
+            yield key.fqn, file, place
+
+
+def _size_inside(folder: Path, name: str) -> int:
+    """Bytes of a file of the folder, which must be in it and not only linked from it."""
+    file = folder / name
+    try:
+        is_inside = Path(name).name == name and file.resolve().parent == folder.resolve()
+        is_file = file.is_file()
+    except (ValueError, OSError, RuntimeError):  # a null byte, too long a name, a circle of links
+        is_inside = is_file = False
+    if not is_inside:
+        found = f"a path out of the folder, {name[:200]!a}"
+        raise _refusal(folder / ".metadata", found, "files of the folder itself, and no links")
+    if not is_file:
+        raise _torn(file, FileNotFoundError("no such file"))
+    return file.stat().st_size
+
+
+def _read(file: Path, offset: int = 0, length: int = -1) -> bytes:
     try:
         with file.open("rb") as stream:
-            metadata: Any = _DataUnpickler(stream).load()
-    except _ForbiddenError as error:
-        raise _refusal(file, f"a pickle that names {error}") from error
-    except _TORN as error:
+            stream.seek(offset)
+            return stream.read(length)
+    except OSError as error:
         raise _torn(file, error) from error
-    if not isinstance(metadata, Metadata):
-        raise _refusal(file, f"a pickled {type(metadata).__name__}")
-    return metadata
 
 
-def _objects(folder: Path, metadata: Metadata) -> Iterator[tuple[str, Path, int, int]]:
-    """(name, file, offset, length) of each stored object; checks every path on the way."""
+def _require_data(file: Path, content: bytes, what: str) -> None:
     try:
-        for index, info in metadata.storage_data.items():
-            file = folder / info.relative_path
-            if file.resolve().parent != folder.resolve():
-                raise _refusal(folder / ".metadata", f"a path out of the folder, {info.relative_path!r}")
-            if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-                yield index.fqn, file, int(info.offset), int(info.length)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _torn(folder / ".metadata", error) from error
+        with _no_added_classes():
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may make torch raise anything
+        text = str(error)
+        named = re.search(r"GLOBAL \S+|Unsupported operand \d+|TorchScript|(?:Can only|Trying to) [^\n]*", text)
+        if named is not None and (isinstance(error, UnpicklingError) or "weights_only" in text):
+            found = f"{what} of more than data ({named[0][:200]!a})"
+            raise _refusal(file, found) from error
+        raise _torn(file, error) from error
 
 
-def _slice(file: Path, offset: int, length: int) -> bytes:
-    with file.open("rb") as stream:
-        stream.seek(offset)
-        return stream.read(length)
+@contextmanager
+def _no_added_classes() -> Iterator[None]:
+    """Leave torch's own classes as the only ones that `weights_only` lets pass; our checkpoints need no other.
 
-
-def _require_data(file: Path, read: Any, what: str) -> None:
+    Megatron adds a list when it is imported, among it numpy's, which torch itself does not trust.
+    """
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
     try:
-        torch.load(io.BytesIO(read()), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "GLOBAL" in str(error):
-            reason = str(error).split("Please file")[0].splitlines()
-            raise _refusal(
-                file, f"{what} with a pickle of more than data ({' '.join(reason)[:300]})"
-            ) from error
-        raise _torn(file, error) from error
-    except _TORN as error:
-        raise _torn(file, error) from error
+        yield
+    finally:
+        torch.serialization.add_safe_globals(added)
 
 
-def _refusal(file: Path, found: str) -> CheckpointError:
+def _refusal(
+    file: Path, found: str, expected: str = "plain data, since loading anything else could run code"
+) -> CheckpointError:
     return CheckpointError(
-        f"{file}: found {found}; expected plain data, since loading that could run code. Make the checkpoint "
-        "again from safetensors with tools/convert_checkpoint.py, or get it from somebody you trust."
+        f"{file}: found {found}; expected {expected}. Convert the checkpoint again from safetensors with "
+        "tools/convert_checkpoint.py, on a machine you trust."
     )
 
 
 def _torn(file: Path, error: Exception) -> CheckpointError:
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     return CheckpointError(
-        f"{file} cannot be loaded: torn or missing ({reason}). Name another checkpoint, or make it again."
+        f"{file} cannot be loaded: torn or missing ({reason!r}). Name another checkpoint, or make it again."
     )

@@ -108,7 +108,9 @@ class SlotDecoder:
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
         with no_init_weights(), device:  # draws nothing from any random generator
-            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            )
         self.model.tie_weights()
         self.model.requires_grad_(False).eval()
         self._config: Any = self.model.config

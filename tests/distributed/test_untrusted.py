@@ -5,18 +5,23 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from tiny import write_model
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.untrusted import refuse_code
+from megatron_dppo.runtime import Runtime
 
 _TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
 class Evil:
@@ -29,27 +34,25 @@ class Evil:
         return Path.touch, (self.marker,)
 
 
+def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(_TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Megatron checkpoint as the tool makes it."""
+    """A Megatron checkpoint as the tool makes it, and the model it was made from."""
     folder = tmp_path_factory.mktemp("untrusted")
     write_model(folder / "hf")
-    command = [
-        sys.executable,
-        str(_TOOL),
-        "to-megatron",
-        "--hf",
-        str(folder / "hf"),
-        "--out",
-        str(folder / "good"),
-    ]
-    subprocess.run(command, check=True)
-    return folder / "good"
+    done = run_tool("to-megatron", "--hf", folder / "hf", "--out", folder / "good")
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture
 def checkpoint(good: Path, tmp_path: Path) -> Path:
-    shutil.copytree(good, tmp_path / "checkpoint")
+    shutil.copytree(good / "good", tmp_path / "checkpoint")
+    refuse_code(tmp_path / "checkpoint" / "megatron")
     return tmp_path / "checkpoint" / "megatron"
 
 
@@ -60,66 +63,180 @@ def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
     file.write_bytes(pickle.dumps(metadata))
 
 
-def in_metadata(folder: Path, evil: Evil) -> None:
+def stored_object(metadata: Any) -> tuple[Any, Any]:
+    """The key and place of an object that loading the model reads."""
+    kinds = metadata.state_dict_metadata
+    return next(
+        (key, place)
+        for key, place in metadata.storage_data.items()
+        if type(kinds[key.fqn]).__name__ == "BytesStorageMetadata"
+    )
+
+
+def appended(folder: Path, metadata: Any, value: object) -> tuple[Any, Any]:
+    """A stored object's key, and the place of `value`, which now ends the same file."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    key, place = stored_object(metadata)
+    file = folder / place.relative_path
+    offset = file.stat().st_size
+    file.write_bytes(file.read_bytes() + content.getvalue())
+    return key, type(place)(place.relative_path, offset, len(content.getvalue()))
+
+
+def in_metadata(folder: Path, evil: object) -> None:
     change_metadata(folder, lambda metadata: setattr(metadata, "planner_data", evil))
 
 
-def instead_of_metadata(folder: Path, evil: Evil) -> None:
+def instead_of_metadata(folder: Path, evil: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(evil))
 
 
-def in_common(folder: Path, evil: Evil) -> None:
+def in_common(folder: Path, evil: object) -> None:
     torch.save({"args": evil}, folder / "common.pt")
 
 
-def in_an_object(folder: Path, evil: Evil) -> None:
-    content = io.BytesIO()
-    torch.save(evil, content)
+def in_common_of_old(folder: Path, evil: object) -> None:
+    torch.save({"args": evil}, folder / "common.pt", _use_new_zipfile_serialization=False)
 
+
+def in_an_object(folder: Path, evil: object) -> None:
+    change_metadata(folder, lambda metadata: metadata.storage_data.update([appended(folder, metadata, evil)]))
+
+
+class _HidesItems:
+    """A table that shows no items to whoever asks for them, and gives them one by one."""
+
+    def __init__(self, items: dict[Any, Any]) -> None:
+        self.items = items
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {"items": OrderedDict}, None, iter(self.items.items())
+
+
+def in_a_hidden_object(folder: Path, evil: object) -> None:
     def change(metadata: Any) -> None:
-        names = {
-            n for n, kind in metadata.state_dict_metadata.items() if type(kind).__name__.startswith("Bytes")
-        }
-        index, info = next((i, info) for i, info in metadata.storage_data.items() if i.fqn in names)
-        file = folder / info.relative_path
-        offset = file.stat().st_size
-        file.write_bytes(file.read_bytes() + content.getvalue())
-        metadata.storage_data[index] = type(info)(info.relative_path, offset, len(content.getvalue()))
+        key, place = appended(folder, metadata, evil)
+        metadata.storage_data = _HidesItems({**metadata.storage_data, key: place})
 
     change_metadata(folder, change)
 
 
-@pytest.mark.parametrize("plant", [in_metadata, instead_of_metadata, in_common, in_an_object])
+PLANTS: dict[Callable[[Path, Evil], None], tuple[str, str]] = {
+    in_metadata: (".metadata", "pathlib.Path.touch"),
+    instead_of_metadata: (".metadata", "pathlib.Path.touch"),
+    in_common: ("common.pt", "GLOBAL getattr"),
+    in_common_of_old: ("common.pt", "GLOBAL getattr"),
+    in_an_object: (".distcp", "GLOBAL getattr"),
+    in_a_hidden_object: (".metadata", "collections.OrderedDict"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_planted_code_is_refused_and_never_runs(
     checkpoint: Path, tmp_path: Path, plant: Callable[[Path, Evil], None]
 ) -> None:
-    refuse_code(checkpoint)
     marker = tmp_path / "it_ran"
     plant(checkpoint, Evil(marker))
-    with pytest.raises(CheckpointError, match="could run code"):
+    with pytest.raises(CheckpointError, match="could run code") as refused:
         refuse_code(checkpoint)
+    file, name = PLANTS[plant]
+    assert f"{file}: found" in str(refused.value) and name in str(refused.value)
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("plant", [in_metadata, in_an_object])
-def test_the_tool_refuses_it_too(checkpoint: Path, tmp_path: Path, plant: Callable[[Path, Evil], None]) -> None:
+@pytest.mark.parametrize(
+    ("plant", "options"),
+    [
+        (in_metadata, ()),
+        (in_common, ()),
+        (in_an_object, ("--dtype", "float32")),  # with which the tool does not look at the stored type first
+        (in_a_hidden_object, ("--dtype", "float32")),
+    ],
+)
+def test_the_tool_refuses_it_too(
+    checkpoint: Path, tmp_path: Path, plant: Callable[[Path, Evil], None], options: tuple[str, ...]
+) -> None:
     marker = tmp_path / "it_ran"
     plant(checkpoint, Evil(marker))
-    command = [sys.executable, _TOOL, "to-hf", "--megatron", checkpoint.parent, "--out", tmp_path / "out"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    done = run_tool("to-hf", "--megatron", checkpoint.parent, "--out", tmp_path / "out", *options)
+    assert done.returncode == 2, done.stderr
     assert "could run code" in done.stderr and "Traceback" not in done.stderr
+    assert PLANTS[plant][0] in done.stderr
     assert not marker.exists() and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("path", ["../../secret", "/etc/hostname", "sub/__0_0.distcp"])
-def test_a_path_out_of_the_folder_is_refused(checkpoint: Path, path: str) -> None:
+def _named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+@pytest.mark.parametrize(
+    "appendix",
+    [
+        _named(_FILESYSTEM, "_StorageInfo")
+        + b"N}X\x06\x00\x00\x00offsetK\x07s\x86b0",  # sets a class attribute
+        _named(_FILESYSTEM, "_StorageInfo") + b"}X\x06\x00\x00\x00offsetK\x07sb0",
+        _named(_METADATA, "StorageMeta") + b")\x81}X\x07\x00\x00\x00save_idNsb}X\x07\x00\x00\x00save_idNsb0",
+        _named(_METADATA, "StorageMeta") + b"(K\x01tR0",  # calls with an argument
+        _named(_METADATA, "StorageMeta") + b")R0",
+        _named(_METADATA, "StorageMeta") + b")\x81}X\x05\x00\x00\x00itemsNsb0",  # a field it does not have
+        _named("torch", "Size") + b"N}X\x01\x00\x00\x00aNs\x86b0",
+        _named("torch", "Size") + b"]X\x01\x00\x00\x00aa\x85R0",
+        _named("torch", "float32") + b"N}X\x01\x00\x00\x00aNs\x86b0",
+        _named("torch", "load") + b"0",
+        _named("torch.serialization", "_get_layout") + b"N}X\x01\x00\x00\x00aNs\x86b0",
+        _named("torch.serialization", "_get_layout") + b"X\x0c\x00\x00\x00torch.jagged\x85R0",
+        _named(_METADATA, "sys.modules") + b"0",
+        _named(_METADATA, "os") + b"0",
+    ],
+)
+def test_torchs_own_classes_cannot_be_bent(checkpoint: Path, appendix: bytes) -> None:
+    """Opcodes after a good metadata's own: they would change what it means to its next reader."""
+    file = checkpoint / ".metadata"
+    file.write_bytes(file.read_bytes()[:-1] + appendix + b".")
+    with pytest.raises(CheckpointError, match="could run code"):
+        refuse_code(checkpoint)
+
+
+def test_megatrons_list_of_safe_classes_does_not_count(checkpoint: Path) -> None:
+    from megatron.core.safe_globals import SAFE_GLOBALS
+
+    assert set(SAFE_GLOBALS) <= set(torch.serialization.get_safe_globals())
+    in_common(checkpoint, Path("a"))
+    with pytest.raises(CheckpointError, match="could run code"):
+        refuse_code(checkpoint)
+    assert set(SAFE_GLOBALS) <= set(torch.serialization.get_safe_globals())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"relative_path": "../../secret"}, "a path out of the folder"),
+        ({"relative_path": "/etc/hostname"}, "a path out of the folder"),
+        ({"relative_path": "sub/__0_0.distcp"}, "a path out of the folder"),
+        ({"relative_path": ".."}, "a path out of the folder"),
+        ({"relative_path": ""}, "a path out of the folder"),
+        ({"relative_path": "a\0b"}, "a path out of the folder"),
+        ({"relative_path": "nowhere.distcp"}, "torn or missing"),
+        ({"relative_path": b"__0_0.distcp"}, "could run code"),
+        ({"offset": -1}, "could run code"),
+        ({"length": 1 << 40}, "torn or missing"),
+        ({"transform_descriptors": ["stream.zstd/1"]}, "could run code"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(checkpoint: Path, changes: dict[str, Any], words: str) -> None:
+    change_metadata(checkpoint, lambda metadata: vars(stored_object(metadata)[1]).update(changes))
+    with pytest.raises(CheckpointError, match=words):
+        refuse_code(checkpoint)
+
+
+@pytest.mark.parametrize("kind", [None, "text"])
+def test_an_item_of_another_kind_is_refused(checkpoint: Path, kind: object) -> None:
     def change(metadata: Any) -> None:
-        index, info = next(iter(metadata.storage_data.items()))
-        metadata.storage_data[index] = type(info)(path, info.offset, info.length)
+        metadata.state_dict_metadata[stored_object(metadata)[0].fqn] = kind
 
     change_metadata(checkpoint, change)
-    with pytest.raises(CheckpointError, match="a path out of the folder"):
+    with pytest.raises(CheckpointError, match="neither tensor nor object"):
         refuse_code(checkpoint)
 
 
@@ -131,13 +248,83 @@ def test_a_link_out_of_the_folder_is_refused(checkpoint: Path, tmp_path: Path) -
         refuse_code(checkpoint)
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
 @pytest.mark.parametrize("keep", [0, 10, -1])
 def test_a_torn_file_is_refused(checkpoint: Path, name: str, keep: int) -> None:
     file = checkpoint / name
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="torn or missing"):
+    with pytest.raises(CheckpointError, match=f"{name} cannot be loaded: torn or missing"):
         refuse_code(checkpoint)
     file.unlink()
-    with pytest.raises(CheckpointError, match="torn or missing"):
+    with pytest.raises(CheckpointError, match=f"{name} cannot be loaded: torn or missing"):
         refuse_code(checkpoint)
+
+
+def test_a_torn_object_is_refused(checkpoint: Path) -> None:
+    _, place = stored_object(pickle.loads((checkpoint / ".metadata").read_bytes()))
+    file = checkpoint / place.relative_path
+    content = bytearray(file.read_bytes())
+    content[place.offset + place.length // 2 : place.offset + place.length] = bytes((place.length + 1) // 2)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="distcp cannot be loaded: torn or missing"):
+        refuse_code(checkpoint)
+
+
+def _every_byte(content: bytes) -> Iterator[bytes]:
+    for index in range(0, min(len(content), 4000), 7):
+        changed = bytearray(content)
+        changed[index] ^= 0x55
+        yield bytes(changed)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_changed_byte_raises_nothing_else(checkpoint: Path, name: str) -> None:
+    file = checkpoint / name
+    num_refused = 0
+    for content in _every_byte(file.read_bytes()):
+        file.write_bytes(content)
+        try:
+            refuse_code(checkpoint)
+        except CheckpointError:
+            num_refused += 1
+    assert num_refused > 50
+
+
+@pytest.mark.parametrize("content", ['{"sharded_backend": "zarr"}', "[]"])
+def test_another_backend_is_refused(checkpoint: Path, content: str) -> None:
+    (checkpoint / "metadata.json").write_text(content)
+    with pytest.raises(CheckpointError, match="torch_dist"):
+        refuse_code(checkpoint)
+
+
+def save_and_load(runtime: Runtime, model: str, folder: str) -> dict[str, int]:
+    """On each rank: save a run's checkpoint and load it again; how many objects and optimizer states it has."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint, load
+    from megatron_dppo.config.schema import CheckpointConfig, Config
+    from megatron_dppo.types import RunState
+
+    config = Config.model_validate(
+        {
+            "model": {"load": model},
+            "parallel": {"expert": 2, "max_tokens_per_microbatch": 60},
+        }
+    )
+    actor = Actor(config, runtime)
+    options = CheckpointConfig(asynchronous=False, reserve_gib=0)
+    checkpoints = Checkpoints(Path(folder), options, Path(model), runtime)
+    checkpoints.save(actor, RunPoint(RunState(1, 1, 1, {"epoch": 0, "index": 0}), 0, "digest"))
+    saved = Path(folder) / "step_00000001"
+    assert load(saved, actor, runtime).state.step == 1
+    refuse_code(saved / "megatron")
+    metadata = pickle.loads((saved / "megatron" / ".metadata").read_bytes())
+    return {
+        "objects": sum(type(v).__name__.startswith("Bytes") for v in metadata.state_dict_metadata.values()),
+        "optimizer": sum(name.startswith("optimizer.") for name in metadata.state_dict_metadata),
+    }
+
+
+def test_a_runs_checkpoint_with_its_optimizer_passes(good: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(save_and_load, 2, tmp_path, str(good / "hf"), str(tmp_path / "checkpoints"))
+    assert first == second
+    assert first["objects"] and first["optimizer"]

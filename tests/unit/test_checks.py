@@ -97,6 +97,10 @@ def _model(**changes: Any) -> Callable[[], None]:
     return lambda: _write_json(Path("model/config.json"), {**MODEL, **changes})
 
 
+def _tokenizer(**content: Any) -> Callable[[], None]:
+    return lambda: _write_json(Path("model/tokenizer_config.json"), content)
+
+
 def _without(key: str) -> dict[str, Any]:
     return {name: value for name, value in MODEL.items() if name != key}
 
@@ -124,6 +128,14 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=_model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
     ],
     "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
+    "model_code": [
+        Example("model.load", on_disk=_model(model_type="mine", auto_map={"AutoConfig": "mine.Config"})),
+        Example("model.load", on_disk=_tokenizer(auto_map={"AutoTokenizer": [None, "mine.Tokenizer"]})),
+        Example("model.load", on_disk=_tokenizer(auto_map=["mine.T", None], tokenizer_class="MineTokenizer")),
+        Example("model.load", on_disk=_tokenizer(tokenizer_class="AutoProcessor")),
+        Example("model.load", on_disk=_model(tokenizer_class="AutoProcessor")),
+        Example("model.load", on_disk=lambda: Path("model/tokenizer_config.json").write_text("{")),
+    ],
     "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
     "best_metric": [
         Example(
@@ -273,6 +285,12 @@ def test_each_rule_and_only_it_finds_its_example(world: Path, id: str, example: 
     with pytest.raises(ConfigError) as raised:
         require_valid(config, example.world_size)
     assert list(raised.value.problems) == problems
+
+
+def test_code_in_the_folder_that_nothing_needs_is_left_alone(world: Path) -> None:
+    _model(model_type="qwen3_moe", auto_map={"AutoConfig": "mine.Config"})()
+    _tokenizer(tokenizer_class="Qwen2Tokenizer", auto_map={"AutoTokenizer": [None, "mine.Tokenizer"]})()
+    assert check(_config({}), 1) == []
 
 
 def test_all_problems_come_at_once(world: Path) -> None:

@@ -31,6 +31,9 @@ def test_tensors_are_found_with_and_without_an_index(tmp_path: Path, index: obje
     [
         ({}, "torn, or no index"),
         ([], "torn, or no index"),
+        ({"weight_map": ["a"]}, "torn, or no index"),
+        ({"weight_map": {"a": 1}}, "names 1 as a file"),
+        ({"weight_map": {"a": "../1.safetensors"}}, "names '../1.safetensors' as a file"),
         ({"weight_map": {"a": "3.safetensors"}}, "3.safetensors.*not there"),
         ({"weight_map": {"a": "2.safetensors"}}, "1 tensors .*'a'.* not in the files"),
     ],

@@ -118,6 +118,20 @@ def test_a_torn_parquet_file(tmp_path: Path) -> None:
     fails_with(path, "p.parquet", "expected a Parquet file", "cut off")
 
 
+def test_a_parquet_column_of_a_pickled_type_is_read_as_what_it_stores(tmp_path: Path) -> None:
+    pyarrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    touch = b"cposix\nsystem\n(S'touch " + str(tmp_path / "it_ran").encode() + b"'\ntR."
+    pickled = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": touch}
+    fields = [pyarrow.field("prompt", pyarrow.string(), metadata=pickled), ("answer", pyarrow.string())]
+    parquet.write_table(
+        pyarrow.table({"prompt": ["p"], "answer": ["a"]}, pyarrow.schema(fields)), tmp_path / "p.parquet"
+    )
+    assert read_columns(tmp_path / "p.parquet") == ["prompt", "answer"]
+    assert [prompt.text for prompt in load_prompts(tmp_path / "p.parquet", "prompt", "answer")] == ["p"]
+    assert not (tmp_path / "it_ran").exists()
+
+
 def test_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n")
     fails_with(tmp_path / "p.jsonl", "found no rows")

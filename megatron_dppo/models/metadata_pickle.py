@@ -1,0 +1,266 @@
+"""torch's `.metadata`, read into stand-ins of torch's classes, so that no pickle reaches a real one.
+
+An allow-list of the real classes is not enough: a pickle may set attributes of an allowed *class*, such as
+`__setstate__`, and then mean something else when it is read again. A stand-in can be made empty and filled
+once, with its own fields. A pickle that does no more to the stand-ins does no more to the real classes, and
+means the same to both.
+"""
+
+import io
+import pickle
+from typing import Any, NoReturn
+
+import torch
+
+_MAX_INT = (1 << 63) - 1
+
+
+class ForbiddenError(Exception):
+    """A pickle names, or does, something that torch's metadata does not need."""
+
+
+class _Record:
+    """Stands in for a dataclass; the annotations of a subclass are the fields it may have."""
+
+    def __new__(cls, *arguments: Any) -> Any:
+        if arguments:
+            raise ForbiddenError(f"arguments for {cls.__name__}")
+        return super().__new__(cls)
+
+    def __init__(self) -> None:
+        raise ForbiddenError(f"a call of {type(self).__name__}")
+
+    def __setstate__(self, *state: Any) -> None:  # without a state where the pickle means the class
+        if len(state) != 1 or vars(self):
+            raise ForbiddenError("a change to what is made already")
+        vars(self).update(self.fields_of(state[0]))
+        self.check()
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the pickle gave it fields."""
+        return bool(vars(self))
+
+    def fields_of(self, state: Any) -> dict[str, Any]:
+        """The fields in what was pickled for it."""
+        if type(state) is not dict or not state.keys() <= type(self).__annotations__.keys():
+            raise ForbiddenError(f"unknown fields of {type(self).__name__}")
+        return state
+
+    def check(self) -> None:
+        """Look at the fields, once they are there."""
+
+    def require(self, **types: type | tuple[type, ...]) -> None:
+        """Go on only where each field named is of exactly one of the types; an absent one is None."""
+        for name, allowed in types.items():
+            found = type(vars(self).get(name))
+            if found not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+                raise ForbiddenError(f"a {found.__name__} as {type(self).__name__}.{name}")
+
+
+class _Value:
+    """Stands in for what is made by a call, and never changed."""
+
+    __slots__ = ()
+
+    def __setstate__(self, *state: Any) -> NoReturn:
+        raise ForbiddenError("a change to what is made already")
+
+
+class Size(_Value, tuple[int, ...]):
+    """torch.Size."""
+
+    __slots__ = ()
+
+    def __new__(cls, sizes: Any = ()) -> "Size":
+        """From a tuple of counts."""
+        if type(sizes) is not tuple or not all(type(size) is int and 0 <= size <= _MAX_INT for size in sizes):
+            raise ForbiddenError("a torch.Size of other things than counts")
+        return super().__new__(cls, sizes)
+
+
+class _Dtype(_Value, str):
+    __slots__ = ()
+
+
+class _Layout(_Value, str):
+    __slots__ = ()
+
+    def __new__(cls, name: Any) -> "_Layout":
+        if type(name) is not str or name != "torch.strided":
+            raise ForbiddenError("a tensor that is not strided")
+        return super().__new__(cls, name)
+
+
+class _MemoryFormat(_Value, int):
+    __slots__ = ()
+
+    def __new__(cls, value: Any) -> "_MemoryFormat":
+        if type(value) is not int or value not in range(3):
+            raise ForbiddenError("an unknown memory format")
+        return super().__new__(cls, value)
+
+
+class _WriteItemType(_Value, int):
+    __slots__ = ()
+
+    def __new__(cls, value: Any) -> "_WriteItemType":
+        if type(value) is not int or value not in range(1, 4):
+            raise ForbiddenError("an unknown WriteItemType")
+        return super().__new__(cls, value)
+
+
+class _TensorProperties(_Record):
+    state: tuple[Any, ...]
+
+    def fields_of(self, state: Any) -> dict[str, Any]:
+        kinds = (_Dtype, _Layout, bool, _MemoryFormat, bool)
+        if type(state) is not tuple or tuple(map(type, state)) != kinds:
+            raise ForbiddenError("unknown fields of TensorProperties")
+        return {"state": state}
+
+
+class TensorKey(_Record):
+    """MetadataIndex: the name of a stored item, and which part of it."""
+
+    fqn: str
+    offset: Size | None
+    index: int | None
+
+    def check(self) -> None:
+        """Look at the types."""
+        self.require(fqn=str, offset=(Size, type(None)), index=(int, type(None)))
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, vars(self).get("offset")))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorKey):
+            return NotImplemented
+        return (self.fqn, vars(self).get("offset")) == (other.fqn, vars(other).get("offset"))
+
+
+class StoredPlace(_Record):
+    """_StorageInfo: where an item stands. With a transform, torch would read other bytes than stand there."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None
+
+    def check(self) -> None:
+        """Look at the types."""
+        self.require(relative_path=str, offset=int, length=int, transform_descriptors=type(None))
+        if min(self.offset, self.length) < 0 or max(self.offset, self.length) > _MAX_INT:
+            raise ForbiddenError("a place outside of any file")
+
+
+class StoredTensor(_Record):
+    """TensorStorageMetadata."""
+
+    properties: _TensorProperties
+    size: Size
+    chunks: list[Any]
+
+    def check(self) -> None:
+        """Look at the types."""
+        self.require(properties=_TensorProperties, size=Size, chunks=list)
+
+
+class StoredBytes(_Record):
+    """BytesStorageMetadata: a pickled object."""
+
+
+class _Chunk(_Record):
+    offsets: Size
+    sizes: Size
+
+    def check(self) -> None:
+        self.require(offsets=Size, sizes=Size)
+
+
+class _StorageMeta(_Record):
+    checkpoint_id: str | None
+    save_id: str | None
+    load_id: str | None
+    modules: list[str]
+
+
+class _SavePlan(_Record):
+    items: Any
+    storage_data: Any
+    planner_data: Any
+    usable: Any
+
+
+class _WriteItem(_Record):
+    index: Any
+    type: Any
+    bytes_io_data: Any
+    tensor_data: Any
+
+
+class _TensorWriteData(_Record):
+    chunk: Any
+    properties: Any
+    size: Any
+
+
+class StoredMetadata(_Record):
+    """Metadata, with the field that Megatron adds."""
+
+    state_dict_metadata: dict[str, Any]
+    planner_data: Any
+    storage_data: dict[Any, Any]
+    storage_meta: _StorageMeta | None
+    version: Any
+    all_local_plans: Any
+
+    def check(self) -> None:
+        """Look at the types."""
+        self.require(state_dict_metadata=dict, storage_data=dict, storage_meta=(_StorageMeta, type(None)))
+
+
+_TORCH = "torch.distributed.checkpoint"
+_STAND_INS: dict[tuple[str, str], type] = {
+    (f"{_TORCH}.metadata", "Metadata"): StoredMetadata,
+    (f"{_TORCH}.metadata", "MetadataIndex"): TensorKey,
+    (f"{_TORCH}.metadata", "StorageMeta"): _StorageMeta,
+    (f"{_TORCH}.metadata", "TensorStorageMetadata"): StoredTensor,
+    (f"{_TORCH}.metadata", "BytesStorageMetadata"): StoredBytes,
+    (f"{_TORCH}.metadata", "ChunkStorageMetadata"): _Chunk,
+    (f"{_TORCH}.metadata", "TensorProperties"): _TensorProperties,
+    (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    (f"{_TORCH}.filesystem", "_StorageInfo"): StoredPlace,
+    (f"{_TORCH}.planner", "SavePlan"): _SavePlan,
+    (f"{_TORCH}.planner", "WriteItem"): _WriteItem,
+    (f"{_TORCH}.planner", "WriteItemType"): _WriteItemType,
+    (f"{_TORCH}.planner", "TensorWriteData"): _TensorWriteData,
+    ("torch", "Size"): Size,
+    ("torch.serialization", "_get_layout"): _Layout,
+}
+
+
+class _StandInUnpickler(pickle.Unpickler):
+    """Finds the stand-ins and torch's dtypes, and nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        stand_in = _STAND_INS.get((module_name, global_name))
+        if stand_in is not None:
+            return stand_in
+        if module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype):
+            return _Dtype(f"torch.{global_name}")
+        raise ForbiddenError(f"the name {f'{module_name}.{global_name}'[:200]!a}")
+
+
+def read_metadata(content: bytes) -> StoredMetadata:
+    """A `.metadata` file as stand-ins.
+
+    Raises:
+        ForbiddenError: It is more than metadata.
+        Exception: Whatever the unpickler raises on damaged bytes.
+    """
+    metadata: Any = _StandInUnpickler(io.BytesIO(content)).load()
+    if type(metadata) is not StoredMetadata or not metadata.is_filled:
+        raise ForbiddenError(f"a {type(metadata).__name__} in the place of Metadata")
+    return metadata

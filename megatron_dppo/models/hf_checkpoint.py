@@ -42,7 +42,7 @@ class HFWeights:
         strange = [file for file in file_of.values() if not isinstance(file, str) or Path(file).name != file]
         if strange:
             raise ConversionError(
-                f"{self.folder / INDEX}: names {strange[0]!r} as a file. Expected names of files in that folder."
+                f"{self.folder / INDEX}: names {strange[0]!r} as a file. Expected files of that folder."
             )
         files = sorted(set(file_of.values()))
         missing = [file for file in files if not (self.folder / file).is_file()]

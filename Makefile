@@ -69,6 +69,7 @@ gpu: venv
 	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU, and torch sees none here")'
 	$(RUN) -m pytest tests/gpu -m gpu
 	$(RUN) tools/benchmark_loop.py
+	$(RUN) tools/benchmark_save.py
 
 # The report is tested in a real browser.
 chromium:

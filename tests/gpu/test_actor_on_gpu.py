@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from sanity_run import settings
 from test_actor_parity import SETTINGS, measure_all
-from test_training_run import lines, settings
+from test_training_run import lines
 from tiny import write_model
 
 pytestmark = [

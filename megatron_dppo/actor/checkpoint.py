@@ -141,6 +141,9 @@ class Checkpoints:
             return None
         point = load(found, actor, self._runtime)
         self._saved = point.state
+        for newer in self._runtime.on_main(lambda: checkpoint_folder.set_aside_newer(found)):
+            if self._runtime.is_main:
+                logger.warning("%s is newer than the checkpoint that the run goes on from", newer)
         if self._runtime.is_main:
             logger.info("resuming from %s: %d gradient steps are done", found, point.state.step)
         return point
@@ -153,7 +156,7 @@ class Checkpoints:
             faults = sorted({fault for faults in runtime.all_gather(own) for fault in faults})
             if not faults:
                 return candidate
-            torn = runtime.on_main(lambda torn=candidate: checkpoint_folder.set_aside(torn))
+            torn = runtime.on_main(lambda torn=candidate: checkpoint_folder.set_aside(torn, "torn"))
             if runtime.is_main:
                 logger.warning("%s is torn (%s); kept as %s", candidate, "; ".join(faults[:3]), torn.name)
         if candidates:
@@ -186,6 +189,10 @@ class Checkpoints:
             return
         try:
             save.pending.finish()
+        except CheckpointError as error:
+            self._fail(save.unfinished, str(error))
+            return
+        try:
             sums = {name: digest for own in self._runtime.all_gather(save.sums) for name, digest in own.items()}
             self._runtime.on_main(lambda: self._publish(save, sums))
         except (CheckpointError, OSError) as error:
@@ -203,7 +210,7 @@ class Checkpoints:
             for file in unfinished.rglob("*")
             if file.is_file() and str(file.relative_to(unfinished)) not in sums
         ]
-        checkpoint_folder.sync_files(others)
+        checkpoint_folder.sync(others)
         checkpoint_folder.write_sums(unfinished, sums | checkpoint_folder.sums_of(others, unfinished))
         checkpoint_folder.publish(unfinished, self._folder / checkpoint_folder.name_of(point.state.step))
         checkpoint_folder.delete([*self._outdated(), *checkpoint_folder.leftovers(self._folder)])
@@ -260,7 +267,7 @@ class _Save:
             if self.steps is not None:
                 write_batches(self.unfinished / "remaining" / name, self.steps)
                 files.append(self.unfinished / "remaining" / name)
-            checkpoint_folder.sync_files(files)
+            checkpoint_folder.sync(files)
             self.sums = checkpoint_folder.sums_of(files, self.unfinished)
         except Exception as error:  # noqa: BLE001 - carried to the main thread, which tells all ranks
             self.error = f"{type(error).__name__}: {error}"

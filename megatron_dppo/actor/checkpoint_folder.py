@@ -10,6 +10,7 @@
         state.json                   where the run stands
         SHA256SUMS                   of every other file; `sha256sum -c SHA256SUMS` checks it by hand
       step_00000280.torn/            set aside: a checksum did not match
+      step_00000400.abandoned/       set aside: the run went on from an earlier one
       .step_00000360.<id>.unfinished/    being written, or left by a run that was killed
 
 No tensor library is needed here.
@@ -130,13 +131,23 @@ def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     return found
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a torn checkpoint, so that it is not tried again and not deleted."""
+def set_aside(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint to `<name>.<why>`, so that it is neither tried nor deleted any more."""
     number = 1
-    while (torn := checkpoint.with_name(f"{checkpoint.name}.torn{'' if number == 1 else number}")).exists():
+    while (aside := checkpoint.with_name(f"{checkpoint.name}.{why}{'' if number == 1 else number}")).exists():
         number += 1
-    checkpoint.rename(torn)
-    return torn
+    checkpoint.rename(aside)
+    return aside
+
+
+def set_aside_newer(checkpoint: Path) -> list[Path]:
+    """Set aside the complete checkpoints after this one, which a run that goes on from it leaves behind.
+
+    They would be taken for the newest, and have the ones to come deleted. There are some where `latest` was set
+    back by hand, or a run was killed before it was flipped.
+    """
+    every = complete(checkpoint.parent)
+    return [set_aside(newer, "abandoned") for newer in every[every.index(checkpoint) + 1 :]]
 
 
 def publish(unfinished: Path, final: Path) -> None:
@@ -144,11 +155,16 @@ def publish(unfinished: Path, final: Path) -> None:
     if final.exists():
         final.rename(final.with_name(f".{final.name}.replaced.{os.getpid()}"))
     unfinished.rename(final)
-    _sync_folder(final.parent)
-    temporary = final.with_name(f".{LATEST}.unfinished")
-    write_durably(temporary, final.name + "\n")
-    temporary.replace(final.with_name(LATEST))
-    _sync_folder(final.parent)
+    sync([final.parent])
+    set_latest(final)
+
+
+def set_latest(checkpoint: Path) -> None:
+    """Have `latest` name a complete checkpoint, in one step."""
+    temporary = checkpoint.with_name(f".{LATEST}.unfinished")
+    write_durably(temporary, checkpoint.name + "\n")
+    temporary.replace(checkpoint.with_name(LATEST))
+    sync([checkpoint.parent])
 
 
 def delete(checkpoints: Iterable[Path]) -> None:
@@ -192,22 +208,14 @@ def write_durably(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def sync_files(files: Iterable[Path]) -> None:
-    """Wait until files written by others are on the disk."""
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until files written by others, or a folder's names, are on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(file: Path) -> str:

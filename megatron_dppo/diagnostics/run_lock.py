@@ -40,9 +40,10 @@ def locked(folder: Path, beat_s: float = 5.0) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as stream:
-        is_ours = _lock(stream)
+        is_free = _lock(stream)
         owner = _read(folder)
-        if not is_ours or (owner and owner.get("host") != socket.gethostname() and _is_alive(folder, beat_s)):
+        is_known = is_free is not None and owner.get("host") == socket.gethostname()
+        if is_free is False or (owner and not is_known and _is_alive(folder, beat_s)):
             raise ConfigError(_in_use(folder, _read(folder)))
         if owner:
             logger.warning("%s: taking over from %s, which ended without releasing it", folder, _words(owner))
@@ -57,7 +58,8 @@ def locked(folder: Path, beat_s: float = 5.0) -> Iterator[None]:
             stream.truncate(0)  # an empty file is a free folder; removing it would race with the next owner
 
 
-def _lock(stream: TextIO) -> bool:
+def _lock(stream: TextIO) -> bool | None:
+    """Whether the lock was free, and is ours now; none where the file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -66,6 +68,7 @@ def _lock(stream: TextIO) -> bool:
         logger.warning(
             "%s: the file system has no locks (%s); trusting signs of life alone", stream.name, error
         )
+        return None
     return True
 
 
@@ -100,7 +103,9 @@ def _read(folder: Path) -> dict[str, Any]:
 def _is_alive(folder: Path, beat_s: float) -> bool:
     """Whether the owner, on a host that locks may not reach, gives a sign of life."""
     before = _read(folder).get("beat")
-    logger.info("%s: an owner on another host is named; waiting %.0f s for a sign of life", folder, 3 * beat_s)
+    logger.info(
+        "%s: an owner is named that a lock may not reach; waiting %.0f s for a sign of life", folder, 3 * beat_s
+    )
     deadline = time.monotonic() + 3 * beat_s
     while time.monotonic() < deadline:
         time.sleep(beat_s / 4)

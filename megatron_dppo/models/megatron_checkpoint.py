@@ -148,7 +148,8 @@ class PendingSave:
         """Write the metadata that makes the folder loadable; every rank calls this, after all have written.
 
         Raises:
-            CheckpointError: The metadata could not be written.
+            CheckpointError: A rank's result says that it did not write; raised on every rank.
+            OSError: The metadata could not be written; raised on rank 0 alone, so it must end the job.
         """
         self._buckets = []
         try:

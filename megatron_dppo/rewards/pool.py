@@ -168,7 +168,10 @@ class _Job:
         self.num_late = self.num_late + 1 if is_late else 0
         if self.num_late >= _MAX_LATE_IN_A_ROW:
             message = verdict.message if isinstance(verdict, RewardFault) else ""
-            raise RewardError(f"data.reward: {self.num_late} responses in a row timed out. The last: {message}")
+            self.given_up.set()
+            raise RewardError(
+                f"data.reward: {_MAX_LATE_IN_A_ROW} responses in a row timed out. The last: {message}"
+            )
 
     def take(self) -> int | None:
         """The next request that nobody scores; several threads ask."""

@@ -74,7 +74,7 @@ _MOMENTS = (
     ("before weights are pushed", "sync", 3),
     ("while a checkpoint is written", "write", 3),
     ("before a checkpoint is published", "publish", 3),
-    ("before `latest` is flipped", "flip", 5),
+    ("before `latest` is flipped", "flip", 3),
     ("while evaluating", "evaluation", 2),
 )
 
@@ -163,6 +163,16 @@ def _remove_pointer(run: Path) -> None:
     (run / "checkpoints" / "latest").unlink()
 
 
+def _set_back(run: Path) -> None:
+    pointer = run / "checkpoints" / "latest"
+    pointer.write_text(min(pointer.parent.glob("step_*")).name + "\n")
+
+
+def _left_behind(run: Path) -> list[str]:
+    found = sorted(path.name for path in (run / "checkpoints").glob("*.abandoned"))
+    return [] if found == ["step_00000004.abandoned"] else [f"abandoned: {found}"]
+
+
 def _tear_last_row(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "rol')
@@ -187,6 +197,10 @@ def _tears() -> list[Case]:
         is_short = what in ("two torn checkpoints",) or num_processes == 2
         case = Case(what, "after kill -9", num_processes, killed, damage=damage, exits=_KILLED)
         cases.append(replace(case, resumed_log=resumed_log, is_short=is_short))
+    kept = {"checkpoint": {"keep_last": 2, "asynchronous": False}}
+    back = Case("`latest` set back", "after kill -9, saved synchronously", 1, killed, config=kept, exits=_KILLED)
+    back = replace(back, damage=_set_back, resumed_log=("is newer than",), check=_left_behind, is_short=True)
+    cases.append(back)
     planted = Case("code in a checkpoint", "after kill -9", 1, killed, damage=_plant_code, exits=_KILLED)
     refused = {"resumed_exit": 2, "resumed_log": ("could run code",), "is_compared": False, "check": _it_ran}
     return [*cases, replace(planted, **refused)]

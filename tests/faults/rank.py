@@ -34,7 +34,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
         "after",
     ),
     "publish": ("megatron_dppo.actor.checkpoint_folder", "publish", "before"),
-    "flip": ("megatron_dppo.actor.checkpoint_folder", "_sync_folder", "after"),
+    "flip": ("megatron_dppo.actor.checkpoint_folder", "set_latest", "before"),
     "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
 }
 

@@ -92,8 +92,8 @@ def test_candidates_begin_at_latest_and_go_back(tmp_path: Path) -> None:
 
 def test_a_torn_checkpoint_is_set_aside_and_never_a_candidate(tmp_path: Path) -> None:
     make(tmp_path, 1)
-    assert folders.set_aside(make(tmp_path, 2)).name == "step_00000002.torn"
-    assert folders.set_aside(make(tmp_path, 2)).name == "step_00000002.torn2"
+    assert folders.set_aside(make(tmp_path, 2), "torn").name == "step_00000002.torn"
+    assert folders.set_aside(make(tmp_path, 2), "torn").name == "step_00000002.torn2"
     assert [path.name for path in folders.candidates(tmp_path)] == ["step_00000001"]
 
 
@@ -144,3 +144,13 @@ def test_a_disk_that_is_too_small_is_refused_with_the_figures(tmp_path: Path) ->
         folders.require_free(tmp_path, 1 << 50, 0)
     with pytest.raises(CheckpointError, match=r"checkpoint\.reserve_gib = 1048576\.00"):
         folders.require_free(tmp_path, 1, 1 << 50)
+
+
+def test_a_run_that_goes_back_leaves_newer_checkpoints_behind(tmp_path: Path) -> None:
+    paths = [make(tmp_path, step) for step in (1, 2, 3)]
+    assert folders.set_aside_newer(paths[2]) == []
+    assert [path.name for path in folders.set_aside_newer(paths[0])] == [
+        "step_00000002.abandoned",
+        "step_00000003.abandoned",
+    ]
+    assert folders.complete(tmp_path) == paths[:1]

@@ -1,5 +1,8 @@
 """One process per run folder: refused while another lives, taken over when it is gone."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -98,3 +101,28 @@ def test_a_lock_file_that_says_nothing_is_free(tmp_path: Path, content: str) -> 
     (tmp_path / LOCK).write_text(content)
     with locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_without_locks_signs_of_life_decide_on_the_same_host_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    """Plays a file system without locks: flock fails as it does there."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    other = hold_in_another_process(tmp_path)
+    if not is_alive:
+        other.kill()
+        other.wait()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    expected = (
+        pytest.raises(ConfigError, match=f"process {other.pid}") if is_alive else contextlib.nullcontext()
+    )
+    try:
+        with expected, locked(tmp_path, beat_s=0.2):
+            pass
+    finally:
+        other.kill()
+        other.wait()

@@ -198,9 +198,9 @@ def _tears() -> list[Case]:
         case = Case(what, "after kill -9", num_processes, killed, damage=damage, exits=_KILLED)
         cases.append(replace(case, resumed_log=resumed_log, is_short=is_short))
     kept = {"checkpoint": {"keep_last": 2, "asynchronous": False}}
-    back = Case("`latest` set back", "after kill -9, saved synchronously", 1, killed, config=kept, exits=_KILLED)
-    back = replace(back, damage=_set_back, resumed_log=("is newer than",), check=_left_behind, is_short=True)
-    cases.append(back)
+    back = Case("`latest` set back", "after kill -9, saved synchronously", 1, killed, config=kept)
+    back = replace(back, exits=_KILLED, damage=_set_back, resumed_log=("is newer than",), check=_left_behind)
+    cases.append(replace(back, is_short=True))
     planted = Case("code in a checkpoint", "after kill -9", 1, killed, damage=_plant_code, exits=_KILLED)
     refused = {"resumed_exit": 2, "resumed_log": ("could run code",), "is_compared": False, "check": _it_ran}
     return [*cases, replace(planted, **refused)]

@@ -106,7 +106,7 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int) -> None
 
 def report(seconds: dict[str, list[float]], writing_s: float, actor: Any, folder: Path) -> None:
     """Medians over the saves, and what they mean."""
-    num_parameters = sum(parameter.numel() for parameter in actor.model.parameters())
+    num_parameters = sum(p.numel() for chunk in actor.chunks for p in chunk.parameters())
     newest = folder / "synchronous" / (folder / "synchronous" / "latest").read_text().strip()
     size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     median = {kind: statistics.median(values) for kind, values in seconds.items() if values}

@@ -85,7 +85,7 @@ def _one_process_model(
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The whole model on this process, with the weights of `folder`, and its config.json."""
     from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.actor import initialize_groups, megatron_sizes
+    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
     from megatron_dppo.actor.layout import Layout
     from megatron_dppo.models.build import build_model, transformer_config
     from megatron_dppo.models.family import read_hf_config

@@ -8,22 +8,28 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_dppo.actor import cpu, mcore_fixes
-from megatron_dppo.actor.forward import packed_logits, run_microbatches, to_device
+from megatron_dppo.actor.data_parallel import complete_parameters, wrap_for_data_parallelism
+from megatron_dppo.actor.forward import run_microbatches, to_device
+from megatron_dppo.actor.groups import (
+    initialize_groups,
+    megatron_sizes,
+    sequence_parallel_rows,
+    speaks_for_its_group,
+    speaks_for_its_tokens,
+    sum_over_tokens_and_stages,
+    vocab_shard,
+)
 from megatron_dppo.actor.layout import Layout
 from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
 from megatron_dppo.algorithms import Objective, PolicyLossOutput, preset
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.packing import placeholder
+from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
 from megatron_dppo.errors import ConfigError
@@ -58,19 +64,12 @@ class Actor:
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
         self._model_config = transformer_config(self.hf, dtype, megatron_sizes(self.layout), config.megatron)
-        self.model: GPTModel = build_model(self.hf, self._model_config).to(runtime.device)
-        load_weights(self.model, config.model.load, self.hf)
-        module = Float16Module(self._model_config, self.model) if dtype == torch.bfloat16 else self.model
-        self._ddp = DistributedDataParallel(
-            self._model_config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=config.optimizer.distributed
-            ),
-            module,
-        )
+        chunks = build_model(self.hf, self._model_config)
+        self.chunks: list[GPTModel] = [chunk.to(runtime.device) for chunk in chunks]
+        load_weights(self.chunks, config.model.load, self.hf)
+        self._ddp = wrap_for_data_parallelism(self.chunks, self._model_config, config)
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
         self.restart_schedule(num_done=0)
-        self._model_config.finalize_model_grads_func = finalize_model_grads
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
     @property
@@ -96,7 +95,12 @@ class Actor:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights in Hugging Face names; every rank must iterate."""
-        return export_hf_weights(self.model, self.hf)
+        self.complete_parameters()
+        return export_hf_weights(self.chunks, self.hf)
+
+    def complete_parameters(self) -> None:
+        """Wait until this rank has all its updated parameters; call before reading them outside a forward pass."""
+        complete_parameters(self._ddp)
 
     def train_step(self, batch: TrainBatch, *, is_first: bool) -> "Step":
         """One gradient step; skipped, on every rank, where a loss or a gradient is not finite on any.
@@ -109,7 +113,7 @@ class Actor:
         step = self.accumulate_gradients(batch, is_first=is_first)
         metrics = step.metrics
         metrics.add_max("optimizer/lr", self.optimizer.param_groups[0]["lr"])
-        faults = [*step.faults, *bad_gradients(self.model, self._ddp)]
+        faults = [*step.faults, *bad_gradients(self._ddp)]
         is_skipped = self._runtime.any(bool(faults))
         if not is_skipped:
             is_updated, grad_norm, _ = self.optimizer.step()
@@ -122,21 +126,25 @@ class Actor:
     def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool) -> "Step":
         """Forward and backward of every micro-batch; gradients are then averaged over all learning tokens."""
         metrics, faults = Metrics(), list[str]()
-        self._ddp.train()
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        temperature, shard = self._config.rollout.temperature, vocab_shard(self.hf["vocab_size"])
 
         def loss(logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            temperature = self._config.rollout.temperature
             num_tokens = microbatch.loss_mask.sum().int()
             try:
-                out, statistics = policy_loss_from_logits(logits, microbatch, self.objective, temperature)
+                out, statistics = policy_loss_from_logits(
+                    logits, microbatch, self.objective, temperature, shard
+                )
             except ConfigError as error:  # the config was checked: these are values that no loss may be made of
                 faults.append(str(error))
                 return logits.sum() * 0.0, num_tokens, {}
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
-            _observe(metrics, out, statistics, microbatch, is_first)
+            if speaks_for_its_tokens():
+                _observe(metrics, out, statistics, microbatch, is_first)
             return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
@@ -161,27 +169,38 @@ class Actor:
         metrics = Metrics()
         for prefix, is_replaying in (("mismatch_live", False), ("mismatch_replayed", True)):
             log_probs = self._forward_log_probs(batch.microbatches, is_replaying)
-            for microbatch, values in zip(batch.microbatches, log_probs, strict=True):
-                add_mismatch(metrics, values, microbatch.rollout_log_probs, microbatch.loss_mask, prefix=prefix)
+            if speaks_for_its_group():
+                for m, values in zip(batch.microbatches, log_probs, strict=True):
+                    add_mismatch(metrics, values, m.rollout_log_probs, m.loss_mask, prefix=prefix)
         return metrics
 
     def _forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
-        """[T] log pi(target) of each micro-batch, without gradient, on the CPU."""
+        """[T] log pi(target) of each whole micro-batch, without gradient, on the CPU of every rank."""
+        temperature, shard = self._config.rollout.temperature, vocab_shard(self.hf["vocab_size"])
         collected: list[Tensor] = []
 
         def keep(logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            values = token_log_probs(logits, microbatch.targets, self._config.rollout.temperature).log_probs
-            collected.append(values.cpu())
+            values = token_log_probs(logits, microbatch.targets, temperature, shard=shard).log_probs
+            collected.append(values)
             return values.sum(), microbatch.loss_mask.sum().int(), {}
 
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
             self._run(microbatches, keep, replay, forward_only=True)
-        return collected
+        whole: list[Tensor] = []
+        for index, microbatch in enumerate(microbatches):
+            own = self._slice(microbatch)
+            values = own.scattered(collected[index].cpu()) if collected else torch.zeros_like(microbatch.advantages)
+            whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
+        return whole
 
     def _routes(self, is_replaying: bool, is_measuring: bool) -> AbstractContextManager[Replay | None]:
         if not (is_replaying or is_measuring):
             return nullcontext()
-        return replaying(self.model, is_replaying, is_measuring)
+        return replaying(self.chunks, is_replaying, is_measuring)
+
+    def _slice(self, microbatch: Microbatch) -> TokenSlice:
+        rank = parallel_state.get_context_parallel_rank()
+        return token_slice(microbatch, rank, self.layout.context, self.layout.tensor)
 
     def _run(
         self,
@@ -191,25 +210,32 @@ class Actor:
         *,
         forward_only: bool = False,
     ) -> None:
-        def follow(microbatch: Microbatch) -> None:
+        def follow(chunk: int, microbatch: Microbatch) -> None:
             if replay is not None:
                 assert microbatch.routed_experts is not None, "checks.py asks for routes where they are used"
-                replay.follow(microbatch.routed_experts, microbatch.loss_mask)
+                routes, counted = microbatch.routed_experts, microbatch.loss_mask
+                rows = sequence_parallel_rows(counted.numel())
+                replay.follow(replace(routes, indices=routes.indices[rows]), counted[rows], chunk)
 
-        on_device = [to_device(m, self._runtime.device) for m in microbatches]
+        own = [self._slice(m).local(m) for m in self._filled_up(microbatches)]
+        on_device = [to_device(m, self._runtime.device) for m in own]
         run_microbatches(self._ddp, on_device, loss, before_forward=follow, forward_only=forward_only)
 
-    def logits(self, microbatch: Microbatch) -> Tensor:
-        """[T, V] of one micro-batch, without gradient and with live routes."""
-        with torch.no_grad():
-            return packed_logits(self._ddp, to_device(microbatch, self._runtime.device))
+    def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """With placeholders up to a multiple of the stages, as interleaved stages want it."""
+        stages = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
+        first = microbatches[0]
+        filler = placeholder(first.topk.ids.shape[1] if first.topk is not None else 0, self.routing)
+        filler = replace(filler, old_log_probs=torch.zeros_like(filler.advantages))
+        return [*microbatches, *[filler] * (-len(microbatches) % stages)]
 
     def main_gradients(self) -> list[Tensor]:
-        """The accumulated gradient of each parameter, in their order.
+        """The accumulated gradient of each parameter, in the order of the chunks.
 
         With the distributed optimizer a rank holds only its own shard of the reduced gradients.
         """
-        return [parameter.main_grad for parameter in self.model.parameters()]  # type: ignore[attr-defined]
+        parameters: Iterator[Any] = (p for chunk in self.chunks for p in chunk.parameters())
+        return [parameter.main_grad for parameter in parameters]
 
 
 @dataclass(frozen=True)
@@ -221,13 +247,13 @@ class Step:
     is_skipped: bool = False  # the weights were left as they were, on every rank
 
 
-def bad_gradients(model: torch.nn.Module, ddp: DistributedDataParallel) -> list[str]:
+def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
     """What is not finite among this rank's gradients, in words; one pass over them where all are."""
-    wrapped: Any = ddp
-    buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+    wrapped: list[Any] = list(chunks)
+    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):
         return []
-    parameters: list[tuple[str, Any]] = list(model.named_parameters())
+    parameters: list[tuple[str, Any]] = [named for chunk in wrapped for named in chunk.module.named_parameters()]
     names = [name for name, parameter in parameters if not bool(parameter.main_grad.isfinite().all())]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return [f"gradient: not finite in {len(names)} tensors ({shown})"]
@@ -241,33 +267,3 @@ def _observe(
     add_entropy(metrics, statistics.entropy, microbatch.loss_mask)
     if is_first:
         add_mismatch(metrics, statistics.log_probs, microbatch.rollout_log_probs, microbatch.loss_mask)
-
-
-def megatron_sizes(layout: Layout) -> dict[str, Any]:
-    """The layout in TransformerConfig's words."""
-    return dict(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.tensor > 1,
-    )
-
-
-def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> None:
-    """Megatron's process groups and random-number tracker, made anew; collectives wait `timeout_s` at most."""
-    timeout_minutes: Any = timeout_s / 60  # annotated as int, and given to timedelta as it is
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=timeout_minutes,
-    )
-    model_parallel_cuda_manual_seed(seed + 1)

@@ -25,7 +25,15 @@ from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.data.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.hf_checkpoint import copy_model_files
-from megatron_dppo.models.megatron_checkpoint import HF, WEIGHTS, PendingSave, hf_files, load_sharded
+from megatron_dppo.models.megatron_checkpoint import (
+    HF,
+    WEIGHTS,
+    PendingSave,
+    hf_files,
+    load_model_states,
+    load_sharded,
+    model_states,
+)
 from megatron_dppo.runtime import Runtime
 from megatron_dppo.types import OpenRollout, RunState, TrainBatch
 
@@ -288,7 +296,7 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
             f"model.load = {str(checkpoint)!r}."
         )
     state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
-    actor.model.load_state_dict(state["model"])
+    load_model_states(actor.chunks, state)
     actor.optimizer.load_state_dict(state["optimizer"])
     own = f"rank_{runtime.rank:05d}.safetensors"
     _restore_random_states(load_file(checkpoint / "rng" / own))
@@ -336,11 +344,13 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
     prime_adam_states(actor.optimizer)  # a run may be saved, and loaded, before its first update
-    model = actor.model.sharded_state_dict(metadata=dict(_MEGATRON_FORMAT))
+    actor.complete_parameters()
+    model = model_states(actor.chunks, dict(_MEGATRON_FORMAT))
+    whole = model["model"] if len(model) == 1 else model
     optimizer = actor.optimizer.sharded_state_dict(
-        model, is_loading=is_loading, metadata=dict(_MEGATRON_FORMAT)
+        whole, is_loading=is_loading, metadata=dict(_MEGATRON_FORMAT)
     )
-    return {"model": model, "optimizer": optimizer}
+    return {**model, "optimizer": optimizer}
 
 
 def _tracker() -> Any:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _MEGATRON = "megatron.core"
 _CPU = torch.device("cpu")
@@ -119,11 +120,35 @@ def _torch_on_cpu() -> ModuleType:
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    distributed: Any = _View(torch.distributed)
+    distributed.all_gather, distributed.reduce_scatter = _all_gather, _reduce_scatter
     view: Any = _View(torch)
-    view.cuda = cuda
+    view.cuda, view.distributed = cuda, distributed
     for name in _FACTORIES:
         setattr(view, name, _on_cpu(getattr(torch, name)))
     return view
+
+
+def _all_gather(
+    gathered: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """As NCCL's, which takes tensors of unequal lengths; gloo's does not."""
+    longest = max(tensor.shape[0] for tensor in gathered)
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: own.shape[0]] = own
+    parts = [torch.empty_like(padded) for _ in gathered]
+    dist.all_gather(parts, padded, group=group)
+    for target, part in zip(gathered, parts, strict=True):
+        target.copy_(part[: target.shape[0]])
+
+
+def _reduce_scatter(
+    own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """As NCCL's, which takes tensors of unequal lengths; gloo's does not."""
+    whole = torch.cat(parts)
+    dist.all_reduce(whole, group=group)
+    own.copy_(whole.split([part.shape[0] for part in parts])[dist.get_rank(group)])
 
 
 def _constant(value: Any) -> Callable[..., Any]:

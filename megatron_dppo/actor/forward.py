@@ -16,34 +16,36 @@ LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, Tensor, dict[str, An
 
 
 def run_microbatches(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],
     loss_function: LossFunction,
     *,
-    before_forward: Callable[[Microbatch], None] | None = None,
+    before_forward: Callable[[int, Microbatch], None] | None = None,
     forward_only: bool = False,
 ) -> None:
     """Accumulate gradients over the micro-batches; Megatron divides by the global number of learning tokens.
 
     Args:
-        model: The Megatron model, wrapped for data parallelism.
-        microbatches: On the model's device; as many on every rank.
-        loss_function: Called with the logits of each micro-batch.
-        before_forward: Called with each micro-batch before it is forwarded (routes are set here).
+        chunks: This rank's part of the Megatron model, wrapped for data parallelism: one per virtual stage.
+        microbatches: This rank's tokens of each, on the model's device; as many on every rank.
+        loss_function: Called with the logits of each micro-batch, on the last pipeline stage.
+        before_forward: Called with a chunk's index and a micro-batch before that chunk forwards it.
         forward_only: No gradients.
     """
 
-    def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        microbatch = next(data)
+    def forward_step(
+        data: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        index, microbatch = next(data)
         if before_forward is not None:
-            before_forward(microbatch)
-        logits = packed_logits(chunk, microbatch)
-        return logits, lambda output: loss_function(output, microbatch)
+            before_forward(index, microbatch)
+        return forward_packed(chunk, microbatch), lambda output: loss_function(output[0], microbatch)
 
+    iterators = [iter([(index, m) for m in microbatches]) for index in range(len(chunks))]
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=[model],
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
         num_microbatches=len(microbatches),
         seq_length=max(m.tokens.numel() for m in microbatches),
         micro_batch_size=1,
@@ -51,8 +53,8 @@ def run_microbatches(
     )
 
 
-def packed_logits(model: torch.nn.Module, microbatch: Microbatch) -> Tensor:
-    """[T, V] logits of packed sequences."""
+def forward_packed(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
+    """[1, T, V] logits of packed sequences (this rank's columns), or hidden states for the next stage."""
     longest = microbatch.max_seqlen
     packing = PackedSeqParams(
         qkv_format="thd",
@@ -61,8 +63,10 @@ def packed_logits(model: torch.nn.Module, microbatch: Microbatch) -> Tensor:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    logits = model(microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing)
-    return logits[0]
+    output: Tensor = chunk(
+        microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing
+    )
+    return output
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:

@@ -1,5 +1,6 @@
 """Megatron's mixed-precision AdamW and its schedule, from `[optimizer]`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_dppo.config.schema import OptimizerConfig
 
 
-def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> Any:
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype
+) -> Any:
     """Megatron's optimizer over the model's parameters, with float32 master weights for bfloat16 ones."""
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -26,7 +29,7 @@ def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig, dty
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    return get_megatron_optimizer(settings, [model])
+    return get_megatron_optimizer(settings, list(chunks))
 
 
 def build_schedule(

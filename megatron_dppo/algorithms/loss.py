@@ -27,7 +27,7 @@ class PolicyLossOutput:
     mask: Tensor  # [T] bool: M, the tokens that learn
     divergence: Tensor  # [T] of the policy from its anchor; Binary-TV where the objective has none
     ratio: Tensor  # [T] pi/mu, uncapped
-    coefficient: Tensor  # [T] M min(r, C) A, without token_weights
+    coefficient: Tensor  # [T] M min(r, C) A, without token_weights; M under imitation
     metrics: dict[str, Tensor]  # scalars that add up over micro-batches and ranks; see `policy_loss`
 
 
@@ -60,8 +60,11 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
             divergence=divergence,
         )
         mask = tokens.is_learning & trust_region_mask(objective, seen)
-        is_active = mask & (tokens.advantages != 0)
-        coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
+        if objective.is_imitation:
+            coefficient = mask.to(ratio.dtype)
+        else:
+            is_active = mask & (tokens.advantages != 0)
+            coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
     return PolicyLossOutput(
         loss_sum=_loss_sum(objective, tokens, coefficient),
         mask=mask,

@@ -50,16 +50,21 @@ PRESETS: Mapping[str, Objective] = MappingProxyType(
 )
 
 
+SFT = Objective("sft", is_imitation=True)
+"""Supervised fine-tuning; no trust region, so not among the presets, but `preset` knows its name."""
+
+
 def preset(name: str, **overrides: Any) -> Objective:
-    """The preset of that name, with fields overridden by keyword; `delta` sets both sides, a side's own wins.
+    """The preset of that name (or "sft"), with fields overridden by keyword; `delta` sets both sides, a side's own wins.
 
     Raises:
         ConfigError: There is no such preset, the preset has no use for a field, or a value is out of range.
     """
-    if name not in PRESETS:
-        options = "one of " + ", ".join(PRESETS)
-        raise ConfigError(Problem("preset", repr(name), options, _suggestion(name, PRESETS)))
-    objective = PRESETS[name]
+    known = {**PRESETS, SFT.name: SFT}
+    if name not in known:
+        options = "one of " + ", ".join(known)
+        raise ConfigError(Problem("preset", repr(name), options, _suggestion(name, known)))
+    objective = known[name]
     usable = objective.fields_in_use
     unusable = [field for field in overrides if field not in usable]
     if unusable:

@@ -59,6 +59,10 @@ class ParallelConfig(Section):
     """Tensor-parallel size inside experts; none means the same as `tensor`."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Token budget of one packed micro-batch; whole sequences are packed up to it."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over ranks while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward pass already runs; needs optimizer.distributed."""
 
 
 class DataConfig(Section):

@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.actor.layout import model_sizes
@@ -48,16 +50,43 @@ def transformer_config(
     return TransformerConfig(**settings)
 
 
-def build_model(hf: HFConfig, config: TransformerConfig) -> GPTModel:
-    """The model with uninitialised weights; load a checkpoint into it before use."""
-    spec: Any = torch_block_spec(config)  # Megatron annotates it as one layer's
+def build_model(hf: HFConfig, config: TransformerConfig) -> list[GPTModel]:
+    """This rank's part of the model, one chunk per virtual pipeline stage, with uninitialised weights.
+
+    Megatron's process groups must exist. Load a checkpoint before use.
+    """
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    chunks = [_chunk(hf, config, stage) for stage in ([None] if num_chunks is None else range(num_chunks))]
+    for chunk in chunks:
+        _mark_split_parameters(chunk, hf)
+    return chunks
+
+
+def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
+    """Tell the gradient norm which parameters are split over tensor-parallel ranks; others count once.
+
+    Megatron marks them where it initialises weights, which a model that is about to be loaded does without.
+    """
+    table = family_of(hf).weight_table(hf)
+    for name, parameter in chunk.named_parameters():
+        dim = table.entry(name).rule.tensor_parallel_dim
+        if dim is not None and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, True, dim, stride=1)
+
+
+def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None) -> GPTModel:
+    spec: Any = torch_block_spec(config, stage)  # Megatron annotates it as one layer's
+    ranks = config.tensor_model_parallel_size
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=hf["vocab_size"],
+        vocab_size=-(-hf["vocab_size"] // ranks) * ranks,
         max_sequence_length=hf["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
         position_embedding_type="rope",
         rotary_base=int(model_sizes(hf).rope_theta),
+        vp_stage=stage,
     )

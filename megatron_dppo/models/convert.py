@@ -1,10 +1,13 @@
 """Weights between a Hugging Face checkpoint and a Megatron model, through the one weight table.
 
-Import slices what this rank owns; export gathers experts over the expert-parallel group, parameter by
-parameter. Conversion tools, `model.load` and weight sync all use these two functions.
+Import slices what this rank owns; export gathers each parameter over the tensor- and expert-parallel ranks of
+its pipeline stage and shows it to the other stages. Conversion tools, `model.load` and weight sync all use these
+two functions.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,30 +19,65 @@ from megatron_dppo.actor.layout import model_sizes
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.family import HFConfig, family_of
 from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.models.weight_map import WeightEntry, WeightTable
+from megatron_dppo.models.weight_map import EMBEDDING, OUTPUT, WeightEntry, WeightRule, WeightTable
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
-def load_hf_weights(model: GPTModel, weights: HFWeights, hf: HFConfig) -> None:
+def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig) -> None:
     """Fill this rank's parameters; a cast to the parameter's dtype is the only change.
+
+    Args:
+        chunks: This rank's part of the model: one per virtual pipeline stage.
+        weights: The checkpoint.
+        hf: The model's config.json.
 
     Raises:
         ConversionError: A tensor is missing, left over, or of another shape.
     """
     table = family_of(hf).weight_table(hf)
-    _require_same_names(model, weights, hf, table)
-    for name, parameter in model.named_parameters():
-        entry = table.entry(name)
+    _require_same_names(chunks, weights, hf, table)
+    for parameter in _parameters(chunks, hf):
+        entry, target = table.entry(parameter.name), parameter.tensor.detach()
         if entry.rule.is_expert:
-            first = parallel_state.get_expert_model_parallel_rank() * parameter.shape[0]
-            for local in range(parameter.shape[0]):
-                _fill(parameter[local], name, entry, first + local, table, weights)
+            first = parallel_state.get_expert_model_parallel_rank() * target.shape[0]
+            for local in range(target.shape[0]):
+                _fill(target[local], parameter.name, entry, first + local, table, weights)
         else:
-            _fill(parameter, name, entry, None, table, weights)
+            _fill(target, parameter.name, entry, None, table, weights)
 
 
-def _require_same_names(model: GPTModel, weights: HFWeights, hf: HFConfig, table: WeightTable) -> None:
-    expected = set(table.hf_names((name for name, _ in model.named_parameters()), model_sizes(hf).num_experts))
+@dataclass(frozen=True, eq=False)
+class _Parameter:
+    name: str
+    tensor: Tensor
+
+
+def _parameters(
+    chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
+) -> list[_Parameter]:
+    """This rank's parameters, or `tensors` in their place, under the names of a model on one process."""
+    values = iter(tensors) if tensors is not None else None
+    found: list[_Parameter] = []
+    for chunk in chunks:
+        layers: list[int] = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            value = parameter if values is None else next(values)
+            prefix, *rest = name.split(".", 3)
+            if prefix == "decoder" and rest[0] == "layers":
+                name = f"decoder.layers.{layers[int(rest[1])]}.{rest[2]}"
+            if name == OUTPUT.megatron and hf.get("tie_word_embeddings"):
+                name = EMBEDDING.megatron  # the last stage's copy
+            found.append(_Parameter(name, value))
+    return found
+
+
+def _require_same_names(
+    chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig, table: WeightTable
+) -> None:
+    names = {name for stage in _of_all_stages([p.name for p in _parameters(chunks, hf)]) for name in stage}
+    expected = set(table.hf_names(names, model_sizes(hf).num_experts))
     found = weights.names - ({"lm_head.weight"} if hf.get("tie_word_embeddings") else set())
     missing, extra = sorted(expected - found), sorted(found - expected)
     if missing or extra:
@@ -49,51 +87,139 @@ def _require_same_names(model: GPTModel, weights: HFWeights, hf: HFConfig, table
         )
 
 
+def _of_all_stages(value: T) -> list[T]:
+    """Every pipeline stage's value, first stage first. Small picklable objects only."""
+    gathered: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(gathered, value, group=parallel_state.get_pipeline_model_parallel_group())
+    return gathered
+
+
 def _fill(
     target: Tensor, name: str, entry: WeightEntry, expert: int | None, table: WeightTable, weights: HFWeights
 ) -> None:
     hf_names = entry.hf_names(expert)
-    value = table.fuse(entry.rule, [weights.tensor(hf_name) for hf_name in hf_names])
+    rank, size = _tensor_parallel_place(entry.rule)
+    whole = [weights.tensor(hf_name) for hf_name in hf_names]
+    value = table.fuse(entry.rule, [_shard(t, entry.rule, rank, size) for t in whole], size)
     if value.shape != target.shape:
         raise ConversionError(
             f"{name}: Megatron expects {tuple(target.shape)}, {' + '.join(hf_names)} give "
-            f"{tuple(value.shape)}. The weights do not belong to the config.json beside them."
+            f"{tuple(value.shape)} for one of {size} ranks. The weights do not belong to the config.json beside "
+            "them."
         )
     target.copy_(value)
 
 
+def _tensor_parallel_place(rule: WeightRule) -> tuple[int, int]:
+    """(rank, size): this rank's part of a parameter's split dimension."""
+    if rule.tensor_parallel_dim is None:
+        return 0, 1
+    if rule.is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _shard(tensor: Tensor, rule: WeightRule, rank: int, size: int) -> Tensor:
+    """A rank's part of a Hugging Face tensor; a vocabulary is padded with zeros to equal parts."""
+    if size == 1 or rule.tensor_parallel_dim is None:
+        return tensor
+    dim = rule.tensor_parallel_dim
+    width = -(-tensor.shape[dim] // size)
+    if not rule.is_vocabulary:
+        return tensor.narrow(dim, rank * width, width)
+    own = tensor[rank * width : (rank + 1) * width]
+    return torch.cat([own, own.new_zeros(width - own.shape[0], *own.shape[1:])])
+
+
 @torch.no_grad()
 def export_hf_weights(
-    model: GPTModel, hf: HFConfig, tensors: Sequence[Tensor] | None = None
+    chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model under its Hugging Face name, on every rank, in the same order.
 
-    All ranks must iterate together: stacked experts are gathered one parameter at a time. The tensors may be
-    views of live parameters; copy what you keep.
+    All ranks must iterate together: parameters are gathered one at a time. The tensors may be views of live
+    parameters; copy what you keep.
 
     Args:
-        model: This rank's part of the model.
+        chunks: This rank's part of the model: one per virtual pipeline stage.
         hf: The model's config.json.
         tensors: What to export in the place of the parameters and in their order, such as their gradients.
     """
     table = family_of(hf).weight_table(hf)
-    names = [name for name, _ in model.named_parameters()]
-    for name, tensor in zip(names, model.parameters() if tensors is None else tensors, strict=True):
+    own = {parameter.name: parameter.tensor.detach() for parameter in _parameters(chunks, hf, tensors)}
+    places: dict[str, _Place] = {}
+    for stage, described in enumerate(_of_all_stages({n: (t.shape, t.dtype) for n, t in own.items()})):
+        for name, (shape, dtype) in described.items():
+            places.setdefault(name, _Place(stage, shape, dtype))  # of tied layers, the first stage's
+    device = next(iter(own.values())).device
+    for name in sorted(places, key=_order):
         entry = table.entry(name)
-        if not entry.rule.is_expert:
-            yield from zip(entry.hf_names(), table.unfuse(entry.rule, tensor.detach()), strict=True)
-            continue
-        for expert, one in enumerate(_gather_experts(tensor.detach())):
-            yield from zip(entry.hf_names(expert), table.unfuse(entry.rule, one), strict=True)
+        for expert, shards in enumerate(_gathered(own.get(name), places[name], entry.rule, device)):
+            pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
+            hf_names = entry.hf_names(expert if entry.rule.is_expert else None)
+            for hf_name, of_ranks in zip(hf_names, pieces, strict=True):
+                yield hf_name, _joined(of_ranks, entry.rule, hf)
 
 
-def _gather_experts(stacked: Tensor) -> Tensor:
-    """[local experts, …] of this rank -> [all experts, …], over the expert-parallel group."""
-    size = parallel_state.get_expert_model_parallel_world_size()
-    if size == 1:
-        return stacked
-    gathered = stacked.new_empty(size * stacked.shape[0], *stacked.shape[1:])
-    dist.all_gather_into_tensor(
-        gathered, stacked.contiguous(), group=parallel_state.get_expert_model_parallel_group()
-    )
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is: the first pipeline stage that has it, and what each of its ranks holds."""
+
+    stage: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _order(name: str) -> tuple[int, int]:
+    """Embedding, layers, final norm, output layer; what is alike stays as the model lists it."""
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        return 1, int(parts[2])
+    return {"embedding": 0, "decoder": 2}.get(parts[0], 3), 0
+
+
+def _gathered(own: Tensor | None, place: _Place, rule: WeightRule, device: torch.device) -> Tensor:
+    """[experts, tensor-parallel ranks, ...]: a parameter's parts; one "expert" where it is of none."""
+    _, num_shards = _tensor_parallel_place(rule)
+    num_holders = parallel_state.get_expert_model_parallel_world_size() if rule.is_expert else 1
+    local = place.shape if rule.is_expert else torch.Size((1, *place.shape))
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if parallel_state.get_pipeline_model_parallel_rank() == place.stage:
+        assert own is not None
+        parts = own.view(local)[None]
+        if num_shards > 1:
+            groups = (
+                parallel_state.get_tensor_model_parallel_group,
+                parallel_state.get_expert_tensor_parallel_group,
+            )
+            parts = _all_gathered(parts, groups[rule.is_expert]())
+        parts = parts.transpose(0, 1)
+        if num_holders > 1:
+            parts = _all_gathered(parts, parallel_state.get_expert_model_parallel_group())
+    else:
+        shape = (local[0] * num_holders, num_shards, *local[1:])
+        parts = torch.empty(shape, dtype=place.dtype, device=device)
+    if num_stages > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        parts = parts.contiguous()
+        dist.broadcast(parts, src=dist.get_global_rank(group, place.stage), group=group)
+    return parts
+
+
+def _all_gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, ...] of each rank -> [ranks * n, ...] in rank order."""
+    gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+    dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
     return gathered
+
+
+def _joined(pieces: Sequence[Tensor], rule: WeightRule, hf: HFConfig) -> Tensor:
+    """A Hugging Face tensor from its parts on the tensor-parallel ranks, without the padding of a vocabulary."""
+    if rule.tensor_parallel_dim is None or len(pieces) == 1:
+        whole = pieces[0]
+    else:
+        whole = torch.cat(list(pieces), dim=rule.tensor_parallel_dim)
+    return whole[: hf["vocab_size"]] if rule.is_vocabulary else whole

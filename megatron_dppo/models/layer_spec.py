@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -20,9 +19,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
+
+from megatron_dppo.models.attention import PackedAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -31,78 +36,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
-
-
-def packed_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None
-) -> Tensor:
-    """Causal attention inside each of the packed sequences.
-
-    Sequences of similar length share one padded batch, so work stays within a factor of four of the least.
-
-    Args:
-        query: [T, heads, D].
-        key: [T, key-value heads, D].
-        value: [T, key-value heads, D].
-        cu_seqlens: [S+1] int32, first token of each sequence, and T.
-        scale: Factor on the scores; none is 1/sqrt(D).
-
-    Returns:
-        [T, heads, D].
-    """
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    buckets = torch.ceil(torch.log2(lengths.double().clamp(min=1))).long()
-    output = torch.zeros_like(query)
-    for bucket in buckets.unique().tolist():
-        chosen = (buckets == bucket).nonzero()[:, 0]
-        width = int(lengths[chosen].max())
-        columns = torch.arange(width, device=query.device)
-        is_token = columns < lengths[chosen, None]  # [S', width]
-        tokens = (starts[chosen, None] + columns)[is_token]
-        rows = is_token.flatten().nonzero()[:, 0]
-
-        def padded(
-            x: Tensor,
-            tokens: Tensor = tokens,
-            rows: Tensor = rows,
-            shape: tuple[int, int] = (len(chosen), width),
-        ) -> Tensor:
-            batch = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(
-                0, rows, x.index_select(0, tokens)
-            )
-            return batch.view(*shape, *x.shape[1:]).transpose(1, 2)
-
-        attended = F.scaled_dot_product_attention(
-            padded(query), padded(key), padded(value), is_causal=True, scale=scale, enable_gqa=True
-        )
-        flat = attended.transpose(1, 2).flatten(0, 1).index_select(0, rows)
-        output = output.index_copy(0, tokens, flat)
-    return output
-
-
-class PackedAttention(torch.nn.Module):
-    """Core attention over packed (`thd`) sequences through PyTorch's scaled dot product."""
-
-    def __init__(
-        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
-    ) -> None:
-        super().__init__()
-        assert config.context_parallel_size == 1, "layout.py refuses context parallelism"
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """[T, heads * D]; the mask is causal within each sequence, whatever `attention_mask` says."""
-        assert packed_seq_params is not None, "the actor always packs"
-        output = packed_causal_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.softmax_scale)
-        return output.flatten(1)
 
 
 class GroupedExperts(torch.nn.Module):
@@ -121,10 +54,12 @@ class GroupedExperts(torch.nn.Module):
         super().__init__()
         assert pg_collection is not None and config.moe_ffn_hidden_size is not None
         width, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
+        width //= pg_collection.expt_tp.size()
         self.fc1_weight = torch.nn.Parameter(torch.zeros(num_local_experts, 2 * width, hidden, dtype=dtype))
         self.fc2_weight = torch.nn.Parameter(torch.zeros(num_local_experts, hidden, width, dtype=dtype))
         for weight in (self.fc1_weight, self.fc2_weight):
-            setattr(weight, "allreduce", config.expert_model_parallel_size == 1)  # noqa: B010 - Megatron reads it
+            is_replicated = config.expert_model_parallel_size == 1
+            setattr(weight, "allreduce", is_replicated)  # noqa: B010 - Megatron reads it
         self.groups = pg_collection
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -201,8 +136,8 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     )
 
 
-def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """All decoder layers of a one-stage model, and the final norm."""
+def torch_block_spec(config: TransformerConfig, virtual_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The decoder layers of this rank's pipeline stage, or of one of its virtual stages, and the final norm."""
     final_norm: Any = RMSNorm  # Megatron annotates it as an instance
     frequency = config.moe_layer_freq
     is_moe = (
@@ -210,6 +145,8 @@ def torch_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     )
     if config.num_moe_experts is None:
         is_moe = [False] * config.num_layers
+    first = get_transformer_layer_offset(config, virtual_stage)
+    own = is_moe[first : first + get_num_layers_to_build(config, virtual_stage)]
     return TransformerBlockSubmodules(
-        layer_specs=[torch_layer_spec(config, moe) for moe in is_moe], layer_norm=final_norm
+        layer_specs=[torch_layer_spec(config, moe) for moe in own], layer_norm=final_norm
     )

@@ -2,14 +2,16 @@
 
 import queue
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -41,7 +43,7 @@ def hf_files(folder: Path) -> Path:
     return folder / HF if is_megatron_checkpoint(folder) else folder
 
 
-def load_weights(model: GPTModel, folder: Path, hf: HFConfig) -> None:
+def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None:
     """`model.load`: fill this rank's parameters from a Hugging Face folder or a Megatron checkpoint.
 
     Raises:
@@ -49,18 +51,32 @@ def load_weights(model: GPTModel, folder: Path, hf: HFConfig) -> None:
         CheckpointError: A Megatron checkpoint that is torn or of another model.
     """
     if not is_megatron_checkpoint(folder):
-        load_hf_weights(model, HFWeights(folder), hf)
+        load_hf_weights(chunks, HFWeights(folder), hf)
         return
-    state = load_sharded({"model": model.sharded_state_dict()}, folder / WEIGHTS)
-    with torch.no_grad():
-        model.load_state_dict(state["model"])
+    load_model_states(chunks, load_sharded(model_states(chunks), folder / WEIGHTS))
 
 
-def save_weights(model: GPTModel, out: Path, template: Path) -> None:
+def model_states(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sharded state of this rank's part of the model; what is stored does not depend on how it is split."""
+    return {_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+
+
+@torch.no_grad()
+def load_model_states(chunks: Sequence[GPTModel], states: dict[str, Any]) -> None:
+    """Fill the chunks from what `load_sharded` gave for their `model_states`."""
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(states[_key(index)])
+
+
+def _key(chunk: int) -> str:
+    return "model" if chunk == 0 else f"model{chunk}"
+
+
+def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
     """Write a Megatron checkpoint of weights alone, whole or not at all; for one process.
 
     Args:
-        model: What to write.
+        chunks: What to write.
         out: The folder to make.
         template: Hugging Face folder whose config and tokenizer go into `hf/`.
 
@@ -73,7 +89,7 @@ def save_weights(model: GPTModel, out: Path, template: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     (unfinished / WEIGHTS).mkdir(parents=True)
     copy_model_files(template, unfinished / HF)
-    save_sharded({"model": model.sharded_state_dict()}, unfinished / WEIGHTS)
+    save_sharded(model_states(chunks), unfinished / WEIGHTS)
     unfinished.rename(out)
 
 
@@ -148,15 +164,41 @@ class PendingSave:
         """Write the metadata that makes the folder loadable; every rank calls this, after all have written.
 
         Raises:
-            CheckpointError: A rank's result says that it did not write; raised on every rank.
-            OSError: The metadata could not be written; raised on rank 0 alone, so it must end the job.
+            CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
         """
         self._buckets = []
-        try:
-            for finalize in self._request.finalize_fns:
-                finalize()
-        except CheckpointException as error:
-            raise CheckpointError(f"the checkpoint's metadata could not be written: {error}") from error
+        with _disk_errors_kept() as errors:
+            try:
+                for finalize in self._request.finalize_fns:
+                    finalize()
+            except CheckpointException as error:
+                raise CheckpointError(f"the checkpoint's metadata could not be written: {error}") from error
+        reason: list[Any] = [str(errors[0]) if errors else None]
+        dist.broadcast_object_list(reason, src=0)
+        if reason[0] is not None:
+            raise CheckpointError(f"the checkpoint's metadata could not be written: {reason[0]}")
+
+
+@contextmanager
+def _disk_errors_kept() -> Iterator[list[OSError]]:
+    """Have rank 0 go on where Megatron cannot write metadata: the other ranks wait for it in collectives."""
+    errors: list[OSError] = []
+
+    def keeping(write: Callable[..., None]) -> Callable[..., None]:
+        def write_or_keep(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except OSError as error:
+                errors.append(error)
+
+        return write_or_keep
+
+    before = FileSystemWriterAsync.finish, serialization.save_config
+    FileSystemWriterAsync.finish, serialization.save_config = map(keeping, before)
+    try:
+        yield errors
+    finally:
+        FileSystemWriterAsync.finish, serialization.save_config = before
 
 
 def _copied(staged: Any, live: Any) -> Any:

@@ -126,8 +126,8 @@ class WeightTable:
         self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
         self._heads = heads
 
-    def entry(self, megatron_name: str, layer_offset: int = 0) -> WeightEntry:
-        """The rule of a parameter of a pipeline stage whose first layer is `layer_offset`.
+    def entry(self, megatron_name: str) -> WeightEntry:
+        """The rule of a parameter, named as in a model on one process.
 
         Raises:
             ConversionError: The table has no such parameter.
@@ -140,15 +140,21 @@ class WeightTable:
                 f"which has {sorted(self._rules)}. "
                 "Add a rule to models/weight_map.py and list it in the model's family."
             )
-        return WeightEntry(self._rules[key], int(match[1]) + layer_offset if match else None)
+        return WeightEntry(self._rules[key], int(match[1]) if match else None)
 
-    def fuse(self, rule: WeightRule, tensors: Sequence[Tensor]) -> Tensor:
-        """The Megatron parameter (of one expert) made of its Hugging Face tensors."""
+    def fuse(self, rule: WeightRule, tensors: Sequence[Tensor], num_parts: int = 1) -> Tensor:
+        """The Megatron parameter (of one expert) made of its Hugging Face tensors, or one of its parts of theirs.
+
+        Args:
+            rule: The parameter's.
+            tensors: In the order of `rule.hf`; each the same part of the whole.
+            num_parts: How many equal parts the tensor-parallel dimension is split into.
+        """
         if rule.fusion == "one":
             return tensors[0]
         if rule.fusion == "concatenate":
             return torch.cat(list(tensors))
-        groups, columns = self._heads.num_key_value_heads, tensors[0].shape[1:]
+        groups, columns = self._heads.num_key_value_heads // num_parts, tensors[0].shape[1:]
         return torch.cat([t.reshape(groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
 
     def unfuse(self, rule: WeightRule, tensor: Tensor) -> list[Tensor]:

@@ -5,7 +5,8 @@ its own, so that no other model in the process is touched. Only indices are repl
 probabilities come from the live logits, and the router keeps its gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +29,9 @@ class _RouterTap:
     num_experts: int
     is_replaying: bool
     is_measuring: bool
-    rollout: Tensor | None = None  # [T, top_k] int64
+    rollout: Tensor | None = None  # [T, top_k], of the next forward pass
     counted: Tensor | None = None  # [T] bool: positions that enter the agreement
+    forwarded: deque[Tensor] = field(default_factory=deque[Tensor])  # `rollout` of passes not yet recomputed
     sum_overlap: float = 0.0
     num_counted: int = 0
 
@@ -43,55 +45,70 @@ class _RouterTap:
     ) -> tuple[Tensor, Tensor]:
         """Megatron's hook: ([T, top_k] scores, [T, top_k] expert ids) for scores [T, experts]."""
         assert default_compute_topk is not None and self.rollout is not None, "follow() comes before forward"
-        if self.rollout.shape[0] != scores.shape[0]:
+        is_recomputing = _is_in_backward()
+        if is_recomputing:
+            # Pipelines forward further micro-batches before the backward pass of this one, in the same order.
+            rollout = self.forwarded.popleft()
+        else:
+            rollout = self.rollout
+            self.forwarded.append(rollout)
+        if rollout.shape[0] != scores.shape[0]:
             raise RoutingReplayError(
-                f"routes for {self.rollout.shape[0]} tokens, the router sees {scores.shape[0]}. "
+                f"routes for {rollout.shape[0]} tokens, the router sees {scores.shape[0]}. "
                 "The micro-batch was split by a layout that replay does not support."
             )
-        if self.is_measuring:
+        rollout = rollout.long()
+        if self.is_measuring and not is_recomputing:
             with torch.no_grad():
-                self._measure(default_compute_topk(scores, topk, num_groups, group_topk)[1])
+                self._measure(default_compute_topk(scores, topk, num_groups, group_topk)[1], rollout)
         if self.is_replaying:
-            return scores.gather(1, self.rollout), self.rollout
+            return scores.gather(1, rollout), rollout
         return default_compute_topk(scores, topk, num_groups, group_topk)
 
-    def _measure(self, own: Tensor) -> None:
-        assert self.rollout is not None and self.counted is not None
-        agreement = overlap(own, self.rollout, self.num_experts)[self.counted]
+    def _measure(self, own: Tensor, rollout: Tensor) -> None:
+        assert self.counted is not None
+        agreement = overlap(own, rollout, self.num_experts)[self.counted]
         self.sum_overlap += float(agreement.sum())
         self.num_counted += agreement.numel()
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd is running a backward pass: a router called there recomputes activations."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass
 class Replay:
     """The routers of one model while they follow the rollout."""
 
-    taps: dict[int, _RouterTap] = field(default_factory=dict)
+    chunks: list[dict[int, _RouterTap]] = field(default_factory=list[dict[int, _RouterTap]])
 
-    def follow(self, routes: RoutedExperts, counted: Tensor) -> None:
-        """Use these routes until the next call, also when activations are recomputed.
+    def follow(self, routes: RoutedExperts, counted: Tensor, chunk: int = 0) -> None:
+        """Have the next forward pass of a chunk use these routes, also when its activations are recomputed.
 
         Args:
-            routes: Indices [T, layers, top_k] for the tokens of the next forward.
+            routes: Indices [T, layers, top_k] for the tokens of the pass that this rank's routers see.
             counted: [T] bool, the positions whose agreement is measured.
+            chunk: Which of the model's chunks comes next.
 
         Raises:
             RoutingReplayError: The routes are of other layers than the model's.
         """
-        if set(self.taps) - set(routes.layer_numbers):
+        taps = self.chunks[chunk]
+        if set(taps) - set(routes.layer_numbers):
             raise RoutingReplayError(
-                f"routes of layers {routes.layer_numbers}; the model has experts in {sorted(self.taps)}. "
+                f"routes of layers {routes.layer_numbers}; the model has experts in {sorted(taps)}. "
                 "The rollout engine serves another model."
             )
         for column, layer in enumerate(routes.layer_numbers):
-            if layer in self.taps:
-                tap = self.taps[layer]
-                tap.rollout = routes.indices[:, column].long().to(counted.device)
-                tap.counted = counted
+            if layer in taps:
+                taps[layer].rollout = routes.indices[:, column].to(counted.device)
+                taps[layer].counted = counted
 
     def agreement(self) -> dict[int, tuple[float, int]]:
-        """Per MoE layer: the sum of overlaps, and over how many positions."""
-        return {layer: (tap.sum_overlap, tap.num_counted) for layer, tap in self.taps.items()}
+        """Per MoE layer of this rank: the sum of overlaps, and over how many positions."""
+        taps = {layer: tap for chunk in self.chunks for layer, tap in chunk.items()}
+        return {layer: (tap.sum_overlap, tap.num_counted) for layer, tap in taps.items()}
 
 
 def routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
@@ -102,7 +119,7 @@ def routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
 
 @contextmanager
 def replaying(
-    model: torch.nn.Module, is_replaying: bool = True, is_measuring: bool = False
+    chunks: Sequence[torch.nn.Module], is_replaying: bool = True, is_measuring: bool = False
 ) -> Iterator[Replay]:
     """Let the model's routers follow the rollout inside the block; restores what they consulted before.
 
@@ -110,18 +127,21 @@ def replaying(
     backward pass too when activations are recomputed.
 
     Args:
-        model: A Megatron model, wrapped or not.
+        chunks: This rank's part of a Megatron model, wrapped or not: one per virtual pipeline stage.
         is_replaying: Use the rollout's experts; otherwise the routers choose for themselves.
         is_measuring: Count how often the routers' own choice agrees.
     """
-    own_routers: dict[int, Any] = dict(routers(model))
-    before = {layer: router.router_replay for layer, router in own_routers.items()}
+    own: list[dict[int, Any]] = [dict(routers(chunk)) for chunk in chunks]
+    before = [{layer: router.router_replay for layer, router in chunk.items()} for chunk in own]
     replay = Replay()
     try:
-        for layer, router in own_routers.items():
-            replay.taps[layer] = _RouterTap(int(router.num_experts), is_replaying, is_measuring)
-            router.router_replay = replay.taps[layer]
+        for chunk in own:
+            taps = {n: _RouterTap(int(r.num_experts), is_replaying, is_measuring) for n, r in chunk.items()}
+            replay.chunks.append(taps)
+            for layer, router in chunk.items():
+                router.router_replay = taps[layer]
         yield replay
     finally:
-        for layer, router in own_routers.items():
-            router.router_replay = before[layer]
+        for chunk, restored in zip(own, before, strict=True):
+            for layer, router in chunk.items():
+                router.router_replay = restored[layer]

@@ -25,7 +25,9 @@ runtime.stop()
 """
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, folder: Path, *arguments: Any, timeout_s: float = 300
+) -> list[Any]:
     """`function(runtime, *arguments)` on `world_size` processes; the results in rank order.
 
     `function` must stand at the top of a module in tests/distributed, and its arguments must pickle.
@@ -46,7 +48,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *argu
         environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=300) for process in processes]
+        codes = [process.wait(timeout=timeout_s) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -52,7 +52,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
         batch = actor.with_old_log_probs(batch)
     metrics = actor.accumulate_gradients(batch, is_first=True).metrics
     losses = runtime.all_gather(metrics.state()["means"]["loss/policy"][0])
-    gradients = dict(export_hf_weights(actor.model, actor.hf, actor.main_gradients()))
+    gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
     reference_loss, reference = _reference(Path(model), config, groups, batch.num_loss_tokens)
     return {
         "num_microbatches": len(batch.microbatches),

@@ -42,20 +42,28 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
         results[mode] = metrics
         results["weight versions"] = {s.weight_versions[0].version for s in samples}
     assert routing is not None
-    before = [router.router_replay for router in routers(actor.model).values()]
+    before = [router.router_replay for router in routers(actor.chunks[0]).values()]
     microbatch = batch.microbatches[0]
-    own = actor.logits(microbatch)
-    with replaying(actor.model) as replay:
+    own = logits(actor, microbatch)
+    with replaying(actor.chunks) as replay:
         replay.follow(other_routes(microbatch.routed_experts), microbatch.loss_mask)
-        results["other experts change the output"] = float((actor.logits(microbatch) - own).abs().max())
-    results["restored output"] = bool(torch.equal(actor.logits(microbatch), own))
-    after = [router.router_replay for router in routers(actor.model).values()]
+        results["other experts change the output"] = float((logits(actor, microbatch) - own).abs().max())
+    results["restored output"] = bool(torch.equal(logits(actor, microbatch), own))
+    after = [router.router_replay for router in routers(actor.chunks[0]).values()]
     results["restored routers"] = all(x is y for x, y in zip(before, after, strict=True))
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     results["global registry"] = len(RouterReplay.global_router_replay_instances)
     results["gradient of the router"] = router_gradient_error(actor, microbatch)
     return results
+
+
+@torch.no_grad()
+def logits(actor: Any, microbatch: Any) -> torch.Tensor:
+    """[T, V] of one micro-batch."""
+    from megatron_dppo.actor.forward import forward_packed
+
+    return forward_packed(actor.chunks[0], microbatch)[0]
 
 
 def sample(engine: Any, rank: int) -> list[Any]:
@@ -92,17 +100,17 @@ def other_routes(routes: Any) -> Any:
 
 def router_gradient_error(actor: Any, microbatch: Any) -> float:
     """Autograd through a replayed router against a central difference, along one random direction."""
-    from megatron_dppo.actor.forward import packed_logits
+    from megatron_dppo.actor.forward import forward_packed
     from megatron_dppo.routing_replay.replay import replaying, routers
 
-    weight = routers(actor.model)[0].weight
+    weight = routers(actor.chunks[0])[0].weight
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
 
     def loss() -> torch.Tensor:
         replay.follow(microbatch.routed_experts, microbatch.loss_mask)
-        return packed_logits(actor.model, microbatch).double().log_softmax(-1)[:, 3].mean()
+        return forward_packed(actor.chunks[0], microbatch)[0].double().log_softmax(-1)[:, 3].mean()
 
-    with replaying(actor.model) as replay:
+    with replaying(actor.chunks) as replay:
         (gradient,) = torch.autograd.grad(loss(), weight)
         step = 1e-2
         with torch.no_grad():

@@ -69,7 +69,7 @@ def signal_at_step(actor: Any, number: int) -> None:
 def count_forwards(actor: Any) -> list[bool]:
     """One entry per forward pass of the model: whether it kept a graph."""
     seen: list[bool] = []
-    actor.model.register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    actor.chunks[0].register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
     return seen
 
 

@@ -72,9 +72,9 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
         os.kill(me, signal.SIGKILL)
     elif kind in ("NaN gradient", "inf gradient"):
         value = float("nan" if kind.startswith("NaN") else "inf")
-        next(arguments[0].model.parameters()).main_grad.view(-1)[0] = value
+        next(arguments[0].chunks[0].parameters()).main_grad.view(-1)[0] = value
     elif kind == "NaN weight":
-        next(arguments[0].model.parameters()).data.view(-1)[:] = float("nan")
+        next(arguments[0].chunks[0].parameters()).data.view(-1)[:] = float("nan")
     else:
         raise AssertionError(f"unknown fault {kind}")
 

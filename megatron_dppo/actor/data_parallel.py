@@ -1,0 +1,57 @@
+"""Megatron's data-parallel wrapper around the model: where gradients are summed over ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_dppo.config.schema import Config
+
+
+def wrap_for_data_parallelism(
+    chunks: Sequence[GPTModel], model_config: TransformerConfig, config: Config
+) -> list[DistributedDataParallel]:
+    """The chunks with gradient buffers, and Megatron's schedule told how to synchronise them."""
+    is_low_precision = model_config.params_dtype == torch.bfloat16
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.optimizer.distributed,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+    wrapped = [
+        DistributedDataParallel(
+            model_config,
+            options,
+            Float16Module(model_config, chunk) if is_low_precision else chunk,
+            disable_bucketing=index > 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    model_config.finalize_model_grads_func = finalize_model_grads
+    if config.parallel.overlap_grad_reduce:
+        model_config.no_sync_func = _each([chunk.no_sync for chunk in wrapped])
+        if len(wrapped) > 1:
+            model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    return wrapped
+
+
+def _each(functions: list[Any]) -> Any:
+    """Megatron's schedules take one function for one chunk, and a list for several."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Wait until this rank has the parameters that others updated; forward passes do so by themselves."""
+    for chunk in chunks:
+        wrapped: Any = chunk
+        if wrapped.ddp_config.overlap_param_gather:
+            wrapped.start_param_sync(force_sync=True)

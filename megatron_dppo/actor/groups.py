@@ -1,0 +1,99 @@
+"""Megatron's process groups for a layout, and this rank's place in them."""
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from torch import Tensor
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.kernels.vocab_parallel import VocabShard
+
+
+def megatron_sizes(layout: Layout) -> dict[str, Any]:
+    """The layout in TransformerConfig's words, with what Megatron needs to be right under it."""
+    return dict(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(layout),
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        sequence_parallel=layout.tensor > 1,
+        variable_seq_lengths=layout.pipeline > 1,  # micro-batches are as long as what was packed into them
+        # Interleaved stages give wrong gradients with batched sends.
+        overlap_p2p_comm=layout.virtual_pipeline > 1,
+        batch_p2p_comm=layout.virtual_pipeline == 1,
+    )
+
+
+def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> None:
+    """Megatron's process groups and random-number tracker, made anew; collectives wait `timeout_s` at most."""
+    timeout_minutes: Any = timeout_s / 60  # annotated as int, and given to timedelta as it is
+    if parallel_state.model_parallel_is_initialized():
+        _destroy_groups()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(layout),
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=timeout_minutes,
+    )
+    model_parallel_cuda_manual_seed(seed + 1)
+
+
+def _destroy_groups() -> None:
+    """Megatron forgets its groups where it is told to destroy them; their threads would stay."""
+    groups: list[Any] = getattr(parallel_state, "_global_process_group_list", None) or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def _virtual(layout: Layout) -> int | None:
+    return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+
+
+def vocab_shard(vocab_size: int) -> VocabShard | None:
+    """Which columns of the logits this rank has; none where it has all."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1:
+        return None
+    width = -(-vocab_size // size)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return VocabShard(width * parallel_state.get_tensor_model_parallel_rank(), vocab_size, group)
+
+
+def is_last_stage() -> bool:
+    """Whether this rank computes logits and losses."""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def speaks_for_its_tokens() -> bool:
+    """Whether this rank, alone among those that compute the same losses, reports them."""
+    return is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def speaks_for_its_group() -> bool:
+    """Whether this rank, alone in its data-parallel group, reports what is known of whole micro-batches."""
+    return speaks_for_its_tokens() and parallel_state.get_context_parallel_rank() == 0
+
+
+def sequence_parallel_rows(num_tokens: int) -> slice:
+    """Which of the tokens of this context-parallel rank the routers of this tensor-parallel rank see."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    own, rank = num_tokens // size, parallel_state.get_tensor_model_parallel_rank()
+    return slice(rank * own, (rank + 1) * own)
+
+
+def sum_over_tokens_and_stages(values: Tensor) -> Tensor:
+    """Add up what the context-parallel ranks and the pipeline stages have of a micro-batch, on each of them."""
+    for group in (parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        if group.size() > 1:
+            dist.all_reduce(values, group=group)
+    return values

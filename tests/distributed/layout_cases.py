@@ -1,0 +1,121 @@
+"""Layouts crossed with features: what is compared with one process.
+
+Every layout is crossed with every feature value at least once (a covering set, not the full product), and every
+pair of features meets in some layout.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "objective": ("dppo_topk_kl", "sft"),
+    "routes": ("off", "replay"),
+    "recompute": ("none", "selective", "full"),
+    "optimizer": ("plain", "distributed", "distributed, overlapped"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout with one value of each feature."""
+
+    name: str
+    world_size: int
+    parallel: Mapping[str, int]
+    features: Mapping[str, str] = field(default_factory=dict)
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The case as tables of a config."""
+        of = self.features
+        overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+        recompute: dict[str, dict[str, Any]] = {
+            "none": {},
+            "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+            "full": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+        }
+        return {
+            "parallel": {**self.parallel, **(overlap if "overlapped" in of["optimizer"] else {})},
+            "algorithm": {"preset": of["objective"]} | ({"top_k": 4} if "topk" in of["objective"] else {}),
+            "rollout": {"routing_replay": of["routes"], "num_topk_log_probs": 4},
+            "optimizer": {"distributed": of["optimizer"] != "plain"},
+            "megatron": recompute[of["recompute"]],
+        }
+
+
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    2: {
+        "DP2": {},
+        "TP2": {"tensor": 2},
+        "EP2": {"expert": 2},
+        "TP2 EP2 ETP1": {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        "PP2": {"pipeline": 2},
+        "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+        "CP2": {"context": 2},
+        "CP2 EP2": {"context": 2, "expert": 2},
+    },
+    4: {
+        "DP4": {},
+        "DP2 EP2": {"expert": 2},
+        "EP4": {"expert": 4},
+        "DP2 TP2": {"tensor": 2},
+        "TP2 EP2 DP2": {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        "TP2 EP4": {"tensor": 2, "expert": 4, "expert_tensor": 1},
+        "TP2 EP2 ETP2": {"tensor": 2, "expert": 2},
+        "EP2 ETP2": {"expert": 2, "expert_tensor": 2},
+        "TP2 PP2": {"tensor": 2, "pipeline": 2},
+        "PP2 EP2": {"pipeline": 2, "expert": 2},
+        "PP2 VPP2 EP2": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+        "PP4": {"pipeline": 4},
+        "CP2 EP2 DP2": {"context": 2, "expert": 2},
+        "TP2 CP2": {"tensor": 2, "context": 2},
+        "TP2 CP2 EP2": {"tensor": 2, "context": 2, "expert": 2, "expert_tensor": 1},
+        "CP4": {"context": 4},
+        "PP2 CP2": {"pipeline": 2, "context": 2},
+    },
+    8: {
+        "TP2 PP2 EP2": {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+        "TP2 PP2 EP2 ETP2": {"tensor": 2, "pipeline": 2, "expert": 2},
+        "TP2 CP2 PP2": {"tensor": 2, "context": 2, "pipeline": 2},
+        "PP2 VPP2 CP2 EP4": {"pipeline": 2, "virtual_pipeline": 2, "context": 2, "expert": 4},
+        "EP8": {"expert": 8},
+    },
+}
+
+
+def _rows() -> list[dict[str, str]]:
+    """Values of all features such that each pair of values of two features occurs in some row."""
+    names = list(FEATURES)
+    product = [dict(zip(names, values, strict=True)) for values in itertools.product(*FEATURES.values())]
+
+    def pairs(row: dict[str, str]) -> set[tuple[tuple[str, str], ...]]:
+        return set(itertools.combinations(row.items(), 2))
+
+    missing = set().union(*map(pairs, product))
+    rows: list[dict[str, str]] = []
+    while missing:
+        best = max(product, key=lambda row: len(pairs(row) & missing))
+        rows.append(best)
+        missing -= pairs(best)
+    return rows
+
+
+def cases(world_size: int) -> Iterator[Case]:
+    """The covering set on so many processes: each layout meets each value of each feature.
+
+    Replayed routes with full recomputation are met by each as well: pipelines forward further micro-batches
+    before they recompute one.
+    """
+    rows = _rows()
+    for index, (name, parallel) in enumerate(LAYOUTS[world_size].items()):
+        missing = {(feature, value) for feature, values in FEATURES.items() for value in values}
+        first = next(row for row in rows if (row["routes"], row["recompute"]) == ("replay", "full"))
+        for row in (first, *rows[index % len(rows) :], *rows):
+            if set(row.items()) & missing:
+                missing -= set(row.items())
+                yield Case(name, world_size, parallel, row)

@@ -1,0 +1,172 @@
+"""Every layout, crossed with features, equals one process: loss, every gradient, the update, every metric."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_cases import FEATURES, Case, cases
+from layout_table import TABLE, rows_of, worst_of
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny import random_groups, write_model
+from torch import Tensor
+
+from megatron_dppo.runtime import Runtime
+
+NUM_LAYERS = 4
+LIMIT = 1e-5
+# Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
+# updates; with so large a rate they are not lost in the rounding of weights.
+_SMOOTH = {"lr": 30.0, "eps": 1.0, "clip_grad": 0.5}
+
+
+def step(runtime: Runtime, model: str, case: Case) -> dict[str, Any]:
+    """One gradient step on one rank: loss, gradients, updates and metrics of the whole model."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.diagnostics.metrics import Metrics
+    from megatron_dppo.models.convert import export_hf_weights
+
+    tables = case.tables()
+    tables["parallel"]["max_tokens_per_microbatch"] = 60
+    tables["optimizer"] |= _SMOOTH
+    config = Config.model_validate({"model": {"load": model, "dtype": "float32"}, **tables})
+    actor = Actor(config, runtime)
+    groups = with_advantages(random_groups(8, moe_layers=NUM_LAYERS), normalize_std=False)
+    rank, size = actor.data_parallel_share
+    own = [sample for group in groups[rank::size] for sample in group.samples]
+
+    def gather(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, value, group=parallel_state.get_data_parallel_group())
+        return gathered
+
+    shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=actor.routing)
+    (batch,) = train_batches([own], shape, rank, gather)
+    log_probs = actor.with_old_log_probs(batch).microbatches
+    before = {name: tensor.clone() for name, tensor in actor.weights()}
+    result = actor.train_step(batch, is_first=True)
+    gradients: dict[str, Tensor] = {}
+    if not config.optimizer.distributed:
+        exported = export_hf_weights(actor.chunks, actor.hf, actor.main_gradients())
+        gradients = {name: tensor.clone() for name, tensor in exported}
+    updates = {name: tensor - before[name] for name, tensor in actor.weights()}
+    metrics = Metrics().merge(runtime.all_gather(result.metrics.state())).values()
+    summed = [float((m.old_log_probs * m.loss_mask).sum()) for m in log_probs if m.old_log_probs is not None]
+    return {
+        "gradients": gradients,
+        "updates": updates,
+        "metrics": metrics | {"sum of log-probs": sum(sum(own) for own in gather(summed))},
+        "faults": result.faults,
+        "num_microbatches": len(batch.microbatches),
+    }
+
+
+def references(runtime: Runtime, model: str, folder: str) -> None:
+    """On one process: what every layout must give, for each objective with and without replay."""
+    for objective in FEATURES["objective"]:
+        for routes in FEATURES["routes"]:
+            features = {"objective": objective, "routes": routes, "recompute": "none", "optimizer": "plain"}
+            result = step(runtime, model, Case("one process", 1, {}, features))
+            assert result["num_microbatches"] > 2, "packing must be part of what is compared"
+            name = Path(folder, f"{objective}.{routes}")
+            save_file({n: t.contiguous() for n, t in result["gradients"].items()}, f"{name}.gradients")
+            save_file({n: t.contiguous() for n, t in result["updates"].items()}, f"{name}.updates")
+            Path(f"{name}.metrics").write_text(json.dumps(result["metrics"]))
+
+
+def compare_all(
+    runtime: Runtime, model: str, folder: str, chosen: list[tuple[Any, ...]]
+) -> list[dict[str, Any]]:
+    """All cases in one spawn; on rank 0 the relative errors of each."""
+    results: list[dict[str, Any]] = []
+    for fields in chosen:
+        print(fields, flush=True)  # in the log of a spawn that hangs
+        results.append(compare(runtime, model, folder, Case(*fields)))
+    return results
+
+
+def compare(runtime: Runtime, model: str, folder: str, case: Case) -> dict[str, Any]:
+    """The relative errors of one case."""
+    found = step(runtime, model, case)
+    name = Path(folder, f"{case.features['objective']}.{case.features['routes']}")
+    metrics: dict[str, float] = json.loads(Path(f"{name}.metrics").read_text())
+    errors: dict[str, dict[str, float]] = {"metrics": {}}
+    for kind in ("gradients", "updates"):
+        expected = load_file(f"{name}.{kind}")
+        assert set(found[kind]) in (set(expected), set()), "each parameter is compared, none twice"
+        errors[kind] = {n: _relative(tensor, expected[n]) for n, tensor in found[kind].items()}
+    for metric, expected in metrics.items():
+        difference = abs(found["metrics"].get(metric, torch.nan) - expected)
+        errors["metrics"][metric] = difference / max(abs(expected), 1e-3)
+    return {"errors": errors, "faults": found["faults"], "extra": sorted(set(found["metrics"]) - set(metrics))}
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    write_model(folder / "model", num_hidden_layers=NUM_LAYERS)
+    (folder / "spawn").mkdir()
+    run_ranks(references, 1, folder / "spawn", str(folder / "model"), str(folder))
+    return folder
+
+
+def _measured(reference: Path, world_size: int) -> list[tuple[Case, dict[str, Any]]]:
+    chosen = list(cases(world_size))
+    folder = reference / f"spawn{world_size}"
+    folder.mkdir()
+    plain = [astuple(case) for case in chosen]
+    model = str(reference / "model")
+    results = run_ranks(compare_all, world_size, folder, model, str(reference), plain, timeout_s=900)[0]
+    TABLE.extend(rows_of(case, worst_of(result["errors"])) for case, result in zip(chosen, results, strict=True))
+    return list(zip(chosen, results, strict=True))
+
+
+@pytest.fixture(scope="session")
+def two(reference: Path) -> list[tuple[Case, dict[str, Any]]]:
+    return _measured(reference, 2)
+
+
+@pytest.fixture(scope="session")
+def four(reference: Path) -> list[tuple[Case, dict[str, Any]]]:
+    return _measured(reference, 4)
+
+
+@pytest.fixture(scope="session")
+def eight(reference: Path) -> list[tuple[Case, dict[str, Any]]]:
+    return _measured(reference, 8)
+
+
+def _problems(measured: list[tuple[Case, dict[str, Any]]]) -> Iterator[str]:
+    for case, result in measured:
+        if result["faults"] or result["extra"]:
+            yield f"{case.name} {dict(case.features)}: {result['faults']} {result['extra']}"
+        for kind, errors in result["errors"].items():
+            for name, error in errors.items():
+                if not error <= LIMIT:
+                    yield f"{case.name} {dict(case.features)}: {kind} {name} {error:.1e}"
+
+
+def test_layouts_of_two_processes_equal_one(two: list[tuple[Case, dict[str, Any]]]) -> None:
+    assert list(_problems(two)) == []
+
+
+def test_layouts_of_four_processes_equal_one(four: list[tuple[Case, dict[str, Any]]]) -> None:
+    assert list(_problems(four)) == []
+
+
+@pytest.mark.slow
+def test_layouts_of_eight_processes_equal_one(eight: list[tuple[Case, dict[str, Any]]]) -> None:
+    assert list(_problems(eight)) == []

@@ -1,5 +1,6 @@
 """Megatron's process groups for a layout, and this rank's place in them."""
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -30,20 +31,34 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
 
 
 def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> None:
-    """Megatron's process groups and random-number tracker, made anew; collectives wait `timeout_s` at most."""
-    timeout_minutes: Any = timeout_s / 60  # annotated as int, and given to timedelta as it is
-    if parallel_state.model_parallel_is_initialized():
-        _destroy_groups()
-    parallel_state.initialize_model_parallel(
+    """Megatron's process groups, unless they are of this layout already, and its random-number tracker, anew.
+
+    Collectives of new groups wait `timeout_s` at most.
+    """
+    sizes = dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=_virtual(layout),
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=timeout_minutes,
     )
+    if not parallel_state.model_parallel_is_initialized() or sizes != _sizes_of_groups():
+        _destroy_groups()
+        timeout_minutes: Any = timeout_s / 60  # annotated as int, and given to timedelta as it is
+        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=timeout_minutes)
     model_parallel_cuda_manual_seed(seed + 1)
+
+
+def _sizes_of_groups() -> dict[str, int | None]:
+    return dict(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
 
 
 def _destroy_groups() -> None:
@@ -51,8 +66,9 @@ def _destroy_groups() -> None:
     groups: list[Any] = getattr(parallel_state, "_global_process_group_list", None) or []
     parallel_state.destroy_model_parallel()
     for group in groups:
-        if group is not None:
-            dist.destroy_process_group(group)
+        if group is not None:  # which stands for the default group
+            with contextlib.suppress(ValueError):  # a few it does destroy
+                dist.destroy_process_group(group)
 
 
 def _virtual(layout: Layout) -> int | None:

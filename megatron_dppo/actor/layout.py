@@ -1,10 +1,12 @@
 """How processes are split over a model, and a refusal, before it loads, of splits that would be wrong.
 
-A layout is admitted only when it is in `PROVEN`: when tests show its loss and gradients equal one process's.
-Pure Python, so that `megatron-dppo check` answers at once.
+A layout is admitted only when its kind is in `PROVEN`: when tests show that a layout which splits the same things
+gives one process's loss, gradients and updates. Pure Python, so that `megatron-dppo check` answers at once.
 """
 
+import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +62,54 @@ class Layout:
         return f"{processes} with {split or 'every parallel size 1'}"
 
 
-PROVEN: tuple[Layout, ...] = (Layout(world_size=1), Layout(world_size=2, expert=2, data=2))
-"""Layouts whose loss and gradients the distributed tests compare with one process's."""
+@dataclass(frozen=True)
+class LayoutKind:
+    """What a layout splits, whatever the sizes; data parallelism joins any of them."""
+
+    split: frozenset[str]  # of "tensor", "pipeline", "virtual_pipeline", "context", "expert"
+    expert_tensor: str  # "whole" experts, "as tensor", or "alone": split where the rest of the layer is not
+
+    def __str__(self) -> str:
+        experts = {"whole": "", "as tensor": " with split experts", "alone": " with experts alone split"}
+        return (" + ".join(sorted(self.split)) or "data alone") + experts[self.expert_tensor]
+
+
+def kind_of(layout: Layout) -> LayoutKind | None:
+    """The kind of a layout; none where experts are split into fewer, but more than one, parts than the rest."""
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+    split = frozenset(name for name in names if getattr(layout, name) > 1)
+    if layout.expert_tensor == 1:
+        return LayoutKind(split, "whole")
+    if layout.expert_tensor == layout.tensor:
+        return LayoutKind(split, "as tensor")
+    return LayoutKind(split, "alone") if layout.tensor == 1 else None
+
+
+def _kind(*split: str, expert_tensor: str = "") -> LayoutKind:
+    return LayoutKind(frozenset(split), expert_tensor or ("as tensor" if "tensor" in split else "whole"))
+
+
+PROVEN: frozenset[LayoutKind] = frozenset(
+    {
+        _kind(),
+        _kind("tensor"),
+        _kind("expert"),
+        _kind("context"),
+        _kind("pipeline"),
+        _kind("pipeline", "virtual_pipeline"),
+        _kind("tensor", "expert"),
+        _kind("tensor", "expert", expert_tensor="whole"),
+        _kind("expert", expert_tensor="alone"),
+        _kind("tensor", "pipeline"),
+        _kind("tensor", "context"),
+        _kind("tensor", "context", "expert", expert_tensor="whole"),
+        _kind("pipeline", "expert"),
+        _kind("pipeline", "virtual_pipeline", "expert"),
+        _kind("pipeline", "context"),
+        _kind("context", "expert"),
+    }
+)
+"""Kinds whose loss, gradients and updates the distributed tests compare with one process's."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +224,8 @@ def layout_problems(parallel: "ParallelConfig", world_size: int, sizes: ModelSiz
         world_size: Number of processes.
         sizes: The model's sizes; None skips what depends on them.
     """
+    if _is_admitted(parallel, world_size, sizes):
+        return []
     nearest = f"Use {_nearest(parallel, world_size, sizes)}."
     problems = [*_world_size_problems(parallel, world_size), *_wrong_in_megatron(parallel, sizes, nearest)]
     if sizes is not None:
@@ -183,9 +233,7 @@ def layout_problems(parallel: "ParallelConfig", world_size: int, sizes: ModelSiz
     if problems:
         return problems
     layout = Layout.of(parallel, world_size)
-    if layout in PROVEN:
-        return []
-    expected = "one of: " + "; ".join(map(str, PROVEN))
+    expected = "a split of one of the proven kinds: " + "; ".join(sorted(map(str, PROVEN)))
     return [Problem("parallel", f"{layout}, not proven equal to one process yet", expected, nearest)]
 
 
@@ -240,15 +288,31 @@ def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: s
 
 
 def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> Layout:
-    """The proven layout that changes the fewest of the user's choices; the larger one of equals."""
-    wanted = (world_size, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context)
-    wanted = (*wanted, parallel.expert)
+    """The proven layout of as many processes that changes the fewest of the user's choices, and those the least."""
+    wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
+    best: tuple[tuple[int, int], Layout] | None = None
+    for choice in itertools.product(*map(_divisors, wanted)):
+        for expert_tensor in dict.fromkeys((_expert_tensor(parallel), choice[0], 1)):
+            names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+            candidate = parallel.model_copy(
+                update={**dict(zip(names, choice, strict=True)), "expert_tensor": expert_tensor}
+            )
+            if not _is_admitted(candidate, world_size, sizes):
+                continue
+            num_changed = sum(a != b for a, b in zip(wanted, choice, strict=True))
+            changed = num_changed + (expert_tensor != _expert_tensor(parallel)), -math.prod(choice)
+            if best is None or changed < best[0]:
+                best = changed, Layout.of(candidate, world_size)
+    assert best is not None, "data parallelism alone is proven and divides everything"
+    return best[1]
 
-    def distance(layout: Layout) -> tuple[int, int]:
-        has = (layout.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline, layout.context)
-        changed = sum(a != b for a, b in zip(wanted, (*has, layout.expert), strict=True))
-        return changed, -layout.world_size
 
-    num_experts = sizes.num_experts or 1 if sizes is not None else None
-    fitting = [layout for layout in PROVEN if num_experts is None or num_experts % layout.expert == 0]
-    return min(fitting, key=distance)
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _is_admitted(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> bool:
+    problems = [*_world_size_problems(parallel, world_size), *_wrong_in_megatron(parallel, sizes, "")]
+    if sizes is not None:
+        problems.extend(_division_problems(parallel, sizes, ""))
+    return not problems and kind_of(Layout.of(parallel, world_size)) in PROVEN

@@ -1,15 +1,50 @@
-"""The table layout x feature -> worst relative error, as the tests measured it."""
+"""The table layout x feature -> worst relative error, as the tests measured it, in megatron_dppo/actor/README.md."""
 
-from layout_cases import Case
+from collections.abc import Iterator
+from pathlib import Path
 
-TABLE: list[tuple[Case, dict[str, float]]] = []
+from layout_cases import FEATURES, LAYOUTS, Case
+
+README = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "README.md"
+BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts -->"
 
 
-def rows_of(case: Case, worst: dict[str, float]) -> tuple[Case, dict[str, float]]:
-    """A row to be written."""
-    return case, worst
+def worst_of(errors: dict[str, dict[str, float]]) -> float:
+    """The largest relative error of the loss, a gradient tensor or an update."""
+    return max(
+        errors["metrics"]["loss/policy"], *errors["gradients"].values(), *errors["updates"].values()
+    )
 
 
-def worst_of(errors: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The largest error of each kind; none of what was not measured."""
-    return {kind: max(values.values()) for kind, values in errors.items() if values}
+def write_table(measured: list[tuple[Case, float]]) -> None:
+    """Replace the table in the README."""
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{table(measured)}\n{END}{after}")
+
+
+def table(measured: list[tuple[Case, float]]) -> str:
+    """Markdown: a row for each layout, a column for each value of each feature."""
+    values = [(feature, value) for feature, of in FEATURES.items() for value in of]
+    head = ["layout", "processes", *(f"{feature} {value}" for feature, value in values)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for world_size, layouts in LAYOUTS.items():
+        for name in layouts:
+            own = [(case, error) for case, error in measured if (case.name, case.world_size) == (name, world_size)]
+            cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in values]
+            lines.append("| " + " | ".join([name, str(world_size), *cells]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(errors: list[float]) -> str:
+    return f"{max(errors):.1e}" if errors else "not measured"
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """(layout, processes) of the README's table."""
+    text = README.read_text().partition(BEGIN)[2].partition(END)[0]
+    for line in text.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 2:
+            yield cells[1], cells[2]

@@ -197,6 +197,7 @@ def model_sizes(content: Mapping[str, Any]) -> ModelSizes:
     step = int(content.get("decoder_sparse_step") or 1)
     sparse = (layer for layer in range(num_layers) if layer not in dense_layers and (layer + 1) % step == 0)
     moe_layers = tuple(sparse) if num_experts else ()
+    width = content.get("intermediate_size") if len(moe_layers) == num_layers else content["intermediate_size"]
     rope = content.get("rope_parameters") or {}
     return ModelSizes(
         architecture=architecture_of(content),
@@ -205,7 +206,7 @@ def model_sizes(content: Mapping[str, Any]) -> ModelSizes:
         num_attention_heads=num_heads,
         num_key_value_heads=int(content.get("num_key_value_heads") or num_heads),
         head_dim=int(content.get("head_dim") or hidden_size // num_heads),
-        intermediate_size=int(content.get("intermediate_size") or 0),
+        intermediate_size=int(width or 0),
         vocab_size=int(content["vocab_size"]),
         max_position_embeddings=int(content["max_position_embeddings"]),
         rope_theta=float(content.get("rope_theta") or rope.get("rope_theta") or 10000.0),

@@ -3,29 +3,95 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_dppo.actor.layout import architecture_of
 from megatron_dppo.errors import Problem
 
-SUPPORTED_ARCHITECTURES: tuple[str, ...] = ("Qwen3MoeForCausalLM",)
+Variants = Mapping[str, tuple[Any, Any]]
+
+_ALL: Variants = {"hidden_act": ("silu", "silu"), "quantization_config": (None, None)}
+_QWEN3: Variants = {**_ALL, "attention_bias": (False, False), "use_sliding_window": (False, False)}
+_VARIANTS: Mapping[str, Variants] = {
+    "Qwen3MoeForCausalLM": {**_QWEN3, "norm_topk_prob": (False, True)},
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen2ForCausalLM": {**_ALL, "use_sliding_window": (False, False)},  # q, k and v always have a bias
+    "LlamaForCausalLM": {
+        **_ALL,
+        "attention_bias": (False, False),
+        "mlp_bias": (False, False),
+        "pretraining_tp": (1, 1),
+    },
+}
+"""Keys of config.json that change an architecture's forward pass: transformers' default, and the value whose
+pass we have."""
+
+SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(_VARIANTS)
 """Names as in `architectures` of a Hugging Face config.json; each has a family in `megatron_dppo.models`."""
 
-_VARIANTS: dict[str, tuple[Any, Any]] = {
-    "hidden_act": ("silu", "silu"),
-    "attention_bias": (False, False),
-    "norm_topk_prob": (False, True),
-    "use_sliding_window": (False, False),
-    "quantization_config": (None, None),
-}
-"""Keys of config.json that change the forward pass: transformers' default, and the value whose pass we have."""
+_LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+"""Megatron's llama3 frequencies have these built in; only `factor` can be chosen."""
+
+_ACTION = "Use a model of the supported variant; another one would be trained wrongly."
 
 
 def variant_problems(hf: Mapping[str, Any]) -> Iterator[Problem]:
     """What in a config.json would make a supported architecture compute something else than ours does."""
-    action = "Use a model of the supported variant; another one would be trained wrongly."
-    for key, (default, supported) in _VARIANTS.items():
+    for key, (default, supported) in _VARIANTS.get(architecture_of(hf), {}).items():
         found = hf.get(key, default)
         if found != supported:
-            yield Problem("model.load", f"{key} = {found!r} in config.json", repr(supported), action)
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        yield Problem("model.load", f"rope_type = {rope_type!r} in config.json", "'default'", action)
+            yield _problem(f"{key} = {found!r}", repr(supported))
+    others = sorted(set(map(str, hf.get("layer_types") or ())) - {"full_attention"})
+    if others:
+        yield _problem(f"layer_types with {', '.join(others)}", "full_attention in every layer")
+    yield from _rope_problems(hf)
+
+
+def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:
+    """The factor of llama3's frequencies; None where rotary frequencies are the plain ones."""
+    rope = _rope(hf)
+    return float(rope["factor"]) if _rope_type(rope) == "llama3" else None
+
+
+def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary embedding's table, from which transformers reads it: the older spelling first."""
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _rope_problems(hf: Mapping[str, Any]) -> Iterator[Problem]:
+    tables = [hf[key] for key in ("rope_scaling", "rope_parameters") if hf.get(key)]
+    if not all(isinstance(table, Mapping) for table in tables):
+        yield _problem(f"a rope of {tables!r}", "a table with rope_type")
+        return
+    rope = _rope(hf)
+    thetas = {table["rope_theta"] for table in (hf, *tables) if table.get("rope_theta") is not None}
+    if len(thetas) > 1:
+        yield _problem(f"rope_theta of {sorted(thetas)}", "the same rope_theta wherever it stands")
+    if len(tables) > 1 and tables[0] != tables[1]:
+        yield _problem("rope_scaling and another rope_parameters", "one of them")
+    partial = hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    if partial != 1:
+        yield _problem(f"partial_rotary_factor = {partial!r}", "1.0")
+    rope_type = _rope_type(rope)
+    if rope_type == "llama3":
+        yield from _llama3_problems(hf, rope)
+    elif rope_type != "default":
+        yield _problem(f"rope_type = {rope_type!r}", "'default' or 'llama3'")
+
+
+def _llama3_problems(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[Problem]:
+    factor, length = rope.get("factor"), "original_max_position_embeddings"
+    if not isinstance(factor, int | float) or factor < 1:
+        yield _problem(f"rope_type = 'llama3' with factor = {factor!r}", "a number of at least 1")
+    found = {**rope, length: hf.get(length, rope.get(length, hf.get("max_position_embeddings")))}
+    for key, supported in _LLAMA3_ROPE.items():
+        if found.get(key) != supported:
+            yield _problem(
+                f"rope_type = 'llama3' with {key} = {found.get(key)!r}", f"{supported}, as Megatron has"
+            )
+
+
+def _problem(found: str, expected: str) -> Problem:
+    return Problem("model.load", f"{found} in config.json", expected, _ACTION)

@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.actor.layout import model_sizes
+from megatron_dppo.models.architectures import rope_scaling_factor
 from megatron_dppo.models.family import HFConfig, family_of
 from megatron_dppo.models.layer_spec import torch_block_spec
 
@@ -77,6 +78,8 @@ def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
 def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None) -> GPTModel:
     spec: Any = torch_block_spec(config, stage)  # Megatron annotates it as one layer's
     ranks = config.tensor_model_parallel_size
+    rotary_base: Any = model_sizes(hf).rope_theta  # annotated as int, and used as any number
+    rope_factor = rope_scaling_factor(hf)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -87,6 +90,8 @@ def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None) -> GPTMod
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
         position_embedding_type="rope",
-        rotary_base=int(model_sizes(hf).rope_theta),
+        rotary_base=rotary_base,
+        rope_scaling=rope_factor is not None,
+        rope_scaling_factor=rope_factor or 1.0,
         vp_stage=stage,
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
+
 from megatron_dppo.actor.layout import model_sizes, read_model_config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.models.architectures import variant_problems
@@ -38,6 +40,24 @@ class ModelFamily:
         )
 
 
+def backbone_config(hf: HFConfig) -> dict[str, Any]:
+    """TransformerConfig's keywords for what the families share: RMSNorm, rotary attention, SiLU-gated MLP."""
+    sizes = model_sizes(hf)
+    return dict(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        ffn_hidden_size=sizes.intermediate_size,
+        num_attention_heads=sizes.num_attention_heads,
+        num_query_groups=sizes.num_key_value_heads,
+        kv_channels=sizes.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+    )
+
+
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder, or of a Megatron checkpoint made from one (`hf/config.json`).
 
@@ -57,9 +77,11 @@ def family_of(hf: HFConfig) -> ModelFamily:
     Raises:
         ConfigError: No family has this architecture.
     """
-    from megatron_dppo.models.qwen3 import QWEN3_MOE
+    from megatron_dppo.models.llama import LLAMA
+    from megatron_dppo.models.qwen2 import QWEN2
+    from megatron_dppo.models.qwen3 import QWEN3, QWEN3_MOE
 
-    families = {family.architecture: family for family in (QWEN3_MOE,)}
+    families = {family.architecture: family for family in (QWEN3_MOE, QWEN3, QWEN2, LLAMA)}
     names = hf.get("architectures") or ["none"]
     if names[0] not in families:
         raise ConfigError(

@@ -1,31 +1,20 @@
-"""Qwen3-MoE (Qwen3-30B-A3B and its kin)."""
+"""Qwen3: dense, and with experts (Qwen3-30B-A3B and its kin)."""
 
 from typing import Any
 
-import torch.nn.functional as F
-
 from megatron_dppo.actor.layout import model_sizes
-from megatron_dppo.models.family import HFConfig, ModelFamily
+from megatron_dppo.models.family import HFConfig, ModelFamily, backbone_config
 from megatron_dppo.models.weight_map import BACKBONE, DENSE_MLP, MOE_MLP, OUTPUT, QK_NORM
 
 
-def _transformer_config(hf: HFConfig) -> dict[str, Any]:
+def _dense_config(hf: HFConfig) -> dict[str, Any]:
+    return backbone_config(hf) | dict(qk_layernorm=True)
+
+
+def _moe_config(hf: HFConfig) -> dict[str, Any]:
     sizes = model_sizes(hf)
     all_sparse = len(sizes.moe_layers) == sizes.num_layers
-    return dict(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        ffn_hidden_size=sizes.intermediate_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_key_value_heads,
-        kv_channels=sizes.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf["rms_norm_eps"],
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=False,
+    return _dense_config(hf) | dict(
         num_moe_experts=sizes.num_experts,
         moe_ffn_hidden_size=sizes.moe_intermediate_size,
         moe_layer_freq=1 if all_sparse else [int(i in sizes.moe_layers) for i in range(sizes.num_layers)],
@@ -42,6 +31,11 @@ def _transformer_config(hf: HFConfig) -> dict[str, Any]:
 
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
-    transformer_config=_transformer_config,
+    transformer_config=_moe_config,
     rules=(*BACKBONE, OUTPUT, *QK_NORM, *DENSE_MLP, *MOE_MLP),
+)
+QWEN3 = ModelFamily(
+    architecture="Qwen3ForCausalLM",
+    transformer_config=_dense_config,
+    rules=(*BACKBONE, OUTPUT, *QK_NORM, *DENSE_MLP),
 )

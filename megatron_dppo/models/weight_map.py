@@ -64,6 +64,14 @@ BACKBONE = (
         _M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), tensor_parallel_dim=1
     ),
 )
+QKV_BIAS = (
+    WeightRule(
+        _M + "self_attention.linear_qkv.bias",
+        tuple(_H + f"self_attn.{x}_proj.bias" for x in "qkv"),
+        fusion="qkv",
+        tensor_parallel_dim=0,
+    ),
+)
 QK_NORM = (
     WeightRule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",)),
     WeightRule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",)),

@@ -97,6 +97,14 @@ def _model(**changes: Any) -> Callable[[], None]:
     return lambda: _write_json(Path("model/config.json"), {**MODEL, **changes})
 
 
+def _dense(architecture: str, **changes: Any) -> Callable[[], None]:
+    experts = {"moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob"}
+    content = {key: value for key, value in MODEL.items() if key not in experts}
+    return lambda: _write_json(
+        Path("model/config.json"), {**content, "architectures": [architecture], **changes}
+    )
+
+
 def _tokenizer(**content: Any) -> Callable[[], None]:
     return lambda: _write_json(Path("model/tokenizer_config.json"), content)
 
@@ -126,6 +134,9 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=_model(quantization_config={"quant_method": "fp8"})),
         Example("model.load", on_disk=_model(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6})),
         Example("model.load", on_disk=_model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
+        Example("model.load", on_disk=_dense("Qwen3ForCausalLM", attention_bias=True)),
+        Example("model.load", on_disk=_dense("Qwen2ForCausalLM", use_sliding_window=True)),
+        Example("model.load", on_disk=_dense("LlamaForCausalLM", mlp_bias=True)),
     ],
     "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
     "model_code": [
@@ -205,6 +216,13 @@ EXAMPLES: dict[str, list[Example]] = {
     "replay_needs_experts": [
         Example("rollout.routing_replay", {"rollout.routing_replay": mode}, on_disk=_model(num_experts=0))
         for mode in ("measure", "replay")
+    ]
+    + [
+        Example(
+            "rollout.routing_replay",
+            {"rollout.routing_replay": "replay"},
+            on_disk=_dense("Qwen3ForCausalLM"),
+        )
     ],
     "replay_without_router_fusion": [
         Example(
@@ -252,6 +270,12 @@ def test_a_valid_config_has_no_problems(world: Path) -> None:
         == []
     )
     require_valid(_config({}), 1)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
+def test_a_dense_model_is_a_model(world: Path, architecture: str) -> None:
+    _dense(architecture)()
+    assert check(_config({}), 1) == []
 
 
 def test_a_megatron_checkpoint_is_a_model(world: Path) -> None:

@@ -130,6 +130,16 @@ def test_a_dense_model(tmp_path: Path) -> None:
     assert (sizes.num_experts, sizes.moe_layers, sizes.head_dim, sizes.num_key_value_heads) == (None, (), 16, 4)
 
 
+def test_a_dense_layer_needs_its_width(tmp_path: Path) -> None:
+    content = {key: value for key, value in DENSE.items() if key != "intermediate_size"} | EXPERTS
+    _write_config(tmp_path, content | {"num_experts": 8})
+    assert read_model_sizes(tmp_path).intermediate_size == 0
+    for dense in ({}, {"num_experts": 8, "mlp_only_layers": [1]}):
+        _write_config(tmp_path, content | dense)
+        with pytest.raises(ConfigError, match="no intermediate_size"):
+            read_model_sizes(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"hidden_size": "x"}', '{"hidden_size": null}'])
 def test_a_torn_config_is_an_error_for_users(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -1,0 +1,184 @@
+"""Every supported architecture equals Hugging Face: logits, loss, each gradient, conversion, generation."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import random_groups
+from tiny_families import write_family
+from torch import Tensor
+
+from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES
+from megatron_dppo.runtime import Runtime
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in SUPPORTED_ARCHITECTURES},
+    **{f"{name}, tied": (name, {"tie_word_embeddings": True}) for name in SUPPORTED_ARCHITECTURES},
+    "LlamaForCausalLM, llama3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+    "Qwen3ForCausalLM, fractional base": (
+        "Qwen3ForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1234.5}},
+    ),
+}
+
+
+def measure_all(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
+    """Every case in one process."""
+    return {case: measure(runtime, Path(folder) / case) for case in CASES}
+
+
+def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
+    """An actor with the model of `folder`, against transformers with the same."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.models.convert import export_hf_weights
+
+    config = Config.model_validate(
+        {
+            "model": {"load": str(folder), "dtype": "float32"},
+            "parallel": {"max_tokens_per_microbatch": 60},
+            "algorithm": {"preset": "dppo_binary_tv"},
+            "optimizer": {"distributed": False},
+        }
+    )
+    actor = Actor(config, runtime)
+    samples = [s for group in with_advantages(random_groups(4), False) for s in group.samples]
+    shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
+    (batch,) = train_batches([samples], shape, 0, runtime.all_gather)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logit_error = max(_logit_error(actor.logits(m), m, model) for m in batch.microbatches)
+    loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
+    gradients = dict(export_hf_weights(actor.model, actor.hf, actor.main_gradients()))
+    reference_loss, reference = _reference(model, actor.objective, samples)
+    return {
+        "num_microbatches": len(batch.microbatches),
+        "logit_error": logit_error,
+        "loss": loss / batch.num_loss_tokens,
+        "reference_loss": reference_loss / batch.num_loss_tokens,
+        "names": (sorted(gradients), sorted(reference)),
+        "errors": {
+            name: _relative(gradients[name].cpu(), reference[name] / batch.num_loss_tokens)
+            for name in gradients.keys() & reference.keys()
+        },
+        "changed": _changed_by_conversion(actor, folder),
+        "generation_error": _generation_error(actor, model),
+    }
+
+
+def _logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
+    """Worst relative error of a packed sequence's logits."""
+    bounds = zip(microbatch.cu_seqlens[:-1].tolist(), microbatch.cu_seqlens[1:].tolist(), strict=True)
+    with torch.no_grad():
+        return max(
+            _relative(logits[start:end], model(input_ids=microbatch.tokens[None, start:end]).logits[0])
+            for start, end in bounds
+        )
+
+
+def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, dict[str, Tensor]]:
+    """The summed loss and its gradients, one sequence at a time."""
+    from megatron_dppo.algorithms import PolicyLossInputs, policy_loss
+    from megatron_dppo.rollout.transformers_engine import checkpoint_targets
+
+    total = torch.zeros(())
+    for sample in samples:
+        logits = model(input_ids=sample.tokens[None, :-1]).logits[0, sample.prompt_length - 1 :]
+        log_probs = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
+        inputs = PolicyLossInputs(
+            log_probs=log_probs,
+            rollout_log_probs=sample.rollout_log_probs,
+            advantages=torch.full_like(log_probs, sample.advantage),
+            loss_mask=sample.loss_mask,
+        )
+        total = total + policy_loss(objective, inputs).loss_sum
+    total.backward()
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for gradient, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
+            gradient.copy_(parameter.grad)
+    return float(total), checkpoint_targets(gradients)
+
+
+def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
+    """What is not bitwise the same after Hugging Face -> Megatron -> its checkpoint -> Hugging Face."""
+    from megatron_dppo.models.convert import export_hf_weights
+    from megatron_dppo.models.hf_checkpoint import HFWeights
+    from megatron_dppo.models.megatron_checkpoint import load_weights, save_weights
+
+    out = folder.with_name(f"{folder.name} as megatron")
+    save_weights(actor.model, out, folder)
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            parameter.fill_(float("nan"))
+    load_weights(actor.model, out, actor.hf)
+    before, after = HFWeights(folder), dict(export_hf_weights(actor.model, actor.hf))
+    changed = sorted(before.names ^ after.keys())
+    return changed + [n for n in before.names & after.keys() if not torch.equal(before.tensor(n), after[n])]
+
+
+def _generation_error(actor: Any, model: Any) -> float:
+    """Worst difference of the embedded engine's log-probs from a plain forward's."""
+    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.rollout.transformers_engine import TransformersEngine
+
+    engine = TransformersEngine(model.config, eos_token_ids=(), weights="float32", batch_size=2)
+    engine.load_weights(actor.weights(), version=1)
+    requests = [Request(str(i), tuple(range(3, 5 + 4 * i)), (0, 0, i)) for i in range(4)]
+    worst = 0.0
+    for request, completion in zip(requests, engine.generate(requests, SamplingParams(9)), strict=True):
+        tokens = torch.tensor([*request.prompt_tokens, *completion.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None, :-1]).logits[0, len(request.prompt_tokens) - 1 :]
+        expected = logits.log_softmax(-1).gather(1, completion.tokens[:, None])[:, 0]
+        worst = max(worst, float((completion.log_probs - expected).abs().max()))
+    return worst
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("families")
+    for case, (architecture, changes) in CASES.items():
+        write_family(folder / case, architecture, **changes)
+    return run_ranks(measure_all, 1, folder, str(folder))[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_every_gradient_equal_hugging_face(
+    measured: dict[str, dict[str, Any]], case: str
+) -> None:
+    result = measured[case]
+    assert result["num_microbatches"] > 1, "packing must be part of what is compared"
+    assert result["logit_error"] <= 1e-5
+    assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-5)
+    ours, theirs = result["names"]
+    assert ours == theirs
+    worst = max(result["errors"], key=result["errors"].get)
+    assert result["errors"][worst] <= 1e-5, worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_conversion_there_and_back_changes_no_bit(measured: dict[str, dict[str, Any]], case: str) -> None:
+    assert measured[case]["changed"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_embedded_engine_equals_a_plain_forward(measured: dict[str, dict[str, Any]], case: str) -> None:
+    assert measured[case]["generation_error"] <= 1e-5

@@ -1,0 +1,120 @@
+"""Which variants of each architecture are admitted, and that their rotary frequencies are transformers'."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES, rope_scaling_factor, variant_problems
+from megatron_dppo.models.family import family_of
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA_3_1: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "max_position_embeddings": 131072,
+    "rope_theta": 5e5,
+    "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+}
+
+
+def written_by_transformers(architecture: str, folder: Path) -> dict[str, Any]:
+    config = getattr(transformers, architecture).config_class(architectures=[architecture])
+    config.save_pretrained(folder)
+    return transformers.PreTrainedConfig.get_config_dict(folder)[0]
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, tmp_path: Path) -> None:
+    hf = written_by_transformers(architecture, tmp_path) | {"norm_topk_prob": True}
+    assert family_of(hf).architecture == architecture
+    assert list(variant_problems(hf)) == []
+    assert rope_scaling_factor(hf) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "found"),
+    [
+        *[(name, {"hidden_act": "gelu"}, "hidden_act = 'gelu'") for name in SUPPORTED_ARCHITECTURES],
+        *[(name, {"quantization_config": {}}, "quantization_config") for name in SUPPORTED_ARCHITECTURES],
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, "attention_bias = True"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True"),
+        (
+            "Qwen2ForCausalLM",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types with sliding_attention",
+        ),
+        ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias = True"),
+        ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias = True"),
+        ("LlamaForCausalLM", {"pretraining_tp": 2}, "pretraining_tp = 2"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+        ("LlamaForCausalLM", {"rope_scaling": [2.0]}, "a rope of [[2.0]]"),
+        ("LlamaForCausalLM", {"rope_scaling": {**LLAMA3, "factor": None}}, "factor = None"),
+        ("LlamaForCausalLM", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor = 2.0"),
+        ("LlamaForCausalLM", {"rope_scaling": {**LLAMA3, "high_freq_factor": None}}, "high_freq_factor = None"),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
+            "original_max_position_embeddings = 4096",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_theta": 1e4, "rope_parameters": LLAMA3},
+            "rope_theta of [10000.0, 500000.0]",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling and another rope_parameters",
+        ),
+    ],
+)
+def test_other_variants_are_refused(architecture: str, changes: Mapping[str, Any], found: str) -> None:
+    hf = {"architectures": [architecture], "norm_topk_prob": True, **changes}
+    assert [found in problem.found for problem in variant_problems(hf)] == [True], list(variant_problems(hf))
+
+
+def test_qwen2_has_no_attention_bias_to_switch() -> None:
+    assert list(variant_problems({"architectures": ["Qwen2ForCausalLM"], "attention_bias": False})) == []
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_llama3_frequencies_are_those_of_transformers(factor: float, head_dim: int) -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    hf = LLAMA_3_1 | {"rope_scaling": {**LLAMA_3_1["rope_scaling"], "factor": factor}, "head_dim": head_dim}
+    assert list(variant_problems(hf)) == []
+    assert rope_scaling_factor(hf) == factor
+    base: Any = 5e5
+    make: Callable[..., Any] = RotaryEmbedding
+    ours = make(
+        head_dim,
+        1.0,
+        rotary_base=base,
+        rope_scaling=True,
+        rope_scaling_factor=factor,
+        use_cpu_initialization=True,
+    ).inv_freq
+    plain = make(head_dim, 1.0, rotary_base=base, use_cpu_initialization=True).inv_freq
+    theirs, scale = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig(**hf))
+    assert scale == 1.0
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert float((plain / theirs).max()) == pytest.approx(factor), "low frequencies are divided by the factor"

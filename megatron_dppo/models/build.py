@@ -46,6 +46,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=False,
+        moe_token_dispatcher_type="alltoall",  # ranks hold micro-batches of unequal lengths, dense models too
     )
     settings |= _WITHOUT_FUSIONS | family_of(hf).transformer_config(hf) | parallel | overrides
     return TransformerConfig(**settings)

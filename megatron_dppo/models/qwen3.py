@@ -25,7 +25,6 @@ def _moe_config(hf: HFConfig) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_token_dispatcher_type="alltoall",
     )
 
 

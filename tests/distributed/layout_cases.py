@@ -26,13 +26,27 @@ class Case:
     parallel: Mapping[str, int]
     features: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the model has no experts."""
+        return self.name.startswith("dense")
+
+    @property
+    def reference(self) -> str:
+        """The name of what one process gives: neither the optimizer nor recomputation may change that."""
+        model = "dense" if self.is_dense else "experts"
+        return f"{model}.{self.features['objective']}.{self.features['routes']}"
+
     def tables(self) -> dict[str, dict[str, Any]]:
         """The case as tables of a config."""
         of = self.features
         overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
         recompute: dict[str, dict[str, Any]] = {
             "none": {},
-            "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+            "selective": {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["core_attn", "mlp" if self.is_dense else "moe"],
+            },
             "full": {
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
@@ -48,6 +62,22 @@ class Case:
         }
 
 
+# A dense model with biases and tied embeddings: the first and the last pipeline stage share a weight.
+DENSE_LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    2: {
+        "dense DP2": {},
+        "dense TP2": {"tensor": 2},
+        "dense PP2": {"pipeline": 2},
+        "dense PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+        "dense CP2": {"context": 2},
+    },
+    4: {
+        "dense TP2 PP2": {"tensor": 2, "pipeline": 2},
+        "dense TP2 CP2": {"tensor": 2, "context": 2},
+        "dense PP2 CP2": {"pipeline": 2, "context": 2},
+    },
+    8: {"dense TP2 CP2 PP2": {"tensor": 2, "context": 2, "pipeline": 2}},
+}
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     2: {
         "DP2": {},
@@ -113,9 +143,26 @@ def cases(world_size: int) -> Iterator[Case]:
     """
     rows = _rows()
     for index, (name, parallel) in enumerate(LAYOUTS[world_size].items()):
-        missing = {(feature, value) for feature, values in FEATURES.items() for value in values}
-        first = next(row for row in rows if (row["routes"], row["recompute"]) == ("replay", "full"))
-        for row in (first, *rows[index % len(rows) :], *rows):
-            if set(row.items()) & missing:
-                missing -= set(row.items())
-                yield Case(name, world_size, parallel, row)
+        yield from _covering(name, world_size, parallel, rows, index)
+    dense_rows = [row for row in rows if row["routes"] == "off"]
+    for index, (name, parallel) in enumerate(DENSE_LAYOUTS[world_size].items()):
+        yield from _covering(name, world_size, parallel, dense_rows, index)
+
+
+def _covering(
+    name: str, world_size: int, parallel: dict[str, int], rows: list[dict[str, str]], index: int
+) -> Iterator[Case]:
+    missing = {item for row in rows for item in row.items()}
+    first = [row for row in rows if (row["routes"], row["recompute"]) == ("replay", "full")][:1]
+    for row in (*first, *rows[index % len(rows) :], *rows):
+        if set(row.items()) & missing:
+            missing -= set(row.items())
+            yield Case(name, world_size, parallel, row)
+
+
+def references() -> Iterator[Case]:
+    """What one process computes, for each objective, with and without replay, and for the dense model."""
+    for name, routes in (("experts", "off"), ("experts", "replay"), ("dense", "off")):
+        for objective in FEATURES["objective"]:
+            features = {"objective": objective, "routes": routes, "recompute": "none", "optimizer": "plain"}
+            yield Case(name, 1, {}, features)

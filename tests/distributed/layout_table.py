@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from layout_cases import FEATURES, LAYOUTS, Case
+from layout_cases import DENSE_LAYOUTS, FEATURES, LAYOUTS, Case
 
 README = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "README.md"
 BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts -->"
@@ -29,8 +29,8 @@ def table(measured: list[tuple[Case, float]]) -> str:
     values = [(feature, value) for feature, of in FEATURES.items() for value in of]
     head = ["layout", "processes", *(f"{feature} {value}" for feature, value in values)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for world_size, layouts in LAYOUTS.items():
-        for name in layouts:
+    for world_size in LAYOUTS:
+        for name in (*LAYOUTS[world_size], *DENSE_LAYOUTS[world_size]):
             own = [(case, error) for case, error in measured if (case.name, case.world_size) == (name, world_size)]
             cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in values]
             lines.append("| " + " | ".join([name, str(world_size), *cells]) + " |")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import random_groups
+from tiny import logits_of, random_groups
 from tiny_families import write_family
 from torch import Tensor
 
@@ -60,9 +60,9 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
     (batch,) = train_batches([samples], shape, 0, runtime.all_gather)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logit_error = max(_logit_error(actor.logits(m), m, model) for m in batch.microbatches)
+    logit_error = max(_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
-    gradients = dict(export_hf_weights(actor.model, actor.hf, actor.main_gradients()))
+    gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
     reference_loss, reference = _reference(model, actor.objective, samples)
     return {
         "num_microbatches": len(batch.microbatches),
@@ -120,12 +120,12 @@ def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
     from megatron_dppo.models.megatron_checkpoint import load_weights, save_weights
 
     out = folder.with_name(f"{folder.name} as megatron")
-    save_weights(actor.model, out, folder)
+    save_weights(actor.chunks, out, folder)
     with torch.no_grad():
-        for parameter in actor.model.parameters():
+        for parameter in actor.chunks[0].parameters():
             parameter.fill_(float("nan"))
-    load_weights(actor.model, out, actor.hf)
-    before, after = HFWeights(folder), dict(export_hf_weights(actor.model, actor.hf))
+    load_weights(actor.chunks, out, actor.hf)
+    before, after = HFWeights(folder), dict(export_hf_weights(actor.chunks, actor.hf))
     changed = sorted(before.names ^ after.keys())
     return changed + [n for n in before.names & after.keys() if not torch.equal(before.tensor(n), after[n])]
 

@@ -3,17 +3,18 @@
 import gc
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from layout_cases import FEATURES, LAYOUTS, Case, cases
+from layout_cases import DENSE_LAYOUTS, LAYOUTS, Case, cases, references
 from layout_table import rows, worst_of, write_table
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_groups, write_model
+from tiny_families import write_family
 from torch import Tensor
 
 from megatron_dppo.actor.layout import PROVEN, Layout, kind_of
@@ -28,7 +29,7 @@ LIMIT = 1e-5
 _SMOOTH = {"lr": 30.0, "eps": 1.0, "clip_grad": 0.5}
 
 
-def step(runtime: Runtime, model: str, case: Case) -> dict[str, Any]:
+def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     """One gradient step on one rank: loss, gradients, updates and metrics of the whole model."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -42,7 +43,7 @@ def step(runtime: Runtime, model: str, case: Case) -> dict[str, Any]:
     tables = case.tables()
     tables["parallel"]["max_tokens_per_microbatch"] = 60
     tables["optimizer"] |= _SMOOTH
-    config = Config.model_validate({"model": {"load": model, "dtype": "float32"}, **tables})
+    config = Config.model_validate({"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables})
     actor = Actor(config, runtime)
     groups = with_advantages(random_groups(8, moe_layers=NUM_LAYERS), normalize_std=False)
     rank, size = actor.data_parallel_share
@@ -53,7 +54,10 @@ def step(runtime: Runtime, model: str, case: Case) -> dict[str, Any]:
         dist.all_gather_object(gathered, value, group=parallel_state.get_data_parallel_group())
         return gathered
 
-    shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=actor.routing)
+    routing = actor.routing
+    if routing is None:
+        own = [replace(sample, routed_experts=None) for sample in own]
+    shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=routing)
     (batch,) = train_batches([own], shape, rank, gather)
     log_probs = actor.with_old_log_probs(batch).microbatches
     before = {name: tensor.clone() for name, tensor in actor.weights()}
@@ -74,35 +78,33 @@ def step(runtime: Runtime, model: str, case: Case) -> dict[str, Any]:
     }
 
 
-def references(runtime: Runtime, model: str, folder: str) -> None:
-    """On one process: what every layout must give, for each objective with and without replay."""
-    for objective in FEATURES["objective"]:
-        for routes in FEATURES["routes"]:
-            features = {"objective": objective, "routes": routes, "recompute": "none", "optimizer": "plain"}
-            result = step(runtime, model, Case("one process", 1, {}, features))
-            assert result["num_microbatches"] > 2, "packing must be part of what is compared"
-            name = Path(folder, f"{objective}.{routes}")
-            save_file({n: t.contiguous() for n, t in result["gradients"].items()}, f"{name}.gradients")
-            save_file({n: t.contiguous() for n, t in result["updates"].items()}, f"{name}.updates")
-            Path(f"{name}.metrics").write_text(json.dumps(result["metrics"]))
+def write_references(runtime: Runtime, models: str, folder: str) -> None:
+    """On one process: what every layout must give."""
+    for case in references():
+        result = step(runtime, models, case)
+        assert result["num_microbatches"] > 2, "packing must be part of what is compared"
+        name = Path(folder, case.reference)
+        save_file({n: t.contiguous() for n, t in result["gradients"].items()}, f"{name}.gradients")
+        save_file({n: t.contiguous() for n, t in result["updates"].items()}, f"{name}.updates")
+        Path(f"{name}.metrics").write_text(json.dumps(result["metrics"]))
 
 
 def compare_all(
-    runtime: Runtime, model: str, folder: str, chosen: list[tuple[Any, ...]]
+    runtime: Runtime, models: str, folder: str, chosen: list[tuple[Any, ...]]
 ) -> list[dict[str, Any]]:
     """All cases in one spawn; on rank 0 the relative errors of each."""
     results: list[dict[str, Any]] = []
     for fields in chosen:
         print(fields, flush=True)  # in the log of a spawn that hangs
-        results.append(compare(runtime, model, folder, Case(*fields)))
+        results.append(compare(runtime, models, folder, Case(*fields)))
         gc.collect()  # the threads of process groups end with the last reference to them
     return results
 
 
-def compare(runtime: Runtime, model: str, folder: str, case: Case) -> dict[str, Any]:
+def compare(runtime: Runtime, models: str, folder: str, case: Case) -> dict[str, Any]:
     """The relative errors of one case."""
-    found = step(runtime, model, case)
-    name = Path(folder, f"{case.features['objective']}.{case.features['routes']}")
+    found = step(runtime, models, case)
+    name = Path(folder, case.reference)
     metrics: dict[str, float] = json.loads(Path(f"{name}.metrics").read_text())
     errors: dict[str, dict[str, float]] = {"metrics": {}}
     for kind in ("gradients", "updates"):
@@ -122,10 +124,16 @@ def _relative(value: Tensor, reference: Tensor) -> float:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
-    write_model(folder / "model", num_hidden_layers=NUM_LAYERS)
+    write_models(folder)
     (folder / "spawn").mkdir()
-    run_ranks(references, 1, folder / "spawn", str(folder / "model"), str(folder))
+    run_ranks(write_references, 1, folder / "spawn", str(folder), str(folder))
     return folder
+
+
+def write_models(folder: Path) -> None:
+    """The two models that layouts are compared on."""
+    write_model(folder / "experts", num_hidden_layers=NUM_LAYERS)
+    write_family(folder / "dense", "Qwen2ForCausalLM", num_hidden_layers=NUM_LAYERS, tie_word_embeddings=True)
 
 
 def _measured(reference: Path, world_size: int) -> list[tuple[Case, dict[str, Any]]]:
@@ -133,8 +141,8 @@ def _measured(reference: Path, world_size: int) -> list[tuple[Case, dict[str, An
     folder = reference / f"spawn{world_size}"
     folder.mkdir()
     plain = [astuple(case) for case in chosen]
-    model = str(reference / "model")
-    results = run_ranks(compare_all, world_size, folder, model, str(reference), plain, timeout_s=900)[0]
+    models = str(reference)
+    results = run_ranks(compare_all, world_size, folder, models, models, plain, timeout_s=900)[0]
     return list(zip(chosen, results, strict=True))
 
 
@@ -171,13 +179,13 @@ def test_every_layout_equals_one_process(measured: Measure, world_size: int) -> 
 def test_what_is_admitted_is_what_is_tested() -> None:
     tested = {
         kind_of(Layout.of(ParallelConfig(**parallel), world_size))
-        for world_size, layouts in LAYOUTS.items()
-        for parallel in layouts.values()
+        for layouts in (LAYOUTS, DENSE_LAYOUTS)
+        for world_size, of_size in layouts.items()
+        for parallel in of_size.values()
     }
     assert tested == PROVEN
 
 
 def test_the_readme_has_a_row_for_each_layout() -> None:
-    assert set(rows()) == {(name, str(size)) for size, layouts in LAYOUTS.items() for name in layouts} , (
-        "run: make layouts"
-    )
+    expected = {(name, str(size)) for of in (LAYOUTS, DENSE_LAYOUTS) for size, named in of.items() for name in named}
+    assert set(rows()) == expected, "run: make layouts"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import EXPERTS, LAYERS, TOP_K, write_model
+from tiny import EXPERTS, LAYERS, TOP_K, logits_of, write_model
 
 from megatron_dppo.runtime import Runtime
 
@@ -44,11 +44,11 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     assert routing is not None
     before = [router.router_replay for router in routers(actor.chunks[0]).values()]
     microbatch = batch.microbatches[0]
-    own = logits(actor, microbatch)
+    own = logits_of(actor, microbatch)
     with replaying(actor.chunks) as replay:
         replay.follow(other_routes(microbatch.routed_experts), microbatch.loss_mask)
-        results["other experts change the output"] = float((logits(actor, microbatch) - own).abs().max())
-    results["restored output"] = bool(torch.equal(logits(actor, microbatch), own))
+        results["other experts change the output"] = float((logits_of(actor, microbatch) - own).abs().max())
+    results["restored output"] = bool(torch.equal(logits_of(actor, microbatch), own))
     after = [router.router_replay for router in routers(actor.chunks[0]).values()]
     results["restored routers"] = all(x is y for x, y in zip(before, after, strict=True))
     from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -56,14 +56,6 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     results["global registry"] = len(RouterReplay.global_router_replay_instances)
     results["gradient of the router"] = router_gradient_error(actor, microbatch)
     return results
-
-
-@torch.no_grad()
-def logits(actor: Any, microbatch: Any) -> torch.Tensor:
-    """[T, V] of one micro-batch."""
-    from megatron_dppo.actor.forward import forward_packed
-
-    return forward_packed(actor.chunks[0], microbatch)[0]
 
 
 def sample(engine: Any, rank: int) -> list[Any]:

@@ -75,3 +75,12 @@ def random_groups(
         )
         for g in range(num_groups)
     ]
+
+
+@torch.no_grad()
+def logits_of(actor: Any, microbatch: Any) -> torch.Tensor:
+    """[T, V] of one micro-batch, of a model that one rank holds whole, with live routes."""
+    from megatron_dppo.actor.forward import forward_packed
+
+    (chunk,) = actor.chunks
+    return forward_packed(chunk, microbatch)[0]

@@ -9,6 +9,7 @@ from typing import TypeVar
 from megatron_dppo.actor.actor import Step
 from megatron_dppo.actor.evidence import keep_evidence
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches import BatchReport
 from megatron_dppo.data.memory import bytes_of_samples
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.run_lock import locked
@@ -129,6 +130,15 @@ class Journal:
         self._rollout_metrics |= total.metrics()
         self._rollout_metrics["rollout/num_response_tokens"] = total.num_response_tokens
         refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
+
+    def describe_batches(self, report: BatchReport) -> None:
+        """How a rollout's samples were spread over groups and micro-batches, given each rank's report."""
+        metrics = Metrics()
+        metrics.add_max("batch/imbalance", report.imbalance)
+        metrics.add_mean("batch/moved_fraction", report.num_moved, report.num_samples)
+        metrics.add_mean("batch/padding_fraction", report.num_padding_tokens, report.num_tokens)
+        metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
+        self.add_to_rollout(metrics)
 
     def write_samples(self, rollout: int, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
         """Rank 0's samples as text, every `tracking.samples_every` rollouts."""

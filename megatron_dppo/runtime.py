@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
@@ -81,6 +82,24 @@ class Runtime:
         if outcome[1] is not None and not self.is_main:
             raise outcome[1] from RaisedOnMain("rank 0 raised this, and knows from where")
         return outcome[0]
+
+    def exchange(self, parcels: list[Tensor]) -> list[Tensor]:
+        """Give `parcels[r]` to rank r; what each rank gave to this one, in rank order. Peer to peer.
+
+        Args:
+            parcels: [n] uint8 on the CPU, one for each rank; emptied, so that no byte is held a third time.
+        """
+        assert len(parcels) == self.world_size, "one parcel for each rank, empty ones too"
+        to_send = [parcel.numel() for parcel in parcels]
+        sizes = torch.tensor(to_send, device=self.device)
+        incoming = torch.empty_like(sizes)
+        dist.all_to_all_single(incoming, sizes)
+        to_receive: list[int] = incoming.tolist()
+        sent = torch.cat(parcels).to(self.device)
+        parcels.clear()
+        received = sent.new_empty(sum(to_receive))
+        dist.all_to_all_single(received, sent, to_receive, to_send)
+        return list(received.cpu().split(to_receive))
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""

@@ -53,15 +53,13 @@ class Training:
         """Load model, engine and prompts, and stand where the latest checkpoint stood."""
         actor, folder = Actor(config, runtime), hf_files(config.model.load)
         engine = build_engine(config, folder, runtime.device)
-        rollouts = Rollouts(config, folder, engine, actor.routing, share=actor.data_parallel_share)
+        rollouts = Rollouts(config, folder, engine, actor.routing, share=(runtime.rank, runtime.world_size))
         course = Course(config, runtime, journal, actor, requests)
         course.resume(rollouts.cursor, rollouts.prompts_digest)
         rollouts.seek(course.state.data_cursor)
         sync = InProcessSync(actor.weights, engine, runtime)
-        if (
-            course.opened is None
-        ):  # an open rollout was sampled with earlier weights, and none is sampled before
-            sync.push(course.state.weight_version)  # it is closed
+        if course.opened is None:  # nothing is sampled before an open rollout is closed, and weights pushed
+            sync.push(course.state.weight_version)
         return cls(config, runtime, journal, actor, rollouts, sync, course)
 
     def run(self) -> None:
@@ -85,10 +83,13 @@ class Training:
         self.journal.describe_rollout(batch)
         groups = with_advantages(batch.groups, self.config.algorithm.normalize_advantage_std)
         self.journal.write_samples(rollout, replace(batch, groups=tuple(groups)), self.rollouts.tokenizer)
+        del batch  # its samples are freed as they are packed, or sent to those who train on them
         routing = self.actor.routing if self.config.rollout.routing_replay != "off" else None
-        rank, gather = self.actor.data_parallel_share[0], self.runtime.all_gather
         with watch.time("batch"):
-            steps = gradient_steps(groups, rollout, self.config, routing=routing, rank=rank, all_gather=gather)
+            steps, report = gradient_steps(
+                groups, rollout, self.config, self.actor.data_parallel, routing=routing
+            )
+        self.journal.describe_batches(report)
         paired_every = self.config.tracking.paired_routing_every
         if paired_every and rollout % paired_every == 0 and steps:
             with watch.time("paired_forward"):

@@ -61,11 +61,9 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int) -> None
     }
     config = Config.model_validate(tables)
     actor = Actor(config, runtime)
-    rank, size = actor.data_parallel_share
-    groups = with_advantages(random_groups(8, topk=4)[rank::size], normalize_std=False)
-    (batch,) = gradient_steps(
-        groups, 0, config, routing=actor.routing, rank=rank, all_gather=runtime.all_gather
-    )
+    own = random_groups(8, topk=4)[runtime.rank :: runtime.world_size]
+    groups = with_advantages(own, normalize_std=False)
+    (batch,), _ = gradient_steps(groups, 0, config, actor.data_parallel, routing=actor.routing)
     kinds: dict[str, Any] = {}
     for kind, is_asynchronous in (("synchronous", False), ("asynchronous", True)):
         checkpoint = config.checkpoint.model_copy(update={"asynchronous": is_asynchronous, "keep_last": 1})

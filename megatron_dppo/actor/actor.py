@@ -24,10 +24,12 @@ from megatron_dppo.actor.groups import (
     sum_over_tokens_and_stages,
     vocab_shard,
 )
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.actor.layout import Layout, model_sizes
 from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
 from megatron_dppo.algorithms import Objective, PolicyLossOutput, preset
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.balance import SampleCost
+from megatron_dppo.data.exchange import DataParallel
 from megatron_dppo.data.packing import placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.metrics import Metrics
@@ -61,6 +63,9 @@ class Actor:
         self.objective: Objective = preset(config.algorithm.preset, **config.algorithm.objective_overrides())
         self.layout = Layout.of(config.parallel, runtime.world_size)
         initialize_groups(self.layout, config.run.seed, config.run.timeout_s)
+        self.data_parallel_groups: tuple[int, ...] = tuple(
+            runtime.all_gather(parallel_state.get_data_parallel_rank())
+        )
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
         self._model_config = transformer_config(self.hf, dtype, megatron_sizes(self.layout), config.megatron)
@@ -76,6 +81,12 @@ class Actor:
     def data_parallel_share(self) -> tuple[int, int]:
         """(rank, size): which share of the prompts this rank rolls out and trains on, of how many."""
         return parallel_state.get_data_parallel_rank(), self.layout.data
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """Which ranks train together, and what a sample costs them."""
+        cost = SampleCost.of_model(model_sizes(self.hf))
+        return DataParallel(self.data_parallel_groups, self._runtime, cost)
 
     @property
     def routing(self) -> ModelRouting | None:

@@ -1,7 +1,7 @@
 """Policy-gradient objectives, trust regions and divergences: pure functions of tensors."""
 
 from megatron_dppo.algorithms.advantages import group_advantages
-from megatron_dppo.algorithms.aggregate import AGGREGATIONS, token_weights
+from megatron_dppo.algorithms.aggregate import AGGREGATIONS, sequence_weights, token_weights
 from megatron_dppo.algorithms.divergence import (
     DIVERGENCES,
     Divergence,
@@ -34,6 +34,7 @@ __all__ = [
     "group_advantages",
     "policy_loss",
     "preset",
+    "sequence_weights",
     "token_weights",
     "topk_kl",
     "topk_partition",

@@ -52,17 +52,29 @@ def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: i
     Raises:
         ConfigError: The mode is unknown, a length is negative, or response_length is missing.
     """
+    counts = _counts(lengths)
+    return sequence_weights(mode, counts, response_length).repeat_interleave(counts)
+
+
+def sequence_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
+    """`token_weights` before they are repeated: one for all tokens of a sequence, [B] float64.
+
+    That of a sequence without a learning token is no number, and stands for nothing.
+    """
     if mode not in AGGREGATIONS:
         close = difflib.get_close_matches(mode, AGGREGATIONS, n=1)
         action = f"Did you mean {close[0]!r}?" if close else "Choose one of these."
         options = "one of " + ", ".join(AGGREGATIONS)
         raise ConfigError(Problem("algorithm.aggregation", repr(mode), options, action))
-    counts = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths or (), dtype=torch.long)
+    counts = _counts(lengths)
     if counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any()):
         action = "Count each sequence's learning tokens."
         raise ConfigError(Problem("lengths", str(lengths), "[B] integers >= 0", action))
     if mode == "seq_mean_token_sum_norm" and (response_length is None or response_length <= 0):
         action = "Pass rollout.max_response_tokens."
         raise ConfigError(Problem("response_length", repr(response_length), f"> 0 for {mode}", action))
-    weights = AGGREGATIONS[mode](counts.double(), (counts > 0).sum(), response_length or 0)
-    return weights.repeat_interleave(counts)
+    return AGGREGATIONS[mode](counts.double(), (counts > 0).sum(), response_length or 0)
+
+
+def _counts(lengths: Tensor | Sequence[int]) -> Tensor:
+    return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths or (), dtype=torch.long)

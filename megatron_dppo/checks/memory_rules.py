@@ -19,8 +19,8 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
     routing = None
     if config.rollout.routing_replay != "off" and sizes.num_experts is not None:
         routing = ModelRouting(sizes.moe_layers, sizes.num_experts, sizes.experts_per_token)
-    data_parallel_size = facts.world_size // (parallel.tensor * parallel.pipeline * parallel.context)
-    bound = rollout_bytes_bound(config, max(data_parallel_size, 1), routing) / (1 << 30)
+    num_groups = max(facts.world_size // (parallel.tensor * parallel.pipeline * parallel.context), 1)
+    bound = rollout_bytes_bound(config, facts.world_size, num_groups, routing) / (1 << 30)
     if bound > config.rollout.max_data_gib:
         yield Problem(
             "rollout.max_data_gib",

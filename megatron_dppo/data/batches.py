@@ -1,19 +1,20 @@
 """From scored groups to the gradient steps of one rollout."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import group_advantages, token_weights
+from megatron_dppo.algorithms import group_advantages, sequence_weights
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.balance import Plan, plan_minibatch
+from megatron_dppo.data.exchange import DataParallel, exchange_samples
+from megatron_dppo.data.memory import bytes_of_routes_and_topk
 from megatron_dppo.data.packing import WeightedSample, pack, placeholder
-from megatron_dppo.types import Microbatch, ModelRouting, Sample, SampleGroup, TrainBatch
-
-AllGather = Callable[[Any], list[Any]]
+from megatron_dppo.types import ModelRouting, Sample, SampleGroup, TrainBatch
 
 
 def with_advantages(groups: Sequence[SampleGroup], normalize_std: bool) -> list[SampleGroup]:
@@ -35,26 +36,40 @@ def _floats(values: Tensor) -> list[float]:
     return [float(value) for value in values]
 
 
+@dataclass(frozen=True)
+class BatchReport:
+    """How evenly a rollout's training lies, and what that took. Over all ranks but for what is this rank's."""
+
+    imbalance: float  # work of each gradient step's busiest group over the groups' mean; 1 is perfect
+    num_samples: int  # trained on; once for each epoch
+    num_moved: int  # of those, by another group than the one whose rank sampled them
+    num_tokens: int  # in this rank's micro-batches
+    num_padding_tokens: int  # of those, of no sample
+    max_bytes: int  # most bytes of routes and top-K that this rank held at once
+
+
 def gradient_steps(
-    groups: Sequence[SampleGroup],
+    groups: list[SampleGroup],
     rollout: int,
     config: Config,
+    data_parallel: DataParallel,
     *,
     routing: ModelRouting | None,
-    rank: int,
-    all_gather: AllGather,
-) -> list[TrainBatch]:
+) -> tuple[list[TrainBatch], BatchReport]:
     """This rank's micro-batches of each gradient step on one rollout, with weights and counts over all ranks.
 
-    A mini-batch without a learning token on any rank makes no step.
+    A mini-batch without a learning token on any rank makes no step. Every rank calls this together.
 
     Args:
-        groups: This rank's, with advantages.
+        groups: Those that this rank sampled, with advantages. Emptied: samples are freed as they are packed or
+            sent away, where nobody else holds them.
         rollout: Index of the rollout; with `run.seed` it fixes the order of prompts in later epochs.
         config: The run's.
+        data_parallel: Which ranks train together.
         routing: The model's, where samples carry routes.
-        rank: This rank's place among those that `all_gather` gathers.
-        all_gather: Every data-parallel rank's value, in rank order; ranks exchange only lengths.
+
+    Raises:
+        DataError: A sample, of whatever rank, is longer than a micro-batch may be.
     """
     shape = BatchShape(
         aggregation=config.algorithm.aggregation,
@@ -68,10 +83,12 @@ def gradient_steps(
     for epoch in range(config.algorithm.epochs_per_rollout):
         step_of = minibatch_of_prompts(num_prompts, num_minibatches, (config.run.seed, rollout, epoch))
         for step in range(num_minibatches):
-            own = [group for group in groups if step_of[group.index] == step]
-            minibatches.append([sample for group in own for sample in group.samples])
-    steps = train_batches(minibatches, shape, rank, all_gather)
-    return [step for step in steps if step.num_loss_tokens]
+            minibatches.append(
+                [sample for group in groups if step_of[group.index] == step for sample in group.samples]
+            )
+    groups.clear()
+    steps, report = train_batches(minibatches, shape, data_parallel)
+    return [step for step in steps if step.num_loss_tokens], report
 
 
 def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int, int, int]) -> list[int]:
@@ -105,45 +122,99 @@ class BatchShape:
 
 
 def train_batches(
-    minibatches: Sequence[Sequence[Sample]], shape: BatchShape, rank: int, all_gather: AllGather
-) -> list[TrainBatch]:
+    minibatches: list[list[Sample]], shape: BatchShape, data_parallel: DataParallel
+) -> tuple[list[TrainBatch], BatchReport]:
     """This rank's micro-batches of each gradient step, with weights and counts over all ranks.
 
-    Ranks exchange only lengths. A rank with fewer micro-batches than another gets placeholders.
+    Ranks exchange lengths; then whole samples move, one mini-batch at a time. All ranks of a group get the same
+    micro-batches, and every group as many: one that has fewer gets placeholders. The order in which a rank
+    holds its samples changes nothing. Every rank calls this together.
 
     Args:
-        minibatches: This rank's samples of each gradient step.
+        minibatches: This rank's samples of each gradient step; emptied, so that samples can be freed.
         shape: How to pack and weigh.
-        rank: This rank's place among those that `all_gather` gathers.
-        all_gather: Every data-parallel rank's value, in rank order.
+        data_parallel: Which ranks train together.
+
+    Raises:
+        DataError: A sample, of whatever rank, is longer than a micro-batch may be.
     """
-    lengths = [[int(sample.loss_mask.sum()) for sample in minibatch] for minibatch in minibatches]
-    lengths_by_rank: list[list[list[int]]] = all_gather(lengths)
-    packed: list[list[Microbatch]] = []
-    for step, minibatch in enumerate(minibatches):
-        weighted = _weigh(minibatch, [ranks[step] for ranks in lengths_by_rank], rank, shape)
-        packed.append(pack(weighted, shape.max_tokens))
-    counts_by_rank: list[list[int]] = all_gather([len(microbatches) for microbatches in packed])
-    batches: list[TrainBatch] = []
-    for step, microbatches in enumerate(packed):
-        num_missing = max(counts[step] for counts in counts_by_rank) - len(microbatches)
-        filler = placeholder(shape.topk_columns, shape.routing)
-        all_lengths = [length for ranks in lengths_by_rank for length in ranks[step]]
-        batches.append(TrainBatch((*microbatches, *[filler] * num_missing), sum(all_lengths), len(all_lengths)))
-    return batches
+    for minibatch in minibatches:
+        minibatch.sort(key=lambda sample: sample.id)
+    sizes_by_rank = data_parallel.peers.all_gather([[_Size.of(s) for s in own] for own in minibatches])
+    steps, plans, max_bytes = list[TrainBatch](), list[Plan](), 0
+    held = [0] * data_parallel.num_groups
+    for of_ranks in zip(*sizes_by_rank, strict=True):
+        owners = [rank for rank, own in enumerate(of_ranks) for _ in own]
+        sizes = [size for own in of_ranks for size in own]
+        plan = plan_minibatch(
+            [size.num_tokens for size in sizes],
+            [data_parallel.group_of_rank[owner] for owner in owners],
+            held,
+            max_tokens=shape.max_tokens,
+            cost=data_parallel.cost,
+        )
+        samples = exchange_samples(minibatches.pop(0), owners, plan.group_of_sample, data_parallel)
+        steps.append(_train_batch(samples, sizes, plan.microbatches[data_parallel.group], shape))
+        plans.append(plan)
+        held = [before + added for before, added in zip(held, plan.tokens, strict=True)]
+        max_bytes = max(max_bytes, _bytes_held([samples.values(), *minibatches], steps))
+        del samples  # not beside the next mini-batch
+    return steps, _report(steps, plans, data_parallel.group, max_bytes)
 
 
-def _weigh(
-    samples: Sequence[Sample], lengths_by_rank: Sequence[Sequence[int]], rank: int, shape: BatchShape
-) -> list[WeightedSample]:
-    """Weights such that the loss divided by the global number of learning tokens is the aggregated loss."""
-    lengths = torch.tensor([length for ranks in lengths_by_rank for length in ranks], dtype=torch.int64)
-    weights = token_weights(shape.aggregation, lengths, shape.response_length).double() * lengths.sum()
-    before = sum(sum(ranks) for ranks in lengths_by_rank[:rank])
-    weighted: list[WeightedSample] = []
-    for sample, length in zip(samples, lengths_by_rank[rank], strict=True):
-        own = weights[before : before + length].float()
-        before += length
-        per_token = torch.zeros(sample.response_length).masked_scatter(sample.loss_mask, own)
-        weighted.append(WeightedSample(sample, per_token))
-    return weighted
+class _Size(NamedTuple):
+    """What every rank needs to know of a sample."""
+
+    num_tokens: int
+    num_loss_tokens: int
+
+    @classmethod
+    def of(cls, sample: Sample) -> "_Size":
+        return cls(sample.tokens.numel(), int(sample.loss_mask.sum()))
+
+
+def _train_batch(
+    samples: Mapping[int, Sample],
+    sizes: Sequence[_Size],
+    microbatches: Sequence[Sequence[int]],
+    shape: BatchShape,
+) -> TrainBatch:
+    """One gradient step, with weights such that the loss over its learning tokens is the aggregated loss.
+
+    Args:
+        samples: This group's, by their place in `sizes`.
+        sizes: Of all groups' samples.
+        microbatches: This group's samples, by place.
+        shape: How to pack and weigh.
+    """
+    lengths = torch.tensor([size.num_loss_tokens for size in sizes], dtype=torch.int64)
+    num_loss_tokens = int(lengths.sum())
+    weights = sequence_weights(shape.aggregation, lengths, shape.response_length) * num_loss_tokens
+
+    def weighted(place: int) -> WeightedSample:
+        mask = samples[place].loss_mask
+        return WeightedSample(samples[place], torch.where(mask, weights[place].float(), 0.0))
+
+    filler = placeholder(shape.topk_columns, shape.routing)
+    packed = [pack([weighted(place) for place in chosen]) if chosen else filler for chosen in microbatches]
+    return TrainBatch(tuple(packed), num_loss_tokens, len(sizes))
+
+
+def _bytes_held(samples: Sequence[Iterable[Sample]], steps: Sequence[TrainBatch]) -> int:
+    """Bytes of routes and top-K; a sample that several epochs wait for is one."""
+    distinct = {id(sample): sample for several in samples for sample in several}
+    microbatches = [microbatch for step in steps for microbatch in step.microbatches]
+    return sum(map(bytes_of_routes_and_topk, (*distinct.values(), *microbatches)))
+
+
+def _report(steps: Sequence[TrainBatch], plans: Sequence[Plan], group: int, max_bytes: int) -> BatchReport:
+    mean = sum(sum(plan.work) / len(plan.work) for plan in plans)
+    num_tokens = sum(microbatch.tokens.numel() for step in steps for microbatch in step.microbatches)
+    return BatchReport(
+        imbalance=sum(max(plan.work) for plan in plans) / mean if mean else 1.0,
+        num_samples=sum(len(plan.group_of_sample) for plan in plans),
+        num_moved=sum(plan.num_moved for plan in plans),
+        num_tokens=num_tokens,
+        num_padding_tokens=num_tokens - sum(plan.tokens[group] for plan in plans),
+        max_bytes=max_bytes,
+    )

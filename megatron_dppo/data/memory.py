@@ -3,39 +3,61 @@
 from collections.abc import Iterable
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.types import ModelRouting, Sample
+from megatron_dppo.types import Microbatch, ModelRouting, Sample
 
 
-def rollout_bytes_bound(config: Config, data_parallel_size: int, routing: ModelRouting | None) -> int:
-    """Most bytes that one rank's share of a rollout can take, where every response is as long as allowed.
+def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routing: ModelRouting | None) -> int:
+    """Most bytes that a rollout can take on one rank, where every response is as long as allowed.
 
-    Samples and the micro-batches packed from them, once per epoch, are held at the same time.
+    The samples that the rank sampled; one mini-batch on its way, as what is sent and as what came; and the
+    micro-batches of its data-parallel group, once per epoch, each with up to one sample beyond an equal share.
 
     Args:
         config: The run's.
-        data_parallel_size: Ranks that share the prompts.
+        world_size: Ranks that share the prompts.
+        num_groups: Data-parallel groups, which share the training.
         routing: The model's, where routes are captured.
     """
-    options = config.rollout
-    num_prompts = -(-options.prompts_per_rollout // data_parallel_size)
-    num_samples = num_prompts * options.samples_per_prompt
+    options, algorithm = config.rollout, config.algorithm
     num_tokens = config.data.max_prompt_tokens + options.max_response_tokens
     routes = 0
     if routing is not None:
         routes = len(routing.layer_numbers) * routing.top_k * (1 if routing.num_experts <= 256 else 2)
     topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
-    sample = 8 + 4 + 1 + topk + routes  # tokens, log-probs, mask
-    packed = 3 * 8 + 1 + 4 * 4 + topk + routes  # tokens, positions, targets; mask; four float32 per token
-    return num_samples * num_tokens * (sample + config.algorithm.epochs_per_rollout * packed)
+    sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
+    packed = num_tokens * (3 * 8 + 1 + 4 * 4 + topk + routes)  # with positions, targets; four float32 per token
+    held = _share(options.prompts_per_rollout, world_size) * options.samples_per_prompt * sample
+    num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
+    trained = (_share(num_trained, num_groups) + (num_groups > 1)) * packed
+    if world_size == 1:
+        return held + trained
+    minibatch = _share(options.prompts_per_rollout, algorithm.minibatches_per_rollout)
+    sent = (
+        _share(minibatch, world_size) if algorithm.epochs_per_rollout == 1 else minibatch
+    )  # later ones: chance
+    sent = min(sent, _share(options.prompts_per_rollout, world_size)) * (world_size // num_groups)
+    came = _share(minibatch * options.samples_per_prompt, num_groups) + 1
+    return held + trained + (sent * options.samples_per_prompt + came) * sample
+
+
+def _share(count: int, num_parts: int) -> int:
+    return -(-count // num_parts)
 
 
 def bytes_of_samples(samples: Iterable[Sample]) -> int:
     """Bytes of the samples' tensors."""
-    total = 0
-    for sample in samples:
-        total += sample.tokens.nbytes + sample.loss_mask.nbytes + sample.rollout_log_probs.nbytes
-        if sample.topk is not None:
-            total += sample.topk.ids.nbytes + sample.topk.log_probs.nbytes
-        if sample.routed_experts is not None:
-            total += sample.routed_experts.indices.nbytes
-    return total
+    return sum(
+        sample.tokens.nbytes
+        + sample.loss_mask.nbytes
+        + sample.rollout_log_probs.nbytes
+        + bytes_of_routes_and_topk(sample)
+        for sample in samples
+    )
+
+
+def bytes_of_routes_and_topk(holder: Sample | Microbatch) -> int:
+    """Bytes of the routes and top-K of a sample, or of a micro-batch."""
+    topk, routes = holder.topk, holder.routed_experts
+    return (topk.ids.nbytes + topk.log_probs.nbytes if topk is not None else 0) + (
+        routes.indices.nbytes if routes is not None else 0
+    )

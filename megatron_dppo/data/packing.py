@@ -1,4 +1,4 @@
-"""From samples to packed micro-batches: whole sequences, end to end, up to a token budget."""
+"""From samples to packed micro-batches: whole sequences, end to end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.errors import DataError
 from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, Sample
 
 
@@ -18,41 +17,8 @@ class WeightedSample:
     token_weights: Tensor  # [R] float32
 
 
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of item indices, each within `capacity`: longest first, into the first bin with room.
-
-    Raises:
-        DataError: An item alone exceeds the capacity.
-    """
-    too_long = [length for length in lengths if length > capacity]
-    if too_long:
-        raise DataError(
-            f"{len(too_long)} sequences exceed the budget of {capacity} tokens per micro-batch (longest: "
-            f"{max(too_long)}). Raise parallel.max_tokens_per_microbatch or lower rollout.max_response_tokens."
-        )
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        target = next((b for b, free in enumerate(room) if free >= lengths[item]), len(bins))
-        if target == len(bins):
-            bins.append([])
-            room.append(capacity)
-        bins[target].append(item)
-        room[target] -= lengths[item]
-    return bins
-
-
-def pack(samples: Sequence[WeightedSample], max_tokens: int) -> list[Microbatch]:
-    """Micro-batches of at most `max_tokens` tokens; everything that belongs to a token moves with it.
-
-    Raises:
-        DataError: A sample is longer than the budget.
-    """
-    bins = first_fit_decreasing([s.sample.tokens.numel() for s in samples], max_tokens)
-    return [_pack_one([samples[i] for i in sorted(chosen)]) for chosen in bins]
-
-
-def _pack_one(samples: Sequence[WeightedSample]) -> Microbatch:
+def pack(samples: Sequence[WeightedSample]) -> Microbatch:
+    """One micro-batch of the samples, at least one, in their order; what belongs to a token moves with it."""
     lengths = torch.tensor([s.sample.tokens.numel() for s in samples])
     return Microbatch(
         tokens=torch.cat([s.sample.tokens for s in samples]),

@@ -1,6 +1,6 @@
 """From prompts to scored groups of samples: tokenise, sample, judge, and count what was dropped.
 
-Each data-parallel rank collects its own share of a rollout, without communicating. The loop sums the counts
+Each rank collects its own share of a rollout, without communicating. The loop sums the counts
 over ranks and then calls `refuse_if_too_many_dropped`.
 """
 

@@ -65,7 +65,7 @@ class Rollouts:
             hf_folder: Holds the tokenizer.
             engine: Samples; its weights must be pushed before `next`.
             routing: What captured routes must look like; none for a dense model.
-            share: (rank, size) of the data-parallel group.
+            share: (rank, size) of the job: no two ranks sample the same prompt, whatever they train together.
         """
         self._config, self._engine, self._share = config, engine, share
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)

@@ -34,13 +34,13 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
         actor = Actor(config, runtime)
         engine = build_engine(config, Path(model), runtime.device)
         InProcessSync(actor.weights, engine, runtime).push(version=3)
-        samples = sample(engine, actor.data_parallel_share[0])
+        samples = sample(engine, runtime.rank)
+        results["weight versions"] = {s.weight_versions[0].version for s in samples}
         routing = actor.routing if mode != "off" else None
         shape = BatchShape("token_mean", 16, 200, routing=routing)
-        (batch,) = train_batches([samples], shape, actor.data_parallel_share[0], runtime.all_gather)
+        (batch,), _ = train_batches([samples], shape, actor.data_parallel)
         metrics = actor.accumulate_gradients(batch, is_first=True).metrics.values()
         results[mode] = metrics
-        results["weight versions"] = {s.weight_versions[0].version for s in samples}
     assert routing is not None
     before = [router.router_replay for router in routers(actor.chunks[0]).values()]
     microbatch = batch.microbatches[0]

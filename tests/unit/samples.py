@@ -1,7 +1,9 @@
 """Hand-made samples for tests of packing, batches and routes."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -45,6 +47,25 @@ def make_sample(
 def make_group(index: int, samples: list[Sample]) -> SampleGroup:
     """The samples as the answers to prompt number `index`."""
     return SampleGroup(Prompt(str(index), "", "test", text="?"), tuple(samples), index)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal bit for bit, NaN included, in tensors, dataclasses, sequences and mappings."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    elif hasattr(a, "__dataclass_fields__"):
+        for field in fields(a):
+            assert_same(getattr(a, field.name), getattr(b, field.name))
+    elif isinstance(a, tuple | list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, dict):
+        assert_same(list(a.items()), list(b.items()))
+    else:
+        assert a == b or (math.isnan(a) and math.isnan(b))
 
 
 @dataclass(frozen=True)

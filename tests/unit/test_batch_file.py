@@ -1,12 +1,11 @@
 """Gradient steps there and back: the same bits, whatever they carry; torn files are refused."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from samples import ROUTING, make_sample
+from samples import ROUTING, assert_same, make_sample
 
 from megatron_dppo.data.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.data.packing import WeightedSample, pack, placeholder
@@ -14,25 +13,10 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.types import Microbatch, TrainBatch
 
 
-def assert_same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), "bit for bit, NaN included"
-    elif hasattr(a, "__dataclass_fields__"):
-        for field in fields(a):
-            assert_same(getattr(a, field.name), getattr(b, field.name))
-    elif isinstance(a, tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b
-
-
 def microbatches() -> list[Microbatch]:
     samples = [make_sample(list(range(4 + n)), 2, reward=float(n)) for n in range(4)]
-    return pack([WeightedSample(s, torch.full((s.response_length,), 0.5)) for s in samples], 9)
+    weighted = [WeightedSample(s, torch.full((s.response_length,), 0.5)) for s in samples]
+    return [pack(weighted[:1]), pack(weighted[1:])]
 
 
 def steps() -> tuple[TrainBatch, ...]:

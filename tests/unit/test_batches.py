@@ -1,13 +1,13 @@
 """Gradient steps: weights and counts over all ranks, and mini-batches that no rank count changes."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from typing import Any
+import gc
+import random
+import weakref
 
 import pytest
 import torch
-from samples import ROUTING, make_group, make_sample
+from ranks_on_threads import alone, on_ranks
+from samples import ROUTING, assert_same, make_group, make_sample
 
 from megatron_dppo.algorithms import AGGREGATIONS, token_weights
 from megatron_dppo.config.schema import Config
@@ -18,26 +18,9 @@ from megatron_dppo.data.batches import (
     train_batches,
     with_advantages,
 )
+from megatron_dppo.data.exchange import DataParallel
+from megatron_dppo.errors import DataError
 from megatron_dppo.types import Sample, TrainBatch
-
-
-def on_ranks(world_size: int, work: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-    """Run `work(rank, all_gather)` on threads that stand for ranks."""
-    barrier, slots = Barrier(world_size), [None] * world_size
-
-    def run(rank: int) -> Any:
-        def all_gather(value: Any) -> list[Any]:
-            slots[rank] = value
-            barrier.wait()
-            gathered = list(slots)
-            barrier.wait()
-            return gathered
-
-        return work(rank, all_gather)
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(run, range(world_size)))
-
 
 SAMPLES = [
     make_sample(list(range(3 + n)), 2, mask=[(i + n) % 3 != 0 for i in range(1 + n)], reward=float(n % 2))
@@ -45,40 +28,124 @@ SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+LAYOUTS = [(0,), (0, 1), (0, 0), (0, 1, 2), (0, 0, 1, 1), (0, 1, 0, 1)]
+
+
+def steps_of(minibatch: list[Sample], shape: BatchShape, group_of_rank: tuple[int, ...]) -> list[TrainBatch]:
+    """The gradient step of one mini-batch on every rank, each of which sampled every n-th sample."""
+    world_size = len(group_of_rank)
+
+    def work(data_parallel: DataParallel) -> TrainBatch:
+        (step,), _ = train_batches([minibatch[data_parallel.peers.rank :: world_size]], shape, data_parallel)
+        return step
+
+    return on_ranks(work, group_of_rank)
+
+
+def one_of_each_group(ranks: list[TrainBatch], group_of_rank: tuple[int, ...]) -> list[TrainBatch]:
+    return [ranks[group_of_rank.index(group)] for group in range(max(group_of_rank) + 1)]
+
+
+@pytest.mark.parametrize("group_of_rank", LAYOUTS, ids=str)
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
-def test_weighted_losses_over_the_token_count_are_the_aggregated_loss(mode: str, world_size: int) -> None:
+def test_weighted_losses_over_the_token_count_are_the_aggregated_loss(
+    mode: str, group_of_rank: tuple[int, ...]
+) -> None:
     shape = BatchShape(mode, response_length=16, max_tokens=20)
-    ranks: list[list[TrainBatch]] = on_ranks(
-        world_size, lambda rank, gather: train_batches([SAMPLES[rank::world_size]], shape, rank, gather)
-    )
+    groups = one_of_each_group(steps_of(SAMPLES, shape, group_of_rank), group_of_rank)
     loss_of = {float(t): 0.3 * i + 1 for i, t in enumerate(-torch.arange(1.0, 9.0))}  # by rollout log-prob
     total = 0.0
-    for (batch,) in ranks:
+    for batch in groups:
         for m in batch.microbatches:
             losses = torch.tensor([loss_of.get(float(x), 0.0) for x in m.rollout_log_probs])
             total += float((m.token_weights * losses)[m.loss_mask].sum())
     lengths = [int(s.loss_mask.sum()) for s in SAMPLES]
     per_token = torch.tensor([loss_of[float(x)] for s in SAMPLES for x in s.rollout_log_probs[s.loss_mask]])
     expected = float((token_weights(mode, lengths, 16) * per_token).sum())
-    assert ranks[0][0].num_loss_tokens == sum(lengths)
-    assert ranks[0][0].num_samples == len(SAMPLES)
+    assert {batch.num_loss_tokens for batch in groups} == {sum(lengths)}
+    assert {batch.num_samples for batch in groups} == {len(SAMPLES)}
     assert total / sum(lengths) == pytest.approx(expected, rel=1e-6)
 
 
 def test_token_mean_weighs_every_token_one() -> None:
-    (batch,) = train_batches([SAMPLES], BatchShape("token_mean", 16, 100), 0, lambda value: [value])
+    (batch,), _ = train_batches([list(SAMPLES)], BatchShape("token_mean", 16, 100), alone())
     for m in batch.microbatches:
         assert torch.allclose(m.token_weights[m.loss_mask], torch.ones(m.num_loss_tokens))
 
 
-def test_ranks_keep_in_step_with_placeholders() -> None:
+def contents(batch: TrainBatch) -> list[list[list[int]]]:
+    """The tokens of each sequence of each micro-batch."""
+    return [[t.tolist() for t in m.tokens.tensor_split(m.cu_seqlens[1:-1].long())] for m in batch.microbatches]
+
+
+@pytest.mark.parametrize("group_of_rank", LAYOUTS, ids=str)
+def test_ranks_of_a_group_train_on_the_same_and_groups_share_all(group_of_rank: tuple[int, ...]) -> None:
+    shape = BatchShape("token_mean", 16, max_tokens=11, topk_columns=2, routing=ROUTING)
+    ranks = steps_of(SAMPLES, shape, group_of_rank)
+    assert len({len(step.microbatches) for step in ranks}) == 1, "as many micro-batches on every rank"
+    for rank, group in enumerate(group_of_rank):
+        assert_same(ranks[rank], ranks[group_of_rank.index(group)])
+    groups = one_of_each_group(ranks, group_of_rank)
+    trained = [tokens for step in groups for several in contents(step) for tokens in several]
+    sampled = sorted(sample.tokens.tolist() for sample in SAMPLES)
+    assert sorted(tokens for tokens in trained if tokens != [0, 0]) == sampled, "each sample once"
+    assert all(m.tokens.numel() <= 11 for step in ranks for m in step.microbatches)
+
+
+def test_a_group_without_samples_keeps_in_step_with_placeholders() -> None:
     shape = BatchShape("token_mean", 16, max_tokens=9, topk_columns=2, routing=ROUTING)
-    shares: list[list[Sample]] = [SAMPLES, [], SAMPLES[:1]]
-    ranks = on_ranks(3, lambda rank, gather: train_batches([shares[rank]], shape, rank, gather))
-    counts = {len(batch.microbatches) for (batch,) in ranks}
-    assert len(counts) == 1 and counts.pop() > 1
-    assert sum(m.num_loss_tokens for m in ranks[1][0].microbatches) == 0
+    ranks = steps_of(SAMPLES[-1:], shape, (0, 1, 2))
+    assert [len(step.microbatches) for step in ranks] == [1, 1, 1]
+    assert sorted(step.microbatches[0].num_loss_tokens for step in ranks) == [0, 0, SAMPLES[-1].loss_mask.sum()]
+
+
+@pytest.mark.parametrize("group_of_rank", [(0,), (0, 0), (0, 1, 0, 1)], ids=str)
+def test_the_order_of_samples_changes_nothing(group_of_rank: tuple[int, ...]) -> None:
+    shape = BatchShape("seq_mean_token_mean", 16, max_tokens=11)
+    size = len(group_of_rank)
+
+    def work(data_parallel: DataParallel, seed: int) -> list[TrainBatch]:
+        own = SAMPLES[data_parallel.peers.rank :: size]
+        random.Random(seed).shuffle(own)
+        return train_batches([own], shape, data_parallel)[0]
+
+    for seed in range(1, 4):
+        assert_same(
+            on_ranks(lambda data_parallel: work(data_parallel, 0), group_of_rank),
+            on_ranks(lambda data_parallel, seed=seed: work(data_parallel, seed), group_of_rank),
+        )
+
+
+def test_a_sample_above_the_budget_is_refused_on_every_rank() -> None:
+    shape = BatchShape("token_mean", 16, max_tokens=8)
+
+    def work(data_parallel: DataParallel) -> str:
+        own = SAMPLES[-1:] if data_parallel.peers.rank == 0 else SAMPLES[:1]
+        with pytest.raises(DataError) as caught:
+            train_batches([own], shape, data_parallel)
+        return str(caught.value)
+
+    first, second = on_ranks(work, (0, 1))
+    assert first == second
+    assert "1 sequences exceed the budget of 8 tokens per micro-batch (longest: 9)" in first
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_samples_are_freed_once_they_are_packed(epochs: int) -> None:
+    minibatches = [[make_sample([1, 2, 3 + i], 2), make_sample([1, 2, 4, 5 + i], 2)] for i in range(3)] * epochs
+    minibatches = [list(minibatch) for minibatch in minibatches]
+    held = [weakref.ref(sample.tokens) for minibatch in minibatches for sample in minibatch]
+
+    def work(data_parallel: DataParallel) -> int:
+        own = minibatches if data_parallel.peers.rank == 0 else [[] for _ in range(3 * epochs)]
+        steps, report = train_batches(own, BatchShape("token_mean", 16, 8), data_parallel)
+        return len(steps) + report.num_moved
+
+    assert on_ranks(work, (0, 1)) == [3 * epochs + 3 * epochs] * 2, (
+        "one of the two samples goes to the other rank"
+    )
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
 
 
 def test_minibatches_depend_on_the_key_alone_and_split_evenly() -> None:
@@ -104,12 +171,12 @@ def test_a_prompt_trains_in_the_same_step_on_any_number_of_ranks(world_size: int
     groups = with_advantages(
         [make_group(i, [make_sample([1, 2, 30 + i], 2, reward=r) for r in (0.0, 1.0)]) for i in range(8)], False
     )
-    ranks = on_ranks(
-        world_size,
-        lambda rank, gather: gradient_steps(
-            groups[rank::world_size], 3, config, routing=None, rank=rank, all_gather=gather
-        ),
-    )
+
+    def work(data_parallel: DataParallel) -> list[TrainBatch]:
+        own = groups[data_parallel.peers.rank :: world_size]
+        return gradient_steps(own, 3, config, data_parallel, routing=None)[0]
+
+    ranks = on_ranks(work, tuple(range(world_size)))
     steps = []
     for step in zip(*ranks, strict=True):
         last = [m.tokens[m.cu_seqlens[1:].long() - 1].tolist() for batch in step for m in batch.microbatches]
@@ -126,7 +193,7 @@ def test_a_minibatch_without_learning_tokens_makes_no_step() -> None:
     )
     dead = make_sample([1, 2, 3], 2, mask=[False])
     groups = [make_group(0, [dead]), make_group(1, [make_sample([1, 2, 3], 2)])]
-    steps = gradient_steps(groups, 0, config, routing=None, rank=0, all_gather=lambda value: [value])
+    steps, _ = gradient_steps(groups, 0, config, alone(), routing=None)
     assert [step.num_loss_tokens for step in steps] == [1]
 
 
@@ -143,5 +210,6 @@ def test_groups_that_lost_every_sample_and_steps_without_one_are_no_fault() -> N
     groups = [make_group(0, [])]
     assert with_advantages(groups, normalize_std=False) == groups
     shape = BatchShape("seq_mean_token_mean", 8, 64)
-    (batch,) = on_ranks(1, lambda rank, gather: train_batches([[]], shape, rank, gather))[0]
+    (batch,), report = train_batches([[]], shape, alone())
     assert batch == TrainBatch((), 0, 0)
+    assert (report.imbalance, report.num_moved, report.num_padding_tokens) == (1.0, 0, 0)

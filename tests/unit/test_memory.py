@@ -1,20 +1,23 @@
 """The bound on a rollout's bytes holds, and is met where every response is as long as allowed."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from ranks_on_threads import alone
 from samples import ROUTING, make_group, make_sample
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batch_file import bytes_of
 from megatron_dppo.data.batches import gradient_steps
-from megatron_dppo.data.memory import bytes_of_samples, rollout_bytes_bound
+from megatron_dppo.data.memory import bytes_of_routes_and_topk, bytes_of_samples, rollout_bytes_bound
+from megatron_dppo.data.packing import WeightedSample, pack
 
 PROMPT, RESPONSE, PROMPTS, SAMPLES = 3, 200, 4, 2
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("length", [RESPONSE, RESPONSE // 2])
-def test_the_bound_holds(epochs: int, length: int) -> None:
-    config = Config.model_validate(
+def run(epochs: int) -> Config:
+    return Config.model_validate(
         {
             "data": {"max_prompt_tokens": PROMPT},
             "rollout": {
@@ -26,12 +29,33 @@ def test_the_bound_holds(epochs: int, length: int) -> None:
             "algorithm": {"epochs_per_rollout": epochs, "minibatches_per_rollout": 2},
         }
     )
-    tokens = list(range(PROMPT + length))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("length", [RESPONSE, RESPONSE // 2])
+def test_the_bound_holds(epochs: int, length: int) -> None:
+    config, tokens = run(epochs), list(range(PROMPT + length))
     groups = [make_group(i, [make_sample(tokens, PROMPT) for _ in range(SAMPLES)]) for i in range(PROMPTS)]
-    steps = gradient_steps(groups, 0, config, routing=ROUTING, rank=0, all_gather=lambda value: [value])
     held = bytes_of_samples(sample for group in groups for sample in group.samples)
+    steps, _ = gradient_steps(groups, 0, config, alone(), routing=ROUTING)
     held += sum(bytes_of(step) for step in steps)
-    bound = rollout_bytes_bound(config, 1, ROUTING)
+    bound = rollout_bytes_bound(config, 1, 1, ROUTING)
     assert 0.9 * bound * length / RESPONSE < held <= bound
-    assert rollout_bytes_bound(config, 2, ROUTING) * 2 == bound
-    assert rollout_bytes_bound(config, 1, None) < bound
+    assert rollout_bytes_bound(config, 1, 1, None) < bound
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_more_groups_hold_less_each_and_a_larger_group_holds_no_more_than_its_samples(epochs: int) -> None:
+    config = run(epochs)
+    one, two, four = (rollout_bytes_bound(config, n, n, ROUTING) for n in (1, 2, 4))
+    assert one > two > four, "with a mini-batch on its way, and one sample beyond an equal share"
+    split_model = rollout_bytes_bound(config, 4, 2, ROUTING)
+    assert four < split_model < one
+
+
+def test_routes_and_topk_are_counted_in_samples_and_micro_batches() -> None:
+    sample = make_sample(list(range(10)), 4)
+    assert bytes_of_routes_and_topk(sample) == 9 * 2 * 2 + 6 * 2 * 8
+    packed = pack([WeightedSample(sample, torch.ones(6))])
+    assert bytes_of_routes_and_topk(packed) == 10 * 2 * 2 + 10 * 2 * 8
+    assert bytes_of_routes_and_topk(replace(packed, topk=None, routed_experts=None)) == 0

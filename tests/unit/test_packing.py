@@ -1,13 +1,9 @@
 """Packing: each value stands at the position that scores its token, and no sample is lost or cut."""
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from samples import ROUTING, make_sample
 
-from megatron_dppo.data.packing import WeightedSample, first_fit_decreasing, pack, placeholder
-from megatron_dppo.errors import DataError
+from megatron_dppo.data.packing import WeightedSample, pack, placeholder
 from megatron_dppo.types import Microbatch
 
 FIRST = make_sample([10, 11, 12, 13, 14], prompt_length=2, reward=1.0)
@@ -16,8 +12,7 @@ SECOND = make_sample([20, 21, 22], prompt_length=1, mask=[True, False])
 
 def packed() -> Microbatch:
     weighted = [WeightedSample(FIRST, torch.tensor([1.0, 2.0, 3.0])), WeightedSample(SECOND, torch.ones(2))]
-    (microbatch,) = pack(weighted, max_tokens=8)
-    return microbatch
+    return pack(weighted)
 
 
 def test_a_token_is_scored_at_the_position_before_it() -> None:
@@ -47,22 +42,6 @@ def test_the_last_token_replays_the_row_before_it() -> None:
     assert routes is not None
     assert routes.indices[:, 0, 0].tolist() == [0, 1, 2, 3, 3, 0, 1, 1]
     assert routes.layer_numbers == ROUTING.layer_numbers
-
-
-def test_a_sample_above_the_budget_is_refused_with_the_figures() -> None:
-    weighted = [WeightedSample(FIRST, torch.ones(3))]
-    with pytest.raises(DataError, match=r"1 sequences exceed the budget of 4 .* \(longest: 5\)"):
-        pack(weighted, max_tokens=4)
-
-
-@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 50))
-def test_bins_hold_every_item_once_within_capacity(lengths: list[int], capacity: int) -> None:
-    bins = first_fit_decreasing(lengths, capacity)
-    assert sorted(item for chosen in bins for item in chosen) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in chosen) <= capacity for chosen in bins)
-    assert sum(sum(lengths[i] for i in chosen) * 2 <= capacity for chosen in bins) <= 1, (
-        "no two half-empty bins"
-    )
 
 
 def test_a_placeholder_trains_nothing_and_has_distinct_experts() -> None:

@@ -1,5 +1,6 @@
 """A tiny Qwen3-MoE as a Hugging Face checkpoint, and random samples for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,22 @@ def write_model(folder: Path, **changes: Any) -> Path:
 
 
 def random_groups(
-    num_groups: int, samples_per_group: int = 3, topk: int = 4, moe_layers: int = LAYERS
+    num_groups: int,
+    samples_per_group: int = 3,
+    topk: int = 4,
+    moe_layers: int = LAYERS,
+    response_lengths: Sequence[int] = (),
 ) -> list[SampleGroup]:
-    """Samples of many lengths with random routes, top-K and rewards; the same on every rank."""
+    """Samples with random routes, top-K and rewards; the same on every rank.
+
+    Responses are up to 13 tokens long, or as long as `response_lengths` say, over and over.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def sample(group: int, index: int) -> Sample:
         prompt, response = (int(torch.randint(low, 14, (), generator=generator)) for low in (2, 1))
+        if response_lengths:
+            response = response_lengths[(group * samples_per_group + index) % len(response_lengths)]
         tokens = torch.randint(0, VOCAB, (prompt + response,), generator=generator)
         scores = torch.rand(prompt + response - 1, moe_layers, EXPERTS, generator=generator)
         mu = torch.randn(response, VOCAB, generator=generator).mul(2).log_softmax(-1)

@@ -78,11 +78,6 @@ class Actor:
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
     @property
-    def data_parallel_share(self) -> tuple[int, int]:
-        """(rank, size): which share of the prompts this rank rolls out and trains on, of how many."""
-        return parallel_state.get_data_parallel_rank(), self.layout.data
-
-    @property
     def data_parallel(self) -> DataParallel:
         """Which ranks train together, and what a sample costs them."""
         cost = SampleCost.of_model(model_sizes(self.hf))

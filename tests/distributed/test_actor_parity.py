@@ -44,10 +44,9 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
     )
     actor = Actor(config, runtime)
     groups = with_advantages(random_groups(5), normalize_std=False)
-    rank, size = actor.data_parallel_share
-    own = [sample for group in groups[rank::size] for sample in group.samples]
+    own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     shape = BatchShape(config.algorithm.aggregation, 16, 60, topk_columns=4, routing=actor.routing)
-    (batch,) = train_batches([own], shape, rank, runtime.all_gather)
+    (batch,), _ = train_batches([own], shape, actor.data_parallel)
     if actor.objective.anchor == "recomputed":
         batch = actor.with_old_log_probs(batch)
     metrics = actor.accumulate_gradients(batch, is_first=True).metrics

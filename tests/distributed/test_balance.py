@@ -178,7 +178,7 @@ def gradients(runtime: Runtime, model: str) -> dict[str, Any]:
         (batch,), report = train_batches([samples], shape, actor.data_parallel)
         step = actor.accumulate_gradients(batch, is_first=True)
         assert not step.faults
-        exported = dict(export_hf_weights(actor.model, actor.hf, actor.main_gradients()))
+        exported = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
         results[name] = {
             "gradients": {key: gradient.clone() for key, gradient in exported.items()},
             "num_microbatches": len(batch.microbatches),

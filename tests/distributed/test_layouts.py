@@ -46,19 +46,12 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     config = Config.model_validate({"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables})
     actor = Actor(config, runtime)
     groups = with_advantages(random_groups(8, moe_layers=NUM_LAYERS), normalize_std=False)
-    rank, size = actor.data_parallel_share
-    own = [sample for group in groups[rank::size] for sample in group.samples]
-
-    def gather(value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, value, group=parallel_state.get_data_parallel_group())
-        return gathered
-
+    own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     routing = actor.routing
     if routing is None:
         own = [replace(sample, routed_experts=None) for sample in own]
     shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=routing)
-    (batch,) = train_batches([own], shape, rank, gather)
+    (batch,), _ = train_batches([own], shape, actor.data_parallel)
     log_probs = actor.with_old_log_probs(batch).microbatches
     before = {name: tensor.clone() for name, tensor in actor.weights()}
     result = actor.train_step(batch, is_first=True)
@@ -68,11 +61,13 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         gradients = {name: tensor.clone() for name, tensor in exported}
     updates = {name: tensor - before[name] for name, tensor in actor.weights()}
     metrics = Metrics().merge(runtime.all_gather(result.metrics.state())).values()
-    summed = [float((m.old_log_probs * m.loss_mask).sum()) for m in log_probs if m.old_log_probs is not None]
+    own_sum = sum(float((m.old_log_probs * m.loss_mask).sum()) for m in log_probs if m.old_log_probs is not None)
+    sums: list[float] = [0.0] * actor.layout.data
+    dist.all_gather_object(sums, own_sum, group=parallel_state.get_data_parallel_group())
     return {
         "gradients": gradients,
         "updates": updates,
-        "metrics": metrics | {"sum of log-probs": sum(sum(own) for own in gather(summed))},
+        "metrics": metrics | {"sum of log-probs": sum(sums)},
         "faults": result.faults,
         "num_microbatches": len(batch.microbatches),
     }

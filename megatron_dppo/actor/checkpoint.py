@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dppo.actor import checkpoint_folder
 from megatron_dppo.actor.actor import Actor
+from megatron_dppo.actor.layout import Layout
 from megatron_dppo.actor.checkpoint_folder import STATE, Kept, Retention
 from megatron_dppo.actor.mcore_fixes import prime_adam_states
 from megatron_dppo.config.schema import CheckpointConfig
@@ -103,7 +104,8 @@ class Checkpoints:
         except CheckpointError as error:
             self._fail(unfinished, str(error))
             return time.perf_counter() - started
-        self._underway = _Save(unfinished, point, pending, self._runtime.rank, steps, random_states())
+        rank, layout = self._runtime.rank, actor.layout
+        self._underway = _Save(unfinished, point, layout, pending, rank, steps, random_states())
         self._underway.thread.start()
         if not self._options.asynchronous:
             self.complete()
@@ -142,7 +144,7 @@ class Checkpoints:
         A torn checkpoint is renamed, reported, and the one before it is taken.
 
         Raises:
-            CheckpointError: All are torn, or the checkpoint is of another model or number of processes.
+            CheckpointError: All are torn, or the checkpoint is of another model or cannot be resharded.
         """
         found = self._newest_whole()
         if found is None:
@@ -212,7 +214,7 @@ class Checkpoints:
         """Rank 0: what belongs to no rank alone, the checksums, and the names that make it visible."""
         unfinished, point = save.unfinished, save.point
         copy_model_files(hf_files(self._model_folder), unfinished / HF)
-        checkpoint_folder.write_durably(unfinished / STATE, _to_json(point, self._runtime.world_size))
+        checkpoint_folder.write_durably(unfinished / STATE, _to_json(point, save.layout))
         others = [
             file
             for file in unfinished.rglob("*")
@@ -255,6 +257,7 @@ class _Save:
 
     unfinished: Path
     point: RunPoint
+    layout: Layout
     pending: PendingSave
     rank: int
     steps: tuple[TrainBatch, ...] | None  # of the open rollout
@@ -284,28 +287,40 @@ class _Save:
 def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
     """Restore weights, optimizer, schedule and random states; every rank calls this together.
 
+    On another layout than it was saved on, weights and optimizer are resharded, and random states start anew:
+    nothing that a run computes depends on them while dropout is 0.
+
     Raises:
-        CheckpointError: It is of another model, or of another number of processes.
+        CheckpointError: It is of another model, or of another layout and cannot be resharded.
         DataError: The open rollout's steps cannot be read.
     """
     content = _read_state(checkpoint)
-    if content["world_size"] != runtime.world_size:
-        raise CheckpointError(
-            f"{checkpoint} was written by {content['world_size']} processes; this run has "
-            f"{runtime.world_size}. Start {content['world_size']}, or train from its weights alone: "
-            f"model.load = {str(checkpoint)!r}."
-        )
+    is_resharded = content["layout"] != asdict(actor.layout)
+    if is_resharded:
+        _require_reshardable(checkpoint, content, actor)
     state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
     load_model_states(actor.chunks, state)
     actor.optimizer.load_state_dict(state["optimizer"])
     own = f"rank_{runtime.rank:05d}.safetensors"
-    _restore_random_states(load_file(checkpoint / "rng" / own))
+    if not is_resharded:
+        _restore_random_states(load_file(checkpoint / "rng" / own))
     point = _from_json(content, lambda: read_batches(checkpoint / "remaining" / own))
     actor.restart_schedule(point.state.step)
     return point
 
 
-def _to_json(point: RunPoint, world_size: int) -> str:
+def _require_reshardable(checkpoint: Path, content: dict[str, Any], actor: Actor) -> None:
+    saved = Layout(**content["layout"])
+    if content["open_rollout"] is not None:
+        raise CheckpointError(
+            f"{checkpoint} stands in the middle of a rollout, whose batches were made for {saved}; this run has "
+            f"{actor.layout}. Start as it was until a rollout is finished and saved, name an earlier checkpoint "
+            f"in {checkpoint.parent}/latest, or train from its weights alone: model.load = {str(checkpoint)!r}."
+        )
+    logger.info("%s: resharding from %s to %s", checkpoint, saved, actor.layout)
+
+
+def _to_json(point: RunPoint, layout: Layout) -> str:
     opened = point.opened
     kept = None
     if opened is not None:
@@ -318,7 +333,7 @@ def _to_json(point: RunPoint, world_size: int) -> str:
         "state": asdict(point.state),
         "metrics_offset": point.metrics_offset,
         "prompts_digest": point.prompts_digest,
-        "world_size": world_size,
+        "layout": asdict(layout),
         "score": point.score,
         "open_rollout": kept,
     }

@@ -107,6 +107,10 @@ PROVEN: frozenset[LayoutKind] = frozenset(
         _kind("pipeline", "virtual_pipeline", "expert"),
         _kind("pipeline", "context"),
         _kind("context", "expert"),
+        _kind("tensor", "pipeline", "expert"),
+        _kind("tensor", "pipeline", "expert", expert_tensor="whole"),
+        _kind("tensor", "context", "pipeline"),
+        _kind("pipeline", "virtual_pipeline", "context", "expert"),
     }
 )
 """Kinds whose loss, gradients and updates the distributed tests compare with one process's."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -84,21 +84,49 @@ class GroupedExperts(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Where these experts sit among all: [layers, experts, rows, columns]."""
-        expert_axis = (len(sharded_offsets), self.groups.ep.rank(), self.groups.ep.size())
-        return {
-            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.{key}.weight",
+        """Where these experts sit among all: [layers, experts, rows, columns].
+
+        With split experts a rank holds a part of the gate's rows and a part of the up projection's, which are
+        apart in the whole.
+        """
+        before = len(sharded_offsets)
+        rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+
+        def sharded(key: str, weight: Tensor, replica: ReplicaId, *split: tuple[int, int, int]) -> ShardedTensor:
+            expert_axis = (before, self.groups.ep.rank(), self.groups.ep.size())
+            return ShardedTensor.from_rank_offsets(
+                key,
                 weight,
                 *sharded_offsets,
                 expert_axis,
-                replica_id=(0, self.groups.expt_tp.rank(), self.groups.expt_dp.rank()),
-                prepend_axis_num=len(sharded_offsets),
+                *split,
+                replica_id=replica,
+                prepend_axis_num=before,
             )
-            for name, key, weight in (
-                ("fc1_weight", "linear_fc1", self.fc1_weight),
-                ("fc2_weight", "linear_fc2", self.fc2_weight),
-            )
+
+        def gate_and_up(
+            key: str, weight: Tensor, replica: ReplicaId, flattened_range: slice | None
+        ) -> ShardedStateDict:
+            assert flattened_range is None, "optimizer states are stored in the shape of their parameters"
+            gate, up = weight.chunk(2, dim=1)
+            rows = before + 1
+            return {
+                "gate": sharded(key, gate, replica, (rows, rank, 2 * size)),
+                "up": sharded(key, up, replica, (rows, size + rank, 2 * size)),
+            }
+
+        replica = (0, 0, self.groups.expt_dp.rank())
+        return {
+            f"{prefix}fc1_weight": ShardedTensorFactory(
+                f"{prefix}experts.linear_fc1.weight",
+                self.fc1_weight,
+                gate_and_up,
+                lambda parts: torch.cat([parts["gate"], parts["up"]], dim=1),
+                replica,
+            ),
+            f"{prefix}fc2_weight": sharded(
+                f"{prefix}experts.linear_fc2.weight", self.fc2_weight, replica, (before + 2, rank, size)
+            ),
         }
 
 

@@ -1,0 +1,175 @@
+"""A checkpoint of one layout, loaded on another: the same weights, moments and step, and the same course after."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import VOCAB, random_groups, write_model
+
+from megatron_dppo.runtime import Runtime
+
+NUM_LAYERS = 4
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one process": (1, {}),
+    "DP2": (2, {}),
+    "EP2": (2, {"expert": 2}),
+    "TP2": (2, {"tensor": 2}),
+    "PP2 VPP2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "CP2 EP2": (2, {"context": 2, "expert": 2}),
+    "TP2 EP2 ETP2": (4, {"tensor": 2, "expert": 2}),
+    "TP2 EP4": (4, {"tensor": 2, "expert": 4, "expert_tensor": 1}),
+    "TP2 PP2": (4, {"tensor": 2, "pipeline": 2}),
+}
+NUM_BEFORE, NUM_AFTER = 2, 3
+
+
+def build(runtime: Runtime, model: str, layout: str) -> Any:
+    """An actor on a layout."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+
+    config = Config.model_validate(
+        {
+            "model": {"load": model, "dtype": "float32"},
+            "parallel": LAYOUTS[layout][1] | {"max_tokens_per_microbatch": 60},
+            "optimizer": {"lr": 1e-2, "eps": 1e-2},
+        }
+    )
+    return Actor(config, runtime)
+
+
+def losses(runtime: Runtime, actor: Any, num_steps: int) -> list[float]:
+    """Of so many gradient steps, each on the same samples."""
+    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.diagnostics.metrics import Metrics
+
+    found: list[float] = []
+    for _ in range(num_steps):
+        groups = with_advantages(random_groups(4, moe_layers=NUM_LAYERS), normalize_std=False)
+        own = [s for group in groups[runtime.rank :: runtime.world_size] for s in group.samples]
+        shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=actor.routing)
+        (batch,), _ = train_batches([own], shape, actor.data_parallel)
+        step = actor.train_step(batch, is_first=False)
+        found.append(Metrics().merge(runtime.all_gather(step.metrics.state())).values()["loss/policy"])
+    return found
+
+
+def save(runtime: Runtime, actor: Any, folder: Path) -> Path:
+    """A checkpoint of the run's kind."""
+    from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint
+    from megatron_dppo.config.schema import CheckpointConfig
+    from megatron_dppo.types import RunState
+
+    checkpoints = Checkpoints(
+        folder, CheckpointConfig(asynchronous=False, reserve_gib=0), actor._config.model.load, runtime
+    )
+    checkpoints.save(actor, RunPoint(RunState(1, NUM_BEFORE, 1, {}), 0, ""))
+    checkpoints.wait()
+    return folder / f"step_{NUM_BEFORE:08d}"
+
+
+def save_all(runtime: Runtime, model: str, folder: str, layouts: list[str]) -> dict[str, list[float]]:
+    """Train, save, and train on: the losses after the save, per layout."""
+    found: dict[str, list[float]] = {}
+    for layout in layouts:
+        actor = build(runtime, model, layout)
+        losses(runtime, actor, NUM_BEFORE)
+        save(runtime, actor, Path(folder, layout))
+        found[layout] = losses(runtime, actor, NUM_AFTER)
+        del actor
+        gc.collect()
+    return found
+
+
+def load_all(runtime: Runtime, model: str, folder: str, layouts: list[str]) -> dict[str, Any]:
+    """Load every layout's checkpoint on each of these; what changed in it when saved again, and later losses."""
+    from megatron_dppo.actor.checkpoint import load
+    from megatron_dppo.errors import CheckpointError
+
+    found: dict[str, Any] = {}
+    for layout in layouts:
+        for source in LAYOUTS:
+            print(source, "->", layout, flush=True)  # in the log of a spawn that hangs
+            actor = build(runtime, model, layout)
+            checkpoint = Path(folder, source, f"step_{NUM_BEFORE:08d}")
+            try:
+                point = load(checkpoint, actor, runtime)
+            except CheckpointError as error:
+                found[f"{source} -> {layout}"] = str(error)
+                continue
+            again = save(runtime, actor, Path(folder, f"{source} on {layout}"))
+            changed = differences(checkpoint, again) if runtime.is_main else []
+            found[f"{source} -> {layout}"] = (changed, losses(runtime, actor, NUM_AFTER), point.state.step)
+            del actor
+            gc.collect()
+    return found
+
+
+def differences(checkpoint: Path, again: Path) -> list[str]:
+    """Names of tensors that are not bitwise the same in both, gathered whole."""
+    import torch.distributed.checkpoint as dcp
+
+    contents: list[dict[str, Any]] = []
+    for folder in (checkpoint / "megatron", again / "megatron"):
+        reader = dcp.FileSystemReader(folder)
+        metadata = reader.read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(of.size, dtype=of.properties.dtype)
+            for name, of in metadata.items()
+            if isinstance(of, dcp.metadata.TensorStorageMetadata)
+        }
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        # A split vocabulary is padded to equal parts.
+        contents.append({n: t[:VOCAB] if _is_vocabulary(n) else t for n, t in tensors.items()})
+    before, after = contents
+    assert any("exp_avg_sq" in name for name in before), sorted(before)
+    changed = sorted(before.keys() ^ after.keys())
+    return changed + [name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])]
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name.endswith(("word_embeddings.weight", "output_layer.weight"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resharding")
+    write_model(folder / "model", num_hidden_layers=NUM_LAYERS)
+    return folder
+
+
+def by_world_size() -> dict[int, list[str]]:
+    """Layouts that one spawn can go through."""
+    sizes = sorted({size for size, _ in LAYOUTS.values()})
+    return {size: [name for name, (own, _) in LAYOUTS.items() if own == size] for size in sizes}
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Losses after each save, and what each pair of layouts gave."""
+    after: dict[str, list[float]] = {}
+    pairs: dict[str, Any] = {}
+    for results, function in ((after, save_all), (pairs, load_all)):
+        for world_size, layouts in by_world_size().items():
+            spawn = folder / f"{function.__name__}{world_size}"
+            spawn.mkdir()
+            arguments = (str(folder / "model"), str(folder), layouts)
+            results |= run_ranks(function, world_size, spawn, *arguments, timeout_s=600)[0]
+    return after, pairs
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_a_checkpoint_moves_between_layouts(
+    loaded: tuple[dict[str, list[float]], dict[str, Any]], source: str, target: str
+) -> None:
+    after, pairs = loaded
+    result = pairs[f"{source} -> {target}"]
+    assert not isinstance(result, str), result
+    changed, later, step = result
+    assert changed == [], "weights and moments, gathered whole, are bitwise the same"
+    assert step == NUM_BEFORE
+    assert later == pytest.approx(after[source], rel=1e-5)

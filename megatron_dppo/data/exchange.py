@@ -80,10 +80,11 @@ def exchange_samples(
         data_parallel: The groups.
     """
     rank, group = data_parallel.peers.rank, data_parallel.group
-    departing: list[list[Sample]] = [[] for _ in range(data_parallel.num_groups)]
     targets = [group_of_sample[place] for place, owner in enumerate(owners) if owner == rank]
-    for sample, target in zip(own, targets, strict=True):
-        departing[target].append(sample)
+    departing = [
+        [sample for sample, target in zip(own, targets, strict=True) if target == destination]
+        for destination in range(data_parallel.num_groups)
+    ]
     own.clear()
     staying = departing[group]
     received: list[Tensor] = []

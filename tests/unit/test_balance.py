@@ -85,6 +85,20 @@ def test_the_busiest_group_is_within_a_third_of_the_least_possible(arguments: di
     assert max(plan.work) <= max(4 / 3, NEAR_EVEN) * least + 1e-9
 
 
+@settings(max_examples=300)
+@given(minibatches())
+def test_keeping_samples_at_home_leaves_no_group_much_busier_than_moving_them_freely(
+    arguments: dict[str, Any],
+) -> None:
+    arguments["cost"] = BY_TOKENS
+    plan = plan_minibatch(**arguments)
+    loads = [0.0] * len(plan.microbatches)
+    for length in sorted(arguments["lengths"], reverse=True):
+        loads[loads.index(min(loads))] += length
+    least = least_work([float(length) for length in arguments["lengths"]], len(loads))
+    assert max(plan.work) <= max([NEAR_EVEN * least, *loads])
+
+
 @given(minibatches(), st.integers(1, 4))
 def test_no_group_ever_holds_more_than_an_equal_share_and_one_sample(
     arguments: dict[str, Any], times: int
@@ -135,6 +149,12 @@ def test_a_rollout_s_lengths_are_spread_evenly_and_most_bytes_stay(cost: SampleC
     for several in zip(*plan.microbatches, strict=True):
         together = [sum(cost.of(lengths[place]) for place in chosen) for chosen in several]
         assert max(together) < 1.1 * min(together), "micro-batches of one number cost groups the same"
+
+
+def test_samples_move_freely_where_keeping_them_at_home_would_leave_one_group_busier() -> None:
+    """Kept at home as long as that is within the mean, they would come to 21."""
+    lengths, homes = [8, 6, 6, 5, 18, 12, 8, 5, 2, 5], [3, 0, 0, 3, 1, 2, 3, 2, 3, 2]
+    assert max(plan_minibatch(lengths, homes, [0] * 4, max_tokens=18, cost=BY_TOKENS).work) == 19
 
 
 def test_nothing_moves_where_work_is_even() -> None:

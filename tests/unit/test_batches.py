@@ -3,10 +3,11 @@
 import gc
 import random
 import weakref
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from ranks_on_threads import alone, on_ranks
+from ranks_on_threads import Peer, alone, on_ranks
 from samples import ROUTING, assert_same, make_group, make_sample
 
 from megatron_dppo.algorithms import AGGREGATIONS, token_weights
@@ -20,7 +21,7 @@ from megatron_dppo.data.batches import (
 )
 from megatron_dppo.data.exchange import DataParallel
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import Sample, TrainBatch
+from megatron_dppo.types import Sample, SampleGroup, TrainBatch
 
 SAMPLES = [
     make_sample(list(range(3 + n)), 2, mask=[(i + n) % 3 != 0 for i in range(1 + n)], reward=float(n % 2))
@@ -130,22 +131,62 @@ def test_a_sample_above_the_budget_is_refused_on_every_rank() -> None:
     assert "1 sequences exceed the budget of 8 tokens per micro-batch (longest: 9)" in first
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_samples_are_freed_once_they_are_packed(epochs: int) -> None:
-    minibatches = [[make_sample([1, 2, 3 + i], 2), make_sample([1, 2, 4, 5 + i], 2)] for i in range(3)] * epochs
-    minibatches = [list(minibatch) for minibatch in minibatches]
-    held = [weakref.ref(sample.tokens) for minibatch in minibatches for sample in minibatch]
+def test_a_group_s_share_is_counted_over_the_rollout() -> None:
+    """Of 6 + 4 + 4 tokens one group always gets 8; over ten steps that would be 80 of 140, and is not."""
+    lengths = (6, 4, 4)
 
     def work(data_parallel: DataParallel) -> int:
-        own = minibatches if data_parallel.peers.rank == 0 else [[] for _ in range(3 * epochs)]
-        steps, report = train_batches(own, BatchShape("token_mean", 16, 8), data_parallel)
-        return len(steps) + report.num_moved
+        is_first = data_parallel.peers.rank == 0
+        own = [[make_sample([1] * length, 1) for length in lengths * is_first] for _ in range(10)]
+        steps, _ = train_batches(own, BatchShape("token_mean", 16, 8), data_parallel)
+        return sum(m.tokens.numel() for step in steps for m in step.microbatches if m.num_loss_tokens)
 
-    assert on_ranks(work, (0, 1)) == [3 * epochs + 3 * epochs] * 2, (
-        "one of the two samples goes to the other rank"
-    )
+    tokens = on_ranks(work, (0, 1))
+    assert sum(tokens) == 140
+    assert max(tokens) <= 140 / 2 + 6
+
+
+@dataclass(frozen=True)
+class Watched(Peer):
+    """Notes how many of the given samples still exist each time that samples travel."""
+
+    tokens: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    num_alive: list[int] = field(default_factory=list)
+
+    def exchange(self, parcels: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.num_alive.append(num_alive(self.tokens))
+        return super().exchange(parcels)
+
+
+def num_alive(references: list[weakref.ref[torch.Tensor]]) -> int:
     gc.collect()
-    assert not any(reference() is not None for reference in held)
+    return sum(reference() is not None for reference in references)
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1, [5, 3, 1]), (2, [6, 6, 6])])
+def test_samples_are_freed_once_they_are_packed_or_sent_away(epochs: int, expected: list[int]) -> None:
+    """Rank 0 samples two responses to each of three prompts, one a step, and sends one of each away."""
+    config = Config.model_validate(
+        {
+            "rollout": {"prompts_per_rollout": 3},
+            "algorithm": {"minibatches_per_rollout": 3, "epochs_per_rollout": epochs},
+        }
+    )
+    groups = [make_group(i, [make_sample([1, 2, 3, n, i], 2) for n in (4, 5)]) for i in range(3)]
+    tokens = [weakref.ref(sample.tokens) for group in groups for sample in group.samples]
+    seen: list[int] = []
+
+    def work(data_parallel: DataParallel) -> tuple[int, int]:
+        peer, own = data_parallel.peers, list[SampleGroup]()
+        assert isinstance(peer, Peer)
+        if peer.rank == 0:
+            own, peer = groups, Watched(peer.rank, peer.meeting, tokens, seen)
+        steps, report = gradient_steps(own, 0, config, replace(data_parallel, peers=peer), routing=ROUTING)
+        return len(steps), report.num_moved
+
+    assert on_ranks(work, (0, 1)) == [(3 * epochs, 3 * epochs)] * 2
+    assert seen[:3] == expected
+    assert num_alive(tokens) == 0
 
 
 def test_minibatches_depend_on_the_key_alone_and_split_evenly() -> None:

@@ -78,6 +78,11 @@ class Actor:
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
     @property
+    def is_optimizer_distributed(self) -> bool:
+        """Whether optimizer states are sharded over data-parallel ranks."""
+        return self._config.optimizer.distributed
+
+    @property
     def data_parallel(self) -> DataParallel:
         """Which ranks train together, and what a sample costs them."""
         cost = SampleCost.of_model(model_sizes(self.hf))
@@ -105,7 +110,7 @@ class Actor:
         return export_hf_weights(self.chunks, self.hf)
 
     def complete_parameters(self) -> None:
-        """Wait until this rank has all its updated parameters; call before reading them outside a forward pass."""
+        """Wait until this rank has all its updated parameters, before they are read outside a forward pass."""
         complete_parameters(self._ddp)
 
     def train_step(self, batch: TrainBatch, *, is_first: bool) -> "Step":
@@ -195,7 +200,9 @@ class Actor:
         whole: list[Tensor] = []
         for index, microbatch in enumerate(microbatches):
             own = self._slice(microbatch)
-            values = own.scattered(collected[index].cpu()) if collected else torch.zeros_like(microbatch.advantages)
+            values = (
+                own.scattered(collected[index].cpu()) if collected else torch.zeros_like(microbatch.advantages)
+            )
             whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
         return whole
 
@@ -240,7 +247,7 @@ class Actor:
 
         With the distributed optimizer a rank holds only its own shard of the reduced gradients.
         """
-        parameters: Iterator[Any] = (p for chunk in self.chunks for p in chunk.parameters())
+        parameters: list[Any] = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         return [parameter.main_grad for parameter in parameters]
 
 
@@ -259,7 +266,9 @@ def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):
         return []
-    parameters: list[tuple[str, Any]] = [named for chunk in wrapped for named in chunk.module.named_parameters()]
+    parameters: list[tuple[str, Any]] = [
+        named for chunk in wrapped for named in chunk.module.named_parameters()
+    ]
     names = [name for name, parameter in parameters if not bool(parameter.main_grad.isfinite().all())]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return [f"gradient: not finite in {len(names)} tensors ({shown})"]

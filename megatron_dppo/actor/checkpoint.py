@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dppo.actor import checkpoint_folder
 from megatron_dppo.actor.actor import Actor
-from megatron_dppo.actor.layout import Layout
 from megatron_dppo.actor.checkpoint_folder import STATE, Kept, Retention
+from megatron_dppo.actor.layout import Layout
 from megatron_dppo.actor.mcore_fixes import prime_adam_states
+from megatron_dppo.actor.resharding import fit_to_chain, is_resharded, require_reshardable
 from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.data.batch_file import bytes_of, read_batches, write_batches
 from megatron_dppo.errors import CheckpointError
@@ -295,29 +296,23 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
         DataError: The open rollout's steps cannot be read.
     """
     content = _read_state(checkpoint)
-    is_resharded = content["layout"] != asdict(actor.layout)
-    if is_resharded:
-        _require_reshardable(checkpoint, content, actor)
+    is_moved = is_resharded(content, actor.layout)
+    if is_moved:
+        require_reshardable(
+            checkpoint, content, actor.layout, is_optimizer_distributed=actor.is_optimizer_distributed
+        )
     state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
     load_model_states(actor.chunks, state)
-    actor.optimizer.load_state_dict(state["optimizer"])
+    optimizer = state["optimizer"]
+    if is_moved:
+        optimizer = fit_to_chain(optimizer, len(actor.optimizer.chained_optimizers))
+    actor.optimizer.load_state_dict(optimizer)
     own = f"rank_{runtime.rank:05d}.safetensors"
-    if not is_resharded:
+    if not is_moved:
         _restore_random_states(load_file(checkpoint / "rng" / own))
     point = _from_json(content, lambda: read_batches(checkpoint / "remaining" / own))
     actor.restart_schedule(point.state.step)
     return point
-
-
-def _require_reshardable(checkpoint: Path, content: dict[str, Any], actor: Actor) -> None:
-    saved = Layout(**content["layout"])
-    if content["open_rollout"] is not None:
-        raise CheckpointError(
-            f"{checkpoint} stands in the middle of a rollout, whose batches were made for {saved}; this run has "
-            f"{actor.layout}. Start as it was until a rollout is finished and saved, name an earlier checkpoint "
-            f"in {checkpoint.parent}/latest, or train from its weights alone: model.load = {str(checkpoint)!r}."
-        )
-    logger.info("%s: resharding from %s to %s", checkpoint, saved, actor.layout)
 
 
 def _to_json(point: RunPoint, layout: Layout) -> str:

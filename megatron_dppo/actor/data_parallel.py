@@ -38,9 +38,10 @@ def wrap_for_data_parallelism(
     ]
     model_config.finalize_model_grads_func = finalize_model_grads
     if config.parallel.overlap_grad_reduce:
-        model_config.no_sync_func = _each([chunk.no_sync for chunk in wrapped])
+        schedule: Any = model_config  # which annotates one function, and takes one for each of several chunks
+        schedule.no_sync_func = _each([chunk.no_sync for chunk in wrapped])
         if len(wrapped) > 1:
-            model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+            schedule.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
     return wrapped
 
 

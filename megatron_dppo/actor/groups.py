@@ -6,7 +6,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
 from torch import Tensor
 
 from megatron_dppo.actor.layout import Layout
@@ -35,7 +34,7 @@ def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> N
 
     Collectives of new groups wait `timeout_s` at most.
     """
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=_virtual(layout),
@@ -81,7 +80,7 @@ def vocab_shard(vocab_size: int) -> VocabShard | None:
     if size == 1:
         return None
     width = -(-vocab_size // size)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group: Any = parallel_state.get_tensor_model_parallel_group()
     return VocabShard(width * parallel_state.get_tensor_model_parallel_rank(), vocab_size, group)
 
 
@@ -109,7 +108,11 @@ def sequence_parallel_rows(num_tokens: int) -> slice:
 
 def sum_over_tokens_and_stages(values: Tensor) -> Tensor:
     """Add up what the context-parallel ranks and the pipeline stages have of a micro-batch, on each of them."""
-    for group in (parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+    groups: list[Any] = [
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ]
+    for group in groups:
         if group.size() > 1:
             dist.all_reduce(values, group=group)
     return values

@@ -1,7 +1,7 @@
 """How processes are split over a model, and a refusal, before it loads, of splits that would be wrong.
 
-A layout is admitted only when its kind is in `PROVEN`: when tests show that a layout which splits the same things
-gives one process's loss, gradients and updates. Pure Python, so that `megatron-dppo check` answers at once.
+A layout is admitted only when its kind is in `PROVEN`: when tests show that a layout which splits the same
+things gives one process's loss, gradients and updates. Pure Python: `megatron-dppo check` answers at once.
 """
 
 import itertools
@@ -293,7 +293,7 @@ def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: s
 
 
 def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> Layout:
-    """The proven layout of as many processes that changes the fewest of the user's choices, and those the least."""
+    """The proven layout of as many processes that changes the fewest of the user's choices, and the least."""
     wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
     best: tuple[tuple[int, int], Layout] | None = None
     for choice in itertools.product(*map(_divisors, wanted)):

@@ -55,7 +55,9 @@ SFT = Objective("sft", is_imitation=True)
 
 
 def preset(name: str, **overrides: Any) -> Objective:
-    """The preset of that name (or "sft"), with fields overridden by keyword; `delta` sets both sides, a side's own wins.
+    """The preset of that name, or "sft", with fields overridden by keyword.
+
+    `delta` sets both sides; a side's own wins.
 
     Raises:
         ConfigError: There is no such preset, the preset has no use for a field, or a value is out of range.

@@ -1,7 +1,7 @@
 """Which tokens of a packed micro-batch a rank forwards, under context and sequence parallelism.
 
 Sequences are padded where the layout asks for it; each context-parallel rank then takes two pieces of every
-sequence, one from its front and one from its back ("zig-zag"), so that causal attention costs all ranks the same.
+sequence, one from its front and one from its back ("zig-zag"): causal attention then costs all ranks the same.
 """
 
 import math

@@ -39,8 +39,8 @@ class _GatherShards(torch.autograd.Function):
 def sharded_log_probs(logits: Tensor, ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Log-probs of chosen tokens and the entropy, the same on every rank of the shard's group.
 
-    Each rank sends, per position, the largest of its logits, its sum of exponentials, its part of the mean logit,
-    and its logits of the chosen tokens: [T, 3 + K] numbers in one all-gather.
+    Each rank sends, per position, the largest of its logits, its sum of exponentials, its part of the mean
+    logit, and its logits of the chosen tokens: [T, 3 + K] numbers in one all-gather.
 
     Args:
         logits: [T, V/ranks] float32 or float64, this rank's columns; padding columns never count.

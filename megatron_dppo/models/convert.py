@@ -1,8 +1,8 @@
 """Weights between a Hugging Face checkpoint and a Megatron model, through the one weight table.
 
 Import slices what this rank owns; export gathers each parameter over the tensor- and expert-parallel ranks of
-its pipeline stage and shows it to the other stages. Conversion tools, `model.load` and weight sync all use these
-two functions.
+its pipeline stage and shows it to the other stages. Conversion tools, `model.load` and weight sync all use
+these two functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,8 @@ def _parameters(
     values = iter(tensors) if tensors is not None else None
     found: list[_Parameter] = []
     for chunk in chunks:
-        layers: list[int] = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        decoder: Any = chunk.decoder
+        layers: list[int] = [layer.layer_number - 1 for layer in decoder.layers]
         for name, parameter in chunk.named_parameters():
             value = parameter if values is None else next(values)
             prefix, *rest = name.split(".", 3)
@@ -83,7 +84,7 @@ def _require_same_names(
     if missing or extra:
         raise ConversionError(
             f"{weights.folder}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are "
-            f"left over (first: {extra[:3]}). The weights do not belong to the config.json beside them."
+            f"left over (first: {extra[:3]}). The weights are of another config.json."
         )
 
 
@@ -98,28 +99,28 @@ def _fill(
     target: Tensor, name: str, entry: WeightEntry, expert: int | None, table: WeightTable, weights: HFWeights
 ) -> None:
     hf_names = entry.hf_names(expert)
-    rank, size = _tensor_parallel_place(entry.rule)
+    rank, size = _tensor_parallel_group(entry.rule).rank(), _num_shards(entry.rule)
     whole = [weights.tensor(hf_name) for hf_name in hf_names]
     value = table.fuse(entry.rule, [_shard(t, entry.rule, rank, size) for t in whole], size)
     if value.shape != target.shape:
         raise ConversionError(
             f"{name}: Megatron expects {tuple(target.shape)}, {' + '.join(hf_names)} give "
-            f"{tuple(value.shape)} for one of {size} ranks. The weights do not belong to the config.json beside "
-            "them."
+            f"{tuple(value.shape)} for one of {size} ranks. The weights are of another config.json."
         )
     target.copy_(value)
 
 
-def _tensor_parallel_place(rule: WeightRule) -> tuple[int, int]:
-    """(rank, size): this rank's part of a parameter's split dimension."""
-    if rule.tensor_parallel_dim is None:
-        return 0, 1
+def _tensor_parallel_group(rule: WeightRule) -> dist.ProcessGroup:
+    """The ranks over which a parameter is split, or would be if it had a dimension for it."""
     if rule.is_expert:
-        return (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+        group: Any = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+def _num_shards(rule: WeightRule) -> int:
+    return 1 if rule.tensor_parallel_dim is None else _tensor_parallel_group(rule).size()
 
 
 def _shard(tensor: Tensor, rule: WeightRule, rank: int, size: int) -> Tensor:
@@ -183,29 +184,25 @@ def _order(name: str) -> tuple[int, int]:
 
 def _gathered(own: Tensor | None, place: _Place, rule: WeightRule, device: torch.device) -> Tensor:
     """[experts, tensor-parallel ranks, ...]: a parameter's parts; one "expert" where it is of none."""
-    _, num_shards = _tensor_parallel_place(rule)
-    num_holders = parallel_state.get_expert_model_parallel_world_size() if rule.is_expert else 1
+    num_shards = _num_shards(rule)
+    experts: Any = parallel_state.get_expert_model_parallel_group()
+    stages: Any = parallel_state.get_pipeline_model_parallel_group()
+    num_holders = experts.size() if rule.is_expert else 1
     local = place.shape if rule.is_expert else torch.Size((1, *place.shape))
-    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if parallel_state.get_pipeline_model_parallel_rank() == place.stage:
+    if stages.rank() == place.stage:
         assert own is not None
         parts = own.view(local)[None]
         if num_shards > 1:
-            groups = (
-                parallel_state.get_tensor_model_parallel_group,
-                parallel_state.get_expert_tensor_parallel_group,
-            )
-            parts = _all_gathered(parts, groups[rule.is_expert]())
+            parts = _all_gathered(parts, _tensor_parallel_group(rule))
         parts = parts.transpose(0, 1)
         if num_holders > 1:
-            parts = _all_gathered(parts, parallel_state.get_expert_model_parallel_group())
+            parts = _all_gathered(parts, experts)
     else:
         shape = (local[0] * num_holders, num_shards, *local[1:])
         parts = torch.empty(shape, dtype=place.dtype, device=device)
-    if num_stages > 1:
-        group = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() > 1:
         parts = parts.contiguous()
-        dist.broadcast(parts, src=dist.get_global_rank(group, place.stage), group=group)
+        dist.broadcast(parts, src=dist.get_global_rank(stages, place.stage), group=stages)
     return parts
 
 
@@ -217,7 +214,7 @@ def _all_gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _joined(pieces: Sequence[Tensor], rule: WeightRule, hf: HFConfig) -> Tensor:
-    """A Hugging Face tensor from its parts on the tensor-parallel ranks, without the padding of a vocabulary."""
+    """A Hugging Face tensor from its tensor-parallel parts, without the padding of a vocabulary."""
     if rule.tensor_parallel_dim is None or len(pieces) == 1:
         whole = pieces[0]
     else:

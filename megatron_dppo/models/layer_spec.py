@@ -92,7 +92,9 @@ class GroupedExperts(torch.nn.Module):
         before = len(sharded_offsets)
         rank, size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
 
-        def sharded(key: str, weight: Tensor, replica: ReplicaId, *split: tuple[int, int, int]) -> ShardedTensor:
+        def sharded(
+            key: str, weight: Tensor, replica: ReplicaId, *split: tuple[int, int, int]
+        ) -> ShardedTensor:
             expert_axis = (before, self.groups.ep.rank(), self.groups.ep.size())
             return ShardedTensor.from_rank_offsets(
                 key,

@@ -151,7 +151,7 @@ class WeightTable:
         return WeightEntry(self._rules[key], int(match[1]) if match else None)
 
     def fuse(self, rule: WeightRule, tensors: Sequence[Tensor], num_parts: int = 1) -> Tensor:
-        """The Megatron parameter (of one expert) made of its Hugging Face tensors, or one of its parts of theirs.
+        """The Megatron parameter (of one expert) made of its Hugging Face tensors; a part of it, of theirs.
 
         Args:
             rule: The parameter's.

@@ -1,4 +1,4 @@
-"""The table layout x feature -> worst relative error, as the tests measured it, in megatron_dppo/actor/README.md."""
+"""The table layout x feature -> worst relative error in megatron_dppo/actor/README.md, as it was measured."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +11,7 @@ BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts
 
 def worst_of(errors: dict[str, dict[str, float]]) -> float:
     """The largest relative error of the loss, a gradient tensor or an update."""
-    return max(
-        errors["metrics"]["loss/policy"], *errors["gradients"].values(), *errors["updates"].values()
-    )
+    return max(errors["metrics"]["loss/policy"], *errors["gradients"].values(), *errors["updates"].values())
 
 
 def write_table(measured: list[tuple[Case, float]]) -> None:
@@ -31,7 +29,9 @@ def table(measured: list[tuple[Case, float]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for world_size in LAYOUTS:
         for name in (*LAYOUTS[world_size], *DENSE_LAYOUTS[world_size]):
-            own = [(case, error) for case, error in measured if (case.name, case.world_size) == (name, world_size)]
+            own = [
+                (case, error) for case, error in measured if (case.name, case.world_size) == (name, world_size)
+            ]
             cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in values]
             lines.append("| " + " | ".join([name, str(world_size), *cells]) + " |")
     return "\n".join(lines)

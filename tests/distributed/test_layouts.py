@@ -43,7 +43,9 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     tables = case.tables()
     tables["parallel"]["max_tokens_per_microbatch"] = 60
     tables["optimizer"] |= _SMOOTH
-    config = Config.model_validate({"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables})
+    config = Config.model_validate(
+        {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
+    )
     actor = Actor(config, runtime)
     groups = with_advantages(random_groups(8, moe_layers=NUM_LAYERS), normalize_std=False)
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
@@ -61,7 +63,9 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         gradients = {name: tensor.clone() for name, tensor in exported}
     updates = {name: tensor - before[name] for name, tensor in actor.weights()}
     metrics = Metrics().merge(runtime.all_gather(result.metrics.state())).values()
-    own_sum = sum(float((m.old_log_probs * m.loss_mask).sum()) for m in log_probs if m.old_log_probs is not None)
+    own_sum = sum(
+        float((m.old_log_probs * m.loss_mask).sum()) for m in log_probs if m.old_log_probs is not None
+    )
     sums: list[float] = [0.0] * actor.layout.data
     dist.all_gather_object(sums, own_sum, group=parallel_state.get_data_parallel_group())
     return {
@@ -143,7 +147,7 @@ def _measured(reference: Path, world_size: int) -> list[tuple[Case, dict[str, An
 
 @pytest.fixture(scope="session")
 def measured(reference: Path, request: pytest.FixtureRequest) -> Iterator[Measure]:
-    """Measures all cases of a number of processes, once; writes them down at the end where that is asked for."""
+    """Measures all cases of a number of processes, once; writes them down where that is asked for."""
     known: dict[int, list[tuple[Case, dict[str, Any]]]] = {}
 
     def measure(world_size: int) -> list[tuple[Case, dict[str, Any]]]:
@@ -173,7 +177,7 @@ def test_every_layout_equals_one_process(measured: Measure, world_size: int) -> 
 
 def test_what_is_admitted_is_what_is_tested() -> None:
     tested = {
-        kind_of(Layout.of(ParallelConfig(**parallel), world_size))
+        kind_of(Layout.of(ParallelConfig.model_validate(parallel), world_size))
         for layouts in (LAYOUTS, DENSE_LAYOUTS)
         for world_size, of_size in layouts.items()
         for parallel in of_size.values()
@@ -182,5 +186,7 @@ def test_what_is_admitted_is_what_is_tested() -> None:
 
 
 def test_the_readme_has_a_row_for_each_layout() -> None:
-    expected = {(name, str(size)) for of in (LAYOUTS, DENSE_LAYOUTS) for size, named in of.items() for name in named}
+    expected = {
+        (name, str(size)) for of in (LAYOUTS, DENSE_LAYOUTS) for size, named in of.items() for name in named
+    }
     assert set(rows()) == expected, "run: make layouts"

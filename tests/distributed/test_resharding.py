@@ -1,4 +1,4 @@
-"""A checkpoint of one layout, loaded on another: the same weights, moments and step, and the same course after."""
+"""A checkpoint of one layout on another: the same weights, moments and step, and the same course after."""
 
 import gc
 from pathlib import Path
@@ -85,7 +85,7 @@ def save_all(runtime: Runtime, model: str, folder: str, layouts: list[str]) -> d
 
 
 def load_all(runtime: Runtime, model: str, folder: str, layouts: list[str]) -> dict[str, Any]:
-    """Load every layout's checkpoint on each of these; what changed in it when saved again, and later losses."""
+    """Load every layout's checkpoint on each of these: what changes when saved again, and later losses."""
     from megatron_dppo.actor.checkpoint import load
     from megatron_dppo.errors import CheckpointError
 
@@ -110,24 +110,28 @@ def load_all(runtime: Runtime, model: str, folder: str, layouts: list[str]) -> d
 
 def differences(checkpoint: Path, again: Path) -> list[str]:
     """Names of tensors that are not bitwise the same in both, gathered whole."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     contents: list[dict[str, Any]] = []
     for folder in (checkpoint / "megatron", again / "megatron"):
-        reader = dcp.FileSystemReader(folder)
+        reader = FileSystemReader(folder)
         metadata = reader.read_metadata().state_dict_metadata
         tensors = {
             name: torch.empty(of.size, dtype=of.properties.dtype)
             for name, of in metadata.items()
-            if isinstance(of, dcp.metadata.TensorStorageMetadata)
+            if isinstance(of, TensorStorageMetadata)
         }
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load(tensors, storage_reader=reader, no_dist=True)
         # A split vocabulary is padded to equal parts.
         contents.append({n: t[:VOCAB] if _is_vocabulary(n) else t for n, t in tensors.items()})
     before, after = contents
     assert any("exp_avg_sq" in name for name in before), sorted(before)
     changed = sorted(before.keys() ^ after.keys())
-    return changed + [name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])]
+    return changed + [
+        name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])
+    ]
 
 
 def _is_vocabulary(name: str) -> bool:

@@ -54,6 +54,7 @@ def compare(runtime: Runtime) -> dict[str, Any]:
     assert group is not None
     padded = torch.nn.functional.pad(logits, (0, width * runtime.world_size - VOCAB), value=1e6)
     errors: dict[str, Any] = {}
+    assert batch.topk is not None
     for name in PRESETS:
         objective = preset(name, entropy_coef=0.1, **({"top_k": K} if "topk" in name else {}))
         whole = logits.clone().requires_grad_()
@@ -64,6 +65,7 @@ def compare(runtime: Runtime) -> dict[str, Any]:
         expected.loss_sum.backward()
         found.loss_sum.backward()
         columns = shard.num_columns(width)
+        assert own.grad is not None and whole.grad is not None
         errors[name] = {
             "loss": relative(found.loss_sum, expected.loss_sum),
             "log_probs": relative(tokens.log_probs, expected_tokens.log_probs),

@@ -43,7 +43,7 @@ def test_it_is_policy_loss_on_the_log_probs_of_the_logits(name: str) -> None:
     objective = preset(name, top_k=2) if "topk" in name else preset(name)
     first, second = make_sample([10, 11, 12, 13, 14], 2, reward=1.0), make_sample([20, 21, 22, 23], 1)
     weighted = [WeightedSample(first, torch.tensor([1.0, 2.0, 3.0])), WeightedSample(second, torch.ones(3))]
-    (m,) = pack(weighted, 9)
+    m = pack(weighted)
     assert m.topk is not None
     x = logits()
     all_log_probs = x.double().log_softmax(-1)

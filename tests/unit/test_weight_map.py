@@ -53,9 +53,13 @@ def test_unfuse_inverts_fuse(heads: int, groups: int, columns: tuple[int, ...]) 
     )
 
 
-def test_layers_are_numbered_from_the_stage_offset() -> None:
-    entry = table().entry("decoder.layers.1.mlp.experts.fc1_weight", layer_offset=10)
-    assert entry.hf_names(3)[0] == "model.layers.11.mlp.experts.3.gate_proj.weight"
+def test_half_of_the_tensors_make_half_of_the_parameter() -> None:
+    weights = table(8, 4)
+    parts = [torch.randn(n * 3, 5) for n in (8, 4, 4)]
+    halves = [weights.fuse(QKV, [part.chunk(2)[rank] for part in parts], 2) for rank in range(2)]
+    assert torch.equal(torch.cat(halves), weights.fuse(QKV, parts))
+    back = zip(*(weights.unfuse(QKV, half) for half in halves), strict=True)
+    assert all(torch.equal(torch.cat(pair), part) for pair, part in zip(back, parts, strict=True))
 
 
 def test_an_unknown_parameter_is_named() -> None:

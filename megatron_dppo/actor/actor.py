@@ -39,6 +39,7 @@ from megatron_dppo.kernels.reference import TokenLogProbs, policy_loss_from_logi
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.convert import export_hf_weights
 from megatron_dppo.models.family import read_hf_config
+from megatron_dppo.models.lora import add_lora
 from megatron_dppo.models.megatron_checkpoint import load_weights
 from megatron_dppo.routing_replay.replay import Replay, replaying
 from megatron_dppo.runtime import Runtime
@@ -72,6 +73,8 @@ class Actor:
         chunks = build_model(self.hf, self._model_config)
         self.chunks: list[GPTModel] = [chunk.to(runtime.device) for chunk in chunks]
         load_weights(self.chunks, config.model.load, self.hf)
+        if config.lora.rank:
+            add_lora(self.chunks, self.hf, config.lora, config.run.seed)
         self._ddp = wrap_for_data_parallelism(self.chunks, self._model_config, config)
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
         self.restart_schedule(num_done=0)
@@ -243,12 +246,12 @@ class Actor:
         return [*microbatches, *[filler] * (-len(microbatches) % stages)]
 
     def main_gradients(self) -> list[Tensor]:
-        """The accumulated gradient of each parameter, in the order of the chunks.
+        """The accumulated gradient of each trained parameter, in the order of the chunks.
 
         With the distributed optimizer a rank holds only its own shard of the reduced gradients.
         """
         parameters: list[Any] = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        return [parameter.main_grad for parameter in parameters]
+        return [parameter.main_grad for parameter in parameters if parameter.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,8 @@ def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
     parameters: list[tuple[str, Any]] = [
         named for chunk in wrapped for named in chunk.module.named_parameters()
     ]
-    names = [name for name, parameter in parameters if not bool(parameter.main_grad.isfinite().all())]
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    names = [name for name, parameter in trained if not bool(parameter.main_grad.isfinite().all())]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return [f"gradient: not finite in {len(names)} tensors ({shown})"]
 

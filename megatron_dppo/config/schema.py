@@ -42,6 +42,17 @@ class ModelConfig(Section):
     """Parameter and activation type of the trainer; gradients and optimizer stay in float32."""
 
 
+class LoraConfig(Section):
+    """[lora]: low-rank adapters in the place of the model's own weights."""
+
+    rank: NonNegativeInt = 0
+    """Width of the adapters; 0 trains the model's own weights. The paper's LoRA run has 32."""
+    alpha: PositiveInt = 64
+    """An adapter's product is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linears with an adapter, as Hugging Face names them; every expert has its own."""
+
+
 class ParallelConfig(Section):
     """[parallel]: how the model and the batch are split over processes."""
 
@@ -265,6 +276,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -19,7 +19,15 @@ from megatron_dppo.actor.layout import model_sizes
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.family import HFConfig, family_of
 from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.models.weight_map import EMBEDDING, OUTPUT, WeightEntry, WeightRule, WeightTable
+from megatron_dppo.models.lora import merged
+from megatron_dppo.models.weight_map import (
+    EMBEDDING,
+    OUTPUT,
+    WeightEntry,
+    WeightRule,
+    WeightTable,
+    is_adapter,
+)
 
 T = TypeVar("T")
 
@@ -57,13 +65,15 @@ class _Parameter:
 def _parameters(
     chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> list[_Parameter]:
-    """This rank's parameters, or `tensors` in their place, under the names of a model on one process."""
+    """This rank's parameters but LoRA's, or `tensors` in their place, under the names of a model on one process."""
     values = iter(tensors) if tensors is not None else None
     found: list[_Parameter] = []
     for chunk in chunks:
         decoder: Any = chunk.decoder
         layers: list[int] = [layer.layer_number - 1 for layer in decoder.layers]
         for name, parameter in chunk.named_parameters():
+            if is_adapter(name):
+                continue
             value = parameter if values is None else next(values)
             prefix, *rest = name.split(".", 3)
             if prefix == "decoder" and rest[0] == "layers":
@@ -147,10 +157,11 @@ def export_hf_weights(
     Args:
         chunks: This rank's part of the model: one per virtual pipeline stage.
         hf: The model's config.json.
-        tensors: What to export in the place of the parameters and in their order, such as their gradients.
+        tensors: What to export in the place of the parameters (LoRA's left out) and in their order, such as
+            their gradients; none exports the weights, with LoRA's updates.
     """
     table = family_of(hf).weight_table(hf)
-    own = {parameter.name: parameter.tensor.detach() for parameter in _parameters(chunks, hf, tensors)}
+    own = {parameter.name: parameter.tensor for parameter in _parameters(chunks, hf, tensors)}
     places: dict[str, _Place] = {}
     for stage, described in enumerate(_of_all_stages({n: (t.shape, t.dtype) for n, t in own.items()})):
         for name, (shape, dtype) in described.items():
@@ -158,7 +169,8 @@ def export_hf_weights(
     device = next(iter(own.values())).device
     for name in sorted(places, key=_order):
         entry = table.entry(name)
-        for expert, shards in enumerate(_gathered(own.get(name), places[name], entry.rule, device)):
+        part = merged(own[name]) if name in own else None
+        for expert, shards in enumerate(_gathered(part, places[name], entry.rule, device)):
             pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
             hf_names = entry.hf_names(expert if entry.rule.is_expert else None)
             for hf_name, of_ranks in zip(hf_names, pieces, strict=True):

@@ -4,6 +4,7 @@ It runs wherever PyTorch does, CPU included, and keeps the checkpoint keys that 
 spec expects, so that a checkpoint written with one loads into the other.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class GroupedExperts(torch.nn.Module):
             is_replicated = config.expert_model_parallel_size == 1
             setattr(weight, "allreduce", is_replicated)  # noqa: B010 - Megatron reads it
         self.groups = pg_collection
+        self.updates: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}  # LoRA's, to add to a weight's product
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Run each expert on its tokens.
@@ -74,9 +76,15 @@ class GroupedExperts(torch.nn.Module):
             [N, H], and no bias.
         """
         ends = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(hidden, self.fc1_weight.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        gate, up = self._product("fc1_weight", hidden, ends).chunk(2, dim=-1)
         activated = (F.silu(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
-        return F.grouped_mm(activated, self.fc2_weight.transpose(1, 2), offs=ends), None
+        return self._product("fc2_weight", activated, ends), None
+
+    def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """[N, out] of `rows` [N, in], which are sorted by expert and end at `ends`."""
+        output = F.grouped_mm(rows, getattr(self, name).transpose(1, 2), offs=ends)
+        update = self.updates.get(name)
+        return output if update is None else output + update(rows, ends)
 
     def backward_dw(self) -> None:
         """Nothing is delayed: weight gradients come with the backward pass."""

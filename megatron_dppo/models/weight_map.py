@@ -101,6 +101,22 @@ MOE_MLP = (
 )
 
 
+ADAPTER_SUFFIX = "_lora"
+"""Ends the names of modules that hold LoRA's parameters, which no rule names."""
+
+
+def is_adapter(megatron_name: str) -> bool:
+    """Whether a parameter is LoRA's, and none of the model's own."""
+    return f"{ADAPTER_SUFFIX}." in megatron_name
+
+
+def linears_of(rule: WeightRule) -> tuple[str, ...]:
+    """Last parts of the Hugging Face names of the linears in a parameter that LoRA can adapt; often none."""
+    is_split = rule.tensor_parallel_dim is not None and not rule.is_vocabulary
+    is_linear = is_split and rule.hf[0].endswith("_proj.weight")
+    return tuple(name.split(".")[-2] for name in rule.hf) if is_linear else ()
+
+
 @dataclass(frozen=True)
 class HeadSizes:
     """What the "qkv" fusion needs: how many queries share a key-value head."""

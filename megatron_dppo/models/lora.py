@@ -1,0 +1,276 @@
+"""LoRA: low-rank updates of frozen linears (arXiv 2106.09685), trained in the place of the model's own weights.
+
+Each targeted Hugging Face linear has a pair of factors, A [rank, in] and B [out, rank], and computes
+`W x + alpha / rank * B (A x)`. Megatron's linears hold several of those (queries, keys and values; gate and
+up), so an adapter stands beside each Megatron linear, with one pair for each Hugging Face linear in it: pairs
+are what peft trains. The model's own parameters keep their names.
+
+Where tensor parallelism splits a linear's outputs, A is whole and B split as they are; where it splits the
+inputs, A is split and B whole. The whole ones see this rank's slice of the sequence alone, and Megatron sums
+their gradients as it does those of norms; only activations of width `rank` are exchanged. Experts' pairs are
+stacked, and split over expert-parallel ranks as the experts are.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_dppo.actor.layout import model_sizes
+from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.models.family import HFConfig, family_of
+from megatron_dppo.models.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
+
+
+class Pair(torch.nn.Module):
+    """The factors of one Hugging Face linear, or of one linear of each of this rank's experts."""
+
+    def __init__(self, lora_a: Tensor, lora_b: Tensor) -> None:
+        super().__init__()
+        self.lora_A = torch.nn.Parameter(lora_a)  # [(experts,) rank, in]
+        self.lora_B = torch.nn.Parameter(lora_b)  # [(experts,) out, rank]
+
+
+class Adapter(torch.nn.Module):
+    """The pairs of one Megatron linear, under the last part of their Hugging Face linear's name."""
+
+    def __init__(
+        self, entry: WeightEntry, sizes: Mapping[str, int], groups: int, pairs: Mapping[str, Pair], alpha: int
+    ) -> None:
+        """Own the pairs.
+
+        Args:
+            entry: The weight that is updated.
+            sizes: This rank's outputs of each Hugging Face linear in it, in the order in which they are fused.
+            groups: This rank's key-value groups where the linears are interleaved by them; otherwise 1.
+            pairs: Those of the targeted linears.
+            alpha: Updates are scaled by alpha / rank.
+        """
+        super().__init__()
+        self.entry, self._sizes, self._groups = entry, dict(sizes), groups
+        for name, pair in pairs.items():
+            self.add_module(name, pair)
+        self.alpha: Tensor  # in the state, so that a checkpoint says all about its adapters
+        self.register_buffer("alpha", torch.tensor([alpha]))
+        self._rank = next(iter(pairs.values())).lora_A.shape[-2]
+        self._scaling = alpha / self._rank
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """The targeted linears' pairs, in the order in which they are fused."""
+        return {name: cast(Pair, self._modules[name]) for name in self._sizes if name in self._modules}
+
+    def split_dim(self, factor: str) -> int | None:
+        """Dimension of "lora_A" or "lora_B" that tensor parallelism splits, counted without experts."""
+        dim = self.entry.rule.tensor_parallel_dim
+        return dim if factor == ("lora_B" if dim == 0 else "lora_A") else None
+
+    @torch.no_grad()
+    def merged(self, base: Tensor) -> Tensor:
+        """The weight with its update, added in float32, as a new tensor of the same shape and dtype."""
+        if not self.entry.rule.is_expert:
+            return (base.float() + self._update(base, None)).to(base.dtype)
+        result = torch.empty_like(base)
+        for expert, weight in enumerate(base):  # float32 copies of one expert at a time
+            result[expert] = weight.float() + self._update(weight, expert)
+        return result
+
+    def _update(self, base: Tensor, expert: int | None) -> Tensor:
+        """[out, in] float32."""
+        parts: list[Tensor] = []
+        for name, size in self._sizes.items():
+            pair = self.pairs.get(name)
+            if pair is None:
+                parts.append(base.new_zeros(size, base.shape[-1], dtype=torch.float32))
+            else:
+                a, b = (w if expert is None else w[expert] for w in (pair.lora_A, pair.lora_B))
+                parts.append(self._scaling * (b.float() @ a.float()))
+        return torch.cat([part.unflatten(0, (self._groups, -1)) for part in parts], 1).flatten(0, 1)
+
+    def _fused(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        """[…, all outputs], scaled and in Megatron's order, from […, out] of each targeted linear."""
+        like = next(iter(outputs.values()))
+        parts = (
+            outputs[name] if name in outputs else like.new_zeros(*like.shape[:-1], size)
+            for name, size in self._sizes.items()
+        )
+        by_group = [part.unflatten(-1, (self._groups, -1)) for part in parts]
+        return self._scaling * torch.cat(by_group, -1).flatten(-2)
+
+
+class LinearAdapter(Adapter):
+    """Beside a column- or row-parallel linear."""
+
+    def attach(self, linear: torch.nn.Module) -> None:
+        """Update the linear's outputs, and tell Megatron how the factors are split."""
+        self._is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
+        linear.register_forward_hook(lambda _, inputs, output: (output[0] + self(inputs[0]), *output[1:]))
+        for pair in self.pairs.values() if self._is_split else ():
+            for factor, parameter in pair.named_parameters():
+                dim = self.split_dim(factor)
+                if dim is None:
+                    setattr(parameter, "sequence_parallel", True)  # noqa: B010 - Megatron reads it
+                else:
+                    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, out] to add to the linear's output, from its input [s, b, in]; both as this rank has them."""
+        pairs = self.pairs
+        low = torch.cat([F.linear(hidden, pair.lora_A) for pair in pairs.values()], -1)
+        if self._is_split and self.entry.rule.tensor_parallel_dim == 0:
+            low = gather_from_sequence_parallel_region(low)
+        elif self._is_split:
+            low = reduce_scatter_to_sequence_parallel_region(low)
+        each = zip(pairs.items(), low.split(self._rank, -1), strict=True)
+        return self._fused({name: F.linear(part, pair.lora_B) for (name, pair), part in each})
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Where these factors sit in the whole ones."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        dims = {name: self.split_dim(name.rpartition(".")[2]) for name in state}
+        split = {name: dim for name, dim in dims.items() if dim is not None}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
+
+
+class ExpertAdapter(Adapter):
+    """Beside one of the two stacked weights of `GroupedExperts`."""
+
+    def attach(self, experts: Any, weight_name: str) -> None:
+        """Update the product of that weight, and tell Megatron how the factors are split."""
+        experts.updates[weight_name] = self.forward
+        for parameter in self.parameters():
+            is_replicated = parallel_state.get_expert_model_parallel_world_size() == 1
+            setattr(parameter, "allreduce", is_replicated)  # noqa: B010 - Megatron reads both
+            setattr(parameter, "tensor_model_parallel", True)  # noqa: B010 - it is no other rank's copy
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """[N, out] to add to the product of `rows` [N, in], which are sorted by expert and end at `ends`."""
+        outputs: dict[str, Tensor] = {}
+        for name, pair in self.pairs.items():
+            low = F.grouped_mm(rows, pair.lora_A.transpose(1, 2), offs=ends)
+            outputs[name] = F.grouped_mm(low, pair.lora_B.transpose(1, 2), offs=ends)
+        return self._fused(outputs)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Where this rank's experts sit among all."""
+        state = make_sharded_tensors_for_checkpoint({"alpha": self.alpha}, prefix, {}, sharded_offsets)
+        place = (
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+        for name, parameter in self.named_parameters():
+            state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *sharded_offsets,
+                (len(sharded_offsets), *place),
+                replica_id=(0, 0, parallel_state.get_expert_data_parallel_rank()),
+                prepend_axis_num=len(sharded_offsets),
+            )
+        return state
+
+
+def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed: int) -> None:
+    """Freeze the model and put adapters beside its targeted linears; before it is wrapped for data parallelism.
+
+    Factors start as peft's do: A uniform, B zero. They depend on the seed and their own name alone, so that
+    every layout starts from the same adapters.
+
+    Args:
+        chunks: This rank's part of the model, on its device, with its weights.
+        hf: The model's config.json.
+        options: `[lora]`, with a rank above 0.
+        seed: Of the run.
+    """
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:  # recomputed layers pass gradients on only where their input wants one
+            chunk.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
+        for layer in cast(Any, chunk.decoder.layers):
+            for rule in family_of(hf).rules:
+                if set(linears_of(rule)) & set(options.targets):
+                    _adapt(layer, rule, hf, options, seed)
+
+
+def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
+    """This rank's adapters, in the order of its layers."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Adapter))
+
+
+def merged(weight: Tensor) -> Tensor:
+    """A parameter of the base with its adapter's update, or as it is where it has no adapter."""
+    adapter: Adapter | None = getattr(weight, "adapter", None)
+    return weight.detach() if adapter is None else adapter.merged(weight.detach())
+
+
+def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed: int) -> None:
+    """Put the rule's adapter into a layer, where it has the weight: a dense layer has no experts."""
+    path = rule.megatron.removeprefix("decoder.layers.{layer}.")
+    try:
+        base = layer.get_parameter(path)
+    except AttributeError:
+        return
+    entry = WeightEntry(rule, layer.layer_number - 1)
+    one = torch.empty(base.shape[1:] if rule.is_expert else base.shape, device="meta")
+    parts = family_of(hf).weight_table(hf).unfuse(rule, one)
+    sizes = {name: part.shape[0] for name, part in zip(linears_of(rule), parts, strict=True)}
+    groups = sizes["k_proj"] // model_sizes(hf).head_dim if rule.fusion == "qkv" else 1
+    pairs = {
+        name: _initial_pair(entry, index, base, size, options.rank, seed)
+        for index, (name, size) in enumerate(sizes.items())
+        if name in options.targets
+    }
+    adapter = (ExpertAdapter if rule.is_expert else LinearAdapter)(entry, sizes, groups, pairs, options.alpha)
+    adapter.to(base.device)
+    owner, _, weight_name = path.rpartition(".")
+    parent, _, owner_name = owner.rpartition(".")
+    name = f"{owner_name}_{weight_name.removesuffix('_weight')}" if rule.is_expert else owner_name
+    layer.get_submodule(parent).add_module(name + ADAPTER_SUFFIX, adapter)
+    if isinstance(adapter, ExpertAdapter):
+        adapter.attach(layer.get_submodule(owner), weight_name)
+    else:
+        adapter.attach(layer.get_submodule(owner))
+    base.adapter = adapter
+
+
+def _initial_pair(entry: WeightEntry, index: int, base: Tensor, size: int, rank: int, seed: int) -> Pair:
+    """The pair of the `index`th Hugging Face linear in `base`: this rank's part of both factors."""
+    width = base.shape[-1]
+    zeros = base.new_zeros(*base.shape[:-2], size, rank)
+    if entry.rule.is_expert:
+        first = parallel_state.get_expert_model_parallel_rank() * base.shape[0]
+        experts = range(first, first + base.shape[0])
+        lora_a = torch.stack([_uniform(entry.hf_names(e)[index], rank, width, seed) for e in experts])
+    elif entry.rule.tensor_parallel_dim == 0:
+        lora_a = _uniform(entry.hf_names()[index], rank, width, seed)
+    else:
+        num_parts = parallel_state.get_tensor_model_parallel_world_size()
+        whole = _uniform(entry.hf_names()[index], rank, width * num_parts, seed)
+        lora_a = whole.narrow(1, width * parallel_state.get_tensor_model_parallel_rank(), width)
+    return Pair(lora_a.to(base), zeros)
+
+
+def _uniform(name: str, rank: int, width: int, seed: int) -> Tensor:
+    """[rank, width] between -1/sqrt(width) and 1/sqrt(width): peft's start, which is torch's for a linear."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    bound = width**-0.5
+    return torch.empty(rank, width).uniform_(-bound, bound, generator=generator)

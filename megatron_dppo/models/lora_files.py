@@ -1,0 +1,112 @@
+"""LoRA's adapters under Hugging Face names, as a folder that peft reads, and found again in our checkpoints."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.errors import ConversionError
+from megatron_dppo.models.lora import Adapter, adapters
+from megatron_dppo.models.weight_map import is_adapter
+
+
+@torch.no_grad()
+def adapter_tensors(
+    chunks: Sequence[GPTModel], value: Callable[[Tensor], Tensor] = Tensor.detach
+) -> dict[str, Tensor]:
+    """Every factor, whole and on the CPU of every rank, as "model.layers.0.self_attn.q_proj.lora_A.weight".
+
+    All ranks must call this together.
+
+    Args:
+        chunks: This rank's part of the model, with adapters.
+        value: What to take of each factor in its own place and shape, such as its gradient.
+    """
+    own: dict[str, Tensor] = {}
+    for adapter in adapters(chunks):
+        for index, name in enumerate(linear.split(".")[-2] for linear in adapter.entry.rule.hf):
+            for factor in ("lora_A", "lora_B") if name in adapter.pairs else ():
+                whole = _gathered(adapter, factor, value(getattr(adapter.pairs[name], factor)))
+                for expert, tensor in enumerate(whole if adapter.entry.rule.is_expert else [whole]):
+                    module = adapter.entry.hf_names(expert)[index].removesuffix(".weight")
+                    own[f"{module}.{factor}.weight"] = tensor.contiguous().cpu()
+    stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+def _gathered(adapter: Adapter, factor: str, tensor: Tensor) -> Tensor:
+    """A factor of all experts, or of all tensor-parallel ranks."""
+    if adapter.entry.rule.is_expert:
+        return _joined(tensor, 0, parallel_state.get_expert_model_parallel_group())
+    dim = adapter.split_dim(factor)
+    return tensor if dim is None else _joined(tensor, dim, parallel_state.get_tensor_model_parallel_group())
+
+
+def _joined(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, base: str) -> None:
+    """Write an adapter folder that peft loads; it appears whole or not at all.
+
+    Args:
+        tensors: From `adapter_tensors`.
+        options: `[lora]` that they were trained with.
+        out: The folder to make.
+        base: The model that the adapter belongs to, a folder or a name, for the reader.
+
+    Raises:
+        ConversionError: `out` exists already.
+    """
+    if out.exists():
+        raise ConversionError(f"{out} exists. Give a new folder, or remove that one first.")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "target_modules": list(options.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+    unfinished.rename(out)
+
+
+def stored_lora(folder: Path) -> LoraConfig | None:
+    """The `[lora]` that a distributed checkpoint was trained with; none where it has no adapters.
+
+    Args:
+        folder: With `.metadata` and `*.distcp` files, which must have passed `refuse_code`.
+    """
+    metadata: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder)))
+    stored = {key: tensor for key, tensor in metadata.items() if is_adapter(key) and "optimizer." not in key}
+    if not stored:
+        return None
+    key = next(key for key in stored if key.endswith(".alpha"))
+    alpha: Any = dist_checkpointing.load({"alpha": stored[key].without_data()}, str(folder))
+    factors = {key: tensor for key, tensor in stored.items() if key.endswith("lora_A")}
+    ranks = {tensor.global_shape[-2] for tensor in factors.values()}
+    assert len(ranks) == 1, "all adapters of a run have one rank"
+    found = {key.split(".")[-2] for key in factors}
+    targets = tuple(name for name in LoraConfig().targets if name in found)
+    return LoraConfig(rank=ranks.pop(), alpha=int(alpha["alpha"].flatten()[0]), targets=targets)

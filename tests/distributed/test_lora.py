@@ -1,0 +1,185 @@
+"""LoRA equals peft: loss, each factor's gradient, the exported folder, and the merged weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import EXPERTS, random_groups
+from tiny_families import write_family
+from torch import Tensor
+
+from megatron_dppo.runtime import Runtime
+
+EXPERT_MODULES, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "experts and attention": {"targets": (*ATTENTION, *EXPERT_MODULES)},
+    "experts": {"targets": EXPERT_MODULES, "megatron": RECOMPUTE},
+    "queries, values and outputs": {"targets": ("q_proj", "v_proj", "down_proj")},
+    "dense": {"architecture": "Qwen2ForCausalLM", "targets": (*ATTENTION, *EXPERT_MODULES)},
+    "dense, gates": {"architecture": "LlamaForCausalLM", "targets": ("k_proj", "gate_proj")},
+}
+
+
+def measure_all(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
+    """Every case in one process."""
+    return {case: measure(runtime, Path(folder) / case, CASES[case]) for case in CASES}
+
+
+def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """An actor with random adapters, against peft with the folder that the actor wrote."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.models.lora_files import adapter_tensors, write_adapter
+
+    config = Config.model_validate(
+        {
+            "model": {"load": str(folder), "dtype": "float32"},
+            "lora": {"rank": 8, "alpha": 24, "targets": case["targets"]},
+            "parallel": {"max_tokens_per_microbatch": 60},
+            "optimizer": {"distributed": False},
+            "megatron": case.get("megatron", {}),
+        }
+    )
+    actor = Actor(config, runtime)
+    before = {name: tensor.clone() for name, tensor in actor.weights()}
+    base = {name: p.clone() for name, p in actor.model.named_parameters() if not p.requires_grad}
+    randomize(actor)
+    samples = [s for group in with_advantages(random_groups(4), False) for s in group.samples]
+    shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
+    (batch,) = train_batches([samples], shape, 0, runtime.all_gather)
+    write_adapter(adapter_tensors([actor.model]), config.lora, folder / "adapter", str(folder))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = {name: tensor.clone() for name, tensor in _weights(model).items()}
+    model = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True)
+    logit_error = max(_logit_error(actor.logits(m), m, model) for m in batch.microbatches)
+    loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
+    gradients = adapter_tensors([actor.model], lambda factor: factor.main_grad.clone())
+    reference_loss, reference = _reference(model, actor.objective, samples)
+    merged, expected = dict(actor.weights()), _weights(model.merge_and_unload())
+    actor.optimizer.step()
+    return {
+        "start": max(float((before[name] - plain[name]).abs().max()) for name in plain),
+        "logit_error": logit_error,
+        "loss": loss / batch.num_loss_tokens,
+        "reference_loss": reference_loss / batch.num_loss_tokens,
+        "names": (sorted(gradients), sorted(reference)),
+        "errors": {n: _relative(gradients[n], reference[n] / batch.num_loss_tokens) for n in reference},
+        "merged_error": max(_relative(merged[name], expected[name]) for name in expected),
+        "merged_names": set(merged) == set(expected),
+        "moved": [n for n, p in actor.model.named_parameters() if n in base and not torch.equal(p, base[n])],
+        "trained": sum(p.numel() for g in actor.optimizer.param_groups for p in g["params"]),
+        "num_factors": sum(g.numel() for g in gradients.values()),
+    }
+
+
+def randomize(actor: Any) -> None:
+    """Give each B values, which start at zero; the same in every layout."""
+    from megatron_dppo.models.lora import adapters
+
+    generator = torch.Generator().manual_seed(3)
+    for adapter in adapters([actor.model]):
+        for pair in adapter.pairs.values():
+            pair.lora_B.data.normal_(0, 0.1, generator=generator)
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    from megatron_dppo.rollout.transformers_engine import checkpoint_targets
+
+    return checkpoint_targets(model)
+
+
+def _logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
+    bounds = zip(microbatch.cu_seqlens[:-1].tolist(), microbatch.cu_seqlens[1:].tolist(), strict=True)
+    with torch.no_grad():
+        return max(
+            _relative(logits[start:end], model(input_ids=microbatch.tokens[None, start:end]).logits[0])
+            for start, end in bounds
+        )
+
+
+def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, dict[str, Tensor]]:
+    """The summed loss through peft and each factor's gradient, under the names of an adapter folder."""
+    from megatron_dppo.algorithms import PolicyLossInputs, policy_loss
+
+    total = torch.zeros(())
+    for sample in samples:
+        logits = model(input_ids=sample.tokens[None, :-1]).logits[0, sample.prompt_length - 1 :]
+        log_probs = logits.log_softmax(-1).gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
+        inputs = PolicyLossInputs(
+            log_probs=log_probs,
+            rollout_log_probs=sample.rollout_log_probs,
+            advantages=torch.full_like(log_probs, sample.advantage),
+            loss_mask=sample.loss_mask,
+        )
+        total = total + policy_loss(objective, inputs).loss_sum
+    total.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    names = {n.removeprefix("base_model.model.").replace(".default.", "."): g for n, g in found.items()}
+    gradients: dict[str, Tensor] = {}
+    for name, gradient in names.items():
+        prefix, is_expert, kind = name.partition(".mlp.experts.")
+        if is_expert:
+            gradients |= _of_experts(f"{prefix}{is_expert}", kind, gradient, model.peft_config["default"].r)
+        else:
+            gradients[name] = gradient
+    return float(total.detach()), gradients
+
+
+def _of_experts(prefix: str, kind: str, gradient: Tensor, rank: int) -> dict[str, Tensor]:
+    """Gradients of peft's stacked factors; gate and up share one, whose B has their blocks on the diagonal."""
+    modules = ("gate_proj", "up_proj") if kind.startswith("base_layer.") else ("down_proj",)
+    factor = kind.split(".")[-2]
+    if factor == "lora_A":
+        by_expert = gradient.reshape(EXPERTS, -1, gradient.shape[-1])
+    else:
+        by_expert = gradient.reshape(gradient.shape[0], -1, EXPERTS).permute(2, 0, 1)
+    parts: dict[str, Tensor] = {}
+    for expert, whole in enumerate(by_expert):
+        for index, module in enumerate(modules):
+            rows = whole.chunk(len(modules))[index]
+            part = rows if factor == "lora_A" else rows[:, index * rank : (index + 1) * rank]
+            parts[f"{prefix}{expert}.{module}.{factor}.weight"] = part
+    return parts
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("lora")
+    for name, case in CASES.items():
+        write_family(folder / name, case.get("architecture", "Qwen3MoeForCausalLM"))
+    return run_ranks(measure_all, 1, folder, str(folder))[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_every_gradient_equal_peft(measured: dict[str, dict[str, Any]], case: str) -> None:
+    result = measured[case]
+    assert result["start"] == 0.0, "B starts at zero"
+    assert result["logit_error"] <= 1e-5
+    assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-5)
+    ours, theirs = result["names"]
+    assert ours == theirs
+    worst = max(result["errors"], key=result["errors"].get)
+    assert result["errors"][worst] <= 1e-5, worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_weights_equal_peft(measured: dict[str, dict[str, Any]], case: str) -> None:
+    assert measured[case]["merged_names"]
+    assert measured[case]["merged_error"] <= 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_factors_are_trained(measured: dict[str, dict[str, Any]], case: str) -> None:
+    assert measured[case]["moved"] == []
+    assert measured[case]["trained"] == measured[case]["num_factors"]

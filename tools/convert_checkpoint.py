@@ -2,6 +2,7 @@
 
 python tools/convert_checkpoint.py to-megatron --hf Qwen3-30B-A3B --out Qwen3-30B-A3B-megatron
 python tools/convert_checkpoint.py to-hf --megatron runs/run/checkpoints/step_00000100 --out trained
+python tools/convert_checkpoint.py to-adapter --megatron runs/run/checkpoints/step_00000100 --out adapter
 """
 
 import logging
@@ -58,7 +59,7 @@ def to_hf(
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it."""
+    """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it; LoRA is merged."""
     with _user_errors():
         _refuse_existing(out)
         template = hf_template or megatron / "hf"
@@ -69,6 +70,26 @@ def to_hf(
         with _one_process_model(megatron, _dtype(dtype) or stored_dtype(megatron), template) as (model, config):
             weights = _with_progress(export_hf_weights(model, config))
             write_hf_checkpoint(weights, out, template)
+    logger.info("wrote %s", out)
+
+
+@app.command()
+def to_adapter(
+    megatron: Annotated[Path, typer.Option(help="Megatron checkpoint of a LoRA run's checkpoints/.")],
+    out: Annotated[Path, typer.Option(help="Adapter folder to write; must not exist.")],
+    base: Annotated[str, typer.Option(help="Name or folder of the base model, for the adapter's config.")] = "",
+) -> None:
+    """LoRA's adapters of a Megatron checkpoint -> a folder that peft, SGLang and vLLM read."""
+    with _user_errors():
+        _refuse_existing(out)
+        from megatron_dppo.models.lora_files import adapter_tensors, stored_lora, write_adapter
+        from megatron_dppo.models.megatron_checkpoint import WEIGHTS, stored_dtype
+
+        with _one_process_model(megatron, stored_dtype(megatron)) as (model, _):
+            options = stored_lora(megatron / WEIGHTS)
+            if options is None:
+                raise ConversionError(f"{megatron} holds no LoRA adapters. Use to-hf for its weights.")
+            write_adapter(adapter_tensors([model]), options, out, base)
     logger.info("wrote %s", out)
 
 
@@ -89,7 +110,9 @@ def _one_process_model(
     from megatron_dppo.actor.layout import Layout
     from megatron_dppo.models.build import build_model, transformer_config
     from megatron_dppo.models.family import read_hf_config
-    from megatron_dppo.models.megatron_checkpoint import load_weights
+    from megatron_dppo.models.lora import add_lora
+    from megatron_dppo.models.lora_files import stored_lora
+    from megatron_dppo.models.megatron_checkpoint import WEIGHTS, is_megatron_checkpoint, load_weights
 
     hf = read_hf_config(template or folder)
     runtime.start(num_threads=torch.get_num_threads())
@@ -99,6 +122,9 @@ def _one_process_model(
         layout = Layout(world_size=1)
         initialize_groups(layout, seed=0)
         model = build_model(hf, transformer_config(hf, dtype, megatron_sizes(layout), {}))
+        options = stored_lora(folder / WEIGHTS) if is_megatron_checkpoint(folder) else None
+        if options is not None:
+            add_lora([model], hf, options, seed=0)
         logger.info("reading %s", folder)
         load_weights(model, folder, hf)
         yield model, hf

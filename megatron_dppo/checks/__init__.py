@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from megatron_dppo.checks import (
     algorithm_rules,
     data_rules,
+    lora_rules,
     megatron_rules,
     memory_rules,
     model_rules,
@@ -27,6 +28,7 @@ __all__ = [
     "check",
     "data_rules",
     "gather_facts",
+    "lora_rules",
     "megatron_rules",
     "memory_rules",
     "model_rules",
@@ -35,7 +37,7 @@ __all__ = [
     "run_rules",
 ]
 
-assert all((algorithm_rules, data_rules, megatron_rules, memory_rules, model_rules, run_rules)), (
+assert all((algorithm_rules, data_rules, lora_rules, megatron_rules, memory_rules, model_rules, run_rules)), (
     "importing them registers rules"
 )
 

@@ -168,12 +168,12 @@ def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
     known = sorted(section.model_fields) if section is not None else []
     table = f"[{'.'.join(parents)}]" if parents else "a config"
     expected = f"a key of {table}: {', '.join(known)}"
-    guess = did_you_mean(name, known)
-    if guess is not None:
-        return Problem(where, found, expected, f"Did you mean {'.'.join((*parents, guess))}?")
     owners = [f"{owner}.{name}" for owner in Config.model_fields if _has_field(owner, name)]
     if owners:
         return Problem(where, found, expected, f"Did you mean {' or '.join(owners)}?")
+    guess = did_you_mean(name, known)
+    if guess is not None:
+        return Problem(where, found, expected, f"Did you mean {'.'.join((*parents, guess))}?")
     return Problem(where, found, expected, "Remove it, or use one of these keys.")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.lora import Adapter, adapters
+from megatron_dppo.models.untrusted import refuse_code
 from megatron_dppo.models.weight_map import is_adapter
 
 
@@ -95,9 +96,15 @@ def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, ba
 def stored_lora(folder: Path) -> LoraConfig | None:
     """The `[lora]` that a distributed checkpoint was trained with; none where it has no adapters.
 
+    Every rank calls this together.
+
     Args:
-        folder: With `.metadata` and `*.distcp` files, which must have passed `refuse_code`.
+        folder: With `.metadata` and `*.distcp` files.
+
+    Raises:
+        CheckpointError: It holds code, or is torn.
     """
+    refuse_code(folder)
     metadata: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder)))
     stored = {key: tensor for key, tensor in metadata.items() if is_adapter(key) and "optimizer." not in key}
     if not stored:

@@ -22,7 +22,9 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.convert import load_hf_weights
 from megatron_dppo.models.family import HFConfig
 from megatron_dppo.models.hf_checkpoint import HFWeights, copy_model_files
+from megatron_dppo.models.lora_files import stored_lora
 from megatron_dppo.models.untrusted import refuse_code
+from megatron_dppo.models.weight_map import is_adapter
 
 WEIGHTS = "megatron"
 HF = "hf"
@@ -48,11 +50,18 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
 
     Raises:
         ConversionError: Hugging Face weights that do not fit `hf`.
-        CheckpointError: A Megatron checkpoint that is torn or of another model.
+        CheckpointError: A Megatron checkpoint that is torn, of another model, or with LoRA's adapters, which
+            the model has not.
     """
     if not is_megatron_checkpoint(folder):
         load_hf_weights(chunks, HFWeights(folder), hf)
         return
+    has_adapters = any(is_adapter(name) for chunk in chunks for name, _ in chunk.named_parameters())
+    if not has_adapters and stored_lora(folder / WEIGHTS) is not None:
+        raise CheckpointError(
+            f"{folder} holds LoRA adapters beside the weights they update; expected weights alone. Merge them "
+            "with tools/convert_checkpoint.py to-hf and load the result, or go on with the run that wrote it."
+        )
     load_model_states(chunks, load_sharded(model_states(chunks), folder / WEIGHTS))
 
 
@@ -245,7 +254,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
         )
     refuse_code(folder / WEIGHTS)
     tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
-    dtypes = {tensor.dtype for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+    weights = (tensor for key, tensor in tensors.items() if not key.startswith("optimizer."))
+    dtypes = {tensor.dtype for tensor in weights if tensor.dtype.is_floating_point}
     if len(dtypes) != 1:
         raise CheckpointError(f"{folder}: weights of types {sorted(map(str, dtypes))}; expected one.")
     return dtypes.pop()

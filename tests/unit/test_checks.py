@@ -138,6 +138,16 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=_dense("Qwen2ForCausalLM", use_sliding_window=True)),
         Example("model.load", on_disk=_dense("LlamaForCausalLM", mlp_bias=True)),
     ],
+    "lora_targets": [
+        Example("lora.targets", {"lora.rank": 8, "lora.targets": ("q_proj", "w1")}),
+        Example("lora.targets", {"lora.rank": 8, "lora.targets": ("gate",)}),
+        Example("lora.targets", {"lora.rank": 8, "lora.targets": ()}),
+    ],
+    "lora_experts": [
+        Example("lora.rank", {"lora.rank": 4}),
+        Example("lora.targets", {"lora.rank": 8, "lora.targets": ("q_proj", "up_proj", "down_proj")}),
+        Example("lora.targets", {"lora.rank": 8}, on_disk=_model(mlp_only_layers=[0])),
+    ],
     "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
     "model_code": [
         Example("model.load", on_disk=_model(model_type="mine", auto_map={"AutoConfig": "mine.Config"})),
@@ -269,13 +279,15 @@ def test_a_valid_config_has_no_problems(world: Path) -> None:
         check(_config({**TOPK, "rollout.routing_replay": "replay", "tracking.paired_routing_every": 1}), 1)
         == []
     )
+    assert check(_config({"lora.rank": 32}), 1) == []
+    assert check(_config({"lora.rank": 4, "lora.targets": ("q_proj", "o_proj")}), 1) == []
     require_valid(_config({}), 1)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
 def test_a_dense_model_is_a_model(world: Path, architecture: str) -> None:
     _dense(architecture)()
-    assert check(_config({}), 1) == []
+    assert check(_config({"lora.rank": 4, "lora.targets": ("gate_proj",)}), 1) == []
 
 
 def test_a_megatron_checkpoint_is_a_model(world: Path) -> None:

@@ -1,0 +1,52 @@
+"""Rules about `[lora]`."""
+
+from collections.abc import Iterator
+
+from megatron_dppo.checks.facts import Facts
+from megatron_dppo.checks.registry import rule
+from megatron_dppo.config.load import did_you_mean
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import Problem
+from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES
+from megatron_dppo.models.family import family_of
+from megatron_dppo.models.weight_map import linears_of
+
+_EXPERT_LINEARS = {"gate_proj", "up_proj", "down_proj"}
+
+
+@rule("lora_targets")
+def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Every target is a linear of the model, and there is one."""
+    if not config.lora.rank or isinstance(facts.model, Problem):
+        return
+    if facts.architecture not in SUPPORTED_ARCHITECTURES:
+        return
+    known = list(dict.fromkeys(name for rule in family_of(facts.model).rules for name in linears_of(rule)))
+    expected = f"linears of {facts.architecture}: {', '.join(known)}"
+    if not config.lora.targets:
+        yield Problem("lora.targets", "an empty list", expected, "Name one, or set lora.rank to 0.")
+    for name in config.lora.targets:
+        if name not in known:
+            guess = did_you_mean(name, known)
+            action = f"Did you mean {guess!r}?" if guess else "Remove it."
+            yield Problem("lora.targets", f"{name!r}, which matches nothing", expected, action)
+
+
+@rule("lora_experts")
+def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Adapters of experts can be computed, and written so that peft reads them whole."""
+    sizes, targets = facts.model_sizes, set(config.lora.targets)
+    if not config.lora.rank or sizes is None or sizes.num_experts is None or not targets & _EXPERT_LINEARS:
+        return
+    if config.lora.rank % 8:
+        expected = "a multiple of 8 where experts have adapters: their grouped products want rows of 16 bytes"
+        yield Problem("lora.rank", str(config.lora.rank), expected, f"Use {-(-config.lora.rank // 8) * 8}.")
+    if len(targets & {"gate_proj", "up_proj"}) == 1:
+        found = "one of gate_proj and up_proj on a model with experts"
+        expected = "both or neither: transformers holds them as one weight, and peft adapts it as a whole"
+        yield Problem("lora.targets", found, expected, "Name both, or neither.")
+    if len(sizes.moe_layers) < sizes.num_layers:
+        named = ", ".join(sorted(targets & _EXPERT_LINEARS))
+        found = f"{named} on a model that has dense layers beside those with experts"
+        expected = "attention's linears alone: peft would not read the dense layers' adapters"
+        yield Problem("lora.targets", found, expected, "Leave out gate_proj, up_proj and down_proj.")

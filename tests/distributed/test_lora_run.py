@@ -1,0 +1,124 @@
+"""Runs that train adapters: stopped and resumed, and what the tools make of their checkpoints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from sanity_run import make_task, without_clocks
+from test_training_run import lines, train, with_data
+
+from megatron_dppo.models.hf_checkpoint import HFWeights
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+TARGETS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("lora_task"))
+
+
+@pytest.mark.parametrize(("dtype", "world_size"), [("float32", 1), ("bfloat16", 2)])
+def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
+    task: Path, tmp_path: Path, dtype: str, world_size: int
+) -> None:
+    whole_name, halved_name = (f"{name}_{world_size}" for name in ("whole", "halved"))
+    changes: dict[str, Any] = {
+        "run": {"num_rollouts": 2},
+        "model": {"dtype": dtype},
+        "parallel": {"expert": world_size},
+        "lora": {"rank": 8, "alpha": 24, "targets": TARGETS},
+    }
+    whole = run_ranks(train, world_size, tmp_path, with_data(task, whole_name, **changes))[0]
+    run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes), 1)
+    resumed = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes))[0]
+    assert whole["weights"].keys() == resumed["weights"].keys()
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
+    assert len(whole["moments"]) == len(resumed["moments"])
+    assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
+    assert without_clocks(lines(task / halved_name)) == without_clocks(lines(task / whole_name))
+    before = HFWeights(task / "model")
+    for name, tensor in whole["weights"].items():
+        is_target = name.split(".")[-2] in TARGETS
+        assert torch.equal(before.tensor(name).to(tensor.dtype), tensor) != is_target, name
+
+
+@pytest.fixture(scope="module")
+def trained(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint of a run of two processes, and the run's last weights."""
+    changes: dict[str, Any] = {
+        "run": {"num_rollouts": 1},
+        "parallel": {"expert": 2},
+        "lora": {"rank": 8, "alpha": 24, "targets": TARGETS},
+    }
+    folder = tmp_path_factory.mktemp("trained")
+    weights = run_ranks(train, 2, folder, with_data(task, "trained", **changes))[0]["weights"]
+    checkpoints = task / "trained" / "checkpoints"
+    return checkpoints / (checkpoints / "latest").read_text().strip(), weights
+
+
+def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_to_hf_merges_the_adapters(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    done = convert("to-hf", "--megatron", trained[0], "--out", tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    found = HFWeights(tmp_path / "hf")
+    assert found.names == trained[1].keys()
+    assert all(torch.equal(found.tensor(name), tensor) for name, tensor in trained[1].items())
+
+
+def test_to_adapter_writes_what_was_trained(
+    task: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    done = convert("to-adapter", "--megatron", trained[0], "--out", tmp_path / "adapter", "--base", "a model")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 24, "a model")
+    assert sorted(config["target_modules"]) == sorted(TARGETS)
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    before = HFWeights(task / "model")
+    modules = {name.partition(".lora_")[0] for name in factors}
+    assert len(modules) * 2 == len(factors) == 2 * 2 * (2 + 3 * 8), "two layers, eight experts"
+    for module in modules:
+        update = 3.0 * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+        name = module.removeprefix("base_model.model.") + ".weight"
+        torch.testing.assert_close(before.tensor(name) + update, trained[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_are_never_dropped_in_silence(
+    task: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f"""
+        [run]
+        folder = "{tmp_path / "run"}"
+        [model]
+        load = "{trained[0]}"
+        [data]
+        prompts = "{task / "prompts.jsonl"}"
+        max_prompt_tokens = 16
+        [rollout]
+        max_response_tokens = 8
+        """
+    )
+    command = [sys.executable, "-m", "megatron_dppo", "train", str(toml)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "holds LoRA adapters" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_without_adapters_makes_no_adapter(task: Path, tmp_path: Path) -> None:
+    assert convert("to-megatron", "--hf", task / "model", "--out", tmp_path / "megatron").returncode == 0
+    done = convert("to-adapter", "--megatron", tmp_path / "megatron", "--out", tmp_path / "adapter")
+    assert done.returncode == 2
+    assert "holds no LoRA adapters" in done.stderr

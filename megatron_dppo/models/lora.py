@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron_dppo.actor.layout import model_sizes
 from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.family import HFConfig, family_of
 from megatron_dppo.models.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
 
@@ -65,8 +66,10 @@ class Adapter(torch.nn.Module):
             self.add_module(name, pair)
         self.alpha: Tensor  # in the state, so that a checkpoint says all about its adapters
         self.register_buffer("alpha", torch.tensor([alpha]))
+        self.configured_alpha = alpha
+        self.register_load_state_dict_pre_hook(_require_same_alpha)
         self._rank = next(iter(pairs.values())).lora_A.shape[-2]
-        self._scaling = alpha / self._rank
+        self.scaling = alpha / self._rank
 
     @property
     def pairs(self) -> dict[str, Pair]:
@@ -97,7 +100,7 @@ class Adapter(torch.nn.Module):
                 parts.append(base.new_zeros(size, base.shape[-1], dtype=torch.float32))
             else:
                 a, b = (w if expert is None else w[expert] for w in (pair.lora_A, pair.lora_B))
-                parts.append(self._scaling * (b.float() @ a.float()))
+                parts.append(self.scaling * (b.float() @ a.float()))
         return torch.cat([part.unflatten(0, (self._groups, -1)) for part in parts], 1).flatten(0, 1)
 
     def _fused(self, outputs: Mapping[str, Tensor]) -> Tensor:
@@ -108,7 +111,17 @@ class Adapter(torch.nn.Module):
             for name, size in self._sizes.items()
         )
         by_group = [part.unflatten(-1, (self._groups, -1)) for part in parts]
-        return self._scaling * torch.cat(by_group, -1).flatten(-2)
+        return self.scaling * torch.cat(by_group, -1).flatten(-2)
+
+
+def _require_same_alpha(adapter: Any, state: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+    """Before adapters are loaded: their factors are of no use under another scaling."""
+    stored = int(state[f"{prefix}alpha"])
+    if stored != adapter.configured_alpha:
+        raise CheckpointError(
+            f"{prefix[:-1]}: the checkpoint's adapters have alpha {stored}; expected lora.alpha = "
+            f"{adapter.configured_alpha}. Set lora.alpha to {stored}, or start a new run.folder."
+        )
 
 
 class LinearAdapter(Adapter):

@@ -23,6 +23,50 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+LAYOUTS = {"expert 2": (2, {"expert": 2})}
+
+
+def config_of(folder: Path, case: dict[str, Any], parallel: dict[str, int]) -> Any:
+    from megatron_dppo.config.schema import Config
+
+    return Config.model_validate(
+        {
+            "model": {"load": str(folder), "dtype": "float32"},
+            "lora": {"rank": 8, "alpha": 24, "targets": case["targets"]},
+            "parallel": parallel | {"max_tokens_per_microbatch": 60},
+            "optimizer": {"distributed": False},
+            "megatron": case.get("megatron", {}),
+        }
+    )
+
+
+def train_batch(actor: Any, runtime: Runtime) -> tuple[Any, list[Any]]:
+    """This rank's share of four groups of samples, and the samples of all."""
+    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+
+    groups = with_advantages(random_groups(4), False)
+    rank, size = actor.data_parallel_share
+    own = [sample for group in groups[rank::size] for sample in group.samples]
+    shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
+    (batch,) = train_batches([own], shape, rank, runtime.all_gather)
+    return batch, [sample for group in groups for sample in group.samples]
+
+
+def measure_layout(runtime: Runtime, folder: str, parallel: dict[str, int]) -> dict[str, dict[str, Tensor]]:
+    """Gradients, adapters after an optimizer step, and merged weights; all whole, on every rank."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.models.lora_files import adapter_tensors
+
+    actor = Actor(config_of(Path(folder), CASES["experts and attention"], parallel), runtime)
+    start = adapter_tensors([actor.model])
+    randomize(actor)
+    batch, _ = train_batch(actor, runtime)
+    actor.accumulate_gradients(batch, is_first=True)
+    gradients = adapter_tensors([actor.model], lambda factor: factor.main_grad.clone())
+    merged = {name: tensor.cpu().clone() for name, tensor in actor.weights()}
+    return {"start": start, "gradients": gradients, "merged": merged}
+
+
 def measure_all(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
     """Every case in one process."""
     return {case: measure(runtime, Path(folder) / case, CASES[case]) for case in CASES}
@@ -34,26 +78,14 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
     from megatron_dppo.models.lora_files import adapter_tensors, write_adapter
 
-    config = Config.model_validate(
-        {
-            "model": {"load": str(folder), "dtype": "float32"},
-            "lora": {"rank": 8, "alpha": 24, "targets": case["targets"]},
-            "parallel": {"max_tokens_per_microbatch": 60},
-            "optimizer": {"distributed": False},
-            "megatron": case.get("megatron", {}),
-        }
-    )
+    config = config_of(folder, case, {})
     actor = Actor(config, runtime)
     before = {name: tensor.clone() for name, tensor in actor.weights()}
     base = {name: p.clone() for name, p in actor.model.named_parameters() if not p.requires_grad}
     randomize(actor)
-    samples = [s for group in with_advantages(random_groups(4), False) for s in group.samples]
-    shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
-    (batch,) = train_batches([samples], shape, 0, runtime.all_gather)
+    batch, samples = train_batch(actor, runtime)
     write_adapter(adapter_tensors([actor.model]), config.lora, folder / "adapter", str(folder))
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = {name: tensor.clone() for name, tensor in _weights(model).items()}
@@ -81,12 +113,24 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
 
 def randomize(actor: Any) -> None:
     """Give each B values, which start at zero; the same in every layout."""
+    from megatron.core import parallel_state
+
     from megatron_dppo.models.lora import adapters
 
-    generator = torch.Generator().manual_seed(3)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
     for adapter in adapters([actor.model]):
-        for pair in adapter.pairs.values():
-            pair.lora_B.data.normal_(0, 0.1, generator=generator)
+        for index, pair in enumerate(adapter.pairs.values()):
+            b = pair.lora_B.data
+            first = [expert_rank * b.shape[0], 0] if b.dim() == 3 else []
+            rows = [tensor_rank * b.shape[-2], 0] if adapter.split_dim("lora_B") == 0 else [0, 0]
+            places = torch.meshgrid(
+                *(torch.arange(n) + start for n, start in zip(b.shape, [*first[:1], *rows], strict=True)),
+                indexing="ij",
+            )
+            steps = (71.0, 7.0, 1.0)[-b.dim() :]
+            phase = sum(place * step for place, step in zip(places, steps, strict=True))
+            b.copy_(0.1 * torch.sin(phase + 13 * index + 5 * (adapter.entry.layer or 0)))
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
@@ -171,6 +215,26 @@ def test_loss_and_every_gradient_equal_peft(measured: dict[str, dict[str, Any]],
     assert ours == theirs
     worst = max(result["errors"], key=result["errors"].get)
     assert result["errors"][worst] <= 1e-5, worst
+
+
+@pytest.fixture(scope="module")
+def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Tensor]]]:
+    folder = tmp_path_factory.mktemp("lora_layouts")
+    write_family(folder / "model", "Qwen3MoeForCausalLM")
+    return folder, run_ranks(measure_layout, 1, folder, str(folder / "model"), {})[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_one_process(
+    on_one_process: tuple[Path, dict[str, dict[str, Tensor]]], layout: str
+) -> None:
+    (folder, expected), (world_size, parallel) = on_one_process, LAYOUTS[layout]
+    for found in run_ranks(measure_layout, world_size, folder, str(folder / "model"), parallel):
+        for kind, tensors in expected.items():
+            assert found[kind].keys() == tensors.keys()
+            worst = max(tensors, key=lambda name: _relative(found[kind][name], tensors[name]))
+            assert _relative(found[kind][worst], tensors[worst]) <= 1e-5, (kind, worst)
+            assert kind != "start" or all(torch.equal(found[kind][name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -89,7 +89,7 @@ def to_adapter(
             options = stored_lora(megatron / WEIGHTS)
             if options is None:
                 raise ConversionError(f"{megatron} holds no LoRA adapters. Use to-hf for its weights.")
-            write_adapter(adapter_tensors([model]), options, out, base)
+            write_adapter(adapter_tensors(model), options, out, base)
     logger.info("wrote %s", out)
 
 
@@ -124,7 +124,7 @@ def _one_process_model(
         model = build_model(hf, transformer_config(hf, dtype, megatron_sizes(layout), {}))
         options = stored_lora(folder / WEIGHTS) if is_megatron_checkpoint(folder) else None
         if options is not None:
-            add_lora([model], hf, options, seed=0)
+            add_lora(model, hf, options, seed=0)
         logger.info("reading %s", folder)
         load_weights(model, folder, hf)
         yield model, hf

@@ -8,7 +8,7 @@ are what peft trains. The model's own parameters keep their names.
 Where tensor parallelism splits a linear's outputs, A is whole and B split as they are; where it splits the
 inputs, A is split and B whole. The whole ones see this rank's slice of the sequence alone, and Megatron sums
 their gradients as it does those of norms; only activations of width `rank` are exchanged. Experts' pairs are
-stacked, and split over expert-parallel ranks as the experts are.
+stacked, and split over expert-parallel and expert-tensor-parallel ranks as the experts are.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -43,6 +44,10 @@ class Pair(torch.nn.Module):
         super().__init__()
         self.lora_A = torch.nn.Parameter(lora_a)  # [(experts,) rank, in]
         self.lora_B = torch.nn.Parameter(lora_b)  # [(experts,) out, rank]
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A and B, to compute with; by a call, before which Megatron waits for updates of them from other ranks."""
+        return self.lora_A, self.lora_B
 
 
 class Adapter(torch.nn.Module):
@@ -141,14 +146,14 @@ class LinearAdapter(Adapter):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, out] to add to the linear's output, from its input [s, b, in]; both as this rank has them."""
-        pairs = self.pairs
-        low = torch.cat([F.linear(hidden, pair.lora_A) for pair in pairs.values()], -1)
+        factors = {name: pair() for name, pair in self.pairs.items()}
+        low = torch.cat([F.linear(hidden, lora_a) for lora_a, _ in factors.values()], -1)
         if self._is_split and self.entry.rule.tensor_parallel_dim == 0:
             low = gather_from_sequence_parallel_region(low)
         elif self._is_split:
             low = reduce_scatter_to_sequence_parallel_region(low)
-        each = zip(pairs.items(), low.split(self._rank, -1), strict=True)
-        return self._fused({name: F.linear(part, pair.lora_B) for (name, pair), part in each})
+        each = zip(factors.items(), low.split(self._rank, -1), strict=True)
+        return self._fused({name: F.linear(part, lora_b) for (name, (_, lora_b)), part in each})
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -165,39 +170,68 @@ class ExpertAdapter(Adapter):
 
     def attach(self, experts: Any, weight_name: str) -> None:
         """Update the product of that weight, and tell Megatron how the factors are split."""
+        self._group = parallel_state.get_expert_tensor_parallel_group()
         experts.updates[weight_name] = self.forward
-        for parameter in self.parameters():
-            is_replicated = parallel_state.get_expert_model_parallel_world_size() == 1
-            setattr(parameter, "allreduce", is_replicated)  # noqa: B010 - Megatron reads both
-            setattr(parameter, "tensor_model_parallel", True)  # noqa: B010 - it is no other rank's copy
+        is_replicated = parallel_state.get_expert_model_parallel_world_size() == 1
+        for name, parameter in self.named_parameters():
+            is_copy = self.split_dim(name.rpartition(".")[2]) is None and self._group.rank() > 0
+            marks = {"allreduce": is_replicated, "tensor_model_parallel": True, "shared": is_copy}
+            for mark, value in marks.items():  # Megatron sums gradients and norms by these
+                setattr(parameter, mark, value)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """[N, out] to add to the product of `rows` [N, in], which are sorted by expert and end at `ends`."""
         outputs: dict[str, Tensor] = {}
         for name, pair in self.pairs.items():
-            low = F.grouped_mm(rows, pair.lora_A.transpose(1, 2), offs=ends)
-            outputs[name] = F.grouped_mm(low, pair.lora_B.transpose(1, 2), offs=ends)
+            lora_a, lora_b = pair()
+            if self._group.size() > 1 and self.entry.rule.tensor_parallel_dim == 0:
+                lora_a = _with_summed_gradient(lora_a, self._group)
+            elif self._group.size() > 1:
+                lora_b = _with_summed_gradient(lora_b, self._group)
+            low = F.grouped_mm(rows, lora_a.transpose(1, 2), offs=ends)
+            outputs[name] = F.grouped_mm(low, lora_b.transpose(1, 2), offs=ends)
         return self._fused(outputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Where this rank's experts sit among all."""
+        """Where these factors sit in the whole ones of all experts."""
         state = make_sharded_tensors_for_checkpoint({"alpha": self.alpha}, prefix, {}, sharded_offsets)
-        place = (
-            parallel_state.get_expert_model_parallel_rank(),
-            parallel_state.get_expert_model_parallel_world_size(),
-        )
+        num_axes, group = len(sharded_offsets), parallel_state.get_expert_model_parallel_group()
         for name, parameter in self.named_parameters():
+            dim = self.split_dim(name.rpartition(".")[2])
+            split = [] if dim is None else [(num_axes + 1 + dim, self._group.rank(), self._group.size())]
+            copy = self._group.rank() if dim is None else 0
             state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 parameter,
                 *sharded_offsets,
-                (len(sharded_offsets), *place),
-                replica_id=(0, 0, parallel_state.get_expert_data_parallel_rank()),
-                prepend_axis_num=len(sharded_offsets),
+                (num_axes, group.rank(), group.size()),
+                *split,
+                replica_id=(0, copy, parallel_state.get_expert_data_parallel_rank()),
+                prepend_axis_num=num_axes,
             )
         return state
+
+
+def _with_summed_gradient(factor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The factor; each rank of the group sees a part of its gradient, and gets the whole."""
+    return cast(Tensor, _SummedGradient.apply(factor, group))
+
+
+class _SummedGradient(torch.autograd.Function):
+    """Megatron's own would leave a gradient that is not contiguous as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return factor.view_as(factor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = gradients[0].contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
 
 
 def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed: int) -> None:
@@ -266,19 +300,18 @@ def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed
 
 def _initial_pair(entry: WeightEntry, index: int, base: Tensor, size: int, rank: int, seed: int) -> Pair:
     """The pair of the `index`th Hugging Face linear in `base`: this rank's part of both factors."""
-    width = base.shape[-1]
-    zeros = base.new_zeros(*base.shape[:-2], size, rank)
+    group = parallel_state.get_tensor_model_parallel_group()
+    experts: list[int | None] = [None]
     if entry.rule.is_expert:
+        group = parallel_state.get_expert_tensor_parallel_group()
         first = parallel_state.get_expert_model_parallel_rank() * base.shape[0]
-        experts = range(first, first + base.shape[0])
-        lora_a = torch.stack([_uniform(entry.hf_names(e)[index], rank, width, seed) for e in experts])
-    elif entry.rule.tensor_parallel_dim == 0:
-        lora_a = _uniform(entry.hf_names()[index], rank, width, seed)
-    else:
-        num_parts = parallel_state.get_tensor_model_parallel_world_size()
-        whole = _uniform(entry.hf_names()[index], rank, width * num_parts, seed)
-        lora_a = whole.narrow(1, width * parallel_state.get_tensor_model_parallel_rank(), width)
-    return Pair(lora_a.to(base), zeros)
+        experts = [*range(first, first + base.shape[0])]
+    part, num_parts = (0, 1) if entry.rule.tensor_parallel_dim == 0 else (group.rank(), group.size())
+    width = base.shape[-1]
+    whole = [_uniform(entry.hf_names(expert)[index], rank, width * num_parts, seed) for expert in experts]
+    own = torch.stack(whole).narrow(-1, part * width, width)
+    lora_a = own if entry.rule.is_expert else own[0]
+    return Pair(lora_a.to(base).contiguous(), base.new_zeros(*base.shape[:-2], size, rank))
 
 
 def _uniform(name: str, rank: int, width: int, seed: int) -> Tensor:

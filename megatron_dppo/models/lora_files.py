@@ -46,11 +46,13 @@ def adapter_tensors(
 
 
 def _gathered(adapter: Adapter, factor: str, tensor: Tensor) -> Tensor:
-    """A factor of all experts, or of all tensor-parallel ranks."""
-    if adapter.entry.rule.is_expert:
-        return _joined(tensor, 0, parallel_state.get_expert_model_parallel_group())
-    dim = adapter.split_dim(factor)
-    return tensor if dim is None else _joined(tensor, dim, parallel_state.get_tensor_model_parallel_group())
+    """A factor of all experts and of all tensor-parallel ranks."""
+    dim, is_expert = adapter.split_dim(factor), adapter.entry.rule.is_expert
+    if dim is not None and is_expert:
+        tensor = _joined(tensor, 1 + dim, parallel_state.get_expert_tensor_parallel_group())
+    elif dim is not None:
+        tensor = _joined(tensor, dim, parallel_state.get_tensor_model_parallel_group())
+    return _joined(tensor, 0, parallel_state.get_expert_model_parallel_group()) if is_expert else tensor
 
 
 def _joined(tensor: Tensor, dim: int, group: Any) -> Tensor:

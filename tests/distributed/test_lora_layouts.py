@@ -1,0 +1,109 @@
+"""Adapters of every kind of layout equal those of one process: where they start, gradients, updates, merged weights."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_lora import config_of, randomize, train_batch
+from tiny_families import write_family
+from torch import Tensor
+
+from megatron_dppo.runtime import Runtime
+
+NUM_LAYERS = 4
+MODELS = {"experts": "Qwen3MoeForCausalLM", "dense": "Qwen2ForCausalLM"}
+TARGETS = {"targets": ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "DP2, overlapped": OVERLAPPED,
+        "TP2": {"tensor": 2},
+        "EP2": {"expert": 2},
+        "TP2 EP2 ETP1": {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        "PP2": {"pipeline": 2},
+        "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+        "CP2": {"context": 2},
+        "dense TP2": {"tensor": 2},
+        "dense PP2": {"pipeline": 2},
+    },
+    4: {
+        "EP2 ETP2": {"expert": 2, "expert_tensor": 2},
+        "TP2 EP2 ETP2": {"tensor": 2, "expert": 2},
+        "TP2 PP2": {"tensor": 2, "pipeline": 2},
+        "TP2 EP2 DP2, overlapped": {"tensor": 2, "expert": 2, "expert_tensor": 1, **OVERLAPPED},
+    },
+}
+# Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal updates.
+SMOOTH = {"lr": 30.0, "eps": 1.0, "clip_grad": 0.5}
+
+
+def measure(runtime: Runtime, folder: str, parallel: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Two gradient steps; every tensor whole, on every rank."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.models.lora_files import adapter_tensors
+
+    is_overlapped = "overlap_grad_reduce" in parallel
+    optimizer = SMOOTH | {"distributed": is_overlapped}
+    actor = Actor(config_of(Path(folder), TARGETS, parallel=parallel, optimizer=optimizer), runtime)
+    start = adapter_tensors(actor.chunks)
+    randomize(actor)
+    actor.optimizer.reload_model_params()
+    before = adapter_tensors(actor.chunks)
+    batch, _ = train_batch(actor, NUM_LAYERS)
+    actor.train_step(batch, is_first=True)
+    gradients = {}
+    if not is_overlapped:  # of a distributed optimizer each rank has a part
+        gradients = adapter_tensors(actor.chunks, lambda factor: factor.main_grad.clone())
+    actor.train_step(batch, is_first=False)
+    merged = {name: tensor.cpu().clone() for name, tensor in actor.weights()}
+    after = adapter_tensors(actor.chunks)
+    updates = {name: tensor - before[name] for name, tensor in after.items()}
+    return {"start": start, "gradients": gradients, "updates": updates, "merged": merged}
+
+
+def measure_all(
+    runtime: Runtime, folder: str, layouts: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """The worst error of each kind in each layout, in one spawn."""
+    errors: dict[str, dict[str, float]] = {}
+    for name, parallel in layouts.items():
+        model = f"{folder}/{'dense' if name.startswith('dense') else 'experts'}"
+        found, expected = measure(runtime, model, parallel), torch.load(f"{model}.reference")
+        errors[name] = {}
+        for kind, tensors in found.items():
+            assert tensors.keys() in (expected[kind].keys(), set()), "each is compared, none twice"
+            worst = [_relative(tensor, expected[kind][key]) for key, tensor in tensors.items()]
+            errors[name][kind] = max(worst, default=0.0)
+        gc.collect()  # the threads of process groups end with the last reference to them
+    return errors
+
+
+def write_references(runtime: Runtime, folder: str) -> None:
+    """What one process gives."""
+    for model in MODELS:
+        torch.save(measure(runtime, f"{folder}/{model}", {}), f"{folder}/{model}.reference")
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora_layouts")
+    for name, architecture in MODELS.items():
+        write_family(folder / name, architecture, num_hidden_layers=NUM_LAYERS)
+    run_ranks(write_references, 1, folder, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_layout_equals_one_process(reference: Path, world_size: int) -> None:
+    layouts = LAYOUTS[world_size]
+    for errors in run_ranks(measure_all, world_size, reference, str(reference), layouts):
+        assert errors.keys() == layouts.keys()
+        assert {name: of for name, of in errors.items() if max(of.values()) > 1e-5} == {}
+        assert all(of["start"] == 0.0 for of in errors.values()), "where adapters start depends on no layout"

@@ -65,7 +65,7 @@ class _Parameter:
 def _parameters(
     chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> list[_Parameter]:
-    """This rank's parameters but LoRA's, or `tensors` in their place, under the names of a model on one process."""
+    """This rank's parameters but LoRA's, or `tensors` in their place, named as in a model on one process."""
     values = iter(tensors) if tensors is not None else None
     found: list[_Parameter] = []
     for chunk in chunks:

@@ -46,7 +46,7 @@ class Pair(torch.nn.Module):
         self.lora_B = torch.nn.Parameter(lora_b)  # [(experts,) out, rank]
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """A and B, to compute with; by a call, before which Megatron waits for updates of them from other ranks."""
+        """A and B to compute with; called, because Megatron waits for updates of other ranks before a call."""
         return self.lora_A, self.lora_B
 
 

@@ -39,25 +39,16 @@ def config_of(folder: Path, case: dict[str, Any], **tables: dict[str, Any]) -> A
     )
 
 
-def train_batch(actor: Any, moe_layers: int = LAYERS) -> tuple[Any, list[Any]]:
+def train_batch(actor: Any, runtime: Runtime, moe_layers: int = LAYERS) -> tuple[Any, list[Any]]:
     """This rank's share of eight groups of samples, and the samples of all."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
 
     groups = with_advantages(random_groups(8, moe_layers=moe_layers), False)
-    rank, size = actor.data_parallel_share
-    own = [sample for group in groups[rank::size] for sample in group.samples]
+    own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     if actor.routing is None:
         own = [replace(sample, routed_experts=None) for sample in own]
-
-    def gather(value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, value, group=parallel_state.get_data_parallel_group())
-        return gathered
-
-    (batch,) = train_batches([own], BatchShape("token_mean", 16, 60, routing=actor.routing), rank, gather)
+    shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
+    (batch,), _ = train_batches([own], shape, actor.data_parallel)
     return batch, [sample for group in groups for sample in group.samples]
 
 
@@ -79,7 +70,7 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     before = {name: tensor.clone() for name, tensor in actor.weights()}
     base = {name: p.clone() for name, p in actor.chunks[0].named_parameters() if not p.requires_grad}
     randomize(actor)
-    batch, samples = train_batch(actor)
+    batch, samples = train_batch(actor, runtime)
     write_adapter(adapter_tensors(actor.chunks), config.lora, folder / "adapter", str(folder))
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = {name: tensor.clone() for name, tensor in _weights(model).items()}

@@ -297,7 +297,8 @@ def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | No
     wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
     best: tuple[tuple[int, int], Layout] | None = None
     for choice in itertools.product(*map(_divisors, wanted)):
-        for expert_tensor in dict.fromkeys((_expert_tensor(parallel), choice[0], 1)):
+        kept = choice[0] if parallel.expert_tensor is None else parallel.expert_tensor
+        for expert_tensor in dict.fromkeys((kept, choice[0], 1)):
             names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
             candidate = parallel.model_copy(
                 update={**dict(zip(names, choice, strict=True)), "expert_tensor": expert_tensor}
@@ -305,7 +306,7 @@ def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | No
             if not _is_admitted(candidate, world_size, sizes):
                 continue
             num_changed = sum(a != b for a, b in zip(wanted, choice, strict=True))
-            changed = num_changed + (expert_tensor != _expert_tensor(parallel)), -math.prod(choice)
+            changed = num_changed + (expert_tensor != kept), -math.prod(choice)
             if best is None or changed < best[0]:
                 best = changed, Layout.of(candidate, world_size)
     assert best is not None, "data parallelism alone is proven and divides everything"

@@ -169,7 +169,11 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.routing_replay": "measure"}),
     ],
     "layout": [
-        Example("parallel", {"parallel.context": 2}, world_size=2),
+        Example(
+            "parallel",
+            {"parallel.tensor": 2, "parallel.expert": 2, "parallel.expert_tensor": 4},
+            world_size=8,
+        ),
         Example("parallel.expert", {"parallel.expert": 3, "rollout.prompts_per_rollout": 24}, world_size=3),
     ],
     "sequence_positions": [Example("rollout.max_response_tokens", {"rollout.max_response_tokens": 60})],
@@ -337,7 +341,6 @@ def test_all_problems_come_at_once(world: Path) -> None:
         "rollout.top_p",
         "model.load",
         "megatron.zzz",
-        "parallel",
         "rollout.prompts_per_rollout",
     }
 

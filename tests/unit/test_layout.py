@@ -1,6 +1,7 @@
 """Layouts that are admitted, and the refusal of the others."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.actor.layout import PROVEN, Layout, ModelSizes, layout_problems, read_model_sizes
+from megatron_dppo.actor.layout import (
+    PROVEN,
+    Layout,
+    LayoutKind,
+    ModelSizes,
+    kind_of,
+    layout_problems,
+    read_model_sizes,
+)
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.errors import ConfigError, LayoutError
 
@@ -40,33 +49,30 @@ DENSE: dict[str, Any] = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-@pytest.mark.parametrize("layout", PROVEN, ids=str)
-def test_proven_layouts_are_admitted(layout: Layout) -> None:
-    parallel = ParallelConfig(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual_pipeline=layout.virtual_pipeline,
-        context=layout.context,
-        expert=layout.expert,
-        expert_tensor=layout.expert_tensor,
-    )
-    assert Layout.of(parallel, layout.world_size) == layout
-    assert layout_problems(parallel, layout.world_size, SIZES) == []
+def layout_of_kind(kind: LayoutKind) -> dict[str, int]:
+    """The smallest sizes of a kind."""
+    sizes = dict.fromkeys(kind.split, 2)
+    return sizes | {"expert_tensor": 1 if kind.expert_tensor == "whole" else 2}
 
 
-def test_the_proven_layouts_of_this_version() -> None:
-    assert set(PROVEN) == {Layout(world_size=1), Layout(world_size=2, expert=2, data=2)}
+@pytest.mark.parametrize("kind", sorted(PROVEN, key=str), ids=str)
+@pytest.mark.parametrize("data", [1, 2])
+def test_proven_kinds_are_admitted_with_data_parallelism_too(kind: LayoutKind, data: int) -> None:
+    parallel = ParallelConfig.model_validate(layout_of_kind(kind))
+    dense = parallel.tensor * parallel.pipeline * parallel.context
+    experts = parallel.expert * (parallel.expert_tensor or 1) * parallel.pipeline
+    world_size = math.lcm(dense, experts) * data
+    assert kind_of(Layout.of(parallel, world_size)) == kind
+    assert layout_problems(parallel, world_size, SIZES) == []
 
 
 @pytest.mark.parametrize(
     ("parallel", "world_size", "where", "reason"),
     [
-        (ParallelConfig(), 2, "parallel", "not proven"),
-        (ParallelConfig(expert=2), 4, "parallel", "not proven"),
-        (ParallelConfig(tensor=2), 2, "parallel", "not proven"),
         (ParallelConfig(tensor=2, expert_tensor=1), 2, "parallel.expert_tensor", "silently wrong"),
         (ParallelConfig(expert_tensor=2), 2, "parallel.expert_tensor", "silently wrong"),
-        (ParallelConfig(tensor=2, expert=2, expert_tensor=1), 2, "parallel", "not proven"),
+        (ParallelConfig(tensor=2, expert=2, expert_tensor=4), 8, "parallel", "not proven"),
+        (ParallelConfig(pipeline=2, virtual_pipeline=2, context=2), 4, "parallel", "not proven"),
         (ParallelConfig(tensor=2), 3, "parallel.tensor * pipeline * context", "divisor of the 3"),
         (ParallelConfig(expert=2), 1, "parallel.expert * expert_tensor * pipeline", "divisor of the 1"),
         (ParallelConfig(expert=3), 3, "parallel.expert", "experts, 8"),
@@ -74,8 +80,6 @@ def test_the_proven_layouts_of_this_version() -> None:
         (ParallelConfig(tensor=3), 3, "parallel.tensor", "attention heads, 4"),
         (ParallelConfig(pipeline=3), 3, "parallel.pipeline * virtual_pipeline", "layers, 4"),
         (ParallelConfig(virtual_pipeline=2), 1, "parallel.virtual_pipeline", "no pipeline"),
-        (ParallelConfig(pipeline=2, virtual_pipeline=2), 2, "parallel", "not proven"),
-        (ParallelConfig(context=2), 2, "parallel", "not proven"),
     ],
 )
 def test_refused_layouts_say_why(parallel: ParallelConfig, world_size: int, where: str, reason: str) -> None:
@@ -83,18 +87,36 @@ def test_refused_layouts_say_why(parallel: ParallelConfig, world_size: int, wher
     assert any(p.where == where and reason in f"{p.found} {p.expected}" for p in problems), problems
 
 
-def test_a_refusal_names_the_nearest_layout_that_works() -> None:
-    (problem,) = layout_problems(ParallelConfig(), 2, SIZES)
-    assert problem.action == "Use 2 processes with parallel.expert = 2."
-    (problem,) = layout_problems(ParallelConfig(context=2), 2, SIZES)
-    assert "parallel.expert = 2" in problem.action
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "nearest"),
+    [
+        ({"tensor": 4, "expert": 2}, 8, "8 processes with parallel.tensor = 2 and parallel.expert = 2"),
+        ({"tensor": 3}, 3, "3 processes with every parallel size 1"),
+        (
+            {"pipeline": 4, "virtual_pipeline": 2},
+            4,
+            "4 processes with parallel.pipeline = 2 and parallel.virtual_pipeline = 2",
+        ),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
+            4,
+            "4 processes with parallel.pipeline = 2 and parallel.context = 2",
+        ),
+        ({"tensor": 2, "expert_tensor": 1}, 2, "2 processes with parallel.tensor = 2"),
+    ],
+)
+def test_a_refusal_names_the_nearest_layout_that_works(
+    parallel: dict[str, int], world_size: int, nearest: str
+) -> None:
+    problems = layout_problems(ParallelConfig.model_validate(parallel), world_size, SIZES)
+    assert {problem.action for problem in problems} == {f"Use {nearest}."}
 
 
-def test_a_dense_model_is_sent_to_one_process() -> None:
+def test_a_dense_model_has_no_experts_to_split() -> None:
     dense = ModelSizes(**{**vars(SIZES), "num_experts": None, "moe_layers": ()})
     problems = layout_problems(ParallelConfig(expert=2), 2, dense)
     assert [problem.where for problem in problems] == ["parallel.expert"]
-    assert problems[0].action == "Use 1 process with every parallel size 1."
+    assert problems[0].action == "Use 2 processes with every parallel size 1."
 
 
 def test_layout_without_sizes_still_checks_processes() -> None:

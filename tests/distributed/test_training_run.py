@@ -113,24 +113,39 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
 
 
-def test_two_processes_train_as_one(task: Path, tmp_path: Path) -> None:
-    """Expert parallelism changes neither which samples are drawn nor, beyond rounding, what is learned."""
-    changes: dict[str, Any] = {
-        "run": {"num_rollouts": 1},
-        "rollout": {"transformers": {"weights": "float32"}},
-        "optimizer": {"eps": 1.0},
-    }
-    one = run_ranks(train, 1, tmp_path, with_data(task, "one", **changes))[0]
-    two = run_ranks(train, 2, tmp_path, with_data(task, "two", parallel={"expert": 2}, **changes))
+_ONE_ROLLOUT: dict[str, Any] = {
+    "run": {"num_rollouts": 1},
+    "rollout": {"transformers": {"weights": "float32"}},
+    "optimizer": {"eps": 1.0},
+    "tracking": {"paired_routing_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def one(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A rollout and its training on one process."""
+    folder = tmp_path_factory.mktemp("one")
+    result: dict[str, Any] = run_ranks(train, 1, folder, with_data(task, "one", **_ONE_ROLLOUT))[0]
+    return result
+
+
+@pytest.mark.parametrize("split", ["expert", "tensor", "pipeline", "context"])
+def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, Any], split: str) -> None:
+    """A layout changes neither which samples are drawn nor, beyond rounding, what is learned and reported."""
+    tables = with_data(task, split, parallel={split: 2}, **_ONE_ROLLOUT)
+    two = run_ranks(train, 2, tmp_path, tables)
     before = HFWeights(task / "model")
     for name, tensor in one["weights"].items():
         moved = tensor - before.tensor(name)
         error = (two[0]["weights"][name] - tensor).norm() / moved.norm().clamp(min=1e-9)
         assert error < 1e-3, name
         assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), name
-    first = [next(r for r in lines(task / run) if r["kind"] == "rollout") for run in ("one", "two")]
-    for metric in ("reward/mean", "rollout/response_length_mean", "routing/agreement_mean"):
-        assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-6)
+    first = [next(r for r in lines(task / run) if r["kind"] == "rollout") for run in ("one", split)]
+    reported = ("reward/mean", "rollout/response_length_mean", "routing/agreement_mean", "mismatch/num_tokens")
+    paired = [name for name in first[0] if name.startswith(("mismatch_live/", "mismatch_replayed/"))]
+    assert paired
+    for metric in (*reported, *paired):
+        assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-7), metric
 
 
 @pytest.mark.parametrize(("preset", "extra"), [("dppo_binary_tv", False), ("dppo_binary_tv_decoupled", True)])

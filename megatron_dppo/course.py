@@ -73,7 +73,9 @@ class Course:
 
         The work samples: it communicates with no other rank, and is done again after a resume.
         """
-        result = self._requests.run_unless_asked(work)
+        is_released = self._config.rollout.release_trainer
+        with self._actor.memory.released() if is_released else contextlib.nullcontext():
+            result = self._requests.run_unless_asked(work)
         if self._runtime.any(result is None):
             self._save_and_end()
         assert result is not None, "only a request to stop leaves the work undone"

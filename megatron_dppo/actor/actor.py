@@ -26,6 +26,7 @@ from megatron_dppo.actor.groups import (
 )
 from megatron_dppo.actor.layout import Layout, model_sizes
 from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
+from megatron_dppo.actor.residence import TrainerMemory
 from megatron_dppo.algorithms import Objective, PolicyLossOutput, preset
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.balance import SampleCost
@@ -77,6 +78,8 @@ class Actor:
             add_lora(self.chunks, self.hf, config.lora, config.run.seed)
         self._ddp = wrap_for_data_parallelism(self.chunks, self._model_config, config)
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
+        is_offloading = config.optimizer.offload
+        self.memory = TrainerMemory(self.chunks, self.optimizer, runtime.device, is_offloading=is_offloading)
         self.restart_schedule(num_done=0)
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
@@ -130,7 +133,8 @@ class Actor:
         faults = [*step.faults, *bad_gradients(self._ddp)]
         is_skipped = self._runtime.any(bool(faults))
         if not is_skipped:
-            is_updated, grad_norm, _ = self.optimizer.step()
+            with self.memory.states_here():
+                is_updated, grad_norm, _ = self.optimizer.step()
             is_skipped = not is_updated
             metrics.add_max("optimizer/grad_norm", float(grad_norm))
         metrics.add_max("optimizer/skipped_steps", float(is_skipped))

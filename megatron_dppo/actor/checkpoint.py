@@ -94,8 +94,11 @@ class Checkpoints:
             return 0.0
         self.complete()
         unfinished = self._runtime.on_main(lambda: self._begin(point.state.step))
-        state = _sharded_state(actor, is_loading=False)
-        pending = PendingSave(state, unfinished / WEIGHTS, is_copied=self._options.asynchronous)
+        with actor.memory.states_here():
+            state = _sharded_state(actor, is_loading=False)
+            is_copied = self._options.asynchronous or actor.memory.is_offloading
+            pending = PendingSave(state, unfinished / WEIGHTS, is_copied=is_copied)
+        del state
         steps = point.opened.steps if point.opened is not None else None
         own_bytes = pending.num_bytes + sum(bytes_of(step) for step in steps or ())
         total = sum(self._runtime.all_gather(own_bytes))
@@ -301,12 +304,13 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
         require_reshardable(
             checkpoint, content, actor.layout, is_optimizer_distributed=actor.is_optimizer_distributed
         )
-    state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
-    load_model_states(actor.chunks, state)
-    optimizer = state["optimizer"]
-    if is_moved:
-        optimizer = fit_to_chain(optimizer, len(actor.optimizer.chained_optimizers))
-    actor.optimizer.load_state_dict(optimizer)
+    with actor.memory.states_here():
+        state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
+        load_model_states(actor.chunks, state)
+        optimizer = state["optimizer"]
+        if is_moved:
+            optimizer = fit_to_chain(optimizer, len(actor.optimizer.chained_optimizers))
+        actor.optimizer.load_state_dict(optimizer)
     own = f"rank_{runtime.rank:05d}.safetensors"
     if not is_moved:
         _restore_random_states(load_file(checkpoint / "rng" / own))

@@ -135,6 +135,8 @@ class RolloutConfig(Section):
     """The run stops when more samples than this share of a rollout are dropped."""
     max_data_gib: PositiveFloat = 32.0
     """Host memory that a rollout's samples and batches may take on each rank, at worst, in GiB."""
+    release_trainer: bool = False
+    """Free the device memory of parameters, gradients and optimizer states while responses are sampled."""
     transformers: TransformersEngineConfig = TransformersEngineConfig()
     """Options of the embedded engine."""
 
@@ -214,6 +216,8 @@ class OptimizerConfig(Section):
     """Global gradient-norm clip; 0 turns it off."""
     distributed: bool = True
     """Shard optimizer states over data-parallel ranks (Megatron's DistributedOptimizer)."""
+    offload: bool = False
+    """Keep moments and float32 master weights in the host's memory outside of updates; exact, and slower."""
     max_skipped_steps: PositiveInt = 3
     """The run stops when so many gradient steps in a row had a loss or gradient that is not finite."""
 

@@ -1,5 +1,6 @@
 """The command `megatron-dppo`."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from megatron_dppo.checks import check as find_problems
 from megatron_dppo.checks import not_checked, require_valid
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, MegatronDppoError
+from megatron_dppo.plan import Machine, Options, as_json, as_text, make_plan, parse_bytes
+from megatron_dppo.plan.options import Granularity, LayerSpec, Loss, Moments
 from megatron_dppo.runtime import quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer(
@@ -89,6 +92,72 @@ def check(
     if problems:
         _exit_with_problems([str(problem) for problem in problems])
     typer.echo("no problems found", err=True)
+
+
+@app.command()
+def plan(
+    configs: Configs,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs of the trainer, over all nodes.")],
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU: 80GB (80e9 bytes), 79.6GiB, ...")
+    ],
+    overrides: Overrides = None,
+    host_memory: Annotated[
+        str | None, typer.Option("--host-memory", metavar="SIZE", help="Of each node. [default: not judged]")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
+    recompute: Annotated[
+        Granularity | None,
+        typer.Option(
+            help="In the place of megatron.recompute_granularity. [default: as configured; proposals vary it]"
+        ),
+    ] = None,
+    offload_optimizer: Annotated[
+        bool,
+        typer.Option("--offload-optimizer", help="Adam and its states on the host; the trainer cannot yet."),
+    ] = False,
+    moments: Annotated[
+        Moments, typer.Option(help="Type of Adam's moments; below float32: a precision-aware optimizer.")
+    ] = "float32",
+    separate_engine: Annotated[
+        bool, typer.Option("--separate-engine", help="SGLang has GPUs of its own, which are not counted.")
+    ] = False,
+    layer_spec: Annotated[
+        LayerSpec, typer.Option(help="Modules of the layers: ours (torch), or Transformer Engine's (te).")
+    ] = "torch",
+    loss: Annotated[
+        Loss, typer.Option(help="How logits are held: all in float32, in place (fused), or in chunks.")
+    ] = "reference",
+    proposals: Annotated[int, typer.Option(min=0, help="Layouts to propose, of each kind.")] = 5,
+    is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
+) -> None:
+    """Say how much memory a run takes, whether it fits, and which layouts would.
+
+    Reads the config and the config.json of model.load; no weights are needed, and no GPU:
+
+        megatron-dppo plan base.toml dppo.toml --gpus 8 --gpu-memory 80GB --host-memory 1TB
+
+        megatron-dppo plan base.toml --set parallel.tensor=4 --gpus 8 --gpu-memory 80GB --recompute full
+
+    The worst rank is counted at five moments: at the loss, in backward, in the optimizer's step, in a rollout
+    and while weights go to the engine. Exits with 0 when the configured layout fits, with 1 when it does not,
+    and with 2 for errors in what you gave.
+    """
+    with _user_errors():
+        config = load_config(configs, overrides or ())
+        host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+        made = make_plan(
+            config,
+            Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node),
+            Options(offload_optimizer=offload_optimizer, moments=moments, layer_spec=layer_spec, loss=loss),
+            recompute=recompute,
+            is_engine_separate=separate_engine,
+        )
+    typer.echo(
+        json.dumps(as_json(made, proposals), indent=2) if is_json else as_text(made, proposals), nl=is_json
+    )
+    if not made.fits:
+        raise typer.Exit(1)
 
 
 @app.command()

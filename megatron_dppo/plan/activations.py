@@ -1,0 +1,195 @@
+"""Bytes that a transformer layer keeps for its backward pass, per micro-batch, module by module.
+
+The lists follow our torch layer spec, whose figures tests compare with the tensors that autograd really
+saves ("torch-cpu"). On a GPU ("torch") PyTorch's RMSNorm is fused and keeps its input alone; Transformer
+Engine ("te") also fuses the activation functions and attends without padding: both are read from the sources,
+not measured.
+Letters: e bytes of an activation, H hidden, D head dimension, F expert width, I feed-forward width.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.plan.model import ModelShape
+from megatron_dppo.plan.options import LayerSpec, Recompute
+
+EXPERT_IMBALANCE = 1.3
+"""Rows that the busiest expert-parallel rank gets, against the mean of all."""
+ATTENTION_PADDING = 1.25
+"""Rows of the padded batch in which our torch spec attends, against the tokens in it (2 at worst)."""
+WORKING_COPIES = 3
+"""Tensors as large as a layer's widest that its forward or backward pass holds beside what is kept."""
+FLOAT, INDEX = 4, 8
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What depends on the data."""
+
+    expert_imbalance: float = EXPERT_IMBALANCE
+    attention_padding: float = ATTENTION_PADDING
+
+
+EXPECTED = Assumptions()
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """One micro-batch as one rank sees it."""
+
+    attended: int  # after context parallelism; what attention and split matrices work on
+    sequence: int  # of those, this rank's share under sequence parallelism
+
+    @classmethod
+    def of(cls, microbatch_tokens: int, layout: Layout) -> "LayerTokens":
+        """This rank's part of a micro-batch of so many tokens."""
+        attended = math.ceil(microbatch_tokens / layout.context)
+        return cls(attended, math.ceil(attended / layout.tensor))
+
+
+@dataclass(frozen=True)
+class LayerModel:
+    """Everything that decides what a layer keeps."""
+
+    shape: ModelShape
+    layout: Layout
+    tokens: LayerTokens
+    dtype_bytes: int
+    spec: LayerSpec = "torch"
+    assumptions: Assumptions = EXPECTED
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One [tokens, H] hidden state of the residual stream."""
+        return self.tokens.sequence * self.shape.sizes.hidden_size * self.dtype_bytes
+
+    def norm(self, num_rows: int, width: int) -> int:
+        """What an RMSNorm keeps: its input, and one float32 per row; on a CPU input and result in float32."""
+        per_row = 2 * FLOAT * width if self.spec == "torch-cpu" else self.dtype_bytes * width
+        return num_rows * (per_row + FLOAT)
+
+    def head_norms(self) -> int:
+        """The norms of queries and keys, with what holds their inputs in memory."""
+        sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
+        if not self.shape.has_qk_norm:
+            return 0
+        heads = sizes.num_attention_heads // self.layout.tensor
+        groups = sizes.num_key_value_heads // self.layout.tensor
+        kept = self.norm(rows * heads, sizes.head_dim) + self.norm(rows * groups, sizes.head_dim)
+        is_cast = self.spec == "torch-cpu" and e < FLOAT  # then the casts are kept, and the keys' source is not
+        rest = 0 if is_cast else (heads + groups) * sizes.head_dim  # keys are a view of all of qkv
+        return kept + rows * rest * e
+
+    def core_attention(self) -> int:
+        """Queries, keys, values, result and log-sum-exp; our torch spec copies them into a padded batch."""
+        sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
+        queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
+        keys = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim * self.layout.context
+        statistics = rows * sizes.num_attention_heads // self.layout.tensor * FLOAT
+        if self.spec == "te":
+            return rows * (queries + 2 * keys) * e + statistics
+        unpadded = rows * (queries + 2 * keys + queries) * e + 2 * rows * INDEX
+        padded = rows * (queries + 2 * keys + queries) * e + statistics
+        return int(unpadded + padded * self.assumptions.attention_padding)
+
+    def core_attention_inputs(self) -> int:
+        """What is kept of core attention when it is recomputed: queries, keys, and values as a view of qkv."""
+        sizes = self.shape.sizes
+        heads, groups = sizes.num_attention_heads, sizes.num_key_value_heads
+        columns = (2 * heads + 3 * groups) * sizes.head_dim // self.layout.tensor
+        shared = (heads + 2 * groups) * sizes.head_dim // self.layout.tensor
+        is_kept_by_norm = self.shape.has_qk_norm and not (self.spec == "torch-cpu" and self.dtype_bytes < FLOAT)
+        return self.tokens.attended * (columns - shared * is_kept_by_norm) * self.dtype_bytes
+
+    def attention(self) -> int:
+        """Norm, its result (the input of qkv), head norms, rotary tables and the output projection's input."""
+        sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
+        rotary = 0 if self.spec == "te" else 4 * sizes.head_dim * e  # cos and sin, of queries and of keys
+        result = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim * e
+        norm = self.norm(self.tokens.sequence, sizes.hidden_size) + self.hidden_bytes
+        return norm + self.head_norms() + rows * (rotary + result)
+
+    def dense_mlp(self) -> int:
+        """Inside the feed-forward: fc1's result, and what the gated activation makes of it."""
+        copies = 3 if self.spec == "te" else 5  # 2 I of fc1; silu(gate), up and the product apart, or fused
+        width = self.shape.sizes.intermediate_size // self.layout.tensor
+        return self.tokens.attended * copies * width * self.dtype_bytes
+
+    def experts(self) -> int:
+        """Inside the MoE layer: routing maps, the tokens sent to this rank's experts, and their activations."""
+        sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
+        num_experts, top_k = sizes.num_experts or 0, sizes.experts_per_token
+        routing = self.tokens.sequence * (num_experts * (1 + FLOAT) + top_k * (2 * INDEX + FLOAT))
+        copies = 3 if self.spec == "te" else 5
+        width = sizes.moe_intermediate_size // layout.expert_tensor
+        return routing + int(self.expert_rows() * ((sizes.hidden_size + copies * width) * e + FLOAT))
+
+    def mlp_norm(self) -> int:
+        """The norm before the feed-forward or the experts, and its result."""
+        return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
+
+    def layer(self, is_moe: bool, dropped: Iterable[str] = ()) -> int:
+        """All that one layer keeps, without the modules that are recomputed."""
+        dropped = set(dropped)
+        kept = self.attention() + self.mlp_norm()
+        kept += self.core_attention_inputs() if "core_attn" in dropped else self.core_attention()
+        if is_moe:
+            return kept + (0 if "moe" in dropped else self.experts())
+        return kept + (0 if "mlp" in dropped else self.dense_mlp())
+
+    def working(self) -> int:
+        """What backward of one layer holds for a while: gradients of its widest activations."""
+        sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
+        columns = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads) * sizes.head_dim // layout.tensor
+        widest = self.tokens.attended * max(columns, 2 * sizes.intermediate_size // layout.tensor) * e
+        if sizes.moe_layers:
+            widest = max(widest, self.expert_rows() * sizes.hidden_size * e)
+        return WORKING_COPIES * widest + 2 * self.hidden_bytes
+
+    def expert_rows(self) -> int:
+        """Tokens that this rank's experts get, each counted for every expert."""
+        imbalance = self.assumptions.expert_imbalance if self.layout.expert > 1 else 1.0
+        share = self.tokens.sequence * self.shape.sizes.experts_per_token * self.layout.expert_tensor
+        return int(share * imbalance)
+
+    def head(self) -> int:
+        """The final norm and its result, the output layer's input."""
+        return self.mlp_norm()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Activations of some layers in one micro-batch."""
+
+    held: int  # from forward to backward
+    again: int  # made again in backward, on top of it, at most at one time
+
+
+def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Kept:
+    """What the layers of one chunk keep of one micro-batch.
+
+    Args:
+        model: The layers'.
+        layers: 0-based indices.
+        recompute: What is dropped and made again.
+    """
+    kinds = [model.shape.is_moe(layer) for layer in layers]
+    if not kinds:
+        return Kept(0, 0)
+    size = {kind: model.layer(kind) for kind in set(kinds)}
+    whole = [size[kind] for kind in kinds]
+    if recompute.granularity == "none":
+        return Kept(sum(whole), 0)
+    if recompute.granularity == "selective":
+        reduced = {kind: model.layer(kind, recompute.modules) for kind in set(kinds)}
+        return Kept(sum(reduced[kind] for kind in kinds), max(size[kind] - reduced[kind] for kind in size))
+    if recompute.method == "block":
+        num = min(
+            recompute.num_layers, len(kinds)
+        )  # the first ones; backward comes to them when the rest is freed
+        inputs, rest = num * model.hidden_bytes, sum(whole[num:])
+        return Kept(inputs + rest, max(max(whole[:num]) - rest, 0))
+    groups = [whole[i : i + recompute.num_layers] for i in range(0, len(whole), recompute.num_layers)]
+    return Kept(len(groups) * model.hidden_bytes, max(map(sum, groups)))

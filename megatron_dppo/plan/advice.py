@@ -1,0 +1,159 @@
+"""What to change so that a run fits, or to make it faster: each suggestion is tried before it is made."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.memory import Memory, memory_of
+from megatron_dppo.plan.options import FULL, Recompute
+from megatron_dppo.plan.search import Found, fits, has_headroom
+from megatron_dppo.plan.units import in_gib
+
+TOKENS_STEP = 1024  # micro-batches are suggested in multiples of it
+WORTH_SAYING = 1.05  # a faster layout or option is mentioned from this factor on
+SMALLEST_FRACTION = 0.3  # of the GPU, that SGLang is still useful with
+
+
+Change = tuple[str, Job]  # something to do, as an imperative without a full stop, and the job that comes of it
+
+
+def advise(job: Job, memory: Memory, found: Found) -> list[str]:
+    """Sentences, most useful first."""
+    if fits(job, memory):
+        return [_when_it_fits(job, memory, found)]
+    if memory.peak <= job.machine.gpu_bytes:
+        return [_when_the_host_is_too_small(job, memory)]
+    remedy = _remedy(job, memory.layout)
+    if remedy is not None:
+        return [remedy]
+    if found.proposals:
+        return ["No option makes this layout fit; take one of the layouts below."]
+    return ["Nothing fits on these GPUs: use more of them, or shorter sequences."]
+
+
+def _when_it_fits(job: Job, memory: Memory, found: Found) -> str:
+    own = step_time(job, memory.layout).total
+    if job.options.recompute.granularity != "none":
+        eager = _with_recompute(job, Recompute())
+        without, faster = memory_of(eager, memory.layout), own / step_time(eager, memory.layout).total
+        if fits(job, without) and faster >= WORTH_SAYING:
+            return (
+                f"It fits without recompute too, {in_gib(without.peak)} GiB, about {faster:.2f} times as fast: "
+                "remove megatron.recompute_granularity."
+            )
+    better = [p for p in found.proposals if p.time.total * WORTH_SAYING <= own]
+    admitted = [p for p in better if p.is_admitted]
+    if not better:
+        return "Nothing to change: no layout here is estimated to be clearly faster."
+    best = (admitted or better)[0]
+    number = found.proposals.index(best) + 1
+    later = "" if best.is_admitted else ", once the program admits it"
+    return f"Layout {number} below is estimated to be {own / best.time.total:.2f} times as fast{later}."
+
+
+def _when_the_host_is_too_small(job: Job, memory: Memory) -> str:
+    synchronous = job.config.checkpoint.model_copy(update={"asynchronous": False})
+    changed = replace(job, config=job.config.model_copy(update={"checkpoint": synchronous}))
+    if fits(changed, memory_of(changed, memory.layout)):
+        return "Write checkpoints without a copy on the host: --set checkpoint.asynchronous=false."
+    name, num_bytes = max(memory.host.per_rank.items(), key=lambda item: item[1])
+    return (
+        f"The host is too small; most of it is {name}, {in_gib(num_bytes)} GiB for each rank. Use more nodes."
+    )
+
+
+def _remedy(job: Job, layout: Layout) -> str | None:
+    """The fewest changes after which the layout fits; of equally few, the fastest."""
+    changes = [_recompute_all, _offload, _smaller_engine, _other_engine]
+    for count in range(1, len(changes) + 2):
+        working: list[tuple[float, str]] = []
+        for chosen in combinations(changes, count):
+            working.extend(_tried(job, layout, chosen))
+        for chosen in combinations(changes, count - 1):
+            working.extend(_tried(job, layout, (*chosen, _smaller_microbatch)))
+        if working:
+            return min(working)[1]
+    return None
+
+
+def _tried(
+    job: Job, layout: Layout, chosen: Sequence[Callable[[Job, Layout], Change | None]]
+) -> Iterator[tuple[float, str]]:
+    """(Seconds of a step, sentence) where all the changes apply and make the layout fit."""
+    texts: list[str] = []
+    for change in chosen:
+        changed = change(job, layout)
+        if changed is None:
+            return
+        texts.append(changed[0])
+        job = changed[1]
+    memory = memory_of(job, layout)
+    if has_headroom(job, memory):
+        sentence = " and ".join(texts)
+        yield (
+            step_time(job, layout).total,
+            f"{sentence[0].upper()}{sentence[1:]}: {in_gib(memory.peak)} GiB then.",
+        )
+
+
+def _recompute_all(job: Job, layout: Layout) -> Change | None:
+    if job.options.recompute.granularity == "full":
+        return None
+    keys = " ".join(f"--set megatron.{key}={value}" for key, value in FULL.keys().items())
+    return f"recompute activations ({keys})", _with_recompute(job, FULL)
+
+
+def _offload(job: Job, layout: Layout) -> Change | None:
+    if job.options.offload_optimizer:
+        return None
+    options = replace(job.options, offload_optimizer=True)
+    return "keep Adam on the host (--offload-optimizer; the trainer cannot yet)", replace(job, options=options)
+
+
+def _smaller_engine(job: Job, layout: Layout) -> Change | None:
+    """SGLang with the largest share of the GPU that leaves room in a rollout."""
+    if job.config.rollout.engine != "sglang" or job.is_engine_separate:
+        return None
+    for percent in range(90, int(SMALLEST_FRACTION * 100) - 1, -5):
+        table = job.config.sglang | {"mem_fraction_static": percent / 100}
+        changed = replace(job, config=job.config.model_copy(update={"sglang": table}))
+        memory = memory_of(changed, layout)
+        has_cache = memory.engine.cached_tokens >= job.workload.sequence_tokens
+        if has_cache and max(stage.total("rollout") for stage in memory.stages) <= job.machine.gpu_bytes:
+            return f"lower the engine's share (--set sglang.mem_fraction_static={percent / 100:g})", changed
+    return None
+
+
+def _other_engine(job: Job, layout: Layout) -> Change | None:
+    if job.config.rollout.engine != "transformers":
+        return None
+    rollout = job.config.rollout.model_copy(update={"engine": "sglang"})
+    table = job.config.sglang | {"tp_size": min(job.machine.num_gpus, job.machine.gpus_per_node)}
+    changed = replace(job, config=job.config.model_copy(update={"rollout": rollout, "sglang": table}))
+    text = f"let SGLang roll out (--set rollout.engine=sglang --set sglang.tp_size={table['tp_size']})"
+    return text, changed
+
+
+def _smaller_microbatch(job: Job, layout: Layout) -> Change | None:
+    """The largest micro-batch that fits, if one of whole sequences does."""
+    fewest = -(-job.workload.sequence_tokens // TOKENS_STEP)
+    low, high = fewest, (job.workload.max_tokens - 1) // TOKENS_STEP
+    best: Job | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        changed = replace(job, workload=replace(job.workload, max_tokens=middle * TOKENS_STEP))
+        if has_headroom(changed, memory_of(changed, layout)):
+            best, low = changed, middle + 1
+        else:
+            high = middle - 1
+    if best is None:
+        return None
+    tokens = best.workload.max_tokens
+    return f"use smaller micro-batches (--set parallel.max_tokens_per_microbatch={tokens})", best
+
+
+def _with_recompute(job: Job, recompute: Recompute) -> Job:
+    return replace(job, options=replace(job.options, recompute=recompute))

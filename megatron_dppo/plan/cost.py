@@ -1,0 +1,189 @@
+"""A relative estimate of how long one gradient step takes: floating-point operations and bytes moved.
+
+Good for ordering layouts, not for planning a day. Matrix products run at a fixed share of the published peak,
+every transfer at a fixed share of its link and never behind the arithmetic, all sequences are as long as
+allowed, and the slowest pipeline stage sets the pace. The rollout is not counted. What the sums leave out,
+smaller matrices and ranks that wait for each other because packed micro-batches differ, is a loss for each
+doubling of a parallel size, least for tensors and most for the pipeline.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.plan import machine as figures
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.model import padded_vocab
+from megatron_dppo.plan.options import Recompute
+from megatron_dppo.plan.states import GRADIENT_BYTES
+
+BACKWARD = 2  # times the operations of forward
+CORE_ATTENTION = 0.3  # of an attention block's operations
+ADAM_BYTES = 40  # of host memory read and written for one element
+LOSS_PER_DOUBLING = {"tensor": 0.03, "context": 0.05, "pipeline": 0.08}
+"""Share of the time of micro-batches that each doubling of the size adds; a judgement, not a measurement."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated seconds of one gradient step."""
+
+    compute: float
+    tensor: float  # gathers and scatters of tensor and sequence parallelism
+    context: float  # keys and values
+    expert: float  # tokens to their experts and back
+    pipeline: float  # between stages, and the time that stages wait
+    losses: float  # see LOSS_PER_DOUBLING
+    data: float  # gradients and parameters of data parallelism
+    optimizer: float  # Adam on the host, where it is offloaded
+
+    @property
+    def total(self) -> float:
+        """Seconds."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One micro-batch in one layer on one rank, forward: operations, and bytes of each kind of transfer."""
+
+    attention: float
+    mlp: float
+    tensor: float
+    context: float
+    expert: float
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """One micro-batch on one pipeline stage, forward and backward."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor + self.context + self.expert
+
+    def plus(self, other: "_Seconds", times: float) -> "_Seconds":
+        return _Seconds(
+            self.compute + times * other.compute,
+            self.tensor + times * other.tensor,
+            self.context + times * other.context,
+            self.expert + times * other.expert,
+        )
+
+
+def step_time(job: Job, layout: Layout) -> StepTime:
+    """Estimate of a layout with the job's options.
+
+    Raises:
+        LayoutError: Layers do not divide over the pipeline.
+    """
+    num = job.workload.num_microbatches(layout.data)
+    tokens = job.workload.step_tokens(layout.data) / num / layout.context
+    one = _slowest_stage(job, layout, tokens)
+    waiting = (layout.pipeline - 1) / layout.virtual_pipeline * one.total
+    passed = tokens / layout.tensor * job.shape.sizes.hidden_size * job.workload.dtype_bytes
+    hops = 4 * layout.virtual_pipeline if layout.pipeline > 1 else 0  # received and sent, forward and backward
+    losses = sum(loss * math.log2(getattr(layout, key)) for key, loss in LOSS_PER_DOUBLING.items())
+    data, optimizer = _end_of_step(job, layout)
+    return StepTime(
+        compute=num * one.compute,
+        tensor=num * one.tensor,
+        context=num * one.context,
+        expert=num * one.expert,
+        pipeline=waiting + num * hops * passed / job.machine.link(layout.world_size),
+        losses=num * one.total * losses,
+        data=data,
+        optimizer=optimizer,
+    )
+
+
+def _slowest_stage(job: Job, layout: Layout, tokens: float) -> _Seconds:
+    sizes = job.shape.sizes
+    of_layer = {
+        is_moe: _layer_seconds(job, layout, _layer(job, layout, tokens, is_moe)) for is_moe in (False, True)
+    }
+    columns = padded_vocab(job.shape, layout) // layout.tensor
+    head = _Seconds(compute=2 * tokens * columns * sizes.hidden_size * (1 + BACKWARD) / _speed())
+    stages: list[_Seconds] = []
+    for part in job.partition(layout):
+        layers = [layer for chunk in part.chunks for layer in chunk.layers]
+        num_moe = sum(job.shape.is_moe(layer) for layer in layers)
+        seconds = _Seconds().plus(of_layer[True], num_moe).plus(of_layer[False], len(layers) - num_moe)
+        stages.append(seconds.plus(head, part.chunks[-1].is_last))
+    return max(stages, key=lambda stage: stage.total)
+
+
+def _speed() -> float:
+    return figures.BFLOAT16_FLOPS * figures.COMPUTE_EFFICIENCY
+
+
+def _layer_seconds(job: Job, layout: Layout, layer: _Layer) -> _Seconds:
+    attention_again, mlp_again = _recomputed(job.options.recompute)
+    passes = 2 + max(attention_again, mlp_again)
+    operations = layer.attention * (1 + BACKWARD + attention_again) + layer.mlp * (1 + BACKWARD + mlp_again)
+    link = job.machine.link
+    return _Seconds(
+        compute=operations / _speed(),
+        tensor=passes * layer.tensor / link(layout.tensor),
+        context=passes * layer.context / link(layout.tensor * layout.context),
+        expert=passes * layer.expert / link(layout.expert * layout.expert_tensor),
+    )
+
+
+def _layer(job: Job, layout: Layout, tokens: float, is_moe: bool) -> _Layer:
+    sizes, e = job.shape.sizes, job.workload.dtype_bytes
+    hidden, tensor = sizes.hidden_size, layout.tensor
+    heads, groups = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    matrices = hidden * (2 * heads + 2 * groups)
+    scores = heads * job.workload.sequence_tokens  # causal: half of the length, for scores and for values
+    state = tokens * hidden * e * (tensor - 1) / tensor
+    if is_moe:
+        imbalance = job.assumptions.expert_imbalance if layout.expert > 1 else 1.0
+        mlp = sizes.experts_per_token * 3 * hidden * sizes.moe_intermediate_size * imbalance
+        rows = tokens / tensor * sizes.experts_per_token * hidden * e
+        expert = 2 * rows * (layout.expert - 1) / layout.expert * imbalance
+        gathers = 2 * rows * (layout.expert_tensor - 1)
+    else:
+        mlp, expert, gathers = 3 * hidden * sizes.intermediate_size, 0.0, 2 * state
+    return _Layer(
+        attention=2 * tokens * (matrices + scores) / tensor,
+        mlp=2 * tokens * mlp / tensor,
+        tensor=2 * state + gathers,
+        context=tokens * (layout.context - 1) * 2 * groups / tensor * e,
+        expert=expert,
+    )
+
+
+def _recomputed(recompute: Recompute) -> tuple[float, float]:
+    """How much of forward is done again: (of attention, of the feed-forward)."""
+    if recompute.granularity == "none":
+        return 0.0, 0.0
+    if recompute.granularity == "full":
+        return 1.0, 1.0
+    modules = recompute.modules
+    return CORE_ATTENTION * ("core_attn" in modules), 1.0 * ("moe" in modules or "mlp" in modules)
+
+
+def _end_of_step(job: Job, layout: Layout) -> tuple[float, float]:
+    """Seconds to reduce gradients and gather parameters, and of an offloaded optimizer."""
+    dtype_bytes = job.workload.dtype_bytes
+    back = dtype_bytes if job.config.optimizer.distributed else GRADIENT_BYTES
+    parts = job.partition(layout)
+    moved = max(
+        sum(
+            (e.buffer * (GRADIENT_BYTES + back) * (e.sharers - 1) / e.sharers)
+            for e in (part.dense, part.expert)
+        )
+        for part in parts
+    )
+    reduced = moved / job.machine.link(layout.world_size // layout.pipeline)
+    if not job.options.offload_optimizer:
+        return reduced, 0.0
+    shard = max(part.shard for part in parts)
+    over_pcie = shard * (GRADIENT_BYTES + dtype_bytes) / figures.PCIE_BYTES_PER_S
+    return reduced, over_pcie + shard * ADAM_BYTES / figures.HOST_MEMORY_BYTES_PER_S

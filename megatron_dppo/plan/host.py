@@ -1,0 +1,49 @@
+"""Host memory of the trainer, per rank."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.data.memory import rollout_bytes_bound
+from megatron_dppo.plan.engine import EngineMemory
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.machine import PROCESS_HOST_BYTES
+from megatron_dppo.plan.states import RankStates
+from megatron_dppo.types import ModelRouting
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes that the ranks of one node take of its memory."""
+
+    per_rank: Mapping[str, int]  # of the rank that takes most
+    ranks_per_node: int
+
+    @property
+    def per_node(self) -> int:
+        """Of all ranks of a node, were each like the largest."""
+        return sum(self.per_rank.values()) * self.ranks_per_node
+
+
+def host_memory(job: Job, layout: Layout, stages: Sequence[RankStates], engine: EngineMemory) -> HostMemory:
+    """What a rank of the hungriest pipeline stage keeps on the host."""
+    candidates = [_of_stage(job, layout, states, engine) for states in stages]
+    largest = max(candidates, key=lambda components: sum(components.values()))
+    return HostMemory(largest, job.machine.ranks_per_node)
+
+
+def _of_stage(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) -> dict[str, int]:
+    sizes = job.shape.sizes
+    routing = None
+    if job.config.rollout.routing_replay != "off" and sizes.num_experts is not None:
+        routing = ModelRouting(sizes.moe_layers, sizes.num_experts, sizes.experts_per_token)
+    leaves_gpu = not (engine.is_resident or engine.is_separate)
+    components = {
+        "process": PROCESS_HOST_BYTES,
+        "rollout data": rollout_bytes_bound(job.config, layout.data, routing),
+        "optimizer": states.optimizer_on_host,
+        "trainer during rollout": (states.parameters + states.optimizer) * leaves_gpu,
+        "checkpoint in flight": (states.parameters + states.optimizer_in_checkpoint)
+        * job.config.checkpoint.asynchronous,
+    }
+    return {name: num_bytes for name, num_bytes in components.items() if num_bytes}

@@ -1,0 +1,81 @@
+"""The memory of a layout: every pipeline stage, the engine and the host."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.plan.engine import EngineMemory, engine_memory
+from megatron_dppo.plan.host import HostMemory, host_memory
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.moments import MOMENTS, Components, stage_moments
+from megatron_dppo.plan.options import Options
+from megatron_dppo.plan.states import rank_states
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One rank of a pipeline stage."""
+
+    stage: int
+    moments: Mapping[str, Components]  # bytes of each component at each moment
+
+    def total(self, moment: str) -> int:
+        """Bytes of all components."""
+        return sum(self.moments[moment].values())
+
+    @property
+    def worst_moment(self) -> str:
+        """When this rank holds most."""
+        return max(MOMENTS, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any moment."""
+        return self.total(self.worst_moment)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a layout needs on its GPUs and hosts."""
+
+    layout: Layout
+    options: Options
+    stages: tuple[StageMemory, ...]
+    engine: EngineMemory
+    host: HostMemory
+    num_microbatches: int  # of one gradient step on one rank
+    microbatch_tokens: int
+
+    @property
+    def worst(self) -> StageMemory:
+        """The pipeline stage whose ranks hold most."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes on any GPU."""
+        return self.worst.peak
+
+
+def memory_of(job: Job, layout: Layout) -> Memory:
+    """The memory of a layout.
+
+    Raises:
+        LayoutError: Layers do not divide over the pipeline.
+        ConfigError: An option of [sglang] makes no sense.
+    """
+    parts = job.partition(layout)
+    engine = engine_memory(job.config, job.shape, layout, job.machine, job.is_engine_separate)
+    states = [rank_states(job, part) for part in parts]
+    return Memory(
+        layout=layout,
+        options=job.options,
+        stages=tuple(
+            StageMemory(part.stage, stage_moments(job, layout, engine, part, own))
+            for part, own in zip(parts, states, strict=True)
+        ),
+        engine=engine,
+        host=host_memory(job, layout, states, engine),
+        num_microbatches=job.workload.num_microbatches(layout.data),
+        microbatch_tokens=job.workload.microbatch_tokens(layout.data),
+    )

@@ -1,0 +1,107 @@
+"""How a layout cuts the model: the chunks of each pipeline stage and the elements its ranks hold.
+
+With the distributed optimizer, Megatron keeps parameters and gradients of a model chunk in buffers: each
+tensor starts at a multiple of 64 elements, and a buffer's end is padded so that it divides over the ranks that
+share it. Dense parameters are shared by data x context ranks, split experts by the expert-data-parallel ones.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.plan.model import Chunk, ModelShape, Tensor, chunk_tensors
+from megatron_dppo.plan.stages import Split, chunks_of, layers_per_stage
+
+ALIGN_START, ALIGN_END = 64, 128  # elements, of megatron.core's parameter and gradient buffers
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of some of a rank's parameters."""
+
+    own: int  # without padding
+    buffer: int  # with padding: what parameters and gradients take
+    shard: int  # this rank's part for the optimizer, padding included
+    sharers: int  # ranks that hold the same parameters
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a rank of one pipeline stage holds."""
+
+    stage: int  # 0-based
+    chunks: tuple[Chunk, ...]  # one, or one for each virtual stage
+    dense: Elements
+    expert: Elements  # split experts; those that are not split count as dense
+    largest: int  # elements of the largest tensor
+
+    @property
+    def buffer(self) -> int:
+        """Elements of the buffers."""
+        return self.dense.buffer + self.expert.buffer
+
+    @property
+    def shard(self) -> int:
+        """Elements whose optimizer states the rank owns."""
+        return self.dense.shard + self.expert.shard
+
+
+@lru_cache(maxsize=4096)
+def partition(shape: ModelShape, layout: Layout, split: Split, is_distributed: bool) -> tuple[StagePart, ...]:
+    """The parts of all pipeline stages.
+
+    Args:
+        shape: The model's.
+        layout: How it is cut.
+        split: Wishes for an uneven pipeline.
+        is_distributed: The distributed optimizer is in use.
+
+    Raises:
+        LayoutError: Layers do not divide over the pipeline.
+    """
+    counts = layers_per_stage(shape.sizes.num_layers, layout.pipeline, split)
+    return tuple(
+        _part(shape, layout, stage, chunks_of(stage, layout, counts), is_distributed)
+        for stage in range(layout.pipeline)
+    )
+
+
+def _part(
+    shape: ModelShape, layout: Layout, stage: int, chunks: tuple[Chunk, ...], is_distributed: bool
+) -> StagePart:
+    held = [chunk_tensors(shape, layout, chunk) for chunk in chunks]
+    num_expert_sharers = layout.world_size // (layout.expert * layout.expert_tensor * layout.pipeline)
+    return StagePart(
+        stage=stage,
+        chunks=chunks,
+        dense=_elements(
+            [bucket for tensors in held for bucket in _dense_buckets(tensors)],
+            layout.data * layout.context,
+            is_distributed,
+        ),
+        expert=_elements(
+            [[t.numel for t in tensors if t.is_expert] for tensors in held], num_expert_sharers, is_distributed
+        ),
+        largest=max(tensor.numel for tensors in held for tensor in tensors),
+    )
+
+
+def _dense_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Sizes of what is padded together; an embedding that pipeline stages share stands alone."""
+    shared = [[t.numel] for t in tensors if t.is_shared_embedding]
+    return [[t.numel for t in tensors if not (t.is_expert or t.is_shared_embedding)], *shared]
+
+
+def _elements(buckets: Sequence[Sequence[int]], sharers: int, is_distributed: bool) -> Elements:
+    own = sum(map(sum, buckets))
+    if not is_distributed:
+        return Elements(own, own, own, sharers)
+    end = math.lcm(sharers, ALIGN_END)
+    buffer = sum(_up(sum(_up(numel, ALIGN_START) for numel in bucket), end) for bucket in buckets)
+    return Elements(own, buffer, buffer // sharers, sharers)
+
+
+def _up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

@@ -1,0 +1,99 @@
+"""A plan: what the configured layout needs, whether it fits, and which layouts would."""
+
+from dataclasses import dataclass, replace
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import LayoutError, Problem
+from megatron_dppo.plan.advice import advise
+from megatron_dppo.plan.cost import StepTime, step_time
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.machine import Machine
+from megatron_dppo.plan.memory import Memory, memory_of
+from megatron_dppo.plan.model import read_model_shape
+from megatron_dppo.plan.options import Granularity, Options, recompute_of
+from megatron_dppo.plan.search import Found, choices, fits, problems_of, propose
+from megatron_dppo.plan.units import in_gib
+from megatron_dppo.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `megatron-dppo plan` found out."""
+
+    job: Job
+    problems: tuple[Problem, ...]  # of the configured layout; with some of them it has no memory
+    memory: Memory | None  # of the configured layout
+    time: StepTime | None
+    found: Found
+    advice: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the configured layout fits GPUs and, where their memory is known, hosts."""
+        return self.memory is not None and fits(self.job, self.memory)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether it fits, and what takes most."""
+        if self.memory is None:
+            return "The configured layout cannot be laid out on these GPUs."
+        worst, machine, host = self.memory.worst, self.job.machine, self.memory.host
+        components = worst.moments[worst.worst_moment]
+        name, most = max(components.items(), key=lambda item: item[1])
+        peak = f"{in_gib(worst.peak)} of {in_gib(machine.gpu_bytes)} GiB"
+        detail = f"at its highest in {worst.worst_moment!r}, where most is {name}: {in_gib(most)} GiB"
+        if worst.peak > machine.gpu_bytes:
+            return f"Does not fit: needs {peak}, {detail}."
+        if machine.host_bytes is not None and host.per_node > machine.host_bytes:
+            needs = f"{in_gib(host.per_node)} of {in_gib(machine.host_bytes)} GiB of a node's memory"
+            return f"Does not fit the hosts: needs {needs}. The GPUs would do: {peak}."
+        return f"Fits: needs {peak}, {detail}."
+
+
+def make_plan(
+    config: Config,
+    machine: Machine,
+    options: Options,
+    *,
+    recompute: Granularity | None = None,
+    is_engine_separate: bool = False,
+) -> Plan:
+    """Plan a run; only config.json of `model.load` is read.
+
+    Args:
+        config: The run's.
+        machine: What there is to run on.
+        options: Its recompute is not read: that comes from `[megatron]`.
+        recompute: Takes the place of megatron.recompute_granularity, for proposals too.
+        is_engine_separate: SGLang has GPUs of its own.
+
+    Raises:
+        ConfigError: There is no model whose parameters are known, or an option makes no sense.
+    """
+    shape = read_model_shape(config.model.load)
+    job = Job(
+        config=config,
+        shape=shape,
+        workload=Workload.of(config, shape),
+        machine=machine,
+        options=replace(options, recompute=recompute_of(config.megatron, recompute)),
+        is_engine_separate=is_engine_separate,
+    )
+    problems, memory, time = problems_of(job), None, None
+    try:
+        layout = Layout.of(config.parallel, machine.num_gpus)
+        memory, time = memory_of(job, layout), step_time(job, layout)
+    except LayoutError as error:
+        problems = problems or list(error.problems)
+    found = propose(job, choices(job, is_recompute_given=recompute is not None))
+    advice = _advice(job, memory, found)
+    return Plan(job, tuple(problems), memory, time, found, tuple(advice))
+
+
+def _advice(job: Job, memory: Memory | None, found: Found) -> list[str]:
+    if memory is not None:
+        return advise(job, memory, found)
+    if found.proposals:
+        return ["Take one of the layouts below."]
+    return ["No layout of these GPUs divides the model and its batch and fits: use another number of GPUs."]

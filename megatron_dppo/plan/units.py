@@ -1,0 +1,33 @@
+"""Bytes as people write them."""
+
+import math
+import re
+
+from megatron_dppo.errors import ConfigError, Problem
+
+GIB = 1 << 30
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """Bytes of "80GB" (80e9), "79.6GiB" and the like.
+
+    Args:
+        text: A number above 0 and a unit: MB, GB, TB, MiB, GiB or TiB.
+        where: What the text was given for, for the message.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE)
+    factor = _UNITS.get(match.group(2).upper()) if match else None
+    amount = float(match.group(1)) if match else 0.0
+    if factor is None or not 0 < amount < math.inf or amount * factor < 1:
+        expected = "a number above 0 and a unit, one of MB, GB, TB, MiB, GiB, TiB"
+        raise ConfigError(Problem(where, repr(text), expected, f"Write for example {where} 80GB."))
+    return int(amount * factor)
+
+
+def in_gib(num_bytes: float, digits: int = 1) -> str:
+    """The number of GiB, rounded to so many digits after the point."""
+    return f"{num_bytes / GIB:.{digits}f}"

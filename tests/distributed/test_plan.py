@@ -1,0 +1,247 @@
+"""The plan's figures against what Megatron, its optimizer and autograd really hold."""
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import write_model
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.plan.activations import Assumptions
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.logits import REFERENCE_COPIES, REFERENCE_SAVED
+from megatron_dppo.plan.machine import Machine
+from megatron_dppo.plan.model import read_model_shape
+from megatron_dppo.plan.options import Options, recompute_of
+from megatron_dppo.plan.stage_activations import stage_activations
+from megatron_dppo.plan.states import optimizer_bytes, rank_states
+from megatron_dppo.plan.workload import Workload
+from megatron_dppo.runtime import Runtime
+
+# A layout is one line here: processes, and [parallel].
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
+SIZES: dict[str, Any] = dict(
+    vocab_size=300,
+    hidden_size=128,
+    intermediate_size=192,
+    moe_intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=24,
+    num_experts=8,
+    num_experts_per_tok=3,
+    max_position_embeddings=256,
+)
+
+
+def _recompute(granularity: str, **keys: Any) -> dict[str, Any]:
+    return {f"recompute_{key}": value for key, value in {"granularity": granularity, **keys}.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to measure."""
+
+    sizes: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "bfloat16"
+    megatron: dict[str, Any] = field(default_factory=dict)
+    is_distributed: bool = True
+    num_sequences: int = 4
+    sequence_tokens: int = 96
+    temperature: float = 1.0
+
+
+CASES = {
+    "experts": Case(),
+    "experts in float32, plain optimizer": Case(dtype="float32", is_distributed=False),
+    "dense layers among them": Case({"mlp_only_layers": [0, 1, 3]}),
+    "wide attention": Case({"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32}),
+    "wide experts, plain optimizer": Case(
+        {"moe_intermediate_size": 256, "num_experts_per_tok": 4}, is_distributed=False
+    ),
+    "large vocabulary": Case({"vocab_size": 5003}, temperature=0.7),
+    "few long sequences": Case(num_sequences=2, sequence_tokens=200),
+    "full recompute": Case(megatron=_recompute("full", method="uniform", num_layers=1)),
+    "full recompute of pairs": Case(megatron=_recompute("full", method="uniform", num_layers=2)),
+    "full recompute of some": Case(megatron=_recompute("full", method="block", num_layers=2)),
+    "attention recomputed": Case(megatron=_recompute("selective", modules=["core_attn"])),
+    "feed-forwards recomputed": Case(
+        {"mlp_only_layers": [1]}, megatron=_recompute("selective", modules=["moe", "mlp"])
+    ),
+    "tied embeddings": Case({"tie_word_embeddings": True}),
+}
+
+
+def config_of(model: str, parallel: dict[str, int], case: Case) -> Config:
+    """The run's config."""
+    return Config.model_validate(
+        {
+            "model": {"load": model, "dtype": case.dtype},
+            "parallel": parallel,
+            "optimizer": {"distributed": case.is_distributed},
+            "rollout": {"routing_replay": "replay", "temperature": case.temperature},
+            "megatron": case.megatron,
+        }
+    )
+
+
+def microbatch(case: Case) -> Any:
+    """One micro-batch whose routes give every expert as many tokens."""
+    from megatron_dppo.types import Microbatch, RoutedExperts
+
+    sizes = SIZES | case.sizes
+    num_tokens, top_k = case.num_sequences * case.sequence_tokens, sizes["num_experts_per_tok"]
+    dense = sizes.get("mlp_only_layers", [])
+    layers = tuple(layer for layer in range(sizes["num_hidden_layers"]) if layer not in dense)
+    choices = torch.arange(num_tokens * top_k).remainder(sizes["num_experts"]).view(num_tokens, 1, top_k)
+    generator = torch.Generator().manual_seed(1)
+    return Microbatch(
+        tokens=torch.randint(0, sizes["vocab_size"], (num_tokens,), generator=generator),
+        position_ids=torch.arange(case.sequence_tokens).repeat(case.num_sequences),
+        targets=torch.randint(0, sizes["vocab_size"], (num_tokens,), generator=generator),
+        cu_seqlens=torch.arange(0, num_tokens + 1, case.sequence_tokens, dtype=torch.int32),
+        loss_mask=torch.ones(num_tokens, dtype=torch.bool),
+        rollout_log_probs=-torch.rand(num_tokens, generator=generator),
+        advantages=torch.randn(num_tokens, generator=generator),
+        token_weights=torch.ones(num_tokens),
+        routed_experts=RoutedExperts(
+            choices.expand(-1, len(layers), -1).to(torch.uint8), layers, sizes["num_experts"]
+        ),
+    )
+
+
+def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) -> dict[str, int]:
+    """On one rank: bytes of what the actor holds."""
+    from megatron.core import parallel_state
+    from memory_probes import LiveBytes, SavedBytes
+
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.actor.mcore_fixes import prime_adam_states
+    from megatron_dppo.types import TrainBatch
+
+    actor = Actor(config_of(model, parallel, case), runtime)
+    prime_adam_states(actor.optimizer)
+    ddp: Any = actor._ddp
+    one = microbatch(case)
+    batch = TrainBatch((one,), one.tokens.numel(), case.num_sequences)
+    saved, live = SavedBytes(actor.model.parameters()), LiveBytes()
+    with saved.watching():
+        actor.accumulate_gradients(batch, is_first=False)
+    with live:
+        actor.accumulate_gradients(batch, is_first=False)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in actor.model.parameters()}
+    return {
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "parameters": sum(storages.values()),
+        "gradients": sum(b.grad_data.nbytes for b in (*ddp.buffers, *ddp.expert_parallel_buffers)),
+        "optimizer": _optimizer_bytes(actor.optimizer, set(storages)),
+        "saved": saved.peak,
+        "live": live.peak,
+    }
+
+
+def _optimizer_bytes(optimizer: Any, model_storages: set[int]) -> int:
+    """Adam's moments and master parameters, without its step counters."""
+    total = 0
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = member.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                is_master = parameter.untyped_storage().data_ptr() not in model_storages
+                moments = [inner.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
+                total += sum(t.nbytes for t in (*moments, *([parameter] * is_master)))
+    return total
+
+
+def measure_all(
+    runtime: Runtime, models: dict[str, str], parallel: dict[str, int]
+) -> dict[str, dict[str, int]]:
+    """All cases in one spawn."""
+    return {name: measure(runtime, models[name], parallel, case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="session", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, str], list[dict[str, dict[str, int]]]]:
+    """(layout's name, model folders, what each rank measured in each case)."""
+    world_size, parallel = LAYOUTS[request.param]
+    folder = tmp_path_factory.mktemp("plan")
+    models = {
+        name: str(write_model(folder / f"model{index}", **SIZES | case.sizes))
+        for index, (name, case) in enumerate(CASES.items())
+    }
+    return request.param, models, run_ranks(measure_all, world_size, folder, models, parallel)
+
+
+def job_of(layout_name: str, model: str, case: Case) -> tuple[Job, Layout]:
+    """The same run as the planner sees it: balanced experts, no padding in attention, a CPU's layers."""
+    world_size, parallel = LAYOUTS[layout_name]
+    config = config_of(model, parallel, case)
+    layout, shape = Layout.of(config.parallel, world_size), read_model_shape(Path(model))
+    workload = replace(
+        Workload.of(config, shape),
+        max_tokens=case.num_sequences * case.sequence_tokens,
+        sequence_tokens=case.sequence_tokens,
+        samples_per_step=case.num_sequences * layout.data,
+    )
+    options = Options(recompute=recompute_of(case.megatron), layer_spec="torch-cpu")
+    machine = Machine(world_size, gpu_bytes=1 << 34)
+    return Job(config, shape, workload, machine, options, Assumptions(1.0, 1.0)), layout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_gradients_are_exact(measured: Any, case: str) -> None:
+    layout_name, models, ranks = measured
+    job, layout = job_of(layout_name, models[case], CASES[case])
+    for found in (rank[case] for rank in ranks):
+        states = rank_states(job, job.partition(layout)[found["stage"]])
+        assert (states.parameters, states.gradients) == (found["parameters"], found["gradients"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_optimizer_states_are_exact(measured: Any, case: str) -> None:
+    """A shard counts the padding of Megatron's buffers too; over all ranks the rest is exact."""
+    layout_name, models, ranks = measured
+    job, layout = job_of(layout_name, models[case], CASES[case])
+    per_element = optimizer_bytes(1, job.workload.dtype_bytes, moment_bytes=4)
+    total = 0.0
+    for found in (rank[case] for rank in ranks):
+        part = job.partition(layout)[found["stage"]]
+        padding = part.buffer - part.dense.own - part.expert.own
+        assert 0 <= rank_states(job, part).optimizer - found["optimizer"] <= padding * per_element
+        if CASES[case].is_distributed:
+            total += part.dense.own / part.dense.sharers + part.expert.own / part.expert.sharers
+        else:
+            total += part.dense.own + part.expert.own
+    assert sum(rank[case]["optimizer"] for rank in ranks) == total * per_element
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_activations_kept_for_backward_are_within_3_percent(measured: Any, case: str) -> None:
+    layout_name, models, ranks = measured
+    job, layout = job_of(layout_name, models[case], CASES[case])
+    for found in (rank[case] for rank in ranks):
+        kept = stage_activations(job, layout, job.partition(layout)[found["stage"]])
+        logits = kept.logits * REFERENCE_SAVED // (REFERENCE_COPIES + job.workload.has_temperature)
+        predicted = kept.held + max(kept.head + logits, kept.again)
+        assert predicted == pytest.approx(found["saved"], rel=0.03), asdict(kept)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_of_all_live_tensors_is_within_15_percent(measured: Any, case: str) -> None:
+    """Logits with all that the loss makes of them, and what a layer holds for a moment, included."""
+    layout_name, models, ranks = measured
+    job, layout = job_of(layout_name, models[case], CASES[case])
+    for found in (rank[case] for rank in ranks):
+        part = job.partition(layout)[found["stage"]]
+        states, kept = rank_states(job, part), stage_activations(job, layout, part)
+        in_backward = kept.again + kept.working + states.gradient_temporaries
+        predicted = kept.held + kept.passed + max(kept.head + kept.logits, in_backward)
+        actual = found["live"] - states.parameters - states.gradients
+        assert predicted == pytest.approx(actual, rel=0.15), asdict(kept)

@@ -135,9 +135,9 @@ def plan(
 
     Reads the config and the config.json of model.load; no weights are needed, and no GPU:
 
-        megatron-dppo plan base.toml dppo.toml --gpus 8 --gpu-memory 80GB --host-memory 1TB
+        megatron-dppo plan base.toml --gpus 8 --gpu-memory 80GB
 
-        megatron-dppo plan base.toml --set parallel.tensor=4 --gpus 8 --gpu-memory 80GB --recompute full
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --json
 
     The worst rank is counted at five moments: at the loss, in backward, in the optimizer's step, in a rollout
     and while weights go to the engine. Exits with 0 when the configured layout fits, with 1 when it does not,

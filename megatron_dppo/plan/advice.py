@@ -6,32 +6,57 @@ from itertools import combinations
 
 from megatron_dppo.actor.layout import Layout
 from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.engine import SGLANG_MEMORY_FRACTION, engine_memory
 from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.machine import RESERVE_BYTES
 from megatron_dppo.plan.memory import Memory, memory_of
-from megatron_dppo.plan.options import FULL, Recompute
-from megatron_dppo.plan.search import Found, fits, has_headroom
-from megatron_dppo.plan.units import in_gib
+from megatron_dppo.plan.options import FULL, Options, Recompute
+from megatron_dppo.plan.search import HEADROOM, Found, fits, fits_hosts, has_headroom, propose
+from megatron_dppo.plan.units import counted, in_gib
 
 TOKENS_STEP = 1024  # micro-batches are suggested in multiples of it
 WORTH_SAYING = 1.05  # a faster layout or option is mentioned from this factor on
+MAX_GPUS_TRIED = 256
 SMALLEST_FRACTION = 0.3  # of the GPU, that SGLang is still useful with
 
 
 Change = tuple[str, Job]  # something to do, as an imperative without a full stop, and the job that comes of it
 
 
-def advise(job: Job, memory: Memory, found: Found) -> list[str]:
-    """Sentences, most useful first."""
-    if fits(job, memory):
+def advise(job: Job, memory: Memory | None, found: Found, vary: Sequence[Options]) -> list[str]:
+    """Sentences, most useful first.
+
+    Args:
+        job: What was configured.
+        memory: Of the configured layout; none where it cannot be laid out.
+        found: The layouts that fit.
+        vary: The options that they were chosen from.
+    """
+    if memory is not None and fits(job, memory):
         return [_when_it_fits(job, memory, found)]
-    if memory.peak <= job.machine.gpu_bytes:
+    if memory is not None and memory.peak <= job.machine.gpu_bytes and not fits_hosts(job, memory):
         return [_when_the_host_is_too_small(job, memory)]
-    remedy = _remedy(job, memory.layout)
+    remedy = None if memory is None else _remedy(job, memory.layout)
     if remedy is not None:
         return [remedy]
     if found.proposals:
-        return ["No option makes this layout fit; take one of the layouts below."]
-    return ["Nothing fits on these GPUs: use more of them, or shorter sequences."]
+        return ["No change of options makes this layout fit; take one of the layouts below."]
+    return [_more_gpus(job, vary)]
+
+
+def _more_gpus(job: Job, vary: Sequence[Options]) -> str:
+    """The fewest GPUs, doubled and doubled again, on which some layout fits; with another engine if need be."""
+    none = f"Nothing fits on {counted(job.machine.num_gpus, 'GPU')}"
+    for num_gpus in (job.machine.num_gpus * factor for factor in (1, 2, 4, 8)):
+        larger = replace(job, machine=replace(job.machine, num_gpus=num_gpus))
+        plain: Change = f"use {num_gpus} GPUs (--gpus {num_gpus})", larger
+        for change in (plain, _wider_engine(larger), _smaller_engine(larger), _other_engine(larger)):
+            if num_gpus > MAX_GPUS_TRIED or change is None or change[1] == job:
+                continue
+            if propose(change[1], vary).proposals:
+                more = "" if num_gpus == job.machine.num_gpus or change is plain else f"{plain[0]} and "
+                return f"{none}: {more}{change[0]}, and some layouts do."
+    return f"{none}: shorten sequences and micro-batches, or use GPUs with more memory."
 
 
 def _when_it_fits(job: Job, memory: Memory, found: Found) -> str:
@@ -67,7 +92,7 @@ def _when_the_host_is_too_small(job: Job, memory: Memory) -> str:
 
 def _remedy(job: Job, layout: Layout) -> str | None:
     """The fewest changes after which the layout fits; of equally few, the fastest."""
-    changes = [_recompute_all, _offload, _smaller_engine, _other_engine]
+    changes = [_recompute_all, _offload, _smaller_engine, _wider_engine, _other_engine]
     for count in range(1, len(changes) + 2):
         working: list[tuple[float, str]] = []
         for chosen in combinations(changes, count):
@@ -113,21 +138,39 @@ def _offload(job: Job, layout: Layout) -> Change | None:
     return "keep Adam on the host (--offload-optimizer; the trainer cannot yet)", replace(job, options=options)
 
 
-def _smaller_engine(job: Job, layout: Layout) -> Change | None:
+def _smaller_engine(job: Job, layout: Layout | None = None) -> Change | None:
     """SGLang with the largest share of the GPU that leaves room in a rollout."""
     if job.config.rollout.engine != "sglang" or job.is_engine_separate:
         return None
+    own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
     for percent in range(90, int(SMALLEST_FRACTION * 100) - 1, -5):
+        if percent / 100 >= own:
+            continue
         table = job.config.sglang | {"mem_fraction_static": percent / 100}
         changed = replace(job, config=job.config.model_copy(update={"sglang": table}))
-        memory = memory_of(changed, layout)
-        has_cache = memory.engine.cached_tokens >= job.workload.sequence_tokens
-        if has_cache and max(stage.total("rollout") for stage in memory.stages) <= job.machine.gpu_bytes:
+        engine = engine_memory(changed.config, job.shape, Layout(world_size=1), job.machine, is_separate=False)
+        taken = RESERVE_BYTES + engine.weights + engine.cache + engine.workspace
+        has_cache = engine.cached_tokens >= job.workload.sequence_tokens
+        if has_cache and taken <= (1 - HEADROOM) * job.machine.gpu_bytes:
             return f"lower the engine's share (--set sglang.mem_fraction_static={percent / 100:g})", changed
     return None
 
 
-def _other_engine(job: Job, layout: Layout) -> Change | None:
+def _wider_engine(job: Job, layout: Layout | None = None) -> Change | None:
+    """SGLang's weights split over all GPUs of a node."""
+    size = min(job.machine.num_gpus, job.machine.gpus_per_node)
+    if (
+        job.config.rollout.engine != "sglang"
+        or job.is_engine_separate
+        or job.config.sglang.get("tp_size") == size
+    ):
+        return None
+    table = job.config.sglang | {"tp_size": size}
+    changed = replace(job, config=job.config.model_copy(update={"sglang": table}))
+    return f"split the engine over more GPUs (--set sglang.tp_size={size})", changed
+
+
+def _other_engine(job: Job, layout: Layout | None = None) -> Change | None:
     if job.config.rollout.engine != "transformers":
         return None
     rollout = job.config.rollout.model_copy(update={"engine": "sglang"})

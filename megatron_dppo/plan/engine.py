@@ -8,7 +8,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.model import Chunk, ModelShape, chunk_tensors
-from megatron_dppo.plan.units import GIB
+from megatron_dppo.plan.units import GIB, counted
 
 SGLANG_MEMORY_FRACTION = 0.8
 """mem_fraction_static where [sglang] names none: weights and cache, of the GPU's memory."""
@@ -86,7 +86,7 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     weights = -(-shape.num_parameters * _sglang_weight_bytes(config) // int(size))
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _cache_bytes_per_token(shape, 2) // min(int(size), shape.sizes.num_key_value_heads)
-    text = f"SGLang over {size} GPU{'s' if size > 1 else ''}, mem_fraction_static {fraction:g}, taking turns"
+    text = f"SGLang over {counted(int(size), 'GPU')}, mem_fraction_static {fraction:g}, taking turns"
     return EngineMemory(weights, cache, SGLANG_WORKSPACE_BYTES, False, cache // held, False, text)
 
 

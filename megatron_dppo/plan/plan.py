@@ -12,9 +12,17 @@ from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.memory import Memory, memory_of
 from megatron_dppo.plan.model import read_model_shape
 from megatron_dppo.plan.options import Granularity, Options, recompute_of
-from megatron_dppo.plan.search import Found, choices, fits, problems_of, propose
+from megatron_dppo.plan.search import Found, choices, fits, fits_cache, fits_hosts, problems_of, propose
 from megatron_dppo.plan.units import in_gib
 from megatron_dppo.plan.workload import Workload
+
+_WHEN = {
+    "loss": "at the loss",
+    "backward": "in backward",
+    "step": "in the optimizer's step",
+    "rollout": "in the rollout",
+    "sync": "while weights go to the engine",
+}
 
 
 @dataclass(frozen=True)
@@ -38,17 +46,20 @@ class Plan:
         """One sentence: whether it fits, and what takes most."""
         if self.memory is None:
             return "The configured layout cannot be laid out on these GPUs."
-        worst, machine, host = self.memory.worst, self.job.machine, self.memory.host
+        worst, machine, memory = self.memory.worst, self.job.machine, self.memory
         components = worst.moments[worst.worst_moment]
         name, most = max(components.items(), key=lambda item: item[1])
         peak = f"{in_gib(worst.peak)} of {in_gib(machine.gpu_bytes)} GiB"
-        detail = f"at its highest in {worst.worst_moment!r}, where most is {name}: {in_gib(most)} GiB"
+        detail = f"{peak} {_WHEN[worst.worst_moment]}, most of it {name} ({in_gib(most)} GiB)"
         if worst.peak > machine.gpu_bytes:
-            return f"Does not fit: needs {peak}, {detail}."
-        if machine.host_bytes is not None and host.per_node > machine.host_bytes:
-            needs = f"{in_gib(host.per_node)} of {in_gib(machine.host_bytes)} GiB of a node's memory"
-            return f"Does not fit the hosts: needs {needs}. The GPUs would do: {peak}."
-        return f"Fits: needs {peak}, {detail}."
+            return f"Does not fit: {detail}."
+        if not fits_cache(self.job, memory):
+            tokens = f"{memory.engine.cached_tokens} tokens, a sequence {self.job.workload.sequence_tokens}"
+            return f"Does not fit: the engine's cache holds {tokens}. The rest would: {detail}."
+        if machine.host_bytes is not None and not fits_hosts(self.job, memory):
+            needs = f"{in_gib(memory.host.per_node)} of {in_gib(machine.host_bytes)} GiB"
+            return f"Does not fit the hosts: {needs} of a node's memory. The GPUs would do: {detail}."
+        return f"Fits: {detail}."
 
 
 def make_plan(
@@ -86,14 +97,7 @@ def make_plan(
         memory, time = memory_of(job, layout), step_time(job, layout)
     except LayoutError as error:
         problems = problems or list(error.problems)
-    found = propose(job, choices(job, is_recompute_given=recompute is not None))
-    advice = _advice(job, memory, found)
+    vary = choices(job, is_recompute_given=recompute is not None)
+    found = propose(job, vary)
+    advice = advise(job, memory, found, vary)
     return Plan(job, tuple(problems), memory, time, found, tuple(advice))
-
-
-def _advice(job: Job, memory: Memory | None, found: Found) -> list[str]:
-    if memory is not None:
-        return advise(job, memory, found)
-    if found.proposals:
-        return ["Take one of the layouts below."]
-    return ["No layout of these GPUs divides the model and its batch and fits: use another number of GPUs."]

@@ -11,7 +11,7 @@ from megatron_dppo.plan.moments import COMPONENTS, MOMENTS
 from megatron_dppo.plan.options import Options
 from megatron_dppo.plan.plan import Plan
 from megatron_dppo.plan.search import Proposal
-from megatron_dppo.plan.units import in_gib
+from megatron_dppo.plan.units import counted, in_gib
 
 _NAME, _NUMBER = 24, 10  # column widths
 
@@ -45,8 +45,8 @@ def _heading(plan: Plan) -> Iterator[str]:
     experts = f" ({active:.2f} B active)" if sizes.moe_layers else ""
     yield f"{sizes.architecture}, {total:.2f} B parameters{experts}, {job.config.model.dtype}"
     host = "" if machine.host_bytes is None else f", hosts of {in_gib(machine.host_bytes)} GiB"
-    gpus = "1 GPU" if machine.num_gpus == 1 else f"{machine.num_gpus} GPUs, {machine.ranks_per_node} to a node"
-    yield f"{gpus}, {in_gib(machine.gpu_bytes)} GiB each{host}"
+    gpus = counted(machine.num_gpus, "GPU")
+    yield f"{gpus}, {machine.ranks_per_node} to a node, {in_gib(machine.gpu_bytes)} GiB each{host}"
     if plan.memory is not None:
         yield f"layout: {layout_text(plan.memory.layout)}; {plan.memory.options}"
         tokens, num = plan.memory.microbatch_tokens, plan.memory.num_microbatches
@@ -75,7 +75,7 @@ def _host_table(memory: Memory) -> Iterator[str]:
     yield "Host memory of a rank, GiB:"
     for name, num_bytes in memory.host.per_rank.items():
         yield _row(name, [in_gib(num_bytes, 2)])
-    yield _row(f"a node, {memory.host.ranks_per_node} ranks", [in_gib(memory.host.per_node, 2)])
+    yield _row(f"a node, {counted(memory.host.ranks_per_node, 'rank')}", [in_gib(memory.host.per_node, 2)])
 
 
 def _row(name: str, values: Sequence[str]) -> str:
@@ -85,10 +85,12 @@ def _row(name: str, values: Sequence[str]) -> str:
 def _proposals(plan: Plan, num_proposals: int) -> Iterator[str]:
     found, number = plan.found, plan.job.machine.num_gpus
     if not found.proposals:
-        yield f"None of the {found.num_divisible} layouts that divide the model over {number} GPUs fits."
+        layouts = counted(found.num_divisible, "layout")
+        yield f"Of {layouts} that divide the model over {counted(number, 'GPU')}, none fits."
         return
     base = min(proposal.time.total for proposal in found.proposals)
-    yield f"Layouts for {number} GPUs that fit, fastest first (relative time of a gradient step; GiB):"
+    own = "" if plan.time is None else f"; the configured one: {plan.time.total / base:.2f}"
+    yield f"Layouts for {counted(number, 'GPU')} that fit, fastest first (GiB; relative time of a step{own}):"
     yield f"  {'':>4}{'time':>6}{'GPU':>8}{'node':>8}  layout; options"
     for is_admitted in (True, False):
         numbered = [(n, p) for n, p in enumerate(found.proposals, 1) if p.is_admitted == is_admitted]
@@ -97,9 +99,10 @@ def _proposals(plan: Plan, num_proposals: int) -> Iterator[str]:
         if len(numbered) > num_proposals:
             yield f"       and {len(numbered) - num_proposals} more"
     if not all(proposal.is_admitted for proposal in found.proposals):
-        yield "[not yet: ...] is what the trainer refuses today: a layout no test has proven, an option it lacks."
+        yield "[not yet: ...] is what the trainer refuses today: an unproven layout, an option it lacks."
     if found.num_without_prompts:
-        yield f"{found.num_without_prompts} layouts are left out: their data ranks do not divide the prompts of a step."
+        left_out = counted(found.num_without_prompts, "layout")
+        yield f"Left out: {left_out} whose data-parallel ranks do not divide the prompts of a gradient step."
 
 
 def _proposal(place: int, proposal: Proposal, base: float) -> str:

@@ -58,9 +58,18 @@ class Found:
 
 
 def fits(job: Job, memory: Memory) -> bool:
-    """Whether GPUs, and the hosts where their memory is known, are large enough."""
-    host = job.machine.host_bytes
-    return memory.peak <= job.machine.gpu_bytes and (host is None or memory.host.per_node <= host)
+    """Whether GPUs are large enough, hosts where their memory is known, and the engine's cache."""
+    return memory.peak <= job.machine.gpu_bytes and fits_hosts(job, memory) and fits_cache(job, memory)
+
+
+def fits_hosts(job: Job, memory: Memory) -> bool:
+    """Whether the ranks of a node find room in its memory; true where that is not known."""
+    return job.machine.host_bytes is None or memory.host.per_node <= job.machine.host_bytes
+
+
+def fits_cache(job: Job, memory: Memory) -> bool:
+    """Whether one sequence as long as allowed fits the engine's cache."""
+    return memory.engine.is_separate or memory.engine.cached_tokens >= job.workload.sequence_tokens
 
 
 def has_headroom(job: Job, memory: Memory) -> bool:
@@ -151,6 +160,8 @@ def _splits(job: Job, world_size: int) -> Iterator[ParallelConfig]:
     for tensor in _divisors(world_size, at_most=job.machine.gpus_per_node):
         for pipeline in _divisors(world_size // tensor, at_most=MAX_PIPELINE):
             for context in _divisors(world_size // tensor // pipeline, at_most=MAX_CONTEXT):
+                if context & (context - 1):  # sequences are cut in halves of halves
+                    continue
                 for expert in experts:
                     for expert_tensor in sorted({1, tensor}):
                         for virtual in (1, 2) if pipeline > 1 else (1,):

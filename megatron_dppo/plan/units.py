@@ -28,6 +28,11 @@ def parse_bytes(text: str, where: str) -> int:
     return int(amount * factor)
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, as in "1 GPU" and "2 GPUs"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def in_gib(num_bytes: float, digits: int = 1) -> str:
     """The number of GiB, rounded to so many digits after the point."""
     return f"{num_bytes / GIB:.{digits}f}"

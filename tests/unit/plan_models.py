@@ -1,0 +1,109 @@
+"""config.json of public models, sizes only, and jobs to plan with them."""
+
+from typing import Any
+
+from megatron_dppo.actor.layout import Layout, model_sizes
+from megatron_dppo.config.schema import Config
+from megatron_dppo.plan.activations import EXPECTED, Assumptions
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.machine import Machine
+from megatron_dppo.plan.model import ModelShape, model_shape
+from megatron_dppo.plan.options import Options
+from megatron_dppo.plan.workload import Workload
+
+GB = 10**9
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+QWEN3_06B = QWEN3_8B | {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+    "tie_word_embeddings": True,
+}
+QWEN25_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+LLAMA3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def shape_of(content: dict[str, Any]) -> ModelShape:
+    return model_shape(content, model_sizes(content))
+
+
+def job_of(
+    content: dict[str, Any] = QWEN3_30B,
+    settings: dict[str, Any] | None = None,
+    *,
+    num_gpus: int = 8,
+    gpu_bytes: int = 80 * GB,
+    host_bytes: int | None = None,
+    options: Options | None = None,
+    assumptions: Assumptions = EXPECTED,
+    is_engine_separate: bool = True,
+) -> Job:
+    """A job on SGLang with GPUs of its own, unless said otherwise."""
+    tables: dict[str, dict[str, Any]] = {
+        "rollout": {"engine": "sglang", "max_response_tokens": 8192},
+        "parallel": {"max_tokens_per_microbatch": 20480},
+    }
+    for key, value in (settings or {}).items():
+        section, name = key.split(".")
+        tables.setdefault(section, {})[name] = value
+    config, shape = Config.model_validate(tables), shape_of(content)
+    return Job(
+        config=config,
+        shape=shape,
+        workload=Workload.of(config, shape),
+        machine=Machine(num_gpus, gpu_bytes, host_bytes),
+        options=options or Options(),
+        assumptions=assumptions,
+        is_engine_separate=is_engine_separate,
+    )
+
+
+def layout_of(world_size: int, **sizes: int) -> Layout:
+    """A layout whose data size follows from the others; experts are not split over tensor ranks."""
+    dense = sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("context", 1)
+    return Layout(world_size=world_size, data=world_size // dense, **({"expert_tensor": 1} | sizes))

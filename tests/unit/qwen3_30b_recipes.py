@@ -1,0 +1,147 @@
+"""Layouts that other projects publish as working for Qwen3-30B-A3B on GPUs with 80 GB: sizes only.
+
+Tokens are those of one GPU's micro-batch. Where recompute or offload is part of a recipe, `needs` says without
+which of them our arithmetic finds it too large.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dppo.plan.options import FULL, LayerSpec, Loss, Recompute
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One published run.
+
+    Attributes:
+        source: The project, and which of its runs.
+        num_gpus: Of the trainer.
+        sizes: Parallel sizes; experts are not split over tensor ranks in any of them.
+        gpu_tokens: Most tokens of a micro-batch on one GPU.
+        recompute: Of activations.
+        is_offloaded: Adam on the host.
+        engine: [sglang] as near as it says what theirs does; none: GPUs of its own.
+        prompts: Of a gradient step, with this many samples of each.
+        needs: Options without which it does not fit.
+        layer_spec: All of them use Transformer Engine; ours is taken where it fits, too.
+        loss: Ours is taken where it fits; NeMo's does not hold float32 copies of all logits.
+    """
+
+    source: str
+    num_gpus: int
+    sizes: dict[str, int]
+    gpu_tokens: int
+    response_tokens: int
+    prompts: tuple[int, int]
+    recompute: Recompute = FULL
+    is_offloaded: bool = True
+    engine: dict[str, Any] | None = field(default_factory=lambda: {"tp_size": 8, "mem_fraction_static": 0.7})
+    needs: tuple[str, ...] = ()
+    layer_spec: LayerSpec = "torch"
+    loss: Loss = "reference"
+
+
+NOT_RECOMPUTED: dict[str, Any] = {"recompute": Recompute(), "is_offloaded": False}
+RECIPES = (
+    Recipe(
+        "slime, one node",
+        8,
+        {"tensor": 4, "expert": 8},
+        gpu_tokens=20480,
+        response_tokens=8192,
+        prompts=(32, 8),
+        needs=("offload", "recompute"),
+    ),
+    Recipe(
+        "slime, two nodes",
+        16,
+        {"pipeline": 4, "expert": 4},
+        gpu_tokens=20480,
+        response_tokens=8192,
+        prompts=(16, 8),
+        engine={"tp_size": 8, "mem_fraction_static": 0.6},
+        needs=("offload", "recompute"),
+    ),
+    Recipe(
+        "slime, R3",
+        8,
+        {"tensor": 4, "context": 2, "expert": 8},
+        gpu_tokens=16384,
+        response_tokens=8192,
+        prompts=(4, 4),
+        engine={"tp_size": 8, "mem_fraction_static": 0.8},
+        needs=("offload", "recompute"),
+    ),
+    Recipe(
+        "miles, one node",
+        8,
+        {"tensor": 4, "expert": 8},
+        gpu_tokens=32768,
+        response_tokens=8192,
+        prompts=(32, 8),
+        needs=("offload", "recompute"),
+    ),
+    Recipe(
+        "miles, asynchronous on two nodes",
+        8,
+        {"tensor": 8, "expert": 8},
+        gpu_tokens=9216,
+        response_tokens=8192,
+        prompts=(32, 8),
+        engine=None,
+        needs=("offload",),
+    ),
+    Recipe(
+        "verl, R3 on six nodes",
+        48,
+        {"pipeline": 6, "expert": 8},
+        gpu_tokens=2048,
+        response_tokens=512,
+        prompts=(3, 8),
+        engine={"tp_size": 4, "mem_fraction_static": 0.65},
+    ),
+    Recipe(
+        "NeMo RL, eight nodes",
+        64,
+        {"tensor": 2, "expert": 8},
+        gpu_tokens=4096,
+        response_tokens=2048,
+        prompts=(16, 32),
+        engine={"tp_size": 4, "mem_fraction_static": 0.7},
+        **NOT_RECOMPUTED,
+    ),
+    Recipe(
+        "NeMo RL, R3 on eight nodes",
+        64,
+        {"tensor": 4, "pipeline": 2, "context": 2, "expert": 4},
+        gpu_tokens=4096,
+        response_tokens=2048,
+        prompts=(16, 8),
+        engine={"tp_size": 4, "mem_fraction_static": 0.7},
+        **NOT_RECOMPUTED,
+    ),
+    Recipe(
+        "NeMo RL, performance on four nodes",
+        32,
+        {"expert": 8},
+        gpu_tokens=4096,
+        response_tokens=2048,
+        prompts=(64, 32),
+        engine={"tp_size": 2, "mem_fraction_static": 0.7},
+        layer_spec="te",
+        loss="fused",
+        **NOT_RECOMPUTED,
+    ),
+    Recipe(
+        "NeMo RL, 32 K tokens on four nodes",
+        32,
+        {"tensor": 4, "expert": 8},
+        gpu_tokens=32768,
+        response_tokens=30720,
+        prompts=(64, 8),
+        is_offloaded=False,
+        engine={"tp_size": 4, "mem_fraction_static": 0.7},
+        needs=("recompute",),
+    ),
+)

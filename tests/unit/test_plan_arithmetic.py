@@ -1,0 +1,367 @@
+"""The sums of the planner, against numbers worked out by hand and published ones."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_models import (
+    GB,
+    LLAMA3_8B,
+    QWEN3_06B,
+    QWEN3_8B,
+    QWEN3_30B,
+    QWEN25_7B,
+    job_of,
+    layout_of,
+    shape_of,
+)
+
+from megatron_dppo.actor.layout import Layout
+from megatron_dppo.errors import ConfigError, LayoutError
+from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
+from megatron_dppo.plan.engine import engine_memory
+from megatron_dppo.plan.logits import loss_bytes
+from megatron_dppo.plan.memory import memory_of
+from megatron_dppo.plan.model import Chunk, chunk_tensors, padded_vocab
+from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
+from megatron_dppo.plan.partition import partition
+from megatron_dppo.plan.stages import Split, chunks_in_flight, chunks_of, layers_per_stage
+from megatron_dppo.plan.states import offloaded_bytes, optimizer_bytes
+from megatron_dppo.plan.units import GIB, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("content", "total"),
+    [
+        (QWEN3_30B, 30_532_122_624),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN3_06B, 596_049_920),
+        (QWEN25_7B, 7_615_616_512),
+        (LLAMA3_8B, 8_030_261_248),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
+)
+def test_parameters_are_those_of_the_published_models(content: dict[str, Any], total: int) -> None:
+    assert shape_of(content).num_parameters == total
+
+
+def test_active_parameters() -> None:
+    assert shape_of(QWEN3_30B).num_active_parameters == 30_532_122_624 - 48 * 120 * 3 * 2048 * 768
+    assert shape_of(QWEN3_8B).num_active_parameters == shape_of(QWEN3_8B).num_parameters
+
+
+def test_biases_follow_the_architecture() -> None:
+    with_bias = shape_of(LLAMA3_8B | {"attention_bias": True, "mlp_bias": True})
+    extra = with_bias.num_parameters - shape_of(LLAMA3_8B).num_parameters
+    assert extra == 32 * ((4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096)
+    assert shape_of(QWEN25_7B).has_qkv_bias
+    assert not shape_of(QWEN25_7B).has_output_bias
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*Plan one of these"):
+        shape_of(QWEN3_8B | {"architectures": ["GPT2LMHeadModel"]})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor": 4, "expert_tensor": 4},
+        {"pipeline": 4},
+        {"pipeline": 4, "virtual_pipeline": 3},
+        {"expert": 8},
+        {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+    ],
+)
+def test_ranks_together_hold_the_model_once(sizes: dict[str, int]) -> None:
+    """Over one copy of the model: split tensors add up, replicated ones (norms, routers) come once per rank."""
+    shape = shape_of(QWEN3_30B)
+    tensor, expert = sizes.get("tensor", 1), sizes.get("expert", 1)
+    layout = layout_of(8, **sizes)
+    split = replicated = 0
+    for part in partition(shape, layout, Split(), True):
+        for tensors in (chunk_tensors(shape, layout, chunk) for chunk in part.chunks):
+            experts = sum(t.numel for t in tensors if t.name.startswith("experts"))
+            copied = sum(t.numel for t in tensors if "norm" in t.name or t.name == "router")
+            split += experts * expert * layout.expert_tensor
+            split += (sum(t.numel for t in tensors) - experts - copied) * tensor
+            replicated += copied
+    assert split + replicated == shape.num_parameters
+
+
+def test_the_vocabulary_is_padded_to_the_tensor_size() -> None:
+    shape = shape_of(QWEN3_30B | {"vocab_size": 101})
+    assert padded_vocab(shape, layout_of(4, tensor=4)) == 104
+    assert chunk_tensors(shape, layout_of(4, tensor=4), Chunk.whole(shape))[0].shape == (26, 2048)
+
+
+def test_tied_embeddings_stand_on_both_ends_of_a_pipeline() -> None:
+    shape, split = shape_of(QWEN3_06B), Split()
+    one = sum(part.dense.own for part in partition(shape, layout_of(1), split, True))
+    two = sum(part.dense.own for part in partition(shape, layout_of(2, pipeline=2), split, True))
+    assert two - one == 151936 * 1024
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "split", "expected"),
+    [
+        (48, 1, Split(), (48,)),
+        (48, 4, Split(), (12, 12, 12, 12)),
+        (94, 4, Split(num_first=23, num_last=23), (23, 24, 24, 23)),
+        (94, 4, Split(num_first=22), (22, 24, 24, 24)),
+        (94, 4, Split(counts_embedding=True, counts_loss=True), (23, 24, 24, 23)),
+        (10, 2, Split(num_first=6, num_last=4), (6, 4)),
+    ],
+)
+def test_layers_of_each_stage(
+    num_layers: int, num_stages: int, split: Split, expected: tuple[int, ...]
+) -> None:
+    assert layers_per_stage(num_layers, num_stages, split) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "split"),
+    [(94, 4, Split()), (94, 4, Split(num_first=23)), (10, 2, Split(num_first=6, num_last=3)), (4, 4, Split(4))],
+)
+def test_layers_that_do_not_divide_are_refused(num_layers: int, num_stages: int, split: Split) -> None:
+    with pytest.raises(LayoutError, match="num_layers_in_first_pipeline_stage"):
+        layers_per_stage(num_layers, num_stages, split)
+
+
+def test_chunks_of_an_interleaved_pipeline() -> None:
+    layout = layout_of(2, pipeline=2, virtual_pipeline=2)
+    stages = [chunks_of(stage, layout, (4, 4)) for stage in range(2)]
+    assert [[list(chunk.layers) for chunk in chunks] for chunks in stages] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    assert [[(chunk.is_first, chunk.is_last) for chunk in chunks] for chunks in stages] == [
+        [(True, False), (False, False)],
+        [(False, False), (False, True)],
+    ]
+    with pytest.raises(LayoutError):
+        chunks_of(0, layout, (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("stage", "pipeline", "virtual", "num_microbatches", "expected"),
+    [
+        (0, 1, 1, 8, 1),
+        (0, 4, 1, 8, 4),
+        (3, 4, 1, 8, 1),
+        (0, 4, 1, 2, 2),
+        (0, 4, 2, 8, 6 + 4 + 1),
+        (3, 4, 2, 8, 4 + 1),
+        (0, 4, 2, 2, 4),
+    ],
+)
+def test_micro_batches_in_flight(
+    stage: int, pipeline: int, virtual: int, num_microbatches: int, expected: int
+) -> None:
+    layout = layout_of(pipeline, pipeline=pipeline, virtual_pipeline=virtual)
+    assert chunks_in_flight(stage, layout, num_microbatches) == expected
+
+
+def test_elements_of_buffers_and_shards() -> None:
+    shape = shape_of(QWEN3_30B)
+    layout = layout_of(16, expert=4)
+    (part,) = partition(shape, layout, Split(), True)
+    experts = 48 * 32 * 3 * 768 * 2048
+    assert (part.expert.own, part.expert.sharers) == (experts, 4)
+    assert part.expert.shard == experts // 4
+    assert (part.dense.own, part.dense.sharers) == (shape.num_parameters - 4 * experts, 16)
+    assert 0 <= part.dense.buffer - part.dense.own < 48 * 8 * 64 + 128
+    assert part.dense.shard * 16 == part.dense.buffer
+    (plain,) = partition(shape, layout, Split(), False)
+    assert plain.dense.shard == plain.dense.buffer == plain.dense.own
+
+
+def test_a_split_of_experts_leaves_unsplit_ones_with_the_dense_parameters() -> None:
+    (part,) = partition(shape_of(QWEN3_30B), layout_of(8), Split(), True)
+    assert part.expert.own == 0
+    assert part.dense.own == 30_532_122_624
+
+
+@pytest.mark.parametrize(
+    ("dtype_bytes", "moment_bytes", "expected"), [(2, 4, 12), (4, 4, 8), (2, 2, 8), (2, 1, 6)]
+)
+def test_bytes_of_adam(dtype_bytes: int, moment_bytes: int, expected: int) -> None:
+    assert optimizer_bytes(1, dtype_bytes, moment_bytes) == expected
+    assert offloaded_bytes(1, 4) == 16
+
+
+def _layer(layout: Layout, spec: Any = "torch", tokens: int = 8192, **sizes: Any) -> LayerModel:
+    shape = shape_of(QWEN3_30B | sizes)
+    return LayerModel(shape, layout, LayerTokens.of(tokens, layout), 2, spec, Assumptions(1.0, 1.0))
+
+
+def test_tensor_and_context_parallelism_divide_activations() -> None:
+    whole = _layer(layout_of(1)).layer(is_moe=True)
+    rotary = 8192 * 4 * 128 * 2  # the tables of rotary embeddings are every rank's
+    split = _layer(layout_of(4, tensor=4)).layer(is_moe=True)
+    # Indices of packed tokens are every rank's too.
+    assert split - rotary == pytest.approx((whole - rotary) / 4, rel=0.01)
+    keys = 2 * 2 * 8192 * 4 * 128 * 2  # a context-parallel rank keeps all keys and values, twice in our spec
+    assert _layer(layout_of(2, context=2)).layer(True) == pytest.approx((whole + keys) / 2, rel=0.01)
+
+
+def test_specs_are_ordered() -> None:
+    for_cpu, ours, engine = (_layer(layout_of(1), spec).layer(True) for spec in ("torch-cpu", "torch", "te"))
+    assert for_cpu > ours > engine
+
+
+def test_recompute_keeps_less() -> None:
+    model, layers = _layer(layout_of(1)), range(48)
+    one = model.layer(True)
+    none, full = (kept_by_layers(model, layers, Recompute(kind)) for kind in ("none", "full"))
+    assert (none.held, none.again) == (48 * one, 0)
+    assert (full.held, full.again) == (48 * 8192 * 2048 * 2, one)
+    pairs = kept_by_layers(model, layers, replace(FULL, num_layers=2))
+    assert (pairs.held, pairs.again) == (24 * 8192 * 2048 * 2, 2 * one)
+    some = kept_by_layers(model, layers, Recompute("full", "block", 40))
+    assert (some.held, some.again) == (40 * 8192 * 2048 * 2 + 8 * one, 0)
+    experts = kept_by_layers(model, layers, Recompute("selective", modules=("moe",)))
+    assert none.held - experts.held == 48 * model.experts()
+    assert experts.again == model.experts()
+    attention = kept_by_layers(model, layers, Recompute("selective"))
+    assert attention.held < none.held
+    unknown = kept_by_layers(model, layers, Recompute("selective", modules=("layernorm",)))
+    assert unknown == none
+
+
+def test_experts_get_every_token_top_k_times() -> None:
+    model = _layer(layout_of(8, expert=8))
+    assert model.expert_rows() == 8192 * 8
+    assert replace(model, assumptions=Assumptions(1.5, 1.0)).expert_rows() == 8192 * 12
+    assert _layer(layout_of(8, tensor=4, expert=2)).expert_rows() == 8192 * 2
+    assert _layer(layout_of(8, tensor=4, expert=2, expert_tensor=4)).expert_rows() == 8192 * 8
+
+
+def test_logits_of_each_loss() -> None:
+    shape, layout = shape_of(QWEN3_30B), layout_of(4, tensor=4)
+    columns = 151936 // 4
+
+    def of(**options: Any) -> int:
+        return loss_bytes(shape, layout, Options(**options), 4096, 2, has_temperature=False)
+
+    assert of() == 4096 * columns * 16
+    assert loss_bytes(shape, layout, Options(), 4096, 2, has_temperature=True) == 4096 * columns * 20
+    assert of(loss="fused") == 4096 * (columns * 2 + 64)
+    chunked = of(loss="chunked", chunk_tokens=1024)
+    assert chunked == 1024 * columns * 2 + 4096 * 2048 * 2 + columns * 2048 * 4 + 4096 * 64
+
+
+def test_the_batch_carries_routes_and_top_k() -> None:
+    settings = {
+        "rollout.routing_replay": "replay",
+        "rollout.num_topk_log_probs": 20,
+        "rollout.prompts_per_rollout": 8,
+        "rollout.samples_per_prompt": 8,
+        "algorithm.minibatches_per_rollout": 1,
+        "data.max_prompt_tokens": 808,
+        "rollout.max_response_tokens": 8192,
+        "parallel.max_tokens_per_microbatch": 18000,
+    }
+    memory = memory_of(job_of(QWEN3_30B, settings), layout_of(8, expert=8))
+    loss = memory.worst.moments["loss"]
+    assert (memory.num_microbatches, memory.microbatch_tokens) == (4, 18000)
+    assert loss["top-K"] == 8 * 9000 * 20 * 8
+    assert loss["routes"] == 8 * 9000 * 48 * 8 + 18000 * 48 * 8 * 8  # uint8 of a step, int64 of a micro-batch
+    assert loss["batch"] == 8 * 9000 * 41
+
+
+def test_large_expert_counts_take_two_bytes() -> None:
+    settings = {"rollout.routing_replay": "measure"}
+    assert job_of(QWEN3_30B | {"num_experts": 512}, settings).workload.routes_bytes == 48 * 8 * 2
+    assert job_of(QWEN3_8B, settings).workload.routes_bytes == 0
+
+
+def test_engine_and_trainer_take_turns() -> None:
+    settings = {"sglang.tp_size": 8, "sglang.mem_fraction_static": 0.7}
+    memory = memory_of(job_of(QWEN3_30B, settings, is_engine_separate=False), layout_of(8, expert=8))
+    moments = memory.worst.moments
+    assert set(moments["rollout"]) == {"engine weights", "engine cache", "reserve"}
+    assert moments["rollout"]["engine weights"] + moments["rollout"]["engine cache"] == int(0.7 * 80 * GB)
+    assert "engine weights" not in moments["loss"]
+    assert set(moments["sync"]) == {"parameters", "engine weights", "reserve"}
+    assert memory.host.per_rank["trainer during rollout"] == sum(
+        moments["loss"][name] for name in ("parameters", "optimizer")
+    )
+    # Four key-value heads over eight GPUs: each keeps one, for all layers, keys and values.
+    assert memory.engine.cached_tokens == memory.engine.cache // (48 * 2 * 128 * 2)
+
+
+def test_the_embedded_engine_keeps_a_copy_of_the_model() -> None:
+    job = job_of(QWEN3_8B, {"rollout.engine": "transformers", "rollout.transformers": {"weights": "float32"}})
+    moments = memory_of(job, layout_of(8)).worst.moments
+    assert all(moment["engine weights"] == 8_190_735_360 * 4 for moment in moments.values())
+    assert {"parameters", "gradients", "optimizer", "engine cache"} <= set(moments["rollout"])
+    engine = engine_memory(job.config, job.shape, layout_of(8), job.machine, is_separate=False)
+    slots = 64 // 8 * 8
+    assert engine.cache == slots * (1024 + 8192) * 2 * 36 * 8 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tp_size", 0), ("tp_size", 16), ("tp_size", 1.5), ("mem_fraction_static", "much")]
+)
+def test_options_of_sglang_that_make_no_sense_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"sglang.{key}"):
+        memory_of(job_of(QWEN3_30B, {f"sglang.{key}": value}, is_engine_separate=False), layout_of(8))
+
+
+def test_an_offloaded_optimizer_moves_to_the_host() -> None:
+    layout = layout_of(8, expert=8)
+    plain = memory_of(job_of(), layout)
+    moved = memory_of(job_of(options=Options(offload_optimizer=True)), layout)
+    assert "optimizer" not in moved.worst.moments["step"]
+    shard = plain.worst.moments["loss"]["optimizer"] // 12
+    assert moved.host.per_rank["optimizer"] == 16 * shard
+    assert plain.worst.moments["step"]["optimizer"] == 16 * shard  # AdamW's temporaries
+
+
+def test_the_worst_stage_of_a_pipeline_has_the_logits_or_the_most_in_flight() -> None:
+    memory = memory_of(job_of(), layout_of(8, pipeline=4, expert=2))
+    assert [("logits" in stage.moments["loss"]) for stage in memory.stages] == [False, False, False, True]
+    held = [stage.moments["loss"]["activations"] for stage in memory.stages]
+    assert held == sorted(held, reverse=True)
+    assert memory.peak == max(stage.peak for stage in memory.stages)
+
+
+@pytest.mark.parametrize(
+    ("table", "where"),
+    [
+        ({"recompute_granularity": "some"}, "recompute_granularity"),
+        ({"recompute_granularity": "full", "recompute_method": "blok"}, "recompute_method"),
+        ({"recompute_num_layers": "2"}, "recompute_num_layers"),
+    ],
+)
+def test_recompute_keys_are_checked(table: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=f"megatron.{where}"):
+        recompute_of(table)
+
+
+def test_recompute_keys_go_there_and_back() -> None:
+    for recompute in (Recompute(), FULL, Recompute("selective", modules=("moe", "mlp"))):
+        assert recompute_of(recompute.keys()) == recompute
+    assert recompute_of({"recompute_granularity": "full"}, "none").granularity == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("80GB", 80 * GB), ("79.6 GiB", int(79.6 * GIB)), ("1tb", 10**12), ("512MiB", GIB // 2)],
+)
+def test_sizes_as_people_write_them(text: str, expected: int) -> None:
+    assert parse_bytes(text, "--gpu-memory") == expected
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "-1GB", "0GB", "80 gigabytes", "nanGB", "1e3GB", ""])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu-memory.*Write for example --gpu-memory 80GB"):
+        parse_bytes(text, "--gpu-memory")
+
+
+def test_planning_needs_neither_torch_nor_megatron() -> None:
+    code = "import sys, megatron_dppo.plan; sys.exit(bool({'torch', 'megatron', 'sglang'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

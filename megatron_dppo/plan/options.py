@@ -83,7 +83,7 @@ def recompute_of(megatron: Mapping[str, Any], granularity: Granularity | None = 
         granularity: Takes the place of the table's recompute_granularity.
 
     Raises:
-        ConfigError: A recompute_* key has a value that Megatron does not know.
+        ConfigError: A recompute_* key has a value that Megatron does not take.
     """
     default = Recompute()
     found = Recompute(
@@ -96,10 +96,17 @@ def recompute_of(megatron: Mapping[str, Any], granularity: Granularity | None = 
         *_one_of("recompute_granularity", found.granularity, get_args(Granularity)),
         *_one_of("recompute_method", found.method, get_args(Method)),
     ]
-    if not isinstance(found.num_layers, int) or found.num_layers < 1:
+    if type(found.num_layers) is not int or found.num_layers < 1:
         action = "Set it to 1 to recompute layer by layer."
         problems.append(
             Problem("megatron.recompute_num_layers", repr(found.num_layers), "a whole number above 0", action)
+        )
+    if not isinstance(megatron.get("recompute_modules") or [], list):
+        action = "Write for example ['core_attn', 'moe']."
+        problems.append(
+            Problem(
+                "megatron.recompute_modules", repr(megatron["recompute_modules"]), "a list of names", action
+            )
         )
     if problems:
         raise ConfigError(problems)

@@ -1,5 +1,6 @@
 """A plan: what the configured layout needs, whether it fits, and which layouts would."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_dppo.actor.layout import Layout
@@ -11,7 +12,7 @@ from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.memory import Memory, memory_of
 from megatron_dppo.plan.model import read_model_shape
-from megatron_dppo.plan.options import Granularity, Options, recompute_of
+from megatron_dppo.plan.options import COUNTED_MODULES, Granularity, Options, recompute_of
 from megatron_dppo.plan.search import Found, choices, fits, fits_cache, fits_hosts, problems_of, propose
 from megatron_dppo.plan.units import in_gib
 from megatron_dppo.plan.workload import Workload
@@ -35,6 +36,7 @@ class Plan:
     time: StepTime | None
     found: Found
     advice: tuple[str, ...]
+    notes: tuple[str, ...]  # options that change memory and are not counted
 
     @property
     def fits(self) -> bool:
@@ -60,6 +62,14 @@ class Plan:
             needs = f"{in_gib(memory.host.per_node)} of {in_gib(machine.host_bytes)} GiB"
             return f"Does not fit the hosts: {needs} of a node's memory. The GPUs would do: {detail}."
         return f"Fits: {detail}."
+
+
+_NOT_COUNTED = (
+    *("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "distribute_saved_activations"),
+    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "pipeline_model_parallel_layout"),
+    *("microbatch_group_size_per_vp_stage", "deallocate_pipeline_outputs", "cross_entropy_loss_fusion"),
+)
+"""Fields of TransformerConfig that change what a rank holds, and that these sums do not know."""
 
 
 def make_plan(
@@ -100,4 +110,14 @@ def make_plan(
     vary = choices(job, is_recompute_given=recompute is not None)
     found = propose(job, vary)
     advice = advise(job, memory, found, vary)
-    return Plan(job, tuple(problems), memory, time, found, tuple(advice))
+    return Plan(job, tuple(problems), memory, time, found, tuple(advice), tuple(_not_counted(job)))
+
+
+def _not_counted(job: Job) -> Iterator[str]:
+    for key in _NOT_COUNTED:
+        if job.config.megatron.get(key):
+            yield f"megatron.{key} = {job.config.megatron[key]!r}"
+    if job.options.recompute.granularity == "selective":
+        for module in job.options.recompute.modules:
+            if module not in COUNTED_MODULES:
+                yield f"megatron.recompute_modules: {module!r} is taken to save nothing"

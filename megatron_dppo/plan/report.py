@@ -11,7 +11,7 @@ from megatron_dppo.plan.moments import COMPONENTS, MOMENTS
 from megatron_dppo.plan.options import Options
 from megatron_dppo.plan.plan import Plan
 from megatron_dppo.plan.search import Proposal
-from megatron_dppo.plan.units import counted, in_gib
+from megatron_dppo.plan.units import counted, in_billions, in_gib
 
 _NAME, _NUMBER = 24, 10  # column widths
 
@@ -22,6 +22,7 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     if plan.memory is not None:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
     blocks.append([f"Verdict: {plan.verdict}", *(f"Advice: {line}" for line in plan.advice)])
+    blocks.append([f"not counted: {note}" for note in plan.notes])
     if plan.problems:
         blocks.append([f"megatron-dppo train refuses this layout: {p}" for p in plan.problems])
     blocks.append(list(_proposals(plan, num_proposals)))
@@ -41,9 +42,9 @@ def layout_text(layout: Layout) -> str:
 def _heading(plan: Plan) -> Iterator[str]:
     job, machine = plan.job, plan.job.machine
     shape, sizes = job.shape, job.shape.sizes
-    total, active = shape.num_parameters / 1e9, shape.num_active_parameters / 1e9
-    experts = f" ({active:.2f} B active)" if sizes.moe_layers else ""
-    yield f"{sizes.architecture}, {total:.2f} B parameters{experts}, {job.config.model.dtype}"
+    experts = f" ({in_billions(shape.num_active_parameters)} active)" if sizes.moe_layers else ""
+    total = in_billions(shape.num_parameters)
+    yield f"{sizes.architecture}, {total} parameters{experts}, {job.config.model.dtype}"
     host = "" if machine.host_bytes is None else f", hosts of {in_gib(machine.host_bytes)} GiB"
     gpus = counted(machine.num_gpus, "GPU")
     yield f"{gpus}, {machine.ranks_per_node} to a node, {in_gib(machine.gpu_bytes)} GiB each{host}"
@@ -135,6 +136,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "fits": plan.fits,
         "verdict": plan.verdict,
         "advice": list(plan.advice),
+        "not_counted": list(plan.notes),
         "problems": [asdict(problem) for problem in plan.problems],
         "configured": None if plan.memory is None else _memory_json(plan.memory),
         "configured_step_s": None if plan.time is None else asdict(plan.time),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.actor.layout import Layout
-from megatron_dppo.errors import LayoutError, Problem
+from megatron_dppo.errors import ConfigError, LayoutError, Problem
 from megatron_dppo.plan.model import Chunk
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
@@ -22,7 +22,19 @@ class Split:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> "Split":
-        """What the pass-through table asks for."""
+        """What the pass-through table asks for.
+
+        Raises:
+            ConfigError: A number of layers is none.
+        """
+        expected, action = "a whole number above 0", "Correct or remove it."
+        problems = [
+            Problem(f"megatron.{key}", repr(megatron[key]), expected, action)
+            for key in (FIRST, LAST)
+            if megatron.get(key) is not None and (type(megatron[key]) is not int or megatron[key] < 1)
+        ]
+        if problems:
+            raise ConfigError(problems)
         return cls(
             num_first=megatron.get(FIRST),
             num_last=megatron.get(LAST),

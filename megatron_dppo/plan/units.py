@@ -33,6 +33,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def in_billions(number: int) -> str:
+    """A number of parameters, as in "30.53 B" and "1.30 M"."""
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
 def in_gib(num_bytes: float, digits: int = 1) -> str:
     """The number of GiB, rounded to so many digits after the point."""
     return f"{num_bytes / GIB:.{digits}f}"

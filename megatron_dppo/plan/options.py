@@ -86,28 +86,23 @@ def recompute_of(megatron: Mapping[str, Any], granularity: Granularity | None = 
         ConfigError: A recompute_* key has a value that Megatron does not take.
     """
     default = Recompute()
+    modules = megatron.get("recompute_modules") or list(default.modules)
     found = Recompute(
         granularity=megatron.get("recompute_granularity") or "none",
         method=megatron.get("recompute_method") or default.method,
         num_layers=megatron.get("recompute_num_layers") or default.num_layers,
-        modules=tuple(megatron.get("recompute_modules") or default.modules),
+        modules=tuple(map(str, modules)) if isinstance(modules, list) else default.modules,
     )
     problems = [
         *_one_of("recompute_granularity", found.granularity, get_args(Granularity)),
         *_one_of("recompute_method", found.method, get_args(Method)),
     ]
     if type(found.num_layers) is not int or found.num_layers < 1:
-        action = "Set it to 1 to recompute layer by layer."
-        problems.append(
-            Problem("megatron.recompute_num_layers", repr(found.num_layers), "a whole number above 0", action)
-        )
-    if not isinstance(megatron.get("recompute_modules") or [], list):
+        expected, action = "a whole number above 0", "Set it to 1 to recompute layer by layer."
+        problems.append(Problem("megatron.recompute_num_layers", repr(found.num_layers), expected, action))
+    if not isinstance(modules, list):
         action = "Write for example ['core_attn', 'moe']."
-        problems.append(
-            Problem(
-                "megatron.recompute_modules", repr(megatron["recompute_modules"]), "a list of names", action
-            )
-        )
+        problems.append(Problem("megatron.recompute_modules", repr(modules), "a list of names", action))
     if problems:
         raise ConfigError(problems)
     return found if granularity is None else replace(found, granularity=granularity)

@@ -19,8 +19,8 @@ WORTH_SAYING = 1.05  # a faster layout or option is mentioned from this factor o
 MAX_GPUS_TRIED = 256
 SMALLEST_FRACTION = 0.3  # of the GPU, that SGLang is still useful with
 
-
 Change = tuple[str, Job]  # something to do, as an imperative without a full stop, and the job that comes of it
+Changer = Callable[[Job, Layout], Change | None]  # none where it does not apply
 
 
 def advise(job: Job, memory: Memory | None, found: Found, vary: Sequence[Options]) -> list[str]:
@@ -91,8 +91,12 @@ def _when_the_host_is_too_small(job: Job, memory: Memory) -> str:
 
 
 def _remedy(job: Job, layout: Layout) -> str | None:
-    """The fewest changes after which the layout fits; of equally few, the fastest."""
-    changes = [_recompute_all, _offload, _smaller_engine, _wider_engine, _other_engine]
+    """The fewest changes after which the layout fits, of equally few the fastest; offload as the last resort."""
+    today: list[Changer] = [_recompute_all, _smaller_engine, _wider_engine, _other_engine]
+    return _fewest_changes(job, layout, today) or _fewest_changes(job, layout, [*today, _offload])
+
+
+def _fewest_changes(job: Job, layout: Layout, changes: Sequence[Changer]) -> str | None:
     for count in range(1, len(changes) + 2):
         working: list[tuple[float, str]] = []
         for chosen in combinations(changes, count):
@@ -104,9 +108,7 @@ def _remedy(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def _tried(
-    job: Job, layout: Layout, chosen: Sequence[Callable[[Job, Layout], Change | None]]
-) -> Iterator[tuple[float, str]]:
+def _tried(job: Job, layout: Layout, chosen: Sequence[Changer]) -> Iterator[tuple[float, str]]:
     """(Seconds of a step, sentence) where all the changes apply and make the layout fit."""
     texts: list[str] = []
     for change in chosen:

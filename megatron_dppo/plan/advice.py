@@ -91,7 +91,7 @@ def _when_the_host_is_too_small(job: Job, memory: Memory) -> str:
 
 
 def _remedy(job: Job, layout: Layout) -> str | None:
-    """The fewest changes after which the layout fits, of equally few the fastest; offload as the last resort."""
+    """The fewest changes after which the layout fits, of equally few the fastest; offload as last resort."""
     today: list[Changer] = [_recompute_all, _smaller_engine, _wider_engine, _other_engine]
     return _fewest_changes(job, layout, today) or _fewest_changes(job, layout, [*today, _offload])
 

@@ -37,12 +37,12 @@ def _of_stage(job: Job, layout: Layout, states: RankStates, engine: EngineMemory
     routing = None
     if job.config.rollout.routing_replay != "off" and sizes.num_experts is not None:
         routing = ModelRouting(sizes.moe_layers, sizes.num_experts, sizes.experts_per_token)
-    leaves_gpu = not (engine.is_resident or engine.is_separate)
+    leaves_gpu = job.config.rollout.release_trainer or not (engine.is_resident or engine.is_separate)
     components = {
         "process": PROCESS_HOST_BYTES,
-        "rollout data": rollout_bytes_bound(job.config, layout.data, routing),
+        "rollout data": rollout_bytes_bound(job.config, layout.world_size, layout.data, routing),
         "optimizer": states.optimizer_on_host,
-        "trainer during rollout": (states.parameters + states.optimizer) * leaves_gpu,
+        "trainer during rollout": (states.parameters + states.optimizer_between) * leaves_gpu,
         "checkpoint in flight": (states.parameters + states.optimizer_in_checkpoint)
         * job.config.checkpoint.asynchronous,
     }

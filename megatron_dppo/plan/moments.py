@@ -38,10 +38,12 @@ def stage_moments(
     job: Job, layout: Layout, engine: EngineMemory, part: StagePart, states: RankStates
 ) -> dict[str, Components]:
     """Bytes of each component at each moment, on one rank of a stage; absent where it is 0."""
-    trainer = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
+    trainer = {"parameters": states.parameters, "gradients": states.gradients}
+    trainer["optimizer"] = states.optimizer_between
     beside = _beside(engine)
     moments = _training(job, layout, part, states, trainer | beside)
-    moments["rollout"] = _rollout(trainer, beside, engine)
+    is_released = job.config.rollout.release_trainer
+    moments["rollout"] = _rollout({} if is_released else trainer, beside, engine)
     moments["sync"] = _sync(job, layout, trainer, beside, engine)
     return {name: {key: held[key] for key in COMPONENTS if held.get(key)} for name, held in moments.items()}
 

@@ -16,7 +16,8 @@ class RankStates:
 
     parameters: int
     gradients: int
-    optimizer: int  # on the GPU
+    optimizer: int  # on the GPU, in its step
+    optimizer_between: int  # of those, outside of the step
     optimizer_on_host: int
     optimizer_in_checkpoint: int
     step_temporaries: int  # of the optimizer's step on the GPU
@@ -26,13 +27,14 @@ class RankStates:
 def rank_states(job: Job, part: StagePart) -> RankStates:
     """The states of a rank that holds this part of the model."""
     dtype_bytes, moment_bytes = job.workload.dtype_bytes, job.options.moment_bytes
-    is_offloaded = job.options.offload_optimizer
+    is_offloaded, is_parked = job.options.offload_optimizer, job.config.optimizer.offload
     whole = optimizer_bytes(part.shard, dtype_bytes, moment_bytes)
     return RankStates(
         parameters=part.buffer * dtype_bytes,
         gradients=part.buffer * GRADIENT_BYTES,
         optimizer=0 if is_offloaded else whole,
-        optimizer_on_host=offloaded_bytes(part.shard, moment_bytes) if is_offloaded else 0,
+        optimizer_between=0 if is_offloaded or is_parked else whole,
+        optimizer_on_host=offloaded_bytes(part.shard, moment_bytes) if is_offloaded else whole * is_parked,
         optimizer_in_checkpoint=whole,
         step_temporaries=0
         if is_offloaded

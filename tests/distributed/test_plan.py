@@ -126,19 +126,21 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) 
 
     actor = Actor(config_of(model, parallel, case), runtime)
     prime_adam_states(actor.optimizer)
-    ddp: Any = actor._ddp
+    wrapped: list[Any] = list(actor._ddp)
+    buffers = [buffer for ddp in wrapped for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     one = microbatch(case)
     batch = TrainBatch((one,), one.tokens.numel(), case.num_sequences)
-    saved, live = SavedBytes(actor.model.parameters()), LiveBytes()
+    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    saved, live = SavedBytes(parameters), LiveBytes()
     with saved.watching():
         actor.accumulate_gradients(batch, is_first=False)
     with live:
         actor.accumulate_gradients(batch, is_first=False)
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in actor.model.parameters()}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     return {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "parameters": sum(storages.values()),
-        "gradients": sum(b.grad_data.nbytes for b in (*ddp.buffers, *ddp.expert_parallel_buffers)),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": _optimizer_bytes(actor.optimizer, set(storages)),
         "saved": saved.peak,
         "live": live.peak,

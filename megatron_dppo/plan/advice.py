@@ -92,7 +92,7 @@ def _when_the_host_is_too_small(job: Job, memory: Memory) -> str:
 
 def _remedy(job: Job, layout: Layout) -> str | None:
     """The fewest changes after which the layout fits, of equally few the fastest; offload as last resort."""
-    today: list[Changer] = [_recompute_all, _smaller_engine, _wider_engine, _other_engine]
+    today: list[Changer] = [_recompute_all, _park, _smaller_engine, _wider_engine, _other_engine]
     return _fewest_changes(job, layout, today) or _fewest_changes(job, layout, [*today, _offload])
 
 
@@ -131,6 +131,14 @@ def _recompute_all(job: Job, layout: Layout) -> Change | None:
         return None
     keys = " ".join(f"--set megatron.{key}={value}" for key, value in FULL.keys().items())
     return f"recompute activations ({keys})", _with_recompute(job, FULL)
+
+
+def _park(job: Job, layout: Layout) -> Change | None:
+    if job.options.offload_optimizer or job.config.optimizer.offload:
+        return None
+    optimizer = job.config.optimizer.model_copy(update={"offload": True})
+    changed = replace(job, config=job.config.model_copy(update={"optimizer": optimizer}))
+    return "keep optimizer states on the host between updates (--set optimizer.offload=true)", changed
 
 
 def _offload(job: Job, layout: Layout) -> Change | None:

@@ -51,10 +51,10 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
 
 @pytest.fixture(scope="module")
 def trained(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint of a run of two processes, and the run's last weights."""
+    """A checkpoint of a run whose layers are split over two processes, and the run's last weights."""
     changes: dict[str, Any] = {
         "run": {"num_rollouts": 1},
-        "parallel": {"expert": 2},
+        "parallel": {"tensor": 2},
         "lora": {"rank": 8, "alpha": 24, "targets": TARGETS},
     }
     folder = tmp_path_factory.mktemp("trained")
@@ -73,7 +73,8 @@ def test_to_hf_merges_the_adapters(trained: tuple[Path, dict[str, Any]], tmp_pat
     assert done.returncode == 0, done.stderr
     found = HFWeights(tmp_path / "hf")
     assert found.names == trained[1].keys()
-    assert all(torch.equal(found.tensor(name), tensor) for name, tensor in trained[1].items())
+    for name, tensor in trained[1].items():  # a product of halves may round otherwise than one of the whole
+        torch.testing.assert_close(found.tensor(name), tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_to_adapter_writes_what_was_trained(

@@ -40,6 +40,8 @@ setup(
         "dev": [
             "hypothesis>=6.170",
             "import-linter>=2.16",
+            # What LoRA is compared with.
+            "peft>=0.21",
             "pyright>=1.1.414",
             "pytest>=9.2",
             "pytest-xdist>=3.8",

@@ -82,11 +82,11 @@ def to_adapter(
     """LoRA's adapters of a Megatron checkpoint -> a folder that peft, SGLang and vLLM read."""
     with _user_errors():
         _refuse_existing(out)
-        from megatron_dppo.models.lora_files import adapter_tensors, stored_lora, write_adapter
-        from megatron_dppo.models.megatron_checkpoint import WEIGHTS, stored_dtype
+        from megatron_dppo.models.lora_files import adapter_tensors, write_adapter
+        from megatron_dppo.models.megatron_checkpoint import stored_dtype, stored_lora
 
         with _one_process_model(megatron, stored_dtype(megatron)) as (model, _):
-            options = stored_lora(megatron / WEIGHTS)
+            options = stored_lora(megatron)
             if options is None:
                 raise ConversionError(f"{megatron} holds no LoRA adapters. Use to-hf for its weights.")
             write_adapter(adapter_tensors(model), options, out, base)
@@ -111,8 +111,7 @@ def _one_process_model(
     from megatron_dppo.models.build import build_model, transformer_config
     from megatron_dppo.models.family import read_hf_config
     from megatron_dppo.models.lora import add_lora
-    from megatron_dppo.models.lora_files import stored_lora
-    from megatron_dppo.models.megatron_checkpoint import WEIGHTS, is_megatron_checkpoint, load_weights
+    from megatron_dppo.models.megatron_checkpoint import is_megatron_checkpoint, load_weights, stored_lora
 
     hf = read_hf_config(template or folder)
     runtime.start(num_threads=torch.get_num_threads())
@@ -122,7 +121,7 @@ def _one_process_model(
         layout = Layout(world_size=1)
         initialize_groups(layout, seed=0)
         model = build_model(hf, transformer_config(hf, dtype, megatron_sizes(layout), {}))
-        options = stored_lora(folder / WEIGHTS) if is_megatron_checkpoint(folder) else None
+        options = stored_lora(folder) if is_megatron_checkpoint(folder) else None
         if options is not None:
             add_lora(model, hf, options, seed=0)
         logger.info("reading %s", folder)

@@ -170,7 +170,7 @@ class ExpertAdapter(Adapter):
 
     def attach(self, experts: Any, weight_name: str) -> None:
         """Update the product of that weight, and tell Megatron how the factors are split."""
-        self._group = parallel_state.get_expert_tensor_parallel_group()
+        self._group = _group(parallel_state.get_expert_tensor_parallel_group())
         experts.updates[weight_name] = self.forward
         is_replicated = parallel_state.get_expert_model_parallel_world_size() == 1
         for name, parameter in self.named_parameters():
@@ -197,7 +197,7 @@ class ExpertAdapter(Adapter):
     ) -> ShardedStateDict:
         """Where these factors sit in the whole ones of all experts."""
         state = make_sharded_tensors_for_checkpoint({"alpha": self.alpha}, prefix, {}, sharded_offsets)
-        num_axes, group = len(sharded_offsets), parallel_state.get_expert_model_parallel_group()
+        num_axes, group = len(sharded_offsets), _group(parallel_state.get_expert_model_parallel_group())
         for name, parameter in self.named_parameters():
             dim = self.split_dim(name.rpartition(".")[2])
             split = [] if dim is None else [(num_axes + 1 + dim, self._group.rank(), self._group.size())]
@@ -212,6 +212,11 @@ class ExpertAdapter(Adapter):
                 prepend_axis_num=num_axes,
             )
         return state
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    """A process group, which exists: Megatron annotates its getters for the time before."""
+    return group
 
 
 def _with_summed_gradient(factor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -300,10 +305,10 @@ def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed
 
 def _initial_pair(entry: WeightEntry, index: int, base: Tensor, size: int, rank: int, seed: int) -> Pair:
     """The pair of the `index`th Hugging Face linear in `base`: this rank's part of both factors."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = _group(parallel_state.get_tensor_model_parallel_group())
     experts: list[int | None] = [None]
     if entry.rule.is_expert:
-        group = parallel_state.get_expert_tensor_parallel_group()
+        group = _group(parallel_state.get_expert_tensor_parallel_group())
         first = parallel_state.get_expert_model_parallel_rank() * base.shape[0]
         experts = [*range(first, first + base.shape[0])]
     part, num_parts = (0, 1) if entry.rule.tensor_parallel_dim == 0 else (group.rank(), group.size())

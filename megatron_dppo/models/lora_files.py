@@ -1,4 +1,4 @@
-"""LoRA's adapters under Hugging Face names, as a folder that peft reads, and found again in our checkpoints."""
+"""LoRA's adapters under Hugging Face names, and as a folder that peft reads."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,8 +16,6 @@ from torch import Tensor
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.lora import Adapter, adapters
-from megatron_dppo.models.untrusted import refuse_code
-from megatron_dppo.models.weight_map import is_adapter
 
 
 @torch.no_grad()
@@ -93,29 +91,3 @@ def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, ba
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
     unfinished.rename(out)
-
-
-def stored_lora(folder: Path) -> LoraConfig | None:
-    """The `[lora]` that a distributed checkpoint was trained with; none where it has no adapters.
-
-    Every rank calls this together.
-
-    Args:
-        folder: With `.metadata` and `*.distcp` files.
-
-    Raises:
-        CheckpointError: It holds code, or is torn.
-    """
-    refuse_code(folder)
-    metadata: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder)))
-    stored = {key: tensor for key, tensor in metadata.items() if is_adapter(key) and "optimizer." not in key}
-    if not stored:
-        return None
-    key = next(key for key in stored if key.endswith(".alpha"))
-    alpha: Any = dist_checkpointing.load({"alpha": stored[key].without_data()}, str(folder))
-    factors = {key: tensor for key, tensor in stored.items() if key.endswith("lora_A")}
-    ranks = {tensor.global_shape[-2] for tensor in factors.values()}
-    assert len(ranks) == 1, "all adapters of a run have one rank"
-    found = {key.split(".")[-2] for key in factors}
-    targets = tuple(name for name in LoraConfig().targets if name in found)
-    return LoraConfig(rank=ranks.pop(), alpha=int(alpha["alpha"].flatten()[0]), targets=targets)

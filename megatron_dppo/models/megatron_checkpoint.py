@@ -18,11 +18,11 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.convert import load_hf_weights
 from megatron_dppo.models.family import HFConfig
 from megatron_dppo.models.hf_checkpoint import HFWeights, copy_model_files
-from megatron_dppo.models.lora_files import stored_lora
 from megatron_dppo.models.untrusted import refuse_code
 from megatron_dppo.models.weight_map import is_adapter
 
@@ -57,7 +57,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
         load_hf_weights(chunks, HFWeights(folder), hf)
         return
     has_adapters = any(is_adapter(name) for chunk in chunks for name, _ in chunk.named_parameters())
-    if not has_adapters and stored_lora(folder / WEIGHTS) is not None:
+    if not has_adapters and stored_lora(folder) is not None:
         raise CheckpointError(
             f"{folder} holds LoRA adapters beside the weights they update; expected weights alone. Merge them "
             "with tools/convert_checkpoint.py to-hf and load the result, or go on with the run that wrote it."
@@ -239,6 +239,28 @@ def _results_in_this_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = before
+
+
+def stored_lora(folder: Path) -> LoraConfig | None:
+    """The `[lora]` that a Megatron checkpoint was trained with; none where it has no adapters.
+
+    Every rank calls this together.
+
+    Raises:
+        CheckpointError: The folder holds code, or is torn.
+    """
+    refuse_code(folder / WEIGHTS)
+    tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
+    stored = {k: tensor for k, tensor in tensors.items() if is_adapter(k) and not k.startswith("optimizer.")}
+    if not stored:
+        return None
+    one = next(tensor for key, tensor in stored.items() if key.endswith(".alpha"))
+    alpha = load_sharded({"alpha": one.without_data()}, folder / WEIGHTS)["alpha"]
+    factors = {key: tensor.global_shape for key, tensor in stored.items() if key.endswith(".lora_A")}
+    ranks, found = {shape[-2] for shape in factors.values()}, {key.split(".")[-2] for key in factors}
+    assert len(ranks) == 1, "all adapters of a run have one rank"
+    targets = tuple(name for name in LoraConfig().targets if name in found)
+    return LoraConfig(rank=ranks.pop(), alpha=int(alpha.flatten()[0]), targets=targets)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

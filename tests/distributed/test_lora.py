@@ -77,7 +77,7 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     model = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True)
     logit_error = max(_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
-    gradients = adapter_tensors(actor.chunks, lambda factor: factor.main_grad.clone())
+    gradients = adapter_tensors(actor.chunks, main_gradient)
     reference_loss, reference = _reference(model, actor.objective, samples)
     merged, expected = dict(actor.weights()), _weights(model.merge_and_unload())
     actor.optimizer.step()
@@ -98,6 +98,11 @@ def measure(runtime: Runtime, folder: Path, case: dict[str, Any]) -> dict[str, A
     }
 
 
+def main_gradient(factor: Any) -> Tensor:
+    """What Megatron accumulated."""
+    return factor.main_grad.clone()
+
+
 def randomize(actor: Any) -> None:
     """Give each B values, which start at zero; the same in every layout."""
     from megatron.core import parallel_state
@@ -106,15 +111,14 @@ def randomize(actor: Any) -> None:
 
     for adapter in adapters(actor.chunks):
         is_expert = adapter.entry.rule.is_expert
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        first_expert = 0
+        rank, expert_rank = parallel_state.get_tensor_model_parallel_rank(), 0
         if is_expert:
-            rank = parallel_state.get_expert_tensor_parallel_rank()
-            first_expert = parallel_state.get_expert_model_parallel_rank()
+            rank = parallel_state.get_expert_tensor_parallel_rank() or 0
+            expert_rank = parallel_state.get_expert_model_parallel_rank()
         for pair in adapter.pairs.values():
             shape = pair.lora_B.shape if is_expert else (1, *pair.lora_B.shape)
             first_row = rank * shape[1] if adapter.split_dim("lora_B") == 0 else 0
-            expert = torch.arange(shape[0])[:, None, None] + first_expert * shape[0]
+            expert = torch.arange(shape[0])[:, None, None] + expert_rank * shape[0]
             row = torch.arange(shape[1])[:, None] + first_row
             values = 0.1 * torch.sin(
                 71.0 * expert + 7.0 * row + torch.arange(shape[2]) + (adapter.entry.layer or 0)

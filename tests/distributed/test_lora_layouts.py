@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_lora import config_of, randomize, train_batch
+from test_lora import config_of, main_gradient, randomize, train_batch
 from tiny_families import write_family
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def measure(runtime: Runtime, folder: str, parallel: dict[str, Any]) -> dict[str
     assert norm > SMOOTH["clip_grad"], "gradients are clipped"
     gradients, updates = {}, {}
     if not is_overlapped:  # each rank has a part of the gradients, and updates are still on their way
-        gradients = adapter_tensors(actor.chunks, lambda factor: factor.main_grad.clone())
+        gradients = adapter_tensors(actor.chunks, main_gradient)
         updates = {name: tensor - before[name] for name, tensor in adapter_tensors(actor.chunks).items()}
     actor.train_step(batch, is_first=False)
     merged = {name: tensor.cpu().clone() for name, tensor in actor.weights()}

@@ -11,7 +11,7 @@ help:
 	@echo "make test        lint, then every test that needs no GPU"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make lint        ruff, pyright, import-linter, size limits"
-	@echo "make bench       tokens/s of rollout and training, and where the time goes"
+	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
 	@echo "make gpu         the tests and benchmarks that need a GPU"
@@ -52,6 +52,7 @@ lint: venv
 
 bench: venv
 	$(RUN) tools/benchmark_loop.py
+	$(RUN) tools/benchmark_layouts.py
 
 bench-save: venv
 	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_save.py

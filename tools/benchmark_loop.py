@@ -10,13 +10,9 @@ rollout's wall clock that no phase claims. Figures and run folders go to runs/be
 distorts them; the tool says so where it sees one.
 """
 
-import json
 import os
-import platform
 import re
-import resource
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,17 +24,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, torchrun, warn_if_busy, write_json
 from tqdm import tqdm
 
 from megatron_dppo.diagnostics.run_reader import Run, read_run
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = Path("runs/bench")
 MODEL = Path("runs/quickstart/model")
 QUICKSTART = Path("examples/quickstart")
 PHASES = ("rollout", "batch", "train", "sync")
 SKIPPED = 2
-BUSY_CORES = 0.1  # used by others: from here on figures are not to be trusted
 ROLLOUT_DONE = re.compile(r"\brollout +\d+/\d+ ")
 
 
@@ -132,15 +126,6 @@ def train(folder: Path, num_processes: int, overrides: list[str], num_rollouts: 
     return watch(command, folder.with_suffix(".log"), 1, ROLLOUT_DONE, num_rollouts, title)
 
 
-def torchrun(python: str, num_processes: int) -> list[str]:
-    """The start of a command that runs on some processes of this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-addr=127.0.0.1"]
-    return [python, *launcher, f"--master-port={port}"]
-
-
 def watch(
     command: list[str], log: Path, num_threads: int, pattern: re.Pattern[str], num_rollouts: int, title: str
 ) -> Watched:
@@ -151,7 +136,7 @@ def watch(
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     lines: list[tuple[float, str]] = []
     set_up = None
-    started, machine_s, own_s = time.perf_counter(), machine_cpu_s(), own_cpu_s()
+    started, others = time.perf_counter(), OtherPrograms()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
@@ -175,26 +160,7 @@ def watch(
         found = f"exit status {code} and {len(lines)} of {num_rollouts} rollouts"
         typer.echo(f"{title}: found {found}. The end of {log}:\n{end}", err=True)
         raise typer.Exit(1)
-    other_cores = None
-    if machine_s is not None and (machine_end_s := machine_cpu_s()) is not None:
-        other_s = (machine_end_s - machine_s) - (own_cpu_s() - own_s)
-        other_cores = max(other_s, 0.0) / (time.perf_counter() - started)
-    return Watched(started, set_up, lines, other_cores)
-
-
-def own_cpu_s() -> float:
-    """CPU seconds of this program and of those it started that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-def machine_cpu_s() -> float | None:
-    """Busy CPU seconds of the whole machine, those that a hypervisor withheld included; Linux only."""
-    stat = Path("/proc/stat")
-    if not stat.is_file():
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return Watched(started, set_up, lines, others.cores())
 
 
 def measure(run: Run, other_cores: float | None) -> Speed:
@@ -238,33 +204,6 @@ def show(speeds: Mapping[str, Speed]) -> None:
     typer.echo()
     for title, speed in speeds.items():
         warn_if_busy(title, speed.other_cores)
-
-
-def warn_if_busy(title: str, other_cores: float | None) -> None:
-    """Say so where other programs took part of the machine."""
-    if other_cores is not None and other_cores > BUSY_CORES:
-        typer.echo(
-            f"warning: during '{title}' other programs used {other_cores:.1f} of {os.cpu_count()} cores; "
-            "expected an idle machine. Stop them and measure again."
-        )
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {"platform": platform.platform(), "cores": os.cpu_count(), "torch": torch.__version__}
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write the figures, and say where."""
-    file.write_text(json.dumps(content, indent=1) + "\n")
-    typer.echo(f"wrote {file}")
-
-
-def cli(command: Any, doc: str | None) -> None:
-    """Run a tool whose help is its module's docstring, as it is laid out."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(help="\b\n" + (doc or "").replace("\n\n", "\n\n\b\n"))(command)
-    app()
 
 
 if __name__ == "__main__":

@@ -23,20 +23,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from benchmark_loop import (
-    MODEL,
-    OUT,
-    QUICKSTART,
-    ROOT,
-    cli,
-    machine,
-    require_model,
-    torchrun,
-    train,
-    warn_if_busy,
-    watch,
-    write_json,
-)
+from benchmark_loop import MODEL, QUICKSTART, require_model, train, watch
+from benchmarking import OUT, ROOT, cli, machine, spread, torchrun, warn_if_busy, write_json
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
@@ -264,13 +252,6 @@ def show(runs: Mapping[str, Sequence[Measured]], rollouts: int, trl_processes: i
         for number, run in enumerate(of_side, 1):
             warn_if_busy(f"{name} {number}/{repeats}", run.other_cores)
     typer.echo(WHAT_IS_COMPARED)
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Median and range of a few values."""
-    if not values:
-        return "not reached"
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
 
 def as_json(run: Measured) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_pair import expert_pair
 from ranks import run_ranks
 from tiny import write_model
 from torch import Tensor
@@ -24,40 +25,8 @@ TOKENS_PER_EXPERT: dict[str, list[int]] = {
 
 def compare_all(runtime: Runtime, model: str, dtype: str) -> dict[str, dict[str, float]]:
     """On one process: the relative error of the output and of each gradient, for each spread of tokens."""
-    grouped, sequential = both_experts(Path(model), getattr(torch, dtype), runtime.device)
+    grouped, sequential = expert_pair(Path(model), 4, getattr(torch, dtype), runtime.device)
     return {name: _compare(grouped, sequential, tokens) for name, tokens in TOKENS_PER_EXPERT.items()}
-
-
-def both_experts(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """The two modules with the same random weights, of a model's sizes but with four experts."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.actor.layout import Layout
-    from megatron_dppo.models.build import transformer_config
-    from megatron_dppo.models.family import read_hf_config
-    from megatron_dppo.models.layer_spec import GroupedExperts
-
-    cpu.install()
-    mcore_fixes.apply()
-    layout, num_experts = Layout(world_size=1), 4
-    initialize_groups(layout, seed=0)
-    config = transformer_config(read_hf_config(folder), dtype, megatron_sizes(layout), {})
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    sequential = SequentialMLP(num_experts, config, linears, pg_collection=groups).to(device)
-    grouped = GroupedExperts(num_experts, config, pg_collection=groups).to(device)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight, linear in ((grouped.fc1_weight, "linear_fc1"), (grouped.fc2_weight, "linear_fc2")):
-            weight.copy_(torch.randn(weight.shape, generator=generator))
-            for expert, part in zip(sequential.local_experts, weight, strict=True):
-                getattr(expert, linear).weight.copy_(part)
-    return grouped, sequential
 
 
 def _compare(grouped: Any, sequential: Any, tokens: list[int]) -> dict[str, float]:

@@ -1,0 +1,265 @@
+"""Training speed by layout, and what grouped experts, packing and long sequences change in it.
+
+    make bench
+    python tools/benchmark_layouts.py --processes 4
+    python tools/benchmark_layouts.py --short        all of it once on a tiny model; its figures mean nothing
+
+A random Qwen3-MoE (hidden 256, 4 layers, 16 experts of which a token takes 4, vocabulary 2048) in float32
+trains through the real actor: forward, backward and update. Every process has one thread and shares this
+machine; with more processes than cores, all slow down. Groups of processes start once; then rounds visit
+every layout, and a ratio is of two figures of one round: a slow spell of the machine meets both.
+
+(a) tokens/s of each layout, and its ratio to one process. A mini-batch is about four micro-batches on one
+    process and two on two data-parallel ones; pipelines of so few wait much.
+(b) grouped experts (ours) against Megatron's sequential ones: forward and backward of the experts alone.
+(c) packed micro-batches against the same samples padded to the longest of their micro-batch, which nobody
+    sorted by length: tokens/s of tokens that are no padding.
+(d) the time of a token by the length of its sequence, with as many tokens in each step, beside what the
+    balancing of work over ranks believes (SampleCost: floating-point operations).
+
+Figures go to runs/bench/layouts.json too. Another busy program distorts them; the tool says so where it sees
+one.
+"""
+
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from benchmark_ranks import Ranks
+from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, warn_if_busy, write_json
+from tqdm import tqdm
+
+ONE = "one process"
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {ONE: {}},
+    2: {
+        "DP2": {},
+        "EP2": {"expert": 2},
+        "TP2": {"tensor": 2},
+        "PP2": {"pipeline": 2},
+        "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+        "CP2": {"context": 2},
+        "TP2 EP2 ETP1": {"tensor": 2, "expert": 2, "expert_tensor": 1},
+    },
+    4: {
+        "DP4": {},
+        "EP4": {"expert": 4},
+        "DP2 EP2": {"expert": 2},
+        "DP2 TP2": {"tensor": 2},
+        "TP2 EP4": {"tensor": 2, "expert": 4, "expert_tensor": 1},
+        "PP2 EP2": {"pipeline": 2, "expert": 2},
+        "CP2 EP2 DP2": {"context": 2, "expert": 2},
+    },
+}
+RATIO = ("ratio", "min", "max")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and on what model."""
+
+    sizes: Mapping[str, int]  # of the model, in config.json's words
+    longest: int  # tokens of a sample in (a) and (c)
+    num_tokens: int  # of a mini-batch in (a) and (c), about
+    max_tokens: int  # of a micro-batch there
+    tokens_per_expert: Sequence[int]
+    lengths: Sequence[int]  # of sequences in (d)
+    budget: int  # tokens of a step in (d)
+
+
+FULL = Plan(
+    sizes={
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 4096,
+    },
+    longest=512,
+    num_tokens=4096,
+    max_tokens=1024,
+    tokens_per_expert=(1, 4, 16, 64, 256),
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096),
+    budget=4096,
+)
+SHORT = Plan(
+    sizes={"num_hidden_layers": 4, "max_position_embeddings": 128},
+    longest=32,
+    num_tokens=128,
+    max_tokens=64,
+    tokens_per_expert=(1, 4),
+    lengths=(16, 32, 64),
+    budget=64,
+)
+
+
+def main(
+    processes: Annotated[int, typer.Option(min=1, max=4, help="Layouts on up to so many processes.")] = 2,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Visits to each layout, and turns of each comparison.")
+    ] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Gradient steps of each visit, after one to warm up.")] = 2,
+    short: Annotated[
+        bool, typer.Option(help="One round on a tiny model, to see that everything runs.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Where the figures go as JSON.")] = OUT / "layouts.json",
+) -> None:
+    """Print four tables."""
+    out = out.absolute()
+    os.chdir(ROOT)
+    plan, rounds, steps = (SHORT, 1, 1) if short else (FULL, rounds, steps)
+    others, figures = OtherPrograms(), dict[str, Any]()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        groups = {size: stack.enter_context(Ranks(size, OUT / "layouts")) for size in _sizes(processes)}
+        one, model = groups[1], f"{folder}/model"
+        one.call("write_model", folder=model, sizes=dict(plan.sizes))
+        figures["layouts"] = measure_layouts(groups, model, plan, rounds, steps)
+        figures["experts"] = one.call(
+            "expert_seconds",
+            model=model,
+            num_experts=plan.sizes.get("num_experts", 8),
+            tokens_per_expert=list(plan.tokens_per_expert),
+            num_rounds=rounds,
+        )
+        figures["packing"] = {
+            name: one.call(
+                "packed_and_padded_seconds",
+                model=model,
+                lengths=lengths,
+                max_tokens=plan.max_tokens,
+                num_rounds=rounds,
+            )
+            for name, lengths in _mixtures(plan).items()
+        }
+        lengths, budget = list(plan.lengths), plan.budget
+        figures["lengths"] = one.call(
+            "length_seconds", model=model, lengths=lengths, num_tokens=budget, num_rounds=rounds
+        )
+    other_cores = others.cores()
+    show(figures, plan, rounds, steps)
+    warn_if_busy("benchmark_layouts", other_cores)
+    counts = {"rounds": rounds, "steps": steps, "other_cores": other_cores}
+    write_json(out, {"machine": machine(), **counts, "sizes": dict(plan.sizes), **figures})
+
+
+def _sizes(processes: int) -> list[int]:
+    """The group sizes to measure: those with layouts, and as many devices where it is not the CPU."""
+    num_devices = torch.accelerator.device_count()  # 0 on a CPU, where processes share the cores
+    sizes = [size for size in LAYOUTS if size <= processes]
+    for size in sizes:
+        if 0 < num_devices < size:
+            typer.echo(
+                f"layouts on {size} processes: left out, they need {size} devices and {num_devices} is here"
+            )
+    return [size for size in sizes if not 0 < num_devices < size]
+
+
+def mixed_lengths(longest: int, num_tokens: int) -> list[int]:
+    """Log-uniform from a sixteenth of the longest up, and the longest once; the same at every call."""
+    draw, lengths = random.Random(0), list[int]()
+    while sum(lengths) < num_tokens:
+        lengths.append(max(10, round(longest * 2.0 ** draw.uniform(-4, 0))))
+    return [*lengths, longest]
+
+
+def _mixtures(plan: Plan) -> dict[str, list[int]]:
+    """Lengths of the samples of (c)."""
+    short = max(10, plan.longest // 8)
+    num_periods = -(-plan.num_tokens // (plan.longest + 7 * short))
+    return {
+        f"{short // 2} to {plan.longest}, mixed": mixed_lengths(plan.longest, plan.num_tokens),
+        f"{short}, one in eight {plan.longest}": [plan.longest, *[short] * 7] * num_periods,
+        f"all {plan.longest}": [plan.longest] * -(-plan.num_tokens // plan.longest),
+    }
+
+
+def measure_layouts(
+    groups: Mapping[int, Ranks], model: str, plan: Plan, rounds: int, steps: int
+) -> dict[str, dict[str, Any]]:
+    """Tokens/s of each layout in each round; every other round goes through them in reverse order."""
+    lengths = mixed_lengths(plan.longest, plan.num_tokens)
+    named = [(name, size, parallel) for size in groups for name, parallel in LAYOUTS[size].items()]
+    found: dict[str, dict[str, Any]] = {
+        name: {"processes": size, "tokens_per_s": []} for name, size, _ in named
+    }
+    with tqdm(total=rounds * len(named), desc="layouts", unit="visit") as bar:
+        for index in range(rounds):
+            for name, size, parallel in named[:: 1 if index % 2 == 0 else -1]:
+                split = {**parallel, "max_tokens_per_microbatch": plan.max_tokens}
+                seconds = groups[size].call(
+                    "layout_seconds", model=model, parallel=split, lengths=lengths, num_steps=steps
+                )
+                found[name]["tokens_per_s"].append(sum(lengths) / statistics.median(seconds))
+                bar.update()
+    return found
+
+
+def ratio_cells(values: Sequence[float], references: Sequence[float]) -> list[str]:
+    """Median, least and greatest of value / reference, round by round."""
+    ratios = [value / reference for value, reference in zip(values, references, strict=True)]
+    return [f"{of(ratios):.2f}" for of in (statistics.median, min, max)]
+
+
+def show(figures: Mapping[str, Any], plan: Plan, rounds: int, steps: int) -> None:
+    """The four tables."""
+    median = statistics.median
+    typer.echo(f"\nRounds: {rounds}. Threads of each process: 1. Cores of this machine: {os.cpu_count()}.")
+    layouts = figures["layouts"]
+    rows = [
+        [
+            *(name, str(row["processes"]), f"{median(row['tokens_per_s']):,.0f}"),
+            *ratio_cells(row["tokens_per_s"], layouts[ONE]["tokens_per_s"]),
+        ]
+        for name, row in layouts.items()
+    ]
+    num_tokens = sum(mixed_lengths(plan.longest, plan.num_tokens))
+    title = f"(a) training by layout, ratio to one process; steps of {num_tokens} tokens, {steps} in a round"
+    show_table(title, ("layout", "processes", "tokens/s", *RATIO), rows)
+    rows = [
+        [
+            *(tokens, *(f"{median(row[kind]) * 1e3:.3f}" for kind in ("grouped", "sequential"))),
+            *ratio_cells(row["sequential"], row["grouped"]),
+        ]
+        for tokens, row in figures["experts"].items()
+    ]
+    title = "(b) experts, ms of forward and backward on one process, ratio sequential / grouped"
+    show_table(title, ("tokens per expert", "grouped", "sequential", *RATIO), rows)
+    rows = []
+    for name, row in figures["packing"].items():
+        padding = 1 - row["num_tokens"] / row["num_padded_tokens"]
+        speeds = [f"{row['num_tokens'] / median(row[kind]):,.0f}" for kind in ("packed", "padded")]
+        rows.append([name, f"{padding:.0%}", *speeds, *ratio_cells(row["padded"], row["packed"])])
+    title = "(c) tokens/s without padding on one process, ratio packed / padded"
+    show_table(title, ("sample lengths", "padding", "packed", "padded", *RATIO), rows)
+    seconds, predicted = figures["lengths"]["seconds"], figures["lengths"]["predicted"]
+    shortest = str(min(plan.lengths))
+    rows = [
+        [
+            *(length, f"{median(values) * 1e6 / plan.budget:.1f}"),
+            *ratio_cells(values, seconds[shortest]),
+            f"{predicted[length] / predicted[shortest]:.2f}",
+        ]
+        for length, values in seconds.items()
+    ]
+    title = f"(d) {plan.budget} tokens in sequences of one length, one process, ratio to the shortest"
+    show_table(title, ("length", "ms per 1k tokens", *RATIO, "predicted"), rows)
+    typer.echo()
+
+
+if __name__ == "__main__":
+    cli(main, __doc__)

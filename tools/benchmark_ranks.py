@@ -1,0 +1,105 @@
+"""Groups of ranks that stay and take turns, so that layouts on one and on several processes can be interleaved.
+
+A group meets once; its ranks then wait for the name and arguments of a function of `benchmark_jobs`, run it
+together, and rank 0 says what it gave. A group that waits takes no time from the one that measures.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import typer
+from benchmarking import free_port
+
+
+class Ranks:
+    """A group of ranks, of one thread each, on this machine's loopback; ends them when it is left."""
+
+    def __init__(self, num_processes: int, logs: Path) -> None:
+        """Start the processes, and come back before they are ready; their output goes to `logs`."""
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        shared["WORLD_SIZE"] = str(num_processes)
+        if sys.platform == "linux":
+            shared["GLOO_SOCKET_IFNAME"] = "lo"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = [logs / f"ranks_{num_processes}_{rank}.log" for rank in range(num_processes)]
+        self._processes: list[subprocess.Popen[str]] = []
+        for rank, log in enumerate(self._logs):
+            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    [sys.executable, __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE if rank == 0 else file,
+                    stderr=file,
+                    env=environment,
+                    text=True,
+                )
+            self._processes.append(process)
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """`benchmark_jobs.<function>(runtime, **arguments)` on every rank; what it gave on rank 0.
+
+        Raises:
+            typer.Exit: A rank has ended; its last words are shown.
+        """
+        job = json.dumps({"function": function, "arguments": arguments}) + "\n"
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.write(job)
+                process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer, which does not come, says so
+        answers = self._processes[0].stdout
+        assert answers is not None
+        answer = answers.readline()
+        if not answer:
+            ends = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in self._logs)
+            typer.echo(
+                f"{function}({arguments}): a rank has ended. The ends of their output:\n{ends}", err=True
+            )
+            raise typer.Exit(1)
+        return json.loads(answer)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            if error is not None:
+                process.terminate()
+            assert process.stdin is not None
+            with ExitStack() as stack:
+                stack.callback(process.wait)
+                process.stdin.close()
+
+
+def serve() -> None:
+    """One rank: run what stdin asks for until it ends; answers alone go to stdout."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the log
+    from megatron_dppo import runtime
+
+    runtime.quiet_library_warnings()
+    jobs: Any = importlib.import_module("benchmark_jobs")
+    this = runtime.start(join_timeout_s=120)
+    for line in sys.stdin:
+        job = json.loads(line)
+        result = getattr(jobs, job["function"])(this, **job["arguments"])
+        if this.is_main:
+            answers.write(json.dumps(result) + "\n")
+            answers.flush()
+    runtime.stop()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,112 @@
+"""What the benchmarks share: other programs that disturb them, tables, figures as JSON, and a command line."""
+
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = Path("runs/bench")
+BUSY_CORES = 0.1  # used by others: from here on figures are not to be trusted
+
+
+class OtherPrograms:
+    """Watches, from when it is made, how busy the machine is beside this program and those it starts."""
+
+    def __init__(self) -> None:
+        self._started, self._machine_s, self._own_s = time.perf_counter(), _machine_cpu_s(), _own_cpu_s()
+
+    def cores(self) -> float | None:
+        """Cores that others kept busy so far; none where that is not known.
+
+        Programs that this one started must have ended.
+        """
+        now_s = _machine_cpu_s()
+        if self._machine_s is None or now_s is None:
+            return None
+        other_s = (now_s - self._machine_s) - (_own_cpu_s() - self._own_s)
+        return max(other_s, 0.0) / (time.perf_counter() - self._started)
+
+
+def _own_cpu_s() -> float:
+    """CPU seconds of this program and of those it started that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _machine_cpu_s() -> float | None:
+    """Busy CPU seconds of the whole machine, those that a hypervisor withheld included; Linux only."""
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def warn_if_busy(title: str, other_cores: float | None) -> None:
+    """Say so where other programs took part of the machine."""
+    if other_cores is not None and other_cores > BUSY_CORES:
+        typer.echo(
+            f"warning: during '{title}' other programs used {other_cores:.1f} of {os.cpu_count()} cores; "
+            "expected an idle machine. Stop them and measure again."
+        )
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def torchrun(python: str, num_processes: int) -> list[str]:
+    """The start of a command that runs on some processes of this machine."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-addr=127.0.0.1"]
+    return [python, *launcher, f"--master-port={free_port()}"]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median and range of a few values."""
+    if not values:
+        return "not reached"
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
+
+
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns: the first to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    typer.echo(f"\n{title}")
+    for row in (header, *rows):
+        first, *others = (
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        typer.echo("  ".join([first, *others]).rstrip())
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {"platform": platform.platform(), "cores": os.cpu_count(), "torch": torch.__version__}
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write the figures, and say where."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    typer.echo(f"wrote {file}")
+
+
+def cli(command: Any, doc: str | None) -> None:
+    """Run a tool whose help is its module's docstring, as it is laid out."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(help="\b\n" + (doc or "").replace("\n\n", "\n\n\b\n"))(command)
+    app()

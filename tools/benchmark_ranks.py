@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,13 +50,11 @@ class Ranks:
             typer.Exit: A rank has ended; its last words are shown.
         """
         job = json.dumps({"function": function, "arguments": arguments}) + "\n"
-        try:
+        with suppress(BrokenPipeError):  # the answer, which then does not come, says so
             for process in self._processes:
                 assert process.stdin is not None
                 process.stdin.write(job)
                 process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer, which does not come, says so
         answers = self._processes[0].stdout
         assert answers is not None
         answer = answers.readline()
@@ -78,9 +76,10 @@ class Ranks:
             if error is not None:
                 process.terminate()
             assert process.stdin is not None
-            with ExitStack() as stack:
-                stack.callback(process.wait)
+            with suppress(BrokenPipeError):  # it has ended already, with a job unread
                 process.stdin.close()
+        for process in self._processes:
+            process.wait()
 
 
 def serve() -> None:

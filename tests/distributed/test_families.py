@@ -58,7 +58,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     actor = Actor(config, runtime)
     samples = [s for group in with_advantages(random_groups(4), False) for s in group.samples]
     shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
-    (batch,), _ = train_batches([samples], shape, actor.data_parallel)
+    (batch,), _ = train_batches([list(samples)], shape, actor.data_parallel)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logit_error = max(_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]

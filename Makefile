@@ -3,12 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 TRL_VENV := .venv-trl
+PYTHON312 ?= python3.12
+VENV312 := .venv-py312
+MEGATRON312 := 0.19.2
 
-.PHONY: help venv quickstart quickstart-short test faults lint bench bench-save bench-trl gpu chromium
+.PHONY: help venv quickstart quickstart-short test test-py312 python312 faults lint bench bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make test        lint, then every test that needs no GPU"
+	@echo "make test-py312  the trainer's tests on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make lint        ruff, pyright, import-linter, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
@@ -33,12 +37,32 @@ quickstart: venv
 quickstart-short: venv
 	$(RUN) examples/quickstart/run.py --short
 
-test faults gpu: export OMP_NUM_THREADS := 1
+test test-py312 faults gpu: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
 	$(RUN) -m pytest tests/distributed
 	$(RUN) -m pytest tests/faults
+
+# megatron-core after 0.16 needs Python 3.12; not part of CI. tests/README.md says what runs here and what does not.
+TESTS312 := test_actor_parity.py test_conversion.py test_cpu_shim.py test_families.py test_routing_replay.py \
+  'test_layouts.py::test_every_layout_equals_one_process[2]'
+
+test-py312: $(VENV312)/.stamp
+	$(VENV312)/bin/python -m pytest $(addprefix tests/distributed/,$(TESTS312))
+
+# Checked first and always: without it nothing of this target can be said.
+python312:
+	@$(PYTHON312) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	  echo "Python 3.12 is needed and $(PYTHON312) is none: install it, or make test-py312 PYTHON312=/path/to/python3.12" >&2; exit 1; }
+
+# The same pins as everywhere, but for megatron-core.
+$(VENV312)/.stamp: setup.py constraints.txt Makefile | python312
+	test -x $(VENV312)/bin/python || $(PYTHON312) -m venv $(VENV312)
+	sed 's/^megatron-core==.*/megatron-core==$(MEGATRON312)/' constraints.txt >$(VENV312)/constraints.txt
+	$(VENV312)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV312)/bin/python -m pip install --quiet -c $(VENV312)/constraints.txt -e '.[dev]'
+	@touch $@
 
 faults: venv
 	$(RUN) tests/faults/campaign.py --write

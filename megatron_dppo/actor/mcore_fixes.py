@@ -1,19 +1,23 @@
-"""Fixes of Megatron-Core bugs that also hit GPUs where Transformer Engine and apex are absent.
+"""What differs between the versions of Megatron-Core that the tests ran with, and fixes of their bugs.
 
-Each fix names the bug, applies only to the versions that have it, and does nothing when called again.
+The bugs also hit GPUs where Transformer Engine and apex are absent. Each fix names its bug, applies only to the
+versions that have it, and does nothing when called again.
 """
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import megatron.core
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import torch
+from megatron.core import dist_checkpointing
 from packaging.version import Version
 
 from megatron_dppo.errors import ConfigError, Problem
 
-_TESTED = (Version("0.16.1"), Version("0.17"))
+_TESTED = ("0.16.1", "0.19.2")
 
 
 def apply() -> None:
@@ -23,13 +27,14 @@ def apply() -> None:
         ConfigError: This version of Megatron-Core was never tested with these fixes.
     """
     version = Version(megatron.core.__version__)
-    if not _TESTED[0] <= version < _TESTED[1]:
+    if version.public not in _TESTED:
         raise ConfigError(
             Problem(
                 "megatron-core",
                 f"version {version}",
-                f">= {_TESTED[0]} and < {_TESTED[1]}",
-                "Install a version that the tests ran with: pip install megatron-core==0.16.1.",
+                " or ".join(_TESTED),
+                "Install a version that the tests ran with: pip install megatron-core==0.16.1, or "
+                "megatron-core==0.19.2 with Python 3.12 or newer.",
             )
         )
     _define_missing_te_gemm()
@@ -90,3 +95,13 @@ def prime_adam_states(optimizer: Any) -> None:
                         exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter),
                     )
+
+
+def plan_save(state: dict[str, Any], folder: Path) -> Any:
+    """Megatron's request of a distributed save, which the caller then writes and finalizes.
+
+    Newer versions would plan it with `nvidia-resiliency-ext`, unless they are told to use Megatron's own writer.
+    """
+    parameters = inspect.signature(dist_checkpointing.save).parameters
+    own_writer = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
+    return dist_checkpointing.save(state, str(folder), async_sharded_save=True, **own_writer)

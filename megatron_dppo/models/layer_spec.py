@@ -51,6 +51,7 @@ class GroupedExperts(torch.nn.Module):
         config: TransformerConfig,
         submodules: MLPSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         assert pg_collection is not None and config.moe_ffn_hidden_size is not None

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dppo.actor.mcore_fixes import plan_save
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.convert import load_hf_weights
@@ -136,7 +137,7 @@ class PendingSave:
             is_copied: Hold copies, so that training may change the tensors before they are written.
         """
         with _results_in_this_process():
-            self._request: Any = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+            self._request: Any = plan_save(state, folder)
         self._buckets: list[Any] = []
         if self._request.async_fn is not None:
             live = self._request.async_fn_args[1]

@@ -1,7 +1,7 @@
 """Checkpoints from elsewhere: pickles are read as data or not at all.
 
-Megatron's distributed checkpoints hold pickles in three places: `.metadata`, `common.pt`, and the objects (not
-the tensors) inside `*.distcp`. The libraries load the first and the last without restriction. What passes here
+Megatron's distributed checkpoints hold pickles in three places: `.metadata`, `common.pt` (of older versions), and
+the objects (not the tensors) inside `*.distcp`. The libraries load the first and the last without restriction. What passes here
 runs no code there: `.metadata` by `metadata_pickle.py`, the others because torch's own restricted unpickler has
 accepted the same bytes. Nobody else may change the folder between this check and the loading.
 """
@@ -27,40 +27,38 @@ from megatron_dppo.models.metadata_pickle import (
     read_metadata,
 )
 
-_BACKENDS = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+_BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}  # newer Megatron stores an object instead
 
 
 def refuse_code(folder: Path) -> None:
     """Go on only with a distributed checkpoint whose pickles are plain data; reads no tensor.
 
     Args:
-        folder: With `metadata.json`, `.metadata`, `common.pt` and `*.distcp` files.
+        folder: With `metadata.json`, `.metadata`, `*.distcp` files and, of older versions, `common.pt`.
 
     Raises:
         CheckpointError: A pickle is more than data, a file is torn or missing, or a path leads elsewhere.
     """
-    _require_backends(folder / "metadata.json")
+    is_common_a_file = _require_backends(folder / "metadata.json")
     metadata = _read_metadata(folder / ".metadata")
     common = folder / "common.pt"
-    _require_data(common, _read(common), "a pickle")
+    if is_common_a_file or common.exists():  # Megatron reads it where it is, whatever else is said
+        _require_data(common, _read(common), "a pickle")
     for name, file, place in _objects(folder, metadata):
         content = _read(file, place.offset, place.length)
         _require_data(file, content, f"object {name[:200]!a} with a pickle")
 
 
-def _require_backends(file: Path) -> None:
-    """Other backends would have Megatron read the folder in other ways than are checked here."""
+def _require_backends(file: Path) -> bool:
+    """Whether `common.pt` belongs to the folder; other backends would be read in ways not checked here."""
     try:
         found = json.loads(_read(file))
     except (ValueError, RecursionError) as error:
         raise _torn(file, error) from error
-    if found != _BACKENDS:
+    if found not in (_BACKENDS, _BACKENDS | _COMMON_FILE):
         raise _refusal(file, str(found)[:300], str(_BACKENDS))
+    return found != _BACKENDS
 
 
 def _read_metadata(file: Path) -> StoredMetadata:

@@ -100,8 +100,8 @@ def prime_adam_states(optimizer: Any) -> None:
 def plan_save(state: dict[str, Any], folder: Path) -> Any:
     """Megatron's request of a distributed save, which the caller then writes and finalizes.
 
-    Newer versions would plan it with `nvidia-resiliency-ext`, unless they are told to use Megatron's own writer.
+    Newer versions plan it with `nvidia-resiliency-ext` unless they are told to use Megatron's own writer.
     """
     parameters = inspect.signature(dist_checkpointing.save).parameters
-    own_writer = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
+    own_writer: dict[str, Any] = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
     return dist_checkpointing.save(state, str(folder), async_sharded_save=True, **own_writer)

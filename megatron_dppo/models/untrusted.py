@@ -1,9 +1,10 @@
 """Checkpoints from elsewhere: pickles are read as data or not at all.
 
-Megatron's distributed checkpoints hold pickles in three places: `.metadata`, `common.pt` (of older versions), and
-the objects (not the tensors) inside `*.distcp`. The libraries load the first and the last without restriction. What passes here
-runs no code there: `.metadata` by `metadata_pickle.py`, the others because torch's own restricted unpickler has
-accepted the same bytes. Nobody else may change the folder between this check and the loading.
+Megatron's distributed checkpoints hold pickles in three places: `.metadata`, `common.pt` (where an older
+version wrote them), and the objects (not the tensors) inside `*.distcp`. The libraries load the first and the
+last without restriction. What passes here runs no code there: `.metadata` by `metadata_pickle.py`, the others
+because torch's own restricted unpickler has accepted the same bytes. Nobody else may change the folder
+between this check and the loading.
 """
 
 import io
@@ -28,7 +29,8 @@ from megatron_dppo.models.metadata_pickle import (
 )
 
 _BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}  # newer Megatron stores an object instead
+# Of older versions; newer ones store an object in the place of `common.pt`.
+_COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}
 
 
 def refuse_code(folder: Path) -> None:

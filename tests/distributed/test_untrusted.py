@@ -1,6 +1,7 @@
 """Checkpoints that carry code, or lead out of their folder, are refused, and the code does not run."""
 
 import io
+import json
 import pickle
 import shutil
 import subprocess
@@ -54,6 +55,21 @@ def checkpoint(good: Path, tmp_path: Path) -> Path:
     shutil.copytree(good / "good", tmp_path / "checkpoint")
     refuse_code(tmp_path / "checkpoint" / "megatron")
     return tmp_path / "checkpoint" / "megatron"
+
+
+def in_the_older_form(folder: Path) -> None:
+    """As Megatron-Core 0.16 writes it: what all ranks have in common stands in a file of its own."""
+    if not (folder / "common.pt").exists():
+        torch.save({"optimizer": {"param_groups": [{"lr": 1.0, "step": 1}]}}, folder / "common.pt")
+    backends = {f"{kind}_backend": name for kind, name in (("sharded", "torch_dist"), ("common", "torch"))}
+    versions = {f"{name}_version": 1 for name in backends}
+    (folder / "metadata.json").write_text(json.dumps(backends | versions))
+
+
+def in_the_newer_form(folder: Path) -> None:
+    """As Megatron-Core 0.19 writes it: what all ranks have in common is one of the stored objects."""
+    (folder / "common.pt").unlink(missing_ok=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
 
 
 def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
@@ -143,6 +159,14 @@ def test_planted_code_is_refused_and_never_runs(
     file, name = PLANTS[plant]
     assert f"{file}: found" in str(refused.value) and name in str(refused.value)
     assert not marker.exists()
+
+
+def test_a_common_file_is_looked_at_also_where_none_belongs(checkpoint: Path, tmp_path: Path) -> None:
+    in_the_newer_form(checkpoint)
+    refuse_code(checkpoint)
+    in_common(checkpoint, Evil(tmp_path / "it_ran"))
+    with pytest.raises(CheckpointError, match="could run code"):
+        refuse_code(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +275,7 @@ def test_a_link_out_of_the_folder_is_refused(checkpoint: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
 @pytest.mark.parametrize("keep", [0, 10, -1])
 def test_a_torn_file_is_refused(checkpoint: Path, name: str, keep: int) -> None:
+    in_the_older_form(checkpoint)
     file = checkpoint / name
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=f"{name} cannot be loaded: torn or missing"):
@@ -279,6 +304,7 @@ def _every_byte(content: bytes) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_a_changed_byte_raises_nothing_else(checkpoint: Path, name: str) -> None:
+    in_the_older_form(checkpoint)
     file = checkpoint / name
     num_refused = 0
     for content in _every_byte(file.read_bytes()):

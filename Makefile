@@ -7,11 +7,13 @@ PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
 
-.PHONY: help venv quickstart quickstart-short test test-py312 python312 faults lint bench bench-save bench-trl gpu chromium
+.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 faults lint bench bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make test        lint, then every test that needs no GPU"
+	@echo "make test-slow   what takes longer: layouts of eight processes, checkpoints between all layouts"
+	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"
 	@echo "make test-py312  the trainer's tests on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make lint        ruff, pyright, import-linter, size limits"
@@ -37,11 +39,11 @@ quickstart: venv
 quickstart-short: venv
 	$(RUN) examples/quickstart/run.py --short
 
-test test-py312 faults gpu: export OMP_NUM_THREADS := 1
+test test-slow layouts test-py312 faults gpu: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
-	$(RUN) -m pytest tests/distributed
+	$(RUN) -m pytest tests/distributed -m "not slow"
 	$(RUN) -m pytest tests/faults
 
 # megatron-core after 0.16 needs Python 3.12; not part of CI. tests/README.md says what runs here and what does not.
@@ -63,6 +65,12 @@ $(VENV312)/.stamp: setup.py constraints.txt Makefile | python312
 	$(VENV312)/bin/python -m pip install --quiet torch==2.13.0
 	$(VENV312)/bin/python -m pip install --quiet -c $(VENV312)/constraints.txt -e '.[dev]'
 	@touch $@
+
+test-slow: venv
+	$(RUN) -m pytest tests/distributed -m slow
+
+layouts: venv
+	$(RUN) -m pytest tests/distributed/test_layouts.py -k equals_one --write-layouts
 
 faults: venv
 	$(RUN) tests/faults/campaign.py --write

@@ -111,6 +111,10 @@ PROVEN: frozenset[LayoutKind] = frozenset(
         _kind("tensor", "pipeline", "expert", expert_tensor="whole"),
         _kind("tensor", "context", "pipeline"),
         _kind("pipeline", "virtual_pipeline", "context", "expert"),
+        _kind("tensor", "pipeline", "virtual_pipeline"),
+        _kind("tensor", "pipeline", "virtual_pipeline", "expert", expert_tensor="whole"),
+        _kind("pipeline", "virtual_pipeline", "context"),
+        _kind("tensor", "context", "pipeline", "expert", expert_tensor="whole"),
     }
 )
 """Kinds whose loss, gradients and updates the distributed tests compare with one process's."""

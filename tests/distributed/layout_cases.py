@@ -107,12 +107,22 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
         "TP2 CP2 EP2": {"tensor": 2, "context": 2, "expert": 2, "expert_tensor": 1},
         "CP4": {"context": 4},
         "PP2 CP2": {"pipeline": 2, "context": 2},
+        "TP2 PP2 VPP2": {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2},
+        "TP2 PP2 VPP2 EP2": {
+            "tensor": 2,
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+            "expert": 2,
+            "expert_tensor": 1,
+        },
+        "PP2 VPP2 CP2": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
     },
     8: {
         "TP2 PP2 EP2": {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1},
         "TP2 PP2 EP2 ETP2": {"tensor": 2, "pipeline": 2, "expert": 2},
         "TP2 CP2 PP2": {"tensor": 2, "context": 2, "pipeline": 2},
         "PP2 VPP2 CP2 EP4": {"pipeline": 2, "virtual_pipeline": 2, "context": 2, "expert": 4},
+        "TP2 CP2 PP2 EP4": {"tensor": 2, "context": 2, "pipeline": 2, "expert": 4, "expert_tensor": 1},
         "EP8": {"expert": 8},
     },
 }

@@ -100,7 +100,7 @@ def test_refused_layouts_say_why(parallel: ParallelConfig, world_size: int, wher
         (
             {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "context": 2},
             8,
-            "8 processes with parallel.tensor = 2 and parallel.pipeline = 2 and parallel.context = 2",
+            "8 processes with parallel.pipeline = 2 and parallel.virtual_pipeline = 2 and parallel.context = 2",
         ),
         ({"tensor": 2, "expert_tensor": 1}, 2, "2 processes with parallel.tensor = 2"),
     ],

@@ -101,6 +101,7 @@ $(TRL_VENV)/.stamp: Makefile
 gpu: venv
 	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU, and torch sees none here")'
 	$(RUN) -m pytest tests/gpu -m gpu
+	$(RUN) tools/benchmark_gpu_step.py
 	$(RUN) tools/benchmark_loop.py
 	$(RUN) tools/benchmark_save.py
 

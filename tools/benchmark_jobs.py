@@ -69,9 +69,11 @@ def random_samples(lengths: Sequence[int], vocab_size: int, topk: int = 0) -> li
     return [sample(index, length) for index, length in enumerate(lengths)]
 
 
-def build_actor(runtime: Runtime, model: str, parallel: dict[str, int], **tables: dict[str, Any]) -> Actor:
-    """The actor of a run with this model and `[parallel]`, in float32 unless `tables` say otherwise."""
-    common = {"model": {"load": model, "dtype": "float32"}, "parallel": parallel, "optimizer": {"lr": LR}}
+def build_actor(
+    runtime: Runtime, model: str, parallel: dict[str, int], dtype: str = "float32", **tables: dict[str, Any]
+) -> Actor:
+    """The actor of a run with this model, `[parallel]` and other tables of a config."""
+    common = {"model": {"load": model, "dtype": dtype}, "parallel": parallel, "optimizer": {"lr": LR}}
     return Actor(Config.model_validate(common | tables), runtime)
 
 

@@ -116,10 +116,10 @@ def main(
     short: Annotated[
         bool, typer.Option(help="One round on a tiny model, to see that everything runs.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where the figures go as JSON.")] = OUT / "layouts.json",
+    out: Annotated[Path, typer.Option(help="Where the figures go as JSON, from the repository.")] = OUT
+    / "layouts.json",
 ) -> None:
     """Print four tables."""
-    out = out.absolute()
     os.chdir(ROOT)
     plan, rounds, steps = (SHORT, 1, 1) if short else (FULL, rounds, steps)
     others, figures = OtherPrograms(), dict[str, Any]()

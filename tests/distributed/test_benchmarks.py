@@ -1,12 +1,18 @@
-"""The benchmarks run: their figures mean nothing here."""
+"""The benchmarks run; their figures mean nothing here."""
 
 import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from layout_cases import LAYOUTS
+from ranks import run_ranks
+from tiny import write_model
+
+from megatron_dppo.runtime import Runtime
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -29,3 +35,21 @@ def test_layouts_are_benchmarked(tmp_path: Path) -> None:
     assert all(math.isfinite(value) and value > 0 for values in seconds for value in values)
     predicted = list(figures["lengths"]["predicted"].values())
     assert predicted == sorted(predicted)
+
+
+def gpu_steps(runtime: Runtime, model: str) -> list[dict[str, Any]]:
+    """On one process: what the benchmark measures on a GPU, of a tiny model."""
+    sys.path.append(str(TOOLS))
+    from benchmark_gpu_step import measure_all
+
+    rows = measure_all(runtime, model, [32, 64], 16, num_steps=2, needs_gpu=False)
+    return [asdict(row) for row in rows]
+
+
+def test_the_step_of_the_gpu_benchmark_runs(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", num_hidden_layers=1)
+    rows = run_ranks(gpu_steps, 1, tmp_path, str(model))[0]
+    sizes = [(preset, size) for preset in ("dppo_binary_tv", "dppo_topk_kl") for size in (32, 64)]
+    assert [(row["objective"], row["num_tokens"]) for row in rows] == sizes
+    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
+    assert rows[1]["flops"] == 2 * rows[0]["flops"] and rows[0]["peak_bytes"] > 0

@@ -1,0 +1,71 @@
+"""What tools/benchmark_gpu_step.py counts and refuses; the steps themselves are in tests/distributed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_gpu_step import PEAK_TFLOPS, QWEN3_30B_A3B, Measured, peak_tflops_of, show, step_flops
+
+from megatron_dppo.actor.layout import model_sizes
+from megatron_dppo.data.balance import SampleCost
+
+TOOL = Path(__file__).parents[2] / "tools" / "benchmark_gpu_step.py"
+
+
+def test_flops_of_one_layer_of_qwen3_30b_a3b() -> None:
+    cost = SampleCost.of_model(model_sizes(QWEN3_30B_A3B | {"num_hidden_layers": 1}))
+    attention, router = 2048 * 128 * (32 + 4 + 4 + 32), 2048 * 128
+    experts, head = 8 * 3 * 2048 * 768, 2048 * 151936
+    weights = attention + router + experts + head
+    # Two products with the 1024 tokens that come before, on average; backward is twice the forward.
+    scores = 3 * 2 * 2 * 32 * 128 * 1024
+    assert step_flops(cost, [2048] * 4) == pytest.approx(4 * 2048 * (6 * weights + scores))
+
+
+def test_speed_and_share_of_the_peak_are_of_the_median_step() -> None:
+    row = Measured("dppo_binary_tv", 8192, flops=4e14, seconds=(9.0, 0.5, 0.4), peak_bytes=0)
+    assert row.tokens_per_s == pytest.approx(16384)
+    assert row.mfu(1e15) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GeForce RTX 3060", None),
+    ],
+)
+def test_the_peak_goes_by_the_name_of_the_device(device: str, peak: float | None) -> None:
+    assert peak_tflops_of(device) == peak
+
+
+def test_each_name_with_a_peak_is_found_before_one_that_it_contains() -> None:
+    assert all(peak_tflops_of(name) == peak for name, peak in PEAK_TFLOPS)
+
+
+def test_a_step_that_does_not_fit_and_an_unknown_peak_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Measured("dppo_binary_tv", 8192, 4e14, (0.5, 0.5), 2**30),
+        Measured("dppo_topk_kl", 32768, 2e15, (), 2**36),
+    ]
+    show(rows, "some device", None, layers=1, sequence_length=2048)
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown and "16,384" in shown and "--peak-tflops" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [((), "needs a GPU"), (("--tokens", "100", "--sequence-length", "64"), "expected a multiple")],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(flags: tuple[str, ...], words: str) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, TOOL, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1

@@ -4,6 +4,7 @@ The bugs also hit GPUs where Transformer Engine and apex are absent. Each fix na
 versions that have it, and does nothing when called again.
 """
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from packaging.version import Version
 
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 
 _TESTED = ("0.16.1", "0.19.2")
 
@@ -105,3 +107,17 @@ def plan_save(state: dict[str, Any], folder: Path) -> Any:
     parameters = inspect.signature(dist_checkpointing.save).parameters
     own_writer: dict[str, Any] = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
     return dist_checkpointing.save(state, str(folder), async_sharded_save=True, **own_writer)
+
+
+def refuse_newer(folder: Path) -> None:
+    """Refuse a distributed checkpoint that only a newer Megatron-Core reads; this one would fail obscurely.
+
+    Raises:
+        CheckpointError: What all ranks have in common is not in a file of its own, where this version looks.
+    """
+    fields = [field.name for field in dataclasses.fields(CheckpointingConfig)]
+    if "common_backend" in fields and not (folder / "common.pt").exists():
+        raise CheckpointError(
+            f"{folder} was written by a newer Megatron-Core than this one, {megatron.core.__version__}. "
+            "Use that one, or convert the checkpoint there: tools/convert_checkpoint.py to-hf."
+        )

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dppo.actor.mcore_fixes import plan_save
+from megatron_dppo.actor.mcore_fixes import plan_save, refuse_newer
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.convert import load_hf_weights
@@ -110,6 +110,7 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
         CheckpointError: The folder is torn, holds another model or optimizer, or code.
     """
     refuse_code(folder)
+    refuse_newer(folder)
     try:
         loaded: Any = dist_checkpointing.load(wanted, str(folder))
         return loaded

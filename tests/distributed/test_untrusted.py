@@ -169,6 +169,15 @@ def test_a_common_file_is_looked_at_also_where_none_belongs(checkpoint: Path, tm
         refuse_code(checkpoint)
 
 
+def test_a_version_that_cannot_read_the_newer_form_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    is_old = (checkpoint / "common.pt").exists()
+    in_the_newer_form(checkpoint)
+    done = run_tool("to-hf", "--megatron", checkpoint.parent, "--out", tmp_path / "out")
+    assert done.returncode == (2 if is_old else 0), done.stderr
+    assert ("newer Megatron-Core" in done.stderr) == is_old
+    assert (tmp_path / "out").exists() != is_old
+
+
 @pytest.mark.parametrize(
     ("plant", "options"),
     [

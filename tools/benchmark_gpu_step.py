@@ -12,7 +12,8 @@ the loss most of the work, and the figures are no guess at the whole model's; --
 MFU is floating-point operations of forward and backward over those that the GPU could do in that time. They are
 counted as the balancing of work counts them (SampleCost: 6 for each weight that a token meets, and causal
 attention; recomputation and the update do not count). The peak is the data sheet's for dense bfloat16, by the
-device's name. Memory is the most that PyTorch had allocated during the steps, weights and optimizer included.
+device's name. Memory is the most that PyTorch had allocated during the steps, weights and optimizer included;
+beside it what `megatron-dppo plan` believes, without the reserve that it keeps for what PyTorch does not see.
 
 Figures go to runs/bench/gpu_step.json too.
 """
@@ -29,7 +30,9 @@ import torch
 import typer
 from benchmarking import OUT, ROOT, cli, machine, show_table, write_json
 
+from megatron_dppo.config.schema import Config
 from megatron_dppo.data.balance import SampleCost
+from megatron_dppo.plan import Machine, Options, make_plan
 from megatron_dppo.runtime import Runtime, quiet_library_warnings, start, stop
 
 if TYPE_CHECKING:
@@ -63,6 +66,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "max_position_embeddings": 40960,
 }
 OBJECTIVES = {"dppo_binary_tv": 0, "dppo_topk_kl": 20}  # preset and its top_k; 0 has none
+DTYPE = "bfloat16"
 WARM_UP = 2  # steps that do not count
 
 
@@ -75,6 +79,7 @@ class Measured:
     flops: float  # of forward and backward of a step
     seconds: tuple[float, ...]  # of each step; none where the step did not fit into memory
     peak_bytes: int
+    planned_bytes: int  # what `megatron-dppo plan` says of it
 
     @property
     def tokens_per_s(self) -> float:
@@ -165,17 +170,13 @@ def measure_all(
     rows: list[Measured] = []
     for preset, top_k in OBJECTIVES.items():
         algorithm = {"preset": preset} | ({"top_k": top_k} if top_k else {})
-        actor = build_actor(
-            runtime,
-            model,
-            {"max_tokens_per_microbatch": max(token_counts)},
-            dtype="bfloat16",
-            algorithm=algorithm,
-            rollout={"num_topk_log_probs": top_k},
-        )
+        rollout = {"num_topk_log_probs": top_k}
+        parallel = {"max_tokens_per_microbatch": max(token_counts)}
+        actor = build_actor(runtime, model, parallel, DTYPE, algorithm=algorithm, rollout=rollout)
         for num_tokens in token_counts:
             lengths = [sequence_length] * (num_tokens // sequence_length)
-            rows.append(measure(runtime, actor, lengths, top_k, num_steps))
+            planned = planned_bytes(model, lengths, top_k)
+            rows.append(measure(runtime, actor, lengths, top_k, num_steps, planned))
             if not rows[-1].seconds:
                 break
         del actor
@@ -184,7 +185,9 @@ def measure_all(
     return rows
 
 
-def measure(runtime: Runtime, actor: "Actor", lengths: Sequence[int], top_k: int, num_steps: int) -> Measured:
+def measure(
+    runtime: Runtime, actor: "Actor", lengths: Sequence[int], top_k: int, num_steps: int, planned: int
+) -> Measured:
     """Steps on one packed micro-batch of sequences of these lengths."""
     from benchmark_jobs import random_samples, step_of, step_seconds
 
@@ -201,6 +204,32 @@ def measure(runtime: Runtime, actor: "Actor", lengths: Sequence[int], top_k: int
         flops=step_flops(actor.data_parallel.cost, lengths),
         seconds=tuple(seconds[WARM_UP:]),
         peak_bytes=runtime.peak_bytes(),
+        planned_bytes=planned,
+    )
+
+
+def planned_bytes(model: str, lengths: Sequence[int], top_k: int) -> int:
+    """Most bytes that a plan gives to a gradient step on one micro-batch of sequences of one length."""
+    tables = {
+        "model": {"load": model, "dtype": DTYPE},
+        "parallel": {"max_tokens_per_microbatch": sum(lengths)},
+        "data": {"max_prompt_tokens": 1},
+        "rollout": {
+            "engine": "sglang",
+            "prompts_per_rollout": len(lengths),
+            "samples_per_prompt": 1,
+            "max_response_tokens": lengths[0] - 1,
+            "num_topk_log_probs": top_k,
+        },
+        "algorithm": {"minibatches_per_rollout": 1},
+    }
+    machine = Machine(num_gpus=1, gpu_bytes=10**12)
+    plan = make_plan(Config.model_validate(tables), machine, Options(), is_engine_separate=True)
+    assert plan.memory is not None, "one process is always a layout"
+    moments = plan.memory.worst.moments
+    return max(
+        sum(size for name, size in moments[moment].items() if name != "reserve")
+        for moment in ("loss", "backward", "step")
     )
 
 
@@ -219,10 +248,10 @@ def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int,
         if row.seconds:
             milliseconds = f"{statistics.median(row.seconds) * 1e3:,.1f}"
             speed = [milliseconds, f"{row.tokens_per_s:,.0f}", f"{row.mfu(peak * 1e12):.1%}" if peak else "-"]
-        memory = f"{row.peak_bytes / 2**30:.1f}"
-        cells.append([row.objective, f"{row.num_tokens:,}", *speed, memory])
+        memory = (f"{size / 2**30:.1f}" for size in (row.peak_bytes, row.planned_bytes))
+        cells.append([row.objective, f"{row.num_tokens:,}", *speed, *memory])
     title = f"training step, {layers} of Qwen3-30B-A3B's 48 layers, sequences of {sequence_length} tokens"
-    show_table(title, ("objective", "tokens", "ms", "tokens/s", "MFU", "peak GiB"), cells)
+    show_table(title, ("objective", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned"), cells)
     typer.echo()
 
 

@@ -53,3 +53,4 @@ def test_the_step_of_the_gpu_benchmark_runs(tmp_path: Path) -> None:
     assert [(row["objective"], row["num_tokens"]) for row in rows] == sizes
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
     assert rows[1]["flops"] == 2 * rows[0]["flops"] and rows[0]["peak_bytes"] > 0
+    assert rows[1]["planned_bytes"] > rows[0]["planned_bytes"] > 0

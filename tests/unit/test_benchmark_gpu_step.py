@@ -1,12 +1,21 @@
 """What tools/benchmark_gpu_step.py counts and refuses; the steps themselves are in tests/distributed."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from benchmark_gpu_step import PEAK_TFLOPS, QWEN3_30B_A3B, Measured, peak_tflops_of, show, step_flops
+from benchmark_gpu_step import (
+    PEAK_TFLOPS,
+    QWEN3_30B_A3B,
+    Measured,
+    peak_tflops_of,
+    planned_bytes,
+    show,
+    step_flops,
+)
 
 from megatron_dppo.actor.layout import model_sizes
 from megatron_dppo.data.balance import SampleCost
@@ -24,8 +33,19 @@ def test_flops_of_one_layer_of_qwen3_30b_a3b() -> None:
     assert step_flops(cost, [2048] * 4) == pytest.approx(4 * 2048 * (6 * weights + scores))
 
 
+def test_the_planned_memory_is_of_weights_optimizer_and_logits(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(config | QWEN3_30B_A3B | {"norm_topk_prob": True}))
+    planned = {tokens: planned_bytes(str(tmp_path), [2048] * (tokens // 2048), 20) for tokens in (8192, 16384)}
+    num_parameters = 2 * 151936 * 2048 + 128 * 3 * 2048 * 768 + 2048 * 128 * (32 + 4 + 4 + 32) + 2048 * 128
+    states = (2 + 4 + 12) * num_parameters  # bfloat16 weights, float32 gradients, master copy and moments
+    logits = 4 * 151936 * 4  # of a token: float32 copies in the reference loss
+    assert states + 8192 * logits < planned[8192] < 1.3 * (states + 8192 * logits)
+    assert planned[16384] - planned[8192] == pytest.approx(8192 * logits, rel=0.2)
+
+
 def test_speed_and_share_of_the_peak_are_of_the_median_step() -> None:
-    row = Measured("dppo_binary_tv", 8192, flops=4e14, seconds=(9.0, 0.5, 0.4), peak_bytes=0)
+    row = Measured("dppo_binary_tv", 8192, flops=4e14, seconds=(9.0, 0.5, 0.4), peak_bytes=0, planned_bytes=0)
     assert row.tokens_per_s == pytest.approx(16384)
     assert row.mfu(1e15) == pytest.approx(0.8)
 
@@ -51,8 +71,8 @@ def test_each_name_with_a_peak_is_found_before_one_that_it_contains() -> None:
 
 def test_a_step_that_does_not_fit_and_an_unknown_peak_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        Measured("dppo_binary_tv", 8192, 4e14, (0.5, 0.5), 2**30),
-        Measured("dppo_topk_kl", 32768, 2e15, (), 2**36),
+        Measured("dppo_binary_tv", 8192, 4e14, (0.5, 0.5), 2**30, 2**31),
+        Measured("dppo_topk_kl", 32768, 2e15, (), 2**36, 2**37),
     ]
     show(rows, "some device", None, layers=1, sequence_length=2048)
     shown = capsys.readouterr().out

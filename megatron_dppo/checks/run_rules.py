@@ -21,6 +21,20 @@ def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("run.folder", found, "a folder, or a new name", "Choose another folder.")
 
 
+@rule("overlap")
+def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
+    """What Megatron overlaps with computing is there to be overlapped."""
+    if not config.parallel.overlap_param_gather:
+        return
+    for name, is_on in (
+        ("optimizer.distributed", config.optimizer.distributed),
+        ("parallel.overlap_grad_reduce", config.parallel.overlap_grad_reduce),
+    ):
+        if not is_on:
+            action = f"Set {name} = true, or turn parallel.overlap_param_gather off."
+            yield Problem(name, "false with parallel.overlap_param_gather", "true", action)
+
+
 @rule("engine")
 def _engine(config: Config, facts: Facts) -> Iterator[Problem]:
     """The rollout engine is there."""

@@ -149,6 +149,17 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("lora.targets", {"lora.rank": 8}, on_disk=_model(mlp_only_layers=[0])),
     ],
     "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
+    "overlap": [
+        Example("parallel.overlap_grad_reduce", {"parallel.overlap_param_gather": True}),
+        Example(
+            "optimizer.distributed",
+            {
+                "parallel.overlap_param_gather": True,
+                "parallel.overlap_grad_reduce": True,
+                "optimizer.distributed": False,
+            },
+        ),
+    ],
     "model_code": [
         Example("model.load", on_disk=_model(model_type="mine", auto_map={"AutoConfig": "mine.Config"})),
         Example("model.load", on_disk=_tokenizer(auto_map={"AutoTokenizer": [None, "mine.Tokenizer"]})),

@@ -25,6 +25,8 @@ print(json.dumps([field.name for field in dataclasses.fields(TransformerConfig) 
 _FROM_MODEL = "the model's config.json (model.load)"
 _BY_TRAINER = "the training loop, which depends on it"
 _BY_PACKING = "packing: ranks hold different numbers of tokens, which only alltoall exchanges"
+_PROVEN_STAGES = "parallel.pipeline: stages of equally many layers, which is what was compared with one process"
+_PROVEN_CONTEXT = "parallel.context: gathered keys and values, which is what was compared with one process"
 _OWNED: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",
@@ -35,6 +37,15 @@ _OWNED: dict[str, str] = {
     "sequence_parallel": "parallel.tensor (on whenever it is above 1)",
     "moe_enable_routing_replay": "rollout.routing_replay",
     "moe_token_dispatcher_type": _BY_PACKING,
+    **dict.fromkeys(
+        (
+            *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            *("pipeline_model_parallel_layout", "microbatch_group_size_per_vp_stage"),
+        ),
+        _PROVEN_STAGES,
+    ),
+    **dict.fromkeys(("hierarchical_context_parallel_sizes", "cp_comm_type"), _PROVEN_CONTEXT),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16"), "model.dtype"),
     **dict.fromkeys(
         (

@@ -129,3 +129,21 @@ def _sequence_budget(config: Config, facts: Facts) -> Iterator[Problem]:
         expected = f"at least {longest}, data.max_prompt_tokens + rollout.max_response_tokens"
         action = "Raise it, or shorten prompts or responses; sequences are never split."
         yield Problem("parallel.max_tokens_per_microbatch", str(budget), expected, action)
+
+
+@rule("expert_rows")
+def _expert_rows(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Grouped products of experts take rows of whole 16 bytes."""
+    sizes = facts.model_sizes
+    if sizes is None or sizes.num_experts is None:
+        return
+    unit = 8 if config.model.dtype == "bfloat16" else 4
+    parts = config.parallel.expert_tensor or config.parallel.tensor
+    for name, width in (
+        ("hidden size", sizes.hidden_size),
+        ("expert width, on one of its tensor-parallel ranks", sizes.moe_intermediate_size // parts),
+    ):
+        if width % unit:
+            found = f"{name}: {width}"
+            expected = f"a multiple of {unit} with model.dtype = {config.model.dtype!r}"
+            yield Problem("model.load", found, expected, "Split experts less, or use another model.")

@@ -149,6 +149,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("lora.targets", {"lora.rank": 8}, on_disk=_model(mlp_only_layers=[0])),
     ],
     "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
+    "expert_rows": [Example("model.load", on_disk=_model(moe_intermediate_size=12))],
     "overlap": [
         Example("parallel.overlap_grad_reduce", {"parallel.overlap_param_gather": True}),
         Example(

@@ -44,7 +44,7 @@ def _cell(errors: list[float]) -> str:
 def rows() -> Iterator[tuple[str, str]]:
     """(layout, processes) of the README's table."""
     text = README.read_text().partition(BEGIN)[2].partition(END)[0]
-    for line in text.splitlines()[2:]:
+    for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) > 2:
+        if len(cells) > 2 and cells[2].isdigit():
             yield cells[1], cells[2]

@@ -60,7 +60,7 @@ def checkpoint(good: Path, tmp_path: Path) -> Path:
 def in_the_older_form(folder: Path) -> None:
     """As Megatron-Core 0.16 writes it: what all ranks have in common stands in a file of its own."""
     if not (folder / "common.pt").exists():
-        torch.save({"optimizer": {"param_groups": [{"lr": 1.0, "step": 1}]}}, folder / "common.pt")
+        torch.save({"param_groups": [{"lr": 0.1, "step": step} for step in range(100)]}, folder / "common.pt")
     backends = {f"{kind}_backend": name for kind, name in (("sharded", "torch_dist"), ("common", "torch"))}
     versions = {f"{name}_version": 1 for name in backends}
     (folder / "metadata.json").write_text(json.dumps(backends | versions))

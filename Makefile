@@ -14,7 +14,7 @@ help:
 	@echo "make test        lint, then every test that needs no GPU"
 	@echo "make test-slow   what takes longer: layouts of eight processes, checkpoints between all layouts"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"
-	@echo "make test-py312  the trainer's tests on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
+	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make lint        ruff, pyright, import-linter, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
@@ -46,12 +46,9 @@ test: lint chromium
 	$(RUN) -m pytest tests/distributed -m "not slow"
 	$(RUN) -m pytest tests/faults
 
-# megatron-core after 0.16 needs Python 3.12; not part of CI. tests/README.md says what runs here and what does not.
-TESTS312 := test_actor_parity.py test_conversion.py test_cpu_shim.py test_families.py test_routing_replay.py \
-  'test_layouts.py::test_every_layout_equals_one_process[2]'
-
+# megatron-core after 0.16 needs Python 3.12; not part of CI.
 test-py312: $(VENV312)/.stamp
-	$(VENV312)/bin/python -m pytest $(addprefix tests/distributed/,$(TESTS312))
+	$(VENV312)/bin/python -m pytest tests/distributed -m "not slow"
 
 # Checked first and always: without it nothing of this target can be said.
 python312:

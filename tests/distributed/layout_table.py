@@ -38,7 +38,7 @@ def table(measured: list[tuple[Case, float]]) -> str:
 
 
 def _cell(errors: list[float]) -> str:
-    return f"{max(errors):.1e}" if errors else "not measured"
+    return f"{max(errors):.1e}" if errors else "no routes"
 
 
 def rows() -> Iterator[tuple[str, str]]:

@@ -145,18 +145,22 @@ def _rows() -> list[dict[str, str]]:
     return rows
 
 
-def cases(world_size: int) -> Iterator[Case]:
+def cases(world_size: int, at_most: int | None = None) -> Iterator[Case]:
     """The covering set on so many processes: each layout meets each value of each feature.
 
-    Replayed routes with full recomputation are met by each as well: pipelines forward further micro-batches
-    before they recompute one.
+    Replayed routes with full recomputation come first for each: pipelines forward further micro-batches before
+    they recompute one.
+
+    Args:
+        world_size: Processes.
+        at_most: Cases of each layout; what comes after the first is another row of features for each layout.
     """
     rows = _rows()
     for index, (name, parallel) in enumerate(LAYOUTS[world_size].items()):
-        yield from _covering(name, world_size, parallel, rows, index)
+        yield from itertools.islice(_covering(name, world_size, parallel, rows, index), at_most)
     dense_rows = [row for row in rows if row["routes"] == "off"]
     for index, (name, parallel) in enumerate(DENSE_LAYOUTS[world_size].items()):
-        yield from _covering(name, world_size, parallel, dense_rows, index)
+        yield from itertools.islice(_covering(name, world_size, parallel, dense_rows, index), at_most)
 
 
 def _covering(

@@ -21,7 +21,7 @@ from megatron_dppo.actor.layout import PROVEN, Layout, kind_of
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.runtime import Runtime
 
-Measure = Callable[[int], list[tuple[Case, dict[str, Any]]]]
+Measure = Callable[[int, int | None], list[tuple[Case, dict[str, Any]]]]
 NUM_LAYERS = 4
 LIMIT = 1e-5
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
@@ -135,9 +135,9 @@ def write_models(folder: Path) -> None:
     write_family(folder / "dense", "Qwen2ForCausalLM", num_hidden_layers=NUM_LAYERS, tie_word_embeddings=True)
 
 
-def _measured(reference: Path, world_size: int) -> list[tuple[Case, dict[str, Any]]]:
-    chosen = list(cases(world_size))
-    folder = reference / f"spawn{world_size}"
+def _measured(reference: Path, world_size: int, at_most: int | None) -> list[tuple[Case, dict[str, Any]]]:
+    chosen = list(cases(world_size, at_most))
+    folder = reference / f"spawn{world_size}.{at_most}"
     folder.mkdir()
     plain = [astuple(case) for case in chosen]
     models = str(reference)
@@ -148,12 +148,12 @@ def _measured(reference: Path, world_size: int) -> list[tuple[Case, dict[str, An
 @pytest.fixture(scope="session")
 def measured(reference: Path, request: pytest.FixtureRequest) -> Iterator[Measure]:
     """Measures all cases of a number of processes, once; writes them down where that is asked for."""
-    known: dict[int, list[tuple[Case, dict[str, Any]]]] = {}
+    known: dict[tuple[int, int | None], list[tuple[Case, dict[str, Any]]]] = {}
 
-    def measure(world_size: int) -> list[tuple[Case, dict[str, Any]]]:
-        if world_size not in known:
-            known[world_size] = _measured(reference, world_size)
-        return known[world_size]
+    def measure(world_size: int, at_most: int | None) -> list[tuple[Case, dict[str, Any]]]:
+        if (world_size, at_most) not in known:
+            known[world_size, at_most] = _measured(reference, world_size, at_most)
+        return known[world_size, at_most]
 
     yield measure
     if request.config.getoption("--write-layouts"):
@@ -170,9 +170,17 @@ def _problems(measured: list[tuple[Case, dict[str, Any]]]) -> Iterator[str]:
                     yield f"{case.name} {dict(case.features)}: {kind} {name} {error:.1e}"
 
 
-@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_layout_equals_one_process(measured: Measure, world_size: int) -> None:
-    assert list(_problems(measured(world_size))) == []
+@pytest.mark.parametrize(
+    ("world_size", "at_most"),
+    [
+        (2, None),
+        (4, 2),
+        pytest.param(4, None, marks=pytest.mark.slow),
+        pytest.param(8, None, marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_equals_one_process(measured: Measure, world_size: int, at_most: int | None) -> None:
+    assert list(_problems(measured(world_size, at_most))) == []
 
 
 def test_what_is_admitted_is_what_is_tested() -> None:

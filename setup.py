@@ -5,9 +5,67 @@ Two dependencies cannot be named below:
 - NVIDIA apex (optional, on GPUs: fused multi-tensor optimizer kernels) is built from source, from the
   repository NVIDIA/apex. PyPI's `apex` is another project; never install that one.
 - SGLang pins its own torch, so its servers live in a Python environment of their own.
+
+A wheel holds the compiled CUDA kernels where nvcc was found; elsewhere, and in an editable install, the first use
+compiles them.
 """
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+def load_kernel_build() -> ModuleType:
+    """The package's kernels/build.py, by its path: its neighbours need torch, which may be absent here."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        spec = importlib.util.spec_from_file_location("kernel_build", ROOT / "megatron_dppo/kernels/build.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT))
+    return module
+
+
+class BuildWithKernels(build_py):
+    """Adds the compiled kernels to the package, or says why not; never fails for them."""
+
+    def run(self) -> None:
+        """Build, then compile; an editable install has no folder of its own to compile into."""
+        super().run()
+        if self.editable_mode:
+            return
+        build = load_kernel_build()
+        try:
+            build.build_packaged_library(Path(self.build_lib) / "megatron_dppo/kernels/lib")
+        except (build.KernelBuildError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            self.warn(
+                f"the CUDA kernels are not in this build; their first use compiles them. Reason: {reason}"
+            )
+            return
+        wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
+        if wheel is not None:
+            wheel.root_is_pure = False
+
+
+class WheelWithKernels(bdist_wheel):
+    """A wheel with kernels fits one platform, and every Python: the library knows nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The tag of the file's name."""
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else (self.python_tag, "none", platform)
+
 
 setup(
     name="megatron_dppo",
@@ -16,7 +74,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
-    package_data={"megatron_dppo.diagnostics": ["templates/*"]},
+    package_data={"megatron_dppo.diagnostics": ["templates/*"], "megatron_dppo.kernels": ["csrc/*"]},
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13.0",
@@ -47,6 +106,14 @@ setup(
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",
+        ],
+        # The compiler of the CUDA kernels, for machines without NVIDIA's toolkit.
+        "nvcc": [
+            "nvidia-cuda-cccl==13.0.*; sys_platform == 'linux'",
+            "nvidia-cuda-crt==13.0.*; sys_platform == 'linux'",
+            "nvidia-cuda-nvcc==13.0.*; sys_platform == 'linux'",
+            "nvidia-cuda-runtime==13.0.*; sys_platform == 'linux'",
+            "nvidia-nvvm==13.0.*; sys_platform == 'linux'",
         ],
         "track": ["tensorboard>=2.20", "wandb>=0.21"],
         # modelopt imports requests without declaring it.

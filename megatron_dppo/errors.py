@@ -74,5 +74,9 @@ class CheckpointError(MegatronDppoError):
     """A checkpoint is missing, torn, or of another model."""
 
 
+class KernelBuildError(MegatronDppoError):
+    """The CUDA source of the loss cannot be compiled here: a compiler is missing, too old, or refuses it."""
+
+
 class TrainingError(MegatronDppoError):
     """Training itself goes wrong: losses or gradients are not finite, step after step."""

@@ -25,12 +25,14 @@ help:
 
 venv: $(VENV)/.stamp
 
-# torch comes first and alone, so that a build chosen by hand (CPU, or another CUDA) is kept.
+# torch comes first and alone, so that a build chosen by hand (CPU, or another CUDA) is kept. The compiler of the
+# CUDA kernels comes from PyPI where the machine has none.
 $(VENV)/.stamp: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet torch==2.13.0
-	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	PATH="$${CUDA_HOME:+$$CUDA_HOME/bin:}$$PATH"; extras=dev; command -v nvcc >/dev/null || extras=dev,nvcc; \
+	  $(RUN) -m pip install --quiet -c constraints.txt -e ".[$$extras]"
 	@touch $@
 
 quickstart: venv

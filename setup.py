@@ -6,8 +6,8 @@ Two dependencies cannot be named below:
   repository NVIDIA/apex. PyPI's `apex` is another project; never install that one.
 - SGLang pins its own torch, so its servers live in a Python environment of their own.
 
-A wheel holds the compiled CUDA kernels where nvcc was found; elsewhere, and in an editable install, the first use
-compiles them.
+A wheel holds the compiled CUDA kernels where nvcc was found; elsewhere, and in an editable install, their first
+use compiles them.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ class BuildWithKernels(build_py):
             )
             return
         wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
-        if wheel is not None:
+        if isinstance(wheel, bdist_wheel):
             wheel.root_is_pure = False
 
 

@@ -22,12 +22,12 @@ from megatron_dppo.actor.groups import (
     speaks_for_its_group,
     speaks_for_its_tokens,
     sum_over_tokens_and_stages,
-    vocab_shard,
 )
 from megatron_dppo.actor.layout import Layout, model_sizes
 from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
+from megatron_dppo.actor.output_head import OutputHead
 from megatron_dppo.actor.residence import TrainerMemory
-from megatron_dppo.algorithms import Objective, PolicyLossOutput, preset
+from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.balance import SampleCost
 from megatron_dppo.data.exchange import DataParallel
@@ -36,7 +36,7 @@ from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.kernels.reference import TokenLogProbs, policy_loss_from_logits, token_log_probs
+from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.convert import export_hf_weights
 from megatron_dppo.models.family import read_hf_config
@@ -76,6 +76,13 @@ class Actor:
         load_weights(self.chunks, config.model.load, self.hf)
         if config.lora.rank:
             add_lora(self.chunks, self.hf, config.lora, config.run.seed)
+        self._head = OutputHead(
+            self.chunks,
+            self.objective,
+            config.algorithm,
+            temperature=config.rollout.temperature,
+            vocab_size=self.hf["vocab_size"],
+        )
         self._ddp = wrap_for_data_parallelism(self.chunks, self._model_config, config)
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
         is_offloading = config.optimizer.offload
@@ -148,21 +155,18 @@ class Actor:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        temperature, shard = self._config.rollout.temperature, vocab_shard(self.hf["vocab_size"])
 
-        def loss(logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def loss(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
             num_tokens = microbatch.loss_mask.sum().int()
             try:
-                out, statistics = policy_loss_from_logits(
-                    logits, microbatch, self.objective, temperature, shard
-                )
+                out = self._head.policy_loss(output, microbatch)
             except ConfigError as error:  # the config was checked: these are values that no loss may be made of
                 faults.append(str(error))
-                return logits.sum() * 0.0, num_tokens, {}
+                return self._head.nothing(output), num_tokens, {}
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
             if speaks_for_its_tokens():
-                _observe(metrics, out, statistics, microbatch, is_first)
+                self._observe(metrics, out, microbatch, is_first)
             return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
@@ -174,6 +178,22 @@ class Actor:
                 metrics.add_mean(f"routing/agreement_layer_{layer}", total, count)
                 metrics.add_mean("routing/agreement_mean", total, count)
         return Step(metrics, tuple(faults))
+
+    def _observe(self, metrics: Metrics, out: FusedPolicyLoss, microbatch: Microbatch, is_first: bool) -> None:
+        m = microbatch
+        metrics.add_mean("loss/policy", out.loss_sum.detach(), m.num_loss_tokens)
+        counts = fused_metrics(
+            self.objective,
+            out,
+            m.rollout_log_probs,
+            m.advantages,
+            m.loss_mask,
+            old_log_probs=m.old_log_probs,
+        )
+        add_trust_region(metrics, counts)
+        add_entropy(metrics, out.entropy, m.loss_mask)
+        if is_first:
+            add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
 
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with log-probs of the current weights: one more forward, for "recomputed" anchors only."""
@@ -194,11 +214,10 @@ class Actor:
 
     def _forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
         """[T] log pi(target) of each whole micro-batch, without gradient, on the CPU of every rank."""
-        temperature, shard = self._config.rollout.temperature, vocab_shard(self.hf["vocab_size"])
         collected: list[Tensor] = []
 
-        def keep(logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            values = token_log_probs(logits, microbatch.targets, temperature, shard=shard).log_probs
+        def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            values = self._head.log_probs(output, microbatch)
             collected.append(values)
             return values.sum(), microbatch.loss_mask.sum().int(), {}
 
@@ -280,13 +299,3 @@ def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
     names = [name for name, parameter in trained if not bool(parameter.main_grad.isfinite().all())]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return [f"gradient: not finite in {len(names)} tensors ({shown})"]
-
-
-def _observe(
-    metrics: Metrics, out: PolicyLossOutput, statistics: TokenLogProbs, microbatch: Microbatch, is_first: bool
-) -> None:
-    metrics.add_mean("loss/policy", out.loss_sum.detach(), microbatch.num_loss_tokens)
-    add_trust_region(metrics, out.metrics)
-    add_entropy(metrics, statistics.entropy, microbatch.loss_mask)
-    if is_first:
-        add_mismatch(metrics, statistics.log_probs, microbatch.rollout_log_probs, microbatch.loss_mask)

@@ -74,13 +74,11 @@ def _virtual(layout: Layout) -> int | None:
     return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
 
 
-def vocab_shard(vocab_size: int) -> VocabShard | None:
-    """Which columns of the logits this rank has; none where it has all."""
+def vocab_shard(vocab_size: int) -> VocabShard:
+    """Which columns of the logits this rank has."""
     size = parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1:
-        return None
     width = -(-vocab_size // size)
-    group: Any = parallel_state.get_tensor_model_parallel_group()
+    group: Any = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
     return VocabShard(width * parallel_state.get_tensor_model_parallel_rank(), vocab_size, group)
 
 

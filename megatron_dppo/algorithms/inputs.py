@@ -194,17 +194,31 @@ def _check_values(tokens: LearningTokens) -> None:
 
     A NaN of `log_probs` passes: it makes loss_sum NaN, which the training step's own finite check owns.
     """
-    faults: list[tuple[str, Tensor, str, str]] = [
+    faults: list[tuple[str, Tensor, Tensor, str, str]] = [
         (
             "rollout_log_probs",
+            tokens.rollout_log_probs,
             ~tokens.rollout_log_probs.isfinite(),
             "finite log-probs of the tokens that learn",
             "Send the log-probs of the sampling distribution, or leave such tokens out with loss_mask.",
         ),
-        ("old_log_probs", tokens.anchor_log_probs.isnan(), "no NaN", "Recompute old_log_probs."),
-        ("advantages", ~tokens.advantages.isfinite(), "finite numbers", "Check the rewards."),
+        (
+            "old_log_probs",
+            tokens.anchor_log_probs,
+            tokens.anchor_log_probs.isnan(),
+            "no NaN",
+            "Recompute them.",
+        ),
+        (
+            "advantages",
+            tokens.advantages,
+            ~tokens.advantages.isfinite(),
+            "finite numbers",
+            "Check the rewards.",
+        ),
         (
             "token_weights",
+            tokens.token_weights,
             ~(tokens.token_weights.isfinite() & (tokens.token_weights >= 0)),
             "finite numbers >= 0",
             "Make them with token_weights().",
@@ -214,16 +228,20 @@ def _check_values(tokens: LearningTokens) -> None:
         topk = tokens.topk
         ids = topk.ids.sort(dim=1).values
         is_repeated = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
-        is_nan = topk.rollout_log_probs.isnan() | topk.log_probs.isnan()
+        pad, zero = "Pad unused columns with -1.", "Send -inf for tokens of no probability."
+        mu, pi = topk.rollout_log_probs, topk.log_probs
         faults += [
-            ("topk.ids", is_repeated.any(1), "distinct ids in each row", "Pad unused columns with -1."),
-            ("topk", is_nan.any(1), "no NaN in the used columns", "Send -inf for tokens of no probability."),
-            ("targets", tokens.targets < 0, "token ids >= 0", "Leave such positions out with loss_mask."),
+            ("topk.ids", topk.ids, is_repeated.any(1), "distinct ids in each row", pad),
+            ("topk.rollout_log_probs", mu, mu.isnan().any(1), "no NaN in the used columns", zero),
+            ("topk.log_probs", pi, pi.isnan().any(1), "no NaN in the used columns", zero),
+            ("targets", tokens.targets, tokens.targets < 0, "token ids >= 0", "Leave them out with loss_mask."),
         ]
-    if bool(torch.stack([where.any() for _, where, _, _ in faults]).any()):
-        raise ConfigError([_bad_rows(*fault) for fault in faults if bool(fault[1].any())])
+    if bool(torch.stack([is_bad.any() for _, _, is_bad, _, _ in faults]).any()):
+        raise ConfigError([_bad_rows(*fault) for fault in faults if bool(fault[2].any())])
 
 
-def _bad_rows(name: str, where: Tensor, expected: str, action: str) -> Problem:
-    found = f"{int(where.sum())} learning tokens without, first at position {int(where.nonzero()[0, 0])}"
+def _bad_rows(name: str, values: Tensor, is_bad: Tensor, expected: str, action: str) -> Problem:
+    first = int(is_bad.nonzero()[0, 0])
+    value = ", ".join(f"{float(x):g}" for x in values[first].reshape(-1))
+    found = f"{value} at position {first} ({int(is_bad.sum())} learning tokens in all)"
     return Problem(f"PolicyLossInputs.{name}", found, expected, action)

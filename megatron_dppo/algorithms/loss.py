@@ -17,17 +17,23 @@ BAD_UPDATE = 0.5  # mu - pi of a negative token from which section 5.3 calls its
 
 
 @dataclass(frozen=True, eq=False)
-class PolicyLossOutput:
-    """The loss and what it did with each token. Only `loss_sum` carries gradient.
+class TokenUpdates:
+    """What the objective makes of each token.
 
     Where `loss_mask` is False: mask False, divergence 0, ratio 1, coefficient 0.
     """
 
-    loss_sum: Tensor  # scalar; divide by a global count, or weigh tokens with token_weights()
     mask: Tensor  # [T] bool: M, the tokens that learn
     divergence: Tensor  # [T] of the policy from its anchor; Binary-TV where the objective has none
     ratio: Tensor  # [T] pi/mu, uncapped
     coefficient: Tensor  # [T] M min(r, C) A, without token_weights; M under imitation
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLossOutput(TokenUpdates):
+    """The loss and what it did with each token. Only `loss_sum` carries gradient."""
+
+    loss_sum: Tensor  # scalar; divide by a global count, or weigh tokens with token_weights()
     metrics: dict[str, Tensor]  # scalars that add up over micro-batches and ranks; see `policy_loss`
 
 
@@ -49,30 +55,44 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
             a rollout log-prob that is not finite, a repeated Top-K id, a NaN of anything but `log_probs`.
     """
     tokens = learning_tokens(objective, inputs)
-    with torch.no_grad():
-        divergence = _divergence(objective, tokens)
-        ratio = (tokens.log_probs - tokens.rollout_log_probs).exp()
-        seen = TrustRegionTokens(
+    updates = token_updates(objective, tokens)
+    return PolicyLossOutput(
+        loss_sum=_loss_sum(objective, tokens, updates.coefficient),
+        mask=updates.mask,
+        divergence=updates.divergence,
+        ratio=updates.ratio,
+        coefficient=updates.coefficient,
+        metrics=update_metrics(
+            objective,
+            updates,
+            is_learning=tokens.is_learning,
             log_probs=tokens.log_probs,
-            anchor_log_probs=tokens.anchor_log_probs,
             rollout_log_probs=tokens.rollout_log_probs,
             advantages=tokens.advantages,
-            divergence=divergence,
-        )
-        mask = tokens.is_learning & trust_region_mask(objective, seen)
-        if objective.is_imitation:
-            coefficient = mask.to(ratio.dtype)
-        else:
-            is_active = mask & (tokens.advantages != 0)
-            coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
-    return PolicyLossOutput(
-        loss_sum=_loss_sum(objective, tokens, coefficient),
-        mask=mask,
-        divergence=divergence,
-        ratio=ratio,
-        coefficient=coefficient,
-        metrics=_metrics(objective, tokens, mask, divergence, ratio),
+            num_clamped=tokens.num_clamped,
+        ),
     )
+
+
+@torch.no_grad()
+def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
+    """How far each token's policy has moved, whether it may learn, and with which weight."""
+    divergence = _divergence(objective, tokens)
+    ratio = (tokens.log_probs - tokens.rollout_log_probs).exp()
+    seen = TrustRegionTokens(
+        log_probs=tokens.log_probs,
+        anchor_log_probs=tokens.anchor_log_probs,
+        rollout_log_probs=tokens.rollout_log_probs,
+        advantages=tokens.advantages,
+        divergence=divergence,
+    )
+    mask = tokens.is_learning & trust_region_mask(objective, seen)
+    if objective.is_imitation:
+        coefficient = mask.to(ratio.dtype)
+    else:
+        is_active = mask & (tokens.advantages != 0)
+        coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
+    return TokenUpdates(mask=mask, divergence=divergence, ratio=ratio, coefficient=coefficient)
 
 
 def _divergence(objective: Objective, tokens: LearningTokens) -> Tensor:
@@ -105,23 +125,41 @@ def _loss_sum(objective: Objective, tokens: LearningTokens, coefficient: Tensor)
 
 
 @torch.no_grad()
-def _metrics(
-    objective: Objective, tokens: LearningTokens, mask: Tensor, divergence: Tensor, ratio: Tensor
+def update_metrics(
+    objective: Objective,
+    updates: TokenUpdates,
+    *,
+    is_learning: Tensor,
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    num_clamped: Tensor,
 ) -> dict[str, Tensor]:
-    is_positive, is_negative = tokens.advantages > 0, tokens.advantages < 0
-    drop_in_prob = tokens.rollout_log_probs.exp() - tokens.log_probs.exp()
-    is_infinite = divergence.isinf()
+    """The counts and sums that `policy_loss` documents, float64 scalars.
+
+    Args:
+        objective: For its ratio cap.
+        updates: What became of the tokens.
+        is_learning: [T] bool. Where False, log-probs and advantage must be 0.
+        log_probs: [T] log pi <= 0.
+        rollout_log_probs: [T] log mu <= 0.
+        advantages: [T].
+        num_clamped: Scalar: log-probs that were more than rounding above 0.
+    """
+    is_positive, is_negative = advantages > 0, advantages < 0
+    drop_in_prob = rollout_log_probs.exp() - log_probs.exp()
+    is_infinite = updates.divergence.isinf()
     sums = {
-        "num_loss_tokens": tokens.is_learning,
+        "num_loss_tokens": is_learning,
         "num_positive": is_positive,
         "num_negative": is_negative,
-        "num_masked_positive": is_positive & ~mask,
-        "num_masked_negative": is_negative & ~mask,
-        "num_ratio_capped": tokens.is_learning & (ratio > objective.ratio_cap),
+        "num_masked_positive": is_positive & ~updates.mask,
+        "num_masked_negative": is_negative & ~updates.mask,
+        "num_ratio_capped": is_learning & (updates.ratio > objective.ratio_cap),
         "num_bad_updates": is_negative & (drop_in_prob >= BAD_UPDATE),
         "num_infinite_divergence": is_infinite,
-        "num_clamped_log_probs": tokens.num_clamped,
-        "sum_divergence": torch.where(is_infinite, 0.0, divergence),
+        "num_clamped_log_probs": num_clamped,
+        "sum_divergence": torch.where(is_infinite, 0.0, updates.divergence),
         "sum_abs_prob_diff": drop_in_prob.abs(),
     }
     return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}

@@ -180,6 +180,12 @@ class AlgorithmConfig(Section):
     """Gradient steps per pass over a rollout."""
     epochs_per_rollout: PositiveInt = 1
     """Passes over each rollout."""
+    loss_from: Literal["hidden_states", "logits"] = "hidden_states"
+    """Whether the logits of a micro-batch exist some tokens at a time, or all at once."""
+    logits_chunk_bytes: PositiveInt = 2**29
+    """hidden_states: bytes of the logits that exist at once on a rank."""
+    logits_dtype: Literal["model", "float32"] = "model"
+    """hidden_states: float32 does not round the logits of a bfloat16 model."""
 
     def objective_overrides(self) -> dict[str, Any]:
         """The preset's fields that the user set, as keywords of `preset()`."""
@@ -189,6 +195,9 @@ class AlgorithmConfig(Section):
             "normalize_advantage_std",
             "minibatches_per_rollout",
             "epochs_per_rollout",
+            "loss_from",
+            "logits_chunk_bytes",
+            "logits_dtype",
         }
         return self.model_dump(exclude_none=True, exclude=not_of_the_objective)
 

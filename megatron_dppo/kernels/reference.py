@@ -1,82 +1,263 @@
-"""The trust-region loss from logits, in plain PyTorch: what every kernel is compared with."""
+"""What the kernels compute, in plain PyTorch: the operators on CPU tensors, and what kernels are compared with.
 
+`row_statistics`, `combine` and `logits_gradient` do what the CUDA kernels of those names do, in float32
+(float64 for float64); masks and divergences are those of `algorithms`. `policy_loss_from_logits` is the same
+loss the long way, by log-softmax and autograd over the whole vocabulary: it shares nothing with them but
+`algorithms`.
+"""
+
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, PolicyLossOutput, TopKLogProbs, policy_loss
-from megatron_dppo.kernels.vocab_parallel import VocabShard, sharded_log_probs
+from megatron_dppo.algorithms.inputs import learning_tokens
+from megatron_dppo.algorithms.loss import token_updates
 from megatron_dppo.types import Microbatch
+
+LN2 = math.log(2.0)
+LOG2E = 1.0 / LN2
+STATISTICS = 4  # columns of `row_statistics` before those of the top-K
+# Per token, as `combine` returns them: [len(ROWS), T].
+ROWS = (
+    "log_probs",
+    "entropy",
+    "divergence",
+    "ratio",
+    "mask",
+    "coefficient",
+    "loss",
+    "log_prob_gradient",
+    "entropy_gradient",
+    "highest",
+    "log2_sum",
+)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLogProbs:
-    """What the loss needs to know of each position's distribution."""
+    """What is known of each position's distribution. Where no token learns: 0, and -inf for the top-K."""
 
     log_probs: Tensor  # [T] log pi(target)
     entropy: Tensor  # [T] nats, over the whole vocabulary
     topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf where the id is -1
 
 
-def token_log_probs(
+def row_statistics(
     logits: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
-    topk_ids: Tensor | None = None,
-    shard: VocabShard | None = None,
-) -> TokenLogProbs:
-    """Log-probs of the sampled and of the top-K tokens, and the entropy, in float32 (float64 for float64).
+    topk_ids: Tensor | None,
+    *,
+    vocab_start: int,
+    num_columns: int,
+    is_learning: Tensor | None,
+    temperature: float,
+    with_entropy: bool = True,
+) -> Tensor:
+    """What one shard knows of each row, [T, 4+K]: (m, s, w, y of the target, y of each top-K id).
+
+    y = logit / temperature in base 2 (times log2 e), m = max y, s = sum 2^(y-m), w = sum 2^(y-m) (y-m). Ids
+    that stand elsewhere, or are padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
+    """
+    own = _widened(logits[:, :num_columns]) * (LOG2E / temperature)
+    if num_columns:
+        highest = own.amax(1, keepdim=True)
+        below = torch.where(highest == -math.inf, -math.inf, own - highest)
+    else:
+        highest, below = own.new_full((own.shape[0], 1), -math.inf), own
+    powers = below.exp2()
+    columns = [highest, powers.sum(1, keepdim=True)]
+    columns.append(
+        (powers * below.clamp_(min=-1e30)).sum(1, keepdim=True) if with_entropy else torch.zeros_like(highest)
+    )
+    ids = targets[:, None] if topk_ids is None else torch.cat([targets[:, None], topk_ids.long()], dim=1)
+    local = ids - vocab_start
+    is_here = (local >= 0) & (local < num_columns)
+    if num_columns:
+        columns.append(torch.where(is_here, own.gather(1, local.clamp(0, num_columns - 1)), 0.0))
+    else:
+        columns.append(own.new_zeros(ids.shape))
+    statistics = torch.cat(columns, dim=1)
+    if is_learning is None:
+        return statistics
+    neutral = torch.zeros_like(statistics[0])
+    neutral[0] = -math.inf
+    return torch.where(is_learning[:, None], statistics, neutral)
+
+
+@dataclass(frozen=True, eq=False)
+class _Merged:
+    """All shards' statistics as one; `highest` and `log2_sum` stay apart: log-probs near 0 keep digits."""
+
+    highest: Tensor  # [T] base 2
+    log2_sum: Tensor  # [T]
+    entropy: Tensor  # [T] nats
+    log_probs: Tensor  # [T, 1+K] of the target and of the top-K
+
+
+def _merge(statistics: Tensor) -> _Merged:
+    highest_of_shards = statistics[:, :, 0]
+    highest = highest_of_shards.amax(0)
+    below = torch.where(highest_of_shards == -math.inf, -1e30, highest_of_shards - highest)
+    scale = below.exp2()
+    total = (scale * statistics[:, :, 1]).sum(0)
+    weighted = (scale * (statistics[:, :, 2] + below.clamp(min=-1e4) * statistics[:, :, 1])).sum(0)
+    log2_sum = total.log2()
+    chosen = statistics[:, :, STATISTICS - 1 :].sum(0)
+    return _Merged(
+        highest,
+        log2_sum,
+        entropy=(log2_sum - weighted / total) * LN2,
+        log_probs=((chosen - highest[:, None]) - log2_sum[:, None]) * LN2,
+    )
+
+
+def log_probs_of(statistics: Tensor, topk_ids: Tensor | None, is_learning: Tensor | None) -> TokenLogProbs:
+    """Log-probs and entropy from the statistics [shards, T, 4+K] of all shards."""
+    return _token_log_probs(_merge(statistics), topk_ids, is_learning)
+
+
+def _token_log_probs(merged: _Merged, topk_ids: Tensor | None, is_learning: Tensor | None) -> TokenLogProbs:
+    log_probs, entropy, topk = merged.log_probs[:, 0], merged.entropy, None
+    if topk_ids is not None:
+        topk = merged.log_probs[:, 1:].masked_fill(topk_ids < 0, -math.inf)
+    if is_learning is not None:
+        log_probs, entropy = (torch.where(is_learning, x, 0.0) for x in (log_probs, entropy))
+        topk = None if topk is None else torch.where(is_learning[:, None], topk, -math.inf)
+    return TokenLogProbs(log_probs, entropy, topk)
+
+
+def combine(
+    statistics: Tensor,
+    objective: Objective,
+    *,
+    targets: Tensor,
+    topk_ids: Tensor | None,
+    rollout_log_probs: Tensor,
+    topk_rollout_log_probs: Tensor | None,
+    anchor_log_probs: Tensor | None,
+    advantages: Tensor,
+    is_learning: Tensor | None,
+    token_weights: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each row, and its gradient by log-prob and entropy: ([len(ROWS), T], [T, K] log-probs).
+
+    Raises:
+        ConfigError: A learning token's inputs hold what none may have; see `algorithms.policy_loss`.
+    """
+    merged = _merge(statistics)
+    found = _token_log_probs(merged, topk_ids, is_learning)
+    topk = None
+    if objective.needs_topk:
+        assert topk_ids is not None and topk_rollout_log_probs is not None and found.topk_log_probs is not None
+        topk = TopKLogProbs(topk_ids, topk_rollout_log_probs, found.topk_log_probs)
+    inputs = PolicyLossInputs(
+        log_probs=found.log_probs,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        loss_mask=is_learning,
+        old_log_probs=anchor_log_probs,
+        topk=topk,
+        targets=targets,
+        token_weights=token_weights,
+        entropy=found.entropy,
+    )
+    tokens = learning_tokens(objective, inputs)
+    updates = token_updates(objective, tokens)
+    weights = tokens.token_weights
+    by_log_prob = torch.where(weights != 0, -updates.coefficient * weights, 0.0)
+    by_entropy = torch.where(tokens.is_learning, -objective.entropy_coef * weights, 0.0)
+    loss = torch.where(by_log_prob != 0, by_log_prob * found.log_probs, 0.0)
+    loss = loss + torch.where(by_entropy != 0, by_entropy * found.entropy, 0.0)
+    rows = {
+        "log_probs": found.log_probs,
+        "entropy": found.entropy,
+        "divergence": updates.divergence,
+        "ratio": updates.ratio,
+        "mask": updates.mask,
+        "coefficient": updates.coefficient,
+        "loss": loss,
+        "log_prob_gradient": by_log_prob,
+        "entropy_gradient": by_entropy,
+        "highest": torch.where(tokens.is_learning, merged.highest, 0.0),
+        "log2_sum": torch.where(tokens.is_learning, merged.log2_sum, 0.0),
+    }
+    return torch.stack([rows[name].to(statistics.dtype) for name in ROWS]), found.topk_log_probs
+
+
+def logits_gradient(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    *,
+    vocab_start: int,
+    num_columns: int,
+    temperature: float,
+    with_entropy: bool,
+    upstream: Tensor | None,
+    sources: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the loss's gradient by the logits to `out`, which may be the logits themselves.
+
+    d log pi(a) / dz_j = (1[j = a] - pi_j) / T, and dH / dz_j = -pi_j (log pi_j + H) / T.
 
     Args:
-        logits: [T, V], or this rank's columns of them.
+        logits: [T, V/shards].
+        rows: [len(ROWS), T], from `combine`.
         targets: [T] int64.
-        temperature: Divides the logits, as the sampler did; gradients carry 1 / temperature.
-        topk_ids: [T, K] integer ids; -1 pads.
-        shard: Where this rank's columns stand; none where the rank has the whole vocabulary. Every rank of the
-            shard's group must call this together, and gets the same values.
+        vocab_start: Global id of the first column.
+        num_columns: Columns that are tokens; the others get 0.
+        temperature: As in `row_statistics`.
+        with_entropy: Whether the entropy has a gradient.
+        upstream: Scalar, the gradient by the loss; none is 1.
+        sources: [N] int64: row i of `out` is for row sources[i] of the logits; none keeps the order.
+        out: [N, V/shards] of the logits' dtype; its first N rows are written.
     """
-    scaled = logits if logits.dtype == torch.float64 else logits.float()
-    if temperature != 1.0:
-        scaled = scaled / temperature
-    ids = targets[:, None] if topk_ids is None else torch.cat([targets[:, None], topk_ids.long()], dim=1)
-    if shard is None:
-        all_log_probs = scaled.log_softmax(dim=-1)
-        entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
-        chosen = all_log_probs.gather(1, ids.clamp(min=0))
-    else:
-        chosen, entropy = sharded_log_probs(scaled, ids.clamp(min=0), shard)
-    topk = None
-    if topk_ids is not None:
-        topk = chosen[:, 1:].masked_fill(topk_ids < 0, float("-inf"))
-    return TokenLogProbs(chosen[:, 0], entropy, topk)
+    if sources is not None:
+        logits, rows, targets = logits[sources], rows[:, sources], targets[sources]
+    named = {name: row[:, None] for name, row in zip(ROWS, rows, strict=True)}
+    scale = 1.0 / temperature if upstream is None else upstream.to(rows.dtype) / temperature
+    by_log_prob, by_entropy = named["log_prob_gradient"] * scale, named["entropy_gradient"] * scale
+    own = _widened(logits[:, :num_columns]) * (LOG2E / temperature)
+    log2_pi = (own - named["highest"]) - named["log2_sum"]
+    pi = log2_pi.exp2()
+    gradient = pi * -by_log_prob
+    if with_entropy:
+        gradient -= by_entropy * pi * (log2_pi.clamp(min=-1e30) * LN2 + named["entropy"])
+    local = (targets - vocab_start)[:, None]
+    is_here = (local >= 0) & (local < num_columns)
+    if num_columns:
+        gradient.scatter_add_(1, local.clamp(0, num_columns - 1), torch.where(is_here, by_log_prob, 0.0))
+    is_live = (by_log_prob != 0) | (by_entropy != 0)
+    out = out[: rows.shape[1]]
+    out[:, :num_columns] = torch.where(is_live, gradient, 0.0).to(out.dtype)
+    out[:, num_columns:] = 0.0
 
 
 def policy_loss_from_logits(
-    logits: Tensor,
-    microbatch: Microbatch,
-    objective: Objective,
-    temperature: float = 1.0,
-    shard: VocabShard | None = None,
+    logits: Tensor, microbatch: Microbatch, objective: Objective, temperature: float = 1.0
 ) -> tuple[PolicyLossOutput, TokenLogProbs]:
-    """The policy loss of a packed micro-batch, and the log-probs it came from.
+    """The policy loss of a packed micro-batch over the whole vocabulary, by autograd.
 
     Args:
-        logits: [T, V] of the policy being trained, or this rank's columns of them.
+        logits: [T, V] of the policy being trained.
         microbatch: Targets, rollout policy, advantages and weights of the same T positions.
         objective: What to optimise.
-        temperature: The rollout's sampling temperature.
-        shard: As for `token_log_probs`; the loss is then the same on every rank of the shard's group.
+        temperature: The rollout's sampling temperature; gradients carry 1 / temperature.
     """
-    topk = microbatch.topk if objective.needs_topk else None
-    statistics = token_log_probs(
-        logits, microbatch.targets, temperature, topk_ids=None if topk is None else topk.ids, shard=shard
-    )
+    all_log_probs = (_widened(logits) / temperature).log_softmax(dim=-1)
+    log_probs = all_log_probs.gather(1, microbatch.targets[:, None])[:, 0]
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
+    topk = microbatch.topk
     topk_inputs = None
-    if topk is not None and statistics.topk_log_probs is not None:
-        topk_inputs = TopKLogProbs(topk.ids, topk.log_probs, statistics.topk_log_probs)
+    if topk is not None:
+        values = all_log_probs.gather(1, topk.ids.long().clamp(min=0)).masked_fill(topk.ids < 0, -math.inf)
+        topk_inputs = TopKLogProbs(topk.ids, topk.log_probs, values)
     inputs = PolicyLossInputs(
-        log_probs=statistics.log_probs,
+        log_probs=log_probs,
         rollout_log_probs=microbatch.rollout_log_probs,
         advantages=microbatch.advantages,
         loss_mask=microbatch.loss_mask,
@@ -84,6 +265,11 @@ def policy_loss_from_logits(
         topk=topk_inputs,
         targets=microbatch.targets,
         token_weights=microbatch.token_weights,
-        entropy=statistics.entropy,
+        entropy=entropy,
     )
+    statistics = TokenLogProbs(log_probs, entropy, None if topk_inputs is None else topk_inputs.log_probs)
     return policy_loss(objective, inputs), statistics
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

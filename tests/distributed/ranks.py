@@ -14,7 +14,7 @@ import pickle, sys, warnings
 warnings.filterwarnings("ignore")
 with open(sys.argv[1], "rb") as file:
     module, name, arguments = pickle.load(file)
-sys.path.insert(0, module[0])
+sys.path[:0] = module[0]
 import importlib
 from megatron_dppo import runtime
 this = runtime.start()
@@ -35,7 +35,8 @@ def run_ranks(
     file = sys.modules[function.__module__].__file__
     assert file is not None
     job = folder / "job.pickle"
-    module = (str(Path(file).parent), function.__module__.rpartition(".")[2])
+    folders = [str(Path(file).parent), str(Path(file).parents[1] / "unit")]
+    module = (folders, function.__module__.rpartition(".")[2])
     job.write_bytes(pickle.dumps((module, function.__name__, arguments)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

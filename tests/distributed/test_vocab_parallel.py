@@ -1,99 +1,92 @@
-"""Log-probs, entropy, divergence, mask and gradient of a split vocabulary equal those of the whole one."""
+"""A vocabulary split over ranks gives what the whole one gives: results, masks and every gradient."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
+from torch import Tensor
 
-from megatron_dppo.algorithms import preset
-from megatron_dppo.kernels.reference import policy_loss_from_logits, token_log_probs
-from megatron_dppo.kernels.vocab_parallel import VocabShard
+from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.runtime import Runtime
-from megatron_dppo.types import Microbatch, RolloutTopK
 
-ROWS, VOCAB, K = 40, 97, 6
-PRESETS = ("dppo_topk_tv", "dppo_topk_kl", "dppo_binary_kl", "minirl")
-
-
-def microbatch() -> tuple[torch.Tensor, Microbatch]:
-    """Float64 logits of many scales, one of them certain and one flat, and what the loss needs beside them."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64)
-    logits = logits * torch.logspace(-1, 1.2, ROWS)[:, None] + 50 * torch.randn(ROWS, 1, generator=generator)
-    logits[0, 5] += 200.0
-    logits[1] = 0.0
-    mu = (logits + torch.randn(ROWS, VOCAB, generator=generator)).log_softmax(-1)
-    targets = torch.multinomial(mu.exp(), 1, generator=generator)[:, 0]
-    best = mu.topk(K)
-    ids = best.indices.int()
-    ids[2, 3:] = -1
-    return logits, Microbatch(
-        tokens=targets,
-        position_ids=torch.arange(ROWS),
-        targets=targets,
-        cu_seqlens=torch.tensor([0, ROWS], dtype=torch.int32),
-        loss_mask=torch.rand(ROWS, generator=generator) < 0.9,
-        rollout_log_probs=mu.gather(1, targets[:, None])[:, 0],
-        advantages=torch.randn(ROWS, generator=generator, dtype=torch.float64),
-        token_weights=torch.rand(ROWS, generator=generator, dtype=torch.float64),
-        topk=RolloutTopK(ids, best.values),
-        old_log_probs=mu.gather(1, targets[:, None])[:, 0],
-    )
+ROWS, VOCAB = 48, 97
+OBJECTIVES = {
+    name: preset(name, entropy_coef=0.1, **({"top_k": 6} if "topk" in name else {}))
+    for name in ("dppo_topk_tv", "dppo_topk_kl", "dppo_binary_kl", "minirl")
+}
+FIELDS = ("log_probs", "entropy", "topk_log_probs", "divergence", "ratio", "coefficient")
+LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def compare(runtime: Runtime) -> dict[str, Any]:
-    """On one rank: the largest difference to the whole vocabulary, per quantity."""
-    import torch.distributed as dist
-
-    logits, batch = microbatch()
-    width = -(-VOCAB // runtime.world_size)
-    start = width * runtime.rank
-    group = dist.group.WORLD
-    assert group is not None
-    padded = torch.nn.functional.pad(logits, (0, width * runtime.world_size - VOCAB), value=1e6)
-    errors: dict[str, Any] = {}
-    assert batch.topk is not None
-    for name in PRESETS:
-        objective = preset(name, entropy_coef=0.1, **({"top_k": K} if "topk" in name else {}))
-        whole = logits.clone().requires_grad_()
-        own = padded[:, start : start + width].clone().requires_grad_()
-        expected, expected_tokens = policy_loss_from_logits(whole, batch, objective, 0.7)
-        shard = VocabShard(start, VOCAB, group)
-        found, tokens = policy_loss_from_logits(own, batch, objective, 0.7, shard)
-        expected.loss_sum.backward()
-        found.loss_sum.backward()
-        columns = shard.num_columns(width)
-        assert own.grad is not None and whole.grad is not None
-        errors[name] = {
-            "loss": relative(found.loss_sum, expected.loss_sum),
-            "log_probs": relative(tokens.log_probs, expected_tokens.log_probs),
-            "entropy": relative(tokens.entropy, expected_tokens.entropy),
-            "divergence": relative(found.divergence, expected.divergence),
-            "mask": float((found.mask != expected.mask).sum()),
-            "gradient": relative(own.grad[:, :columns], whole.grad[:, start : start + columns]),
-            "gradient of padding": float(own.grad[:, columns:].abs().sum()),
-        }
-    whole32 = token_log_probs(logits.float(), batch.targets, topk_ids=batch.topk.ids)
-    own32 = token_log_probs(
-        padded[:, start : start + width].float(), batch.targets, topk_ids=batch.topk.ids, shard=shard
-    )
-    errors["float32"] = {
-        "log_probs": relative(own32.log_probs, whole32.log_probs),
-        "entropy": relative(own32.entropy, whole32.entropy),
+    """On one rank: the largest difference to the whole vocabulary, and its own results' bits, per case."""
+    return {
+        f"{name} {dtype}": differences(runtime, objective, dtype)
+        for name, objective in OBJECTIVES.items()
+        for dtype in (torch.float64, torch.float32)
     }
-    return errors
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> dict[str, Any]:
+    from loss_batches import make_batch
+
+    from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss
+
+    rank, size = runtime.rank, runtime.world_size
+    batch = make_batch(dtype, num_tokens=ROWS, vocab_size=VOCAB, padding=-VOCAB % size)
+    width = batch.weight.shape[0] // size
+    own, tokens = slice(rank * width, (rank + 1) * width), slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+    split: dict[str, Any] = dict(vocab_start=own.start, tp_group=dist.group.WORLD)
+    exact = make_batch(torch.float64, num_tokens=ROWS, vocab_size=VOCAB, padding=-VOCAB % size)
+    hidden, weight = exact.hidden.clone().requires_grad_(), exact.weight.clone().requires_grad_()
+    expected = fused_linear_policy_loss(hidden, weight, **exact.arguments, objective=objective)
+    expected.loss_sum.backward()
+    whole = (exact.hidden @ exact.weight.T).requires_grad_()
+    fused_policy_loss(whole, **exact.arguments, objective=objective).loss_sum.backward()
+
+    logits = (batch.hidden @ batch.weight.T)[:, own].clone()
+    logits[:, max(VOCAB - own.start, 0) :] = torch.nan  # padding
+    logits.requires_grad_()
+    found = fused_policy_loss(logits, **batch.arguments, **split, objective=objective)
+    found.loss_sum.backward()
+    errors = {field: relative(getattr(found, field), getattr(expected, field)) for field in FIELDS}
+    errors["loss"] = relative(found.loss_sum, expected.loss_sum)
+    errors["mask"] = float((found.mask != expected.mask).sum())
+    errors["by logits"] = relative(logits.grad, whole.grad[:, own])
+    for name, is_split, rows in (("linear", False, slice(None)), ("sequence parallel", True, tokens)):
+        part = batch.hidden[rows].clone().requires_grad_()
+        shard = batch.weight[own].clone().requires_grad_()
+        out = fused_linear_policy_loss(
+            part,
+            shard,
+            **batch.arguments,
+            **split,
+            objective=objective,
+            sequence_parallel=is_split,
+            chunk_bytes=4000,
+        )
+        out.loss_sum.backward()
+        errors[f"{name}: loss"] = relative(out.loss_sum, expected.loss_sum)
+        errors[f"{name}: by hidden"] = relative(part.grad, hidden.grad[rows])
+        errors[f"{name}: by weight"] = relative(shard.grad, weight.grad[own])
+    results = [found.loss_sum[None], *(getattr(found, field).reshape(-1) for field in FIELDS)]
+    return {"errors": errors, "bits": torch.cat(results).detach().numpy().tobytes()}
+
+
+def relative(found: Tensor | None, expected: Tensor | None) -> float:
     """Norm of the difference over the norm."""
+    assert found is not None and expected is not None
+    found, expected = (x.detach().double().nan_to_num(neginf=-1e3) for x in (found, expected))
     return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_split_vocabulary_equals_the_whole(tmp_path: Path, num_ranks: int) -> None:
-    for errors in run_ranks(compare, num_ranks, tmp_path):
-        for name, of in errors.items():
-            limit = 1e-6 if name == "float32" else 1e-12
-            assert max(of.values()) <= limit, (name, of)
+    ranks = run_ranks(compare, num_ranks, tmp_path)
+    for case, dtype in ((case, getattr(torch, case.rpartition(".")[2])) for case in ranks[0]):
+        for of in ranks:
+            assert max(of[case]["errors"].values()) <= LIMIT[dtype], (case, of[case]["errors"])
+        assert len({of[case]["bits"] for of in ranks}) == 1, f"{case}: ranks differ"

@@ -1,0 +1,112 @@
+"""From what the last pipeline stage puts out to log-probs and the loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_dppo.actor.groups import vocab_shard
+from megatron_dppo.algorithms import Objective
+from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.kernels import (
+    FusedPolicyLoss,
+    fused_linear_policy_loss,
+    fused_log_probs,
+    fused_policy_loss,
+    linear_log_probs,
+)
+from megatron_dppo.types import Microbatch
+
+
+class OutputHead:
+    """The loss over the output layer of a model, whose logits it makes itself where `loss_from` says so."""
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        objective: Objective,
+        options: AlgorithmConfig,
+        *,
+        temperature: float,
+        vocab_size: int,
+    ) -> None:
+        """Take the output layer's place, unless the loss is to come from logits.
+
+        Args:
+            chunks: This rank's part of the model; the last has the output layer, on the last pipeline stage.
+            objective: What is optimised.
+            options: How the loss is computed.
+            temperature: Divides the logits, as the sampler did.
+            vocab_size: Without the padding of the output layer.
+        """
+        self._last: Any = chunks[-1]
+        self._objective = objective
+        shard = vocab_shard(vocab_size)
+        self._vocabulary: dict[str, Any] = dict(
+            temperature=temperature,
+            vocab_start=shard.start,
+            vocab_size=vocab_size,
+            tp_group=shard.group,
+        )
+        self._is_linear = options.loss_from == "hidden_states"
+        if self._is_linear:
+            self._vocabulary |= dict(
+                sequence_parallel=self._last.config.sequence_parallel,
+                chunk_bytes=options.logits_chunk_bytes,
+                logits_dtype=torch.float32 if options.logits_dtype == "float32" else None,
+            )
+            if self._last.post_process:
+                self._last.output_layer.forward = _hand_over
+
+    def policy_loss(self, output: Tensor, microbatch: Microbatch) -> FusedPolicyLoss:
+        """The loss of a micro-batch.
+
+        Args:
+            output: [T, V/tp] logits, or the hidden states before them: [T, H], [T/tp, H] with sequence
+                parallelism.
+            microbatch: This rank's T tokens.
+
+        Raises:
+            ConfigError: A learning token has what none may have.
+        """
+        topk = microbatch.topk if self._objective.needs_topk else None
+        arguments: dict[str, Any] = dict(
+            targets=microbatch.targets,
+            rollout_log_probs=microbatch.rollout_log_probs,
+            advantages=microbatch.advantages,
+            objective=self._objective,
+            loss_mask=microbatch.loss_mask,
+            token_weights=microbatch.token_weights,
+            topk_ids=None if topk is None else topk.ids,
+            topk_rollout_log_probs=None if topk is None else topk.log_probs,
+            old_log_probs=microbatch.old_log_probs,
+            **self._vocabulary,
+        )
+        if self._is_linear:
+            return fused_linear_policy_loss(output, self._weight, **arguments)
+        return fused_policy_loss(output, inplace_backward=True, **arguments)
+
+    def log_probs(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        """[T] log pi(target) without gradient; 0 where no token learns. Arguments as for `policy_loss`."""
+        m = microbatch
+        arguments: dict[str, Any] = dict(targets=m.targets, loss_mask=m.loss_mask, **self._vocabulary)
+        if self._is_linear:
+            return linear_log_probs(output, self._weight, **arguments).log_probs
+        return fused_log_probs(output, **arguments).log_probs
+
+    def nothing(self, output: Tensor) -> Tensor:
+        """A loss of 0 that reaches every parameter which a real one would."""
+        return output.sum() * 0.0 + self._weight.sum() * 0.0
+
+    @property
+    def _weight(self) -> Tensor:
+        if self._last.share_embeddings_and_output_weights:
+            return self._last.shared_embedding_or_output_weight()
+        return self._last.output_layer.weight
+
+
+def _hand_over(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """In place of the output layer's forward pass: its input."""
+    return hidden, None

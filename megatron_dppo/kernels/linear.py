@@ -1,0 +1,262 @@
+"""The policy loss from hidden states: logits exist a chunk of tokens at a time, and are never kept.
+
+The gradients are made with the forward pass, chunk by chunk: three matrix products, where logits that are
+thrown away and made again would cost four. Tokens that do not learn are left out of all three, tokens whose
+update is masked out of the two of the gradient. Chunks cut tokens and not the vocabulary: a chunk of columns
+would have to be made twice, for no gradient is known before the last of them.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.algorithms import Objective
+from megatron_dppo.kernels import ops
+from megatron_dppo.kernels.encoding import encode
+from megatron_dppo.kernels.loss import FusedPolicyLoss, describe
+from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
+from megatron_dppo.kernels.products import accumulate_product_
+from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
+from megatron_dppo.kernels.tokens import LossTokens, loss_tokens, require_known_ids
+
+
+def fused_linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    objective: Objective,
+    *,
+    loss_mask: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_rollout_log_probs: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    logits_dtype: torch.dtype | None = None,
+    debug: bool = False,
+) -> FusedPolicyLoss:
+    """`fused_policy_loss` of the logits hidden @ weight.T, which are never whole in memory.
+
+    Gradients flow to `hidden` and `weight`, each unless it needs none. The weight's is accumulated in float32;
+    where the weight has Megatron's `main_grad`, it is added to that in the backward pass.
+
+    Args:
+        hidden: [T, H], the same on all ranks of `tp_group`, its gradient summed over them; with
+            `sequence_parallel` [T/tp, H], this rank's tokens.
+        weight: [V/tp, H] of the output layer, in the type of `hidden`; this rank's rows.
+        targets: And all others but these: as for `fused_policy_loss`, for all T tokens.
+        rollout_log_probs: [T].
+        advantages: [T].
+        objective: What to optimise.
+        loss_mask: [T] bool.
+        token_weights: [T].
+        topk_ids: [T, K].
+        topk_rollout_log_probs: [T, K].
+        old_log_probs: [T].
+        temperature: Divides the logits.
+        vocab_start: Global id of the weight's first row.
+        vocab_size: Of the model, without padding.
+        tp_group: The ranks that hold the other rows of the weight.
+        sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
+        chunk_bytes: Of the logits that exist at once, at least one token's.
+        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; none: that type.
+        debug: Also check values, at the price of device synchronisations.
+
+    Raises:
+        ConfigError: As `fused_policy_loss`, or hidden states and weight do not fit each other.
+    """
+    layer = OutputLayer.of(
+        hidden,
+        weight,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        chunk_bytes=chunk_bytes,
+        logits_dtype=logits_dtype,
+    )
+    tokens = loss_tokens(
+        objective,
+        layer.num_tokens,
+        layer.shard.vocab_size,
+        torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+        targets=targets,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        token_weights=token_weights,
+        topk_ids=topk_ids,
+        topk_rollout_log_probs=topk_rollout_log_probs,
+        old_log_probs=old_log_probs,
+    )
+    if debug:
+        require_known_ids(tokens, layer.shard.vocab_size)
+    is_training = torch.is_grad_enabled()
+    loss_sum, rows, topk = _LinearPolicyLoss.apply(hidden, weight, layer, tokens, objective, is_training)
+    return describe(loss_sum, rows, None if topk_ids is None else topk)
+
+
+@torch.no_grad()
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    loss_mask: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    logits_dtype: torch.dtype | None = None,
+) -> TokenLogProbs:
+    """Log-probs and entropies without gradient, by the path and arguments of `fused_linear_policy_loss`."""
+    layer = OutputLayer.of(
+        hidden,
+        weight,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        chunk_bytes=chunk_bytes,
+        logits_dtype=logits_dtype,
+    )
+    ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
+    width = STATISTICS + (0 if ids is None else ids.shape[1])
+    whole = layer.gathered(hidden)
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    statistics = torch.zeros((layer.num_shards, layer.num_tokens, width), dtype=dtype, device=hidden.device)
+    for which in layer.chunks(loss_mask):
+        logits = layer.logits(whole[which], weight)
+        statistics[:, which] = layer.statistics(logits, targets[which], None if ids is None else ids[which])
+    return log_probs_of(statistics, ids, loss_mask)
+
+
+class _LinearPolicyLoss(torch.autograd.Function):
+    """(loss, [len(ROWS), T], [T, K] log-probs) of hidden states and weight; gradients are made with them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        layer: OutputLayer,
+        tokens: LossTokens,
+        objective: Objective,
+        is_training: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        whole = layer.gathered(hidden)
+        needs_hidden, needs_weight = (needed and is_training for needed in ctx.needs_input_grad[:2])
+        by_hidden = torch.zeros_like(whole) if needs_hidden else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        by_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        rows, topk = _neutral_results(layer.num_tokens, tokens)
+        for which in layer.chunks(tokens.loss_mask):
+            own = tokens.rows(which)
+            inputs = whole[which]
+            logits = layer.logits(inputs, weight)
+            _, rows[:, which], topk[which] = _judged(logits, own, objective, layer)
+            if by_hidden is None and by_weight is None:
+                continue
+            live = _write_gradient(logits, rows[:, which], own.targets, objective, layer)
+            gradient = logits[: live.numel()].to(weight.dtype)
+            if by_hidden is not None:
+                by_hidden[_positions(which, live)] = gradient @ weight
+            if by_weight is not None:
+                accumulate_product_(by_weight, gradient.t(), inputs[live])
+        ctx.mark_non_differentiable(rows, topk)
+        ctx.layer, ctx.weight, ctx.by_hidden, ctx.by_weight = layer, weight, by_hidden, by_weight
+        return rows[ROWS.index("loss")].sum(), rows, topk
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        by_hidden, by_weight = None, None
+        if ctx.by_hidden is not None:
+            by_hidden = ctx.layer.reduced(ctx.by_hidden * upstream[0].to(ctx.by_hidden.dtype))
+        if ctx.by_weight is not None:
+            by_weight = _hand_over(ctx.weight, ctx.by_weight, upstream[0])
+        return by_hidden, by_weight, None, None, None, None
+
+
+def _neutral_results(num_tokens: int, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """What stands where no token learns."""
+    rows = tokens.advantages.new_zeros((len(ROWS), num_tokens))
+    rows[ROWS.index("ratio")] = 1.0
+    num_topk = 0 if tokens.topk_ids is None else tokens.topk_ids.shape[1]
+    return rows, tokens.advantages.new_full((num_tokens, num_topk), -math.inf)
+
+
+def _judged(
+    logits: Tensor, tokens: LossTokens, objective: Objective, layer: OutputLayer
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.policy_loss(
+        logits,
+        layer.statistics(logits, tokens.targets, tokens.topk_ids),
+        tokens.targets,
+        tokens.topk_ids,
+        tokens.rollout_log_probs,
+        tokens.topk_rollout_log_probs,
+        tokens.old_log_probs,
+        tokens.advantages,
+        None,
+        tokens.token_weights,
+        encode(objective),
+        layer.shard.start,
+        layer.shard.vocab_size,
+        layer.temperature,
+        False,
+    )
+
+
+def _write_gradient(
+    logits: Tensor, rows: Tensor, targets: Tensor, objective: Objective, layer: OutputLayer
+) -> Tensor:
+    """Write the gradient of the live rows over the first logits; returns which rows these are, in their order.
+
+    A dead row among the first is filled from a live one behind them, and no other row moves: so each row is
+    written by the one product that read it, or by one whose own place nobody writes.
+    """
+    is_live = (rows[ROWS.index("log_prob_gradient")] != 0) | (rows[ROWS.index("entropy_gradient")] != 0)
+    live = is_live.nonzero()[:, 0]
+    num_live = live.numel()
+    sources = torch.arange(num_live, device=live.device).masked_scatter(~is_live[:num_live], live.flip(0))
+    ops.logits_gradient_(
+        logits,
+        rows,
+        targets,
+        None,
+        None if num_live == logits.shape[0] else sources,
+        layer.shard.start,
+        layer.shard.vocab_size,
+        layer.temperature,
+        objective.entropy_coef != 0,
+    )
+    return sources
+
+
+def _positions(which: slice | Tensor, rows: Tensor) -> Tensor:
+    return rows + which.start if isinstance(which, slice) else which[rows]
+
+
+def _hand_over(weight: Any, gradient: Tensor, upstream: Tensor) -> Tensor:
+    """The weight's gradient for autograd; zeros where it went to Megatron's buffer, whose hook awaits one."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return (gradient * upstream).to(weight.dtype)
+    main_grad.addcmul_(gradient.to(main_grad.dtype), upstream.to(main_grad.dtype))
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight)

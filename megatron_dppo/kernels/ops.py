@@ -1,0 +1,263 @@
+"""The kernels as PyTorch operators: shapes for tracing, and autograd.
+
+On CUDA tensors they run the compiled kernels of `csrc/`, elsewhere `reference.py`. Objectives travel as the
+numbers of `encoding.py`. The loss is differentiated by the logits alone.
+"""
+
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from megatron_dppo.algorithms import Objective
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.kernels import reference
+from megatron_dppo.kernels.build import cuda_library
+from megatron_dppo.kernels.encoding import decode
+from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.kernels.reference import ROWS, STATISTICS
+from megatron_dppo.kernels.vocab_parallel import num_columns
+
+
+class Kernels(Protocol):
+    """The three kernels; arguments and results as `reference.py` documents them."""
+
+    def row_statistics(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        topk_ids: Tensor | None,
+        *,
+        vocab_start: int,
+        num_columns: int,
+        is_learning: Tensor | None,
+        temperature: float,
+        with_entropy: bool,
+    ) -> Tensor:
+        """[T, 4+K] of one shard."""
+        ...
+
+    def combine(
+        self,
+        statistics: Tensor,
+        objective: Objective,
+        *,
+        targets: Tensor,
+        topk_ids: Tensor | None,
+        rollout_log_probs: Tensor,
+        topk_rollout_log_probs: Tensor | None,
+        anchor_log_probs: Tensor | None,
+        advantages: Tensor,
+        is_learning: Tensor | None,
+        token_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """([len(ROWS), T], [T, K] log-probs) of all shards."""
+        ...
+
+    def logits_gradient(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        *,
+        vocab_start: int,
+        num_columns: int,
+        temperature: float,
+        with_entropy: bool,
+        upstream: Tensor | None,
+        sources: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write the gradient by the logits to `out`."""
+        ...
+
+
+@cache
+def _compiled() -> KernelLibrary:
+    return KernelLibrary(cuda_library())
+
+
+def _kernels(tensor: Tensor) -> Kernels:
+    return _compiled() if tensor.is_cuda else reference
+
+
+@custom_op("megatron_dppo::row_statistics", mutates_args=())
+def row_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    topk_ids: Tensor | None,
+    is_learning: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+) -> Tensor:
+    """[T, 4+K] of this shard's logits [T, V/shards]; see `reference.row_statistics`."""
+    return _kernels(logits).row_statistics(
+        logits,
+        targets,
+        topk_ids,
+        vocab_start=vocab_start,
+        num_columns=num_columns(logits.shape[1], vocab_start, vocab_size),
+        is_learning=is_learning,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+
+
+@row_statistics.register_fake
+def _(logits: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> Tensor:
+    width = STATISTICS + (0 if topk_ids is None else topk_ids.shape[1])
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty((logits.shape[0], width), dtype=dtype)
+
+
+@custom_op("megatron_dppo::logits_gradient", mutates_args=())
+def logits_gradient(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    upstream: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+) -> Tensor:
+    """[T, V/shards], the loss's gradient by the logits; see `reference.logits_gradient`."""
+    gradient = torch.empty_like(logits)
+    _write_gradient(
+        logits, rows, targets, upstream, None, vocab_start, vocab_size, temperature, with_entropy, gradient
+    )
+    return gradient
+
+
+@logits_gradient.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@custom_op("megatron_dppo::logits_gradient_", mutates_args=("logits",))
+def logits_gradient_(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    upstream: Tensor | None,
+    sources: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+) -> None:
+    """Write the gradient over the logits, or, with `sources` [N], those rows' over the first N of them."""
+    _write_gradient(
+        logits, rows, targets, upstream, sources, vocab_start, vocab_size, temperature, with_entropy, logits
+    )
+
+
+def _write_gradient(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    upstream: Tensor | None,
+    sources: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+    out: Tensor,
+) -> None:
+    _kernels(logits).logits_gradient(
+        logits,
+        rows,
+        targets,
+        vocab_start=vocab_start,
+        num_columns=num_columns(logits.shape[1], vocab_start, vocab_size),
+        temperature=temperature,
+        with_entropy=with_entropy,
+        upstream=upstream,
+        sources=sources,
+        out=out,
+    )
+
+
+@custom_op("megatron_dppo::policy_loss", mutates_args=())
+def policy_loss(
+    logits: Tensor,
+    statistics: Tensor,
+    targets: Tensor,
+    topk_ids: Tensor | None,
+    rollout_log_probs: Tensor,
+    topk_rollout_log_probs: Tensor | None,
+    anchor_log_probs: Tensor | None,
+    advantages: Tensor,
+    is_learning: Tensor | None,
+    token_weights: Tensor | None,
+    objective: list[float],
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    is_in_place: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(scalar loss, [len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K] of all shards.
+
+    The logits are not read: they are what the loss is differentiated by. With `is_in_place` their gradient is
+    written over them.
+    """
+    rows, topk = _kernels(logits).combine(
+        statistics,
+        decode(objective),
+        targets=targets,
+        topk_ids=topk_ids,
+        rollout_log_probs=rollout_log_probs,
+        topk_rollout_log_probs=topk_rollout_log_probs,
+        anchor_log_probs=anchor_log_probs,
+        advantages=advantages,
+        is_learning=is_learning,
+        token_weights=token_weights,
+    )
+    if topk is None:
+        topk = statistics.new_empty((rows.shape[1], 0))
+    return rows[ROWS.index("loss")].sum(), rows, topk
+
+
+@policy_loss.register_fake
+def _(
+    logits: Tensor, statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    num_rows, num_topk = statistics.shape[1], 0 if topk_ids is None else topk_ids.shape[1]
+    rows, topk = statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))
+    return statistics.new_empty(()), rows, topk
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, _, targets, *_, objective, vocab_start, vocab_size, temperature, is_in_place = inputs
+    _, rows, topk = output
+    ctx.mark_non_differentiable(rows, topk)
+    ctx.save_for_backward(logits, rows, targets)
+    ctx.settings = (vocab_start, vocab_size, temperature, decode(objective).entropy_coef != 0)
+    ctx.is_in_place, ctx.is_spent = is_in_place, False
+
+
+def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    if ctx.is_spent:
+        raise ConfigError(
+            Problem(
+                "fused_policy_loss.inplace_backward",
+                "a second backward pass (retain_graph)",
+                "one: the first wrote the gradient over the logits",
+                "Pass inplace_backward=False where the graph is used twice.",
+            )
+        )
+    logits, rows, targets = ctx.saved_tensors
+    if ctx.is_in_place:
+        ctx.is_spent = True
+        logits_gradient_(logits, rows, targets, upstream, None, *ctx.settings)
+        gradient = logits
+    else:
+        gradient = logits_gradient(logits, rows, targets, upstream, *ctx.settings)
+    return (gradient, *[None] * 14)
+
+
+policy_loss.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -1,0 +1,118 @@
+"""How logits come of hidden states: the vocabulary's shard, the split of the tokens, and the chunks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.kernels.loss import require_shard, require_temperature, token_statistics
+from megatron_dppo.kernels.products import wide_product
+from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
+
+CHUNK_BYTES = 2**29
+"""Of the logits that exist at once: about 1700 tokens of 152k columns in bfloat16."""
+ROW_MULTIPLE = 128  # of tokens in a chunk: what matrix products are cut into
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The output layer of one micro-batch; its weight is passed where it is used."""
+
+    shard: VocabShard
+    temperature: float
+    num_tokens: int
+    chunk_tokens: int
+    is_sequence_parallel: bool
+    logits_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        vocab_start: int,
+        vocab_size: int | None,
+        tp_group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+        temperature: float,
+        chunk_bytes: int,
+        logits_dtype: torch.dtype | None,
+    ) -> "OutputLayer":
+        """The layer of such tensors.
+
+        Raises:
+            ConfigError: Hidden states and weight do not fit each other, or do not cover the vocabulary.
+        """
+        if (
+            hidden.dim() != 2
+            or weight.dim() != 2
+            or hidden.shape[1:] != weight.shape[1:]
+            or hidden.dtype != weight.dtype
+        ):
+            found = f"hidden {list(hidden.shape)} {hidden.dtype}, weight {list(weight.shape)} {weight.dtype}"
+            expected = "[T, H] and [V/tp, H] of one type"
+            action = "Pass the output layer's input and weight."
+            raise ConfigError(Problem("fused_linear_policy_loss", found, expected, action))
+        dtype = hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
+        columns = weight.shape[0]
+        shard = require_shard(hidden.new_empty((0, columns), dtype=dtype), vocab_start, vocab_size, tp_group)
+        require_temperature(temperature)
+        num_shards = 1 if tp_group is None else tp_group.size()
+        rows = chunk_bytes // max(columns * dtype.itemsize, 1)
+        return cls(
+            shard,
+            temperature,
+            num_tokens=hidden.shape[0] * (num_shards if sequence_parallel else 1),
+            chunk_tokens=max(rows - rows % ROW_MULTIPLE or rows, 1),
+            is_sequence_parallel=sequence_parallel and num_shards > 1,
+            logits_dtype=dtype,
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that have a part of the vocabulary each."""
+        return 1 if self.shard.group is None else self.shard.group.size()
+
+    def chunks(self, loss_mask: Tensor | None) -> Iterator[slice | Tensor]:
+        """The learning tokens, some at a time; one device synchronisation where there is a mask."""
+        if loss_mask is None:
+            for start in range(0, self.num_tokens, self.chunk_tokens):
+                yield slice(start, min(start + self.chunk_tokens, self.num_tokens))
+            return
+        learning = loss_mask.nonzero()[:, 0]
+        if learning.numel():
+            yield from learning.split(self.chunk_tokens)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[N, V/tp] of some tokens."""
+        if self.logits_dtype == hidden.dtype:
+            return hidden @ weight.t()
+        return wide_product(hidden, weight.t())
+
+    def statistics(self, logits: Tensor, targets: Tensor, topk_ids: Tensor | None) -> Tensor:
+        """[shards, N, 4+K] of some tokens, all of which learn."""
+        own = token_statistics(logits, targets, topk_ids, None, self.shard, self.temperature)
+        return gather_statistics(own, self.shard.group)
+
+    def gathered(self, hidden: Tensor) -> Tensor:
+        """[T, H] of all tokens."""
+        if not self.is_sequence_parallel:
+            return hidden
+        whole = hidden.new_empty(self.num_tokens, hidden.shape[1])
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.shard.group)
+        return whole
+
+    def reduced(self, gradient: Tensor) -> Tensor:
+        """The gradient [T, H] by the hidden states summed over shards: of all tokens, or of this rank's."""
+        if self.num_shards == 1:
+            return gradient
+        if not self.is_sequence_parallel:
+            dist.all_reduce(gradient, group=self.shard.group)
+            return gradient
+        own = gradient.new_empty(self.num_tokens // self.num_shards, gradient.shape[1])
+        dist.reduce_scatter_tensor(own, gradient, group=self.shard.group)
+        return own

@@ -1,0 +1,129 @@
+// Divergences of the policy from its anchor, term by term those of algorithms/divergence.py in float32.
+// Whatever is named log_prob here is at most 0.
+#pragma once
+
+#include "common.cuh"
+
+namespace dppo {
+
+constexpr int kColumnsPerLane = DPPO_MAX_TOP_K / kWarpSize;
+// ROUNDOFF_EPSILONS of float32, and SURELY_POSITIVE_TAIL.
+constexpr float kRoundoff = 32.f * 1.1920928955078125e-07f;
+constexpr float kSurelyPositiveTail = 0.01f;
+
+// The Top-K columns of one lane, k = lane and lane + 32; -inf for those that are no outcome.
+struct LaneColumns {
+  float log_probs[kColumnsPerLane];
+  float rollout_log_probs[kColumnsPerLane];
+};
+
+// log(1 - p) from log p: -inf at p = 1, 0 at p = 0.
+__device__ __forceinline__ float log1mexp(float log_prob) {
+  return log_prob > -kLn2 ? logf(-expm1f(log_prob)) : log1pf(-expf(log_prob));
+}
+
+// q log(q / p) of one outcome: 0 where q = 0, +inf where only p is.
+__device__ __forceinline__ float kl_term(float log_prob, float anchor_log_prob) {
+  const float anchor_prob = expf(anchor_log_prob);
+  return anchor_prob > 0.f ? anchor_prob * (anchor_log_prob - log_prob) : 0.f;
+}
+
+__device__ __forceinline__ float tv_term(float log_prob, float anchor_log_prob) {
+  return fabsf(expf(log_prob) - expf(anchor_log_prob));
+}
+
+__device__ __forceinline__ float binary_kl(float log_prob, float anchor_log_prob) {
+  const float other = kl_term(log1mexp(log_prob), log1mexp(anchor_log_prob));
+  return at_least(kl_term(log_prob, anchor_log_prob) + other, 0.f);
+}
+
+// Leaves of a row's columns, which stand in `columns` with their ids in `ids` (-1 pads), those that are outcomes
+// of their own: not the sampled token, which is one apart, nor what it replaces. The whole warp must call this.
+__device__ __forceinline__ void keep_outcomes(LaneColumns& columns, const int* ids, int64_t target, bool replace,
+                                              int lane) {
+  int last = -1;
+  bool is_among = false;
+#pragma unroll
+  for (int i = 0; i < kColumnsPerLane; ++i) {
+    if (ids[i] >= 0) last = i * kWarpSize + lane;
+    is_among |= ids[i] >= 0 && ids[i] == target;
+  }
+  int replaced = -1;
+  if (replace) {
+    last = warp_max(last);
+    replaced = warp_max(is_among) ? -1 : last;
+  }
+#pragma unroll
+  for (int i = 0; i < kColumnsPerLane; ++i) {
+    if (ids[i] < 0 || ids[i] == target || i * kWarpSize + lane == replaced) {
+      columns.log_probs[i] = -INFINITY;
+      columns.rollout_log_probs[i] = -INFINITY;
+    }
+  }
+}
+
+// 1 - the sum of the outcomes' masses; the largest through expm1, so that 1 - 1e-9 leaves 1e-9.
+__device__ __forceinline__ float tail_mass(const float* log_masses, float sampled, int lane) {
+  float largest = sampled;
+  int column = DPPO_MAX_TOP_K;  // the sampled token's own
+#pragma unroll
+  for (int i = 0; i < kColumnsPerLane; ++i) {
+    if (log_masses[i] > largest) {
+      largest = log_masses[i];
+      column = i * kWarpSize + lane;
+    }
+  }
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const float other = __shfl_xor_sync(kWholeWarp, largest, offset);
+    const int other_column = __shfl_xor_sync(kWholeWarp, column, offset);
+    if (other > largest || (other == largest && other_column < column)) {
+      largest = other;
+      column = other_column;
+    }
+  }
+  float others = 0.f;
+#pragma unroll
+  for (int i = 0; i < kColumnsPerLane; ++i) {
+    if (i * kWarpSize + lane != column) others += expf(log_masses[i]);
+  }
+  others = warp_sum(others);
+  if (column != DPPO_MAX_TOP_K) others += expf(sampled);
+  return -expm1f(largest) - others;
+}
+
+// Both tails without the noise of 1 - sum. Both within roundoff: 0. Only the policy's: 0 where the rollout's is
+// surely positive, which is a KL of +inf; else roundoff, which makes the KL a lower bound.
+__device__ __forceinline__ void resolve_tails(float& tail, float& rollout_tail) {
+  const bool is_unresolved = tail <= kRoundoff;
+  const bool is_covered = is_unresolved && rollout_tail <= kRoundoff;
+  const bool is_zero = is_covered || (is_unresolved && rollout_tail >= kSurelyPositiveTail);
+  tail = is_zero ? 0.f : at_least(tail, kRoundoff);
+  rollout_tail = is_covered ? 0.f : at_least(rollout_tail, 0.f);
+}
+
+// Over the columns' outcomes, the sampled token and, where asked for, the rest. Every lane gets the result.
+__device__ __forceinline__ float topk_divergence(const LaneColumns& columns, float log_prob,
+                                                 float rollout_log_prob, bool is_kl, bool include_other,
+                                                 int lane) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kColumnsPerLane; ++i) {
+    const float p = columns.log_probs[i], q = columns.rollout_log_probs[i];
+    sum += is_kl ? kl_term(p, q) : tv_term(p, q);
+  }
+  sum = warp_sum(sum) + (is_kl ? kl_term(log_prob, rollout_log_prob) : tv_term(log_prob, rollout_log_prob));
+  if (include_other) {
+    float tail = tail_mass(columns.log_probs, log_prob, lane);
+    float rollout_tail = tail_mass(columns.rollout_log_probs, rollout_log_prob, lane);
+    resolve_tails(tail, rollout_tail);
+    if (!is_kl) {
+      sum += fabsf(tail - rollout_tail);
+    } else if (rollout_tail > 0.f) {
+      sum += rollout_tail * (logf(rollout_tail) - logf(tail));
+    }
+  }
+  return is_kl ? at_least(sum, 0.f) : sum / 2.f;
+}
+
+}  // namespace dppo

@@ -1,0 +1,305 @@
+"""The compiled kernels of `csrc`, called with tensors: a ctypes binding of `csrc/capi.h`.
+
+Shapes and dtypes are checked, because the C side trusts its pointers; what the numbers are is the caller's.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import Objective
+from megatron_dppo.kernels.arguments import LOGITS_DTYPES, ArgumentChecker, KernelError
+
+ABI_VERSION = 1
+
+# Planes of what `combine` returns.
+ROWS = (
+    "log_probs",
+    "entropy",
+    "divergence",
+    "ratio",
+    "mask",
+    "coefficient",
+    "loss",
+    "log_prob_gradient",
+    "entropy_gradient",
+    "highest",
+    "log2_sum",
+)
+# A row's statistics without those of its Top-K: maximum, sum, weighted sum, the target's logit.
+NUM_STATISTICS = 4
+
+_RULES = {"none": 0, "ratio": 1, "divergence": 2, "negative": 3}
+_DIVERGENCES = {"binary_tv": 0, "binary_kl": 1, "topk_tv": 2, "topk_kl": 3}
+_RELAX = {"none": 0, "high": 1, "low": 2, "both": 3}
+_INCLUDE_OTHER, _REPLACE, _IMITATION = 1, 2, 4
+
+
+class _Objective(ctypes.Structure):
+    """`DppoObjective` of capi.h."""
+
+    _fields_ = (
+        ("rule", c_int),
+        ("divergence", c_int),
+        ("relax", c_int),
+        ("flags", c_int),
+        ("delta_low", c_float),
+        ("delta_high", c_float),
+        ("eps_low", c_float),
+        ("eps_high", c_float),
+        ("log_alpha", c_float),
+        ("ratio_cap", c_float),
+        ("entropy_coef", c_float),
+    )
+
+    @classmethod
+    def of(cls, objective: Objective) -> "_Objective":
+        flags = _INCLUDE_OTHER if objective.include_other else 0
+        flags |= _REPLACE if objective.sampled_token == "replace" else 0
+        flags |= _IMITATION if objective.is_imitation else 0
+        return cls(
+            rule=_RULES[objective.rule],
+            divergence=_DIVERGENCES[objective.divergence],
+            relax=_RELAX[objective.relax],
+            flags=flags,
+            delta_low=objective.delta_low,
+            delta_high=objective.delta_high,
+            eps_low=objective.eps_low,
+            eps_high=objective.eps_high,
+            log_alpha=math.log(objective.alpha) if objective.alpha > 0 else -math.inf,
+            ratio_cap=objective.ratio_cap,
+            entropy_coef=objective.entropy_coef,
+        )
+
+
+_LOGITS = [c_void_p, c_int, c_int64, c_int64]  # address, dtype, rows, stride
+_SIGNATURES: dict[str, list[Any]] = {
+    "dppo_row_statistics": [
+        *_LOGITS, c_int, c_int, c_void_p, c_void_p, c_int, c_void_p, c_float, c_int, c_void_p, c_void_p,
+    ],
+    "dppo_combine": [
+        c_void_p, c_int, c_int64, c_int, *[c_void_p] * 8, ctypes.POINTER(_Objective), *[c_void_p] * 3,
+    ],
+    "dppo_logits_gradient": [
+        c_void_p, *_LOGITS, c_int64, c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_int,
+        c_void_p, c_void_p,
+    ],
+}  # fmt: skip
+
+
+class KernelLibrary:
+    """A shared object built from `csrc`, for CUDA tensors or (the host build) for CPU tensors.
+
+    Kernels are queued on the current stream of the tensors' device; nothing waits for it. Arguments are
+    contiguous; of logits only the last dimension must be.
+
+    Raises:
+        KernelError: The file does not load, or speaks another version of the C interface. From every method: a
+            tensor does not fit, or the launch failed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._library = ctypes.CDLL(str(path))
+            self._library.dppo_error_string.restype = c_char_p
+            self._library.dppo_device_type.restype = c_char_p
+            version = int(self._library.dppo_abi_version())
+        except (OSError, AttributeError) as error:
+            action = "Remove the file, and it is built again."
+            raise KernelError(f"{path}: found no kernel library ({error}). {action}") from error
+        if version != ABI_VERSION:
+            action = "Remove the file, and it is built again."
+            raise KernelError(f"{path}: found ABI version {version}; expected {ABI_VERSION}. {action}")
+        self.device_type = self._library.dppo_device_type().decode()
+        for name, argument_types in _SIGNATURES.items():
+            getattr(self._library, name).argtypes = argument_types
+
+    def row_statistics(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        topk_ids: Tensor | None,
+        *,
+        vocab_start: int,
+        num_columns: int,
+        is_learning: Tensor | None,
+        temperature: float,
+        with_entropy: bool,
+    ) -> Tensor:
+        """What a shard knows of each row, [N, 4 + K] float32; see `dppo_row_statistics` in capi.h.
+
+        Args:
+            logits: [N, columns] float32 or bfloat16, this shard's.
+            targets: [N] int64 global ids.
+            topk_ids: [N, K] int32 global ids, -1 pads.
+            vocab_start: Global id of the shard's first column.
+            num_columns: How many of the shard's columns are tokens; the rest is never read.
+            is_learning: [N] bool; the other rows are not read. None: all learn.
+            temperature: Divides the logits.
+            with_entropy: Whether the entropy will be needed.
+        """
+        check = ArgumentChecker("row_statistics", self.device_type, logits.device)
+        rows = check.logits("logits", logits, num_columns)
+        top_k = 0 if topk_ids is None else check.top_k(topk_ids)
+        statistics = torch.empty(rows, NUM_STATISTICS + top_k, dtype=torch.float32, device=logits.device)
+        self._run(
+            "dppo_row_statistics",
+            logits.device,
+            logits.data_ptr(),
+            LOGITS_DTYPES[logits.dtype],
+            rows,
+            logits.stride(0),
+            num_columns,
+            vocab_start,
+            check.pointer("targets", targets, torch.int64, (rows,)),
+            check.pointer("topk_ids", topk_ids, torch.int32, (rows, top_k)),
+            top_k,
+            check.pointer("is_learning", is_learning, torch.bool, (rows,)),
+            1 / temperature,
+            with_entropy,
+            statistics.data_ptr(),
+        )
+        return statistics
+
+    def combine(
+        self,
+        statistics: Tensor,
+        objective: Objective,
+        *,
+        targets: Tensor,
+        topk_ids: Tensor | None,
+        rollout_log_probs: Tensor,
+        topk_rollout_log_probs: Tensor | None,
+        anchor_log_probs: Tensor | None,
+        advantages: Tensor,
+        is_learning: Tensor | None,
+        token_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Each token's part of the loss, [11, N] float32 in the order of ROWS, and [N, K] log-probs of the ids.
+
+        Args:
+            statistics: [shards, N, 4 + K] float32, in rank order.
+            objective: What to optimise; its first `top_k` columns must be all there are.
+            targets: [N] int64.
+            topk_ids: [N, K] int32, -1 pads.
+            rollout_log_probs: [N] float32, as all that follow.
+            topk_rollout_log_probs: [N, K], read by Top-K divergences.
+            anchor_log_probs: [N], read where the anchor is "recomputed".
+            advantages: [N].
+            is_learning: [N] bool; None: all learn. Whatever stands in the other rows is ignored.
+            token_weights: [N]; None: 1.
+        """
+        check = ArgumentChecker("combine", self.device_type, statistics.device)
+        top_k = 0 if topk_ids is None else check.top_k(topk_ids)
+        num_shards, num_rows = (*statistics.shape, 0, 0)[:2]
+        is_over_topk = objective.needs_topk
+        check.needed("topk_ids", topk_ids, is_over_topk)
+        check.needed("topk_rollout_log_probs", topk_rollout_log_probs, is_over_topk)
+        check.needed("anchor_log_probs", anchor_log_probs, objective.anchor == "recomputed")
+        if is_over_topk and top_k > objective.top_k:
+            check.fail("topk_ids", f"{top_k} columns", f"at most top_k = {objective.top_k} of {objective.name}")
+        if objective.anchor != "recomputed":
+            anchor_log_probs = None
+        if not is_over_topk:
+            topk_rollout_log_probs = None
+        rows = torch.empty(len(ROWS), num_rows, dtype=torch.float32, device=statistics.device)
+        topk_log_probs = None if topk_ids is None else torch.empty_like(topk_ids, dtype=torch.float32)
+        self._run(
+            "dppo_combine",
+            statistics.device,
+            check.pointer(
+                "statistics", statistics, torch.float32, (num_shards, num_rows, NUM_STATISTICS + top_k)
+            ),
+            num_shards,
+            num_rows,
+            top_k,
+            check.pointer("targets", targets, torch.int64, (num_rows,)),
+            check.pointer("topk_ids", topk_ids, torch.int32, (num_rows, top_k)),
+            check.pointer("rollout_log_probs", rollout_log_probs, torch.float32, (num_rows,)),
+            check.pointer("topk_rollout_log_probs", topk_rollout_log_probs, torch.float32, (num_rows, top_k)),
+            check.pointer("anchor_log_probs", anchor_log_probs, torch.float32, (num_rows,)),
+            check.pointer("advantages", advantages, torch.float32, (num_rows,)),
+            check.pointer("is_learning", is_learning, torch.bool, (num_rows,)),
+            check.pointer("token_weights", token_weights, torch.float32, (num_rows,)),
+            ctypes.byref(_Objective.of(objective)),
+            rows.data_ptr(),
+            None if topk_log_probs is None else topk_log_probs.data_ptr(),
+        )
+        return rows, topk_log_probs
+
+    def logits_gradient(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        *,
+        vocab_start: int,
+        num_columns: int,
+        temperature: float,
+        with_entropy: bool,
+        upstream: Tensor | None,
+        sources: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write the gradient of the summed loss with respect to `logits` into `out`.
+
+        Args:
+            logits: [N, columns], as for `row_statistics`.
+            rows: [11, N] float32 of `combine`.
+            targets: [N] int64.
+            vocab_start: As for `row_statistics`.
+            num_columns: As for `row_statistics`; the columns of `out` from here on get 0.
+            temperature: As for `row_statistics`.
+            with_entropy: Whether the loss has an entropy bonus.
+            upstream: float32 scalar, the gradient of the summed loss; None: 1.
+            sources: [M] int64: row i of `out` is the gradient of row sources[i] of `logits`. None: its own.
+            out: [M, columns] of the dtype of `logits`, which it may be. With `sources` in place, a row that is
+                written must be its own source or nobody's.
+        """
+        check = ArgumentChecker("logits_gradient", self.device_type, logits.device)
+        num_rows = check.logits("logits", logits, num_columns)
+        num_written = check.logits("out", out, num_columns)
+        if out.dtype != logits.dtype:
+            check.fail("out", str(out.dtype), f"{logits.dtype} like logits")
+        if out.shape[1] != logits.shape[1]:
+            check.fail("out", f"{out.shape[1]} columns", f"the {logits.shape[1]} of logits")
+        if sources is None and num_written > num_rows:
+            check.fail("out", f"{num_written} rows", f"at most the {num_rows} of logits")
+        self._run(
+            "dppo_logits_gradient",
+            logits.device,
+            logits.data_ptr(),
+            out.data_ptr(),
+            LOGITS_DTYPES[logits.dtype],
+            num_written,
+            logits.stride(0),
+            out.stride(0),
+            num_columns,
+            out.shape[1],
+            vocab_start,
+            check.pointer("targets", targets, torch.int64, (num_rows,)),
+            check.pointer("rows", rows, torch.float32, (len(ROWS), num_rows)),
+            num_rows,
+            check.pointer("sources", sources, torch.int64, (num_written,)),
+            1 / temperature,
+            with_entropy,
+            check.pointer("upstream", upstream, torch.float32, ()),
+        )
+
+    def _run(self, name: str, device: torch.device, *arguments: Any) -> None:
+        function: Callable[..., int] = getattr(self._library, name)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                error = function(*arguments, torch.cuda.current_stream(device).cuda_stream)
+        else:
+            error = function(*arguments, None)
+        if error != 0:
+            reason = self._library.dppo_error_string(error).decode()
+            raise KernelError(f"{name} of {self.path.name}: {reason} (cudaError {error})")

@@ -1,0 +1,272 @@
+"""The kernels' source built for the host, and the loss through it: what the kernel tests share."""
+
+import math
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, PolicyLossOutput, TopKLogProbs, policy_loss
+from megatron_dppo.kernels.library import ROWS, KernelLibrary
+
+CSRC = Path(__file__).resolve().parents[2] / "megatron_dppo" / "kernels" / "csrc"
+PADDING = (math.nan, 1e4)
+
+
+def compile_for_host(source: Path, destination: Path) -> Path:
+    """A shared object of C++ that uses host_shim.h."""
+    options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", f"-I{CSRC}"]
+    subprocess.run(["g++", *options, str(source), "-o", str(destination)], check=True)
+    return destination
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """N tokens over a vocabulary of V, clean: what the kernel must make nothing of is put in by `Run`."""
+
+    logits: Tensor  # [N, V] float32 or bfloat16
+    targets: Tensor  # [N] int64
+    topk_ids: Tensor  # [N, K] int32
+    topk_rollout_log_probs: Tensor  # [N, K]
+    rollout_log_probs: Tensor  # [N]
+    old_log_probs: Tensor  # [N]
+    advantages: Tensor  # [N]
+    is_learning: Tensor  # [N] bool
+    token_weights: Tensor  # [N]
+    temperature: float = 1.0
+
+
+def random_tokens(
+    num: int,
+    vocab_size: int,
+    top_k: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Tokens:
+    """Tokens of every kind the trust region decides on; the first rows are the extreme ones.
+
+    Row 0 has two tokens of any probability, row 1 a target of probability 1, row 2 a padded Top-K, row 3 no
+    advantage, row 4 a target outside the Top-K, row 5 a weight of 0, row 6 does not learn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    logits = normal(num, vocab_size) * 3
+    logits[0] = -math.inf
+    logits[0, 5], logits[0, vocab_size - 1] = 1.0, 0.5
+    logits[1, 7] = 60.0
+    logits = logits.to(dtype)
+    exact = (logits.double() / temperature).log_softmax(-1)
+    noise = torch.linspace(0.05, 0.8, num)[:, None] * normal(num, vocab_size)
+    rollout = (exact + noise).log_softmax(-1)
+    old = (exact + noise / 2).log_softmax(-1)
+    targets = torch.multinomial(rollout.exp(), 1, generator=generator)[:, 0]
+    targets[0], targets[1] = 5, 7
+    targets[4] = rollout[4].argmin()
+    topk = rollout.topk(min(top_k, vocab_size), dim=1)
+    ids, topk_rollout = topk.indices.int(), topk.values.float()
+    padding = torch.full((num, top_k - ids.shape[1]), -1)
+    ids = torch.cat([ids, padding], dim=1).int()
+    topk_rollout = torch.cat([topk_rollout, padding.float()], dim=1)
+    if top_k > 2:
+        ids[2, 1 + top_k // 2 :] = -1
+    weights = torch.rand(num, generator=generator)
+    weights[5] = 0
+    advantages = normal(num)
+    advantages[3] = 0
+    is_learning = torch.rand(num, generator=generator) > 0.1
+    is_learning[:6], is_learning[6] = True, False
+    return Tokens(
+        logits=logits,
+        targets=targets,
+        topk_ids=ids.contiguous(),
+        topk_rollout_log_probs=topk_rollout.masked_fill(ids < 0, math.nan).contiguous(),
+        rollout_log_probs=rollout.gather(1, targets[:, None])[:, 0].float().clamp(max=-1e-6),
+        old_log_probs=old.gather(1, targets[:, None])[:, 0].float().clamp(max=-1e-6),
+        advantages=advantages,
+        is_learning=is_learning,
+        token_weights=weights,
+        temperature=temperature,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """The loss of float64 log-probs, by `algorithms.policy_loss` and autograd."""
+
+    log_probs: Tensor  # [N, V]
+    entropy: Tensor  # [N]
+    loss: PolicyLossOutput
+    gradient: Tensor  # [N, V] of the summed loss
+
+
+def exact_loss(tokens: Tokens, objective: Objective) -> Exact:
+    """What the kernels must come close to."""
+    logits = tokens.logits.double().requires_grad_()
+    log_probs = (logits / tokens.temperature).log_softmax(-1)
+    masses = log_probs.exp()
+    entropy = -(masses * log_probs.masked_fill(masses == 0, 0)).sum(-1)
+    ids = tokens.topk_ids.long()
+    topk = TopKLogProbs(
+        ids, tokens.topk_rollout_log_probs.double(), log_probs.gather(1, ids.clamp(min=0)).detach()
+    )
+    loss = policy_loss(
+        objective,
+        PolicyLossInputs(
+            log_probs=log_probs.gather(1, tokens.targets[:, None])[:, 0],
+            rollout_log_probs=tokens.rollout_log_probs.double(),
+            advantages=tokens.advantages,
+            loss_mask=tokens.is_learning,
+            old_log_probs=tokens.old_log_probs.double(),
+            topk=topk,
+            targets=tokens.targets,
+            token_weights=tokens.token_weights,
+            entropy=entropy,
+        ),
+    )
+    loss.loss_sum.backward()
+    assert logits.grad is not None
+    return Exact(log_probs.detach(), entropy.detach(), loss, logits.grad)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A rank's columns; what pads them and the rows that do not learn is poison."""
+
+    logits: Tensor  # [N, width]
+    start: int
+    num_columns: int
+
+
+def shards_of(tokens: Tokens, num_shards: int, poison: float) -> list[Shard]:
+    """Equally wide columns in multiples of 8, as padded vocabularies are split."""
+    num, vocab_size = tokens.logits.shape
+    width = 8 * math.ceil(vocab_size / (8 * num_shards))
+    if width * num_shards == vocab_size:
+        width += 8
+    whole = torch.full((num, width * num_shards), poison, dtype=tokens.logits.dtype)
+    whole[:, :vocab_size] = tokens.logits
+    whole[~tokens.is_learning] = math.nan
+    shards = []
+    for start in range(0, width * num_shards, width):
+        num_columns = max(0, min(width, vocab_size - start))
+        shards.append(Shard(whole[:, start : start + width].contiguous(), start, num_columns))
+    return shards
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What the kernels made of some tokens."""
+
+    rows: dict[str, Tensor]  # [N] each
+    planes: Tensor  # [11, N], the same
+    topk_log_probs: Tensor | None  # [N, K]
+    gradient: Tensor  # [N, V] float32
+    padding: Tensor  # [N, ...]: gradient of the columns that are no tokens
+    shards: list[Shard]
+
+
+def statistics_of(library: KernelLibrary, tokens: Tokens, shards: list[Shard], with_entropy: bool) -> Tensor:
+    """[shards, N, 4 + K]: what the all-gather yields."""
+    parts = [
+        library.row_statistics(
+            shard.logits,
+            tokens.targets,
+            tokens.topk_ids if tokens.topk_ids.shape[1] > 0 else None,
+            vocab_start=shard.start,
+            num_columns=shard.num_columns,
+            is_learning=tokens.is_learning,
+            temperature=tokens.temperature,
+            with_entropy=with_entropy,
+        )
+        for shard in shards
+    ]
+    return torch.stack(parts)
+
+
+def combined(
+    library: KernelLibrary, tokens: Tokens, statistics: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor | None]:
+    """`KernelLibrary.combine`, with NaN in all rows that do not learn."""
+    ignored = ~tokens.is_learning
+    has_topk = tokens.topk_ids.shape[1] > 0
+    topk_rollout = tokens.topk_rollout_log_probs.masked_fill(ignored[:, None], math.nan)
+    return library.combine(
+        statistics,
+        objective,
+        targets=tokens.targets,
+        topk_ids=tokens.topk_ids if has_topk else None,
+        rollout_log_probs=tokens.rollout_log_probs.masked_fill(ignored, math.nan),
+        topk_rollout_log_probs=topk_rollout if has_topk else None,
+        anchor_log_probs=tokens.old_log_probs.masked_fill(ignored, math.nan),
+        advantages=tokens.advantages.masked_fill(ignored, math.nan),
+        is_learning=tokens.is_learning,
+        token_weights=tokens.token_weights.masked_fill(ignored, math.nan),
+    )
+
+
+def gradient_of(
+    library: KernelLibrary,
+    tokens: Tokens,
+    shard: Shard,
+    planes: Tensor,
+    *,
+    out: Tensor,
+    with_entropy: bool = True,
+    upstream: Tensor | None = None,
+    sources: Tensor | None = None,
+) -> Tensor:
+    """`KernelLibrary.logits_gradient` of one shard; returns `out`."""
+    library.logits_gradient(
+        shard.logits,
+        planes,
+        tokens.targets,
+        vocab_start=shard.start,
+        num_columns=shard.num_columns,
+        temperature=tokens.temperature,
+        with_entropy=with_entropy,
+        upstream=upstream,
+        sources=sources,
+        out=out,
+    )
+    return out
+
+
+def run(
+    library: KernelLibrary,
+    tokens: Tokens,
+    objective: Objective,
+    *,
+    num_shards: int = 1,
+    poison: float = math.nan,
+) -> Result:
+    """All three kernels, over shards with poison in their padding; gradients in place."""
+    shards = shards_of(tokens, num_shards, poison)
+    with_bonus = objective.entropy_coef != 0
+    statistics = statistics_of(library, tokens, shards, with_entropy=True)
+    planes, topk_log_probs = combined(library, tokens, statistics, objective)
+    gradients = [
+        gradient_of(
+            library,
+            tokens,
+            replace(shard, logits=(own := shard.logits.clone())),
+            planes,
+            out=own,
+            with_entropy=with_bonus,
+        ).float()
+        for shard in shards
+    ]
+    return Result(
+        rows=dict(zip(ROWS, planes, strict=True)),
+        planes=planes,
+        topk_log_probs=topk_log_probs,
+        gradient=torch.cat([g[:, : s.num_columns] for g, s in zip(gradients, shards, strict=True)], dim=1),
+        padding=torch.cat([g[:, s.num_columns :] for g, s in zip(gradients, shards, strict=True)], dim=1),
+        shards=shards,
+    )

@@ -19,7 +19,7 @@ from megatron_dppo.kernels.arguments import LOGITS_DTYPES, ArgumentChecker, Kern
 ABI_VERSION = 1
 
 # Planes of what `combine` returns.
-ROWS = (
+ROWS: tuple[str, ...] = (
     "log_probs",
     "entropy",
     "divergence",

@@ -1,12 +1,11 @@
 """Every algorithm against exact values (mpmath, 60 digits) of tests/vectors/dppo_vectors.json."""
 
-import json
 import math
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
+from dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
 from torch import Tensor
 
 from megatron_dppo.algorithms import (
@@ -22,52 +21,6 @@ from megatron_dppo.algorithms import (
     token_weights,
 )
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "dppo_vectors.json").read_text())
-CASES = VECTORS["cases"]
-
-SETTINGS = {
-    "PG-IS": ("pg_is", {}),
-    "PG-TIS_C3": ("pg_tis", {}),
-    "CISPO_C5": ("cispo", {}),
-    "GRPO_0.2_0.2": ("grpo", {}),
-    "GRPO-ClipHigher_0.2_0.28": ("grpo_clip_higher", {}),
-    "GRPO-ClipHigher_0.2_0.27_C5": ("grpo_clip_higher", {"eps_high": 0.27, "ratio_cap": 5}),
-    "MiniRL": ("minirl", {}),
-    "MiniRL-TIS_C3": ("minirl_tis", {}),
-    "DPPO-Binary-TV_0.15": ("dppo_binary_tv", {}),
-    "DPPO-Binary-TV_0.2_C5": ("dppo_binary_tv", {"delta": 0.2, "ratio_cap": 5}),
-    "DPPO-Binary-KL_0.05": ("dppo_binary_kl", {}),
-    "DPPO-Binary-KL_0.05_C5": ("dppo_binary_kl", {"ratio_cap": 5}),
-    "DPPO-TopK-TV_0.2_C5": ("dppo_topk_tv", {"ratio_cap": 5}),
-    "DPPO-TopK-TV-noother_0.2_C5": ("dppo_topk_tv", {"ratio_cap": 5, "include_other": False}),
-    "DPPO-TopK-TV-replace_0.2_C5": ("dppo_topk_tv", {"ratio_cap": 5, "sampled_token": "replace"}),
-    "DPPO-TopK-KL_0.05_C5": ("dppo_topk_kl", {"ratio_cap": 5}),
-    "DPPO-TopK-KL-replace_0.05_C5": ("dppo_topk_kl", {"ratio_cap": 5, "sampled_token": "replace"}),
-    "DPPO-Binary-KL-Decoupled_0.05": ("dppo_binary_kl_decoupled", {}),
-    "DPPO-Binary-TV-Decoupled_0.15": ("dppo_binary_tv_decoupled", {}),
-    "Mask-0.5": ("negative_mask", {}),
-    "Mask-0.8": ("negative_mask", {"delta": 0.8}),
-    "Mask-0.5-Recompute": ("negative_mask_recomputed", {}),
-    "Relax-high_a0.1": ("relax_high", {}),
-    "Relax-low_a0.1": ("relax_low", {}),
-    "Relax-both_a0.1": ("relax_both", {}),
-}
-# Column of the vectors' D that `divergence` must equal.
-DIVERGENCE_COLUMNS = {
-    "dppo_topk_tv": "tv_topk_union_with_other",
-    "dppo_topk_kl": "kl_topk_union",
-    "dppo_binary_kl": "kl_bin",
-    "dppo_binary_kl_decoupled": "kl_bin_old",
-    "dppo_binary_tv_decoupled": "tv_bin_old",
-    "minirl": "tv_bin_old",
-    "minirl_tis": "tv_bin_old",
-    "negative_mask_recomputed": "tv_bin_old",
-}
-OVERRIDDEN_COLUMNS = {
-    "DPPO-TopK-TV-noother_0.2_C5": "tv_topk_union_no_other",
-    "DPPO-TopK-TV-replace_0.2_C5": "tv_topk_replace_with_other",
-    "DPPO-TopK-KL-replace_0.05_C5": "kl_topk_replace",
-}
 EVERY_SETTING = pytest.mark.parametrize("setting", SETTINGS)
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
@@ -84,16 +37,6 @@ def one_thread():
 def test_settings_cover_vectors_and_presets():
     assert set(SETTINGS) == set(VECTORS["header"]["algorithms"]) == set(CASES[0]["algos"])
     assert {name for name, _ in SETTINGS.values()} == set(PRESETS)
-
-
-def build(setting: str, top_k: int):
-    name, overrides = SETTINGS[setting]
-    return preset(name, **overrides, **({"top_k": top_k} if "topk" in name else {}))
-
-
-def log_softmax(case: dict, which: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    logits = torch.tensor([float(x) for x in case[f"logits_{which}"]], dtype=dtype, requires_grad=True)
-    return logits, torch.log_softmax(logits / case["T"], -1)
 
 
 def run_case(setting: str, case: dict, dtype: torch.dtype) -> tuple[PolicyLossOutput, Tensor]:
@@ -116,14 +59,6 @@ def run_case(setting: str, case: dict, dtype: torch.dtype) -> tuple[PolicyLossOu
     out.loss_sum.backward()
     assert logits.grad is not None
     return out, logits.grad
-
-
-def column(setting: str) -> str:
-    return OVERRIDDEN_COLUMNS.get(setting) or DIVERGENCE_COLUMNS.get(SETTINGS[setting][0], "tv_bin")
-
-
-def is_decided(expected: dict, ratio: float, roundoff: float) -> bool:
-    return expected["margin"] is None or expected["margin"] > roundoff * max(1.0, ratio)
 
 
 @EVERY_SETTING

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreadsPerRow) row_statistics(const RowStatis
   if (threadIdx.x == 0) {
     out[0] = whole.m;
     out[1] = whole.s;
-    out[2] = whole.w;
+    out[2] = kWithEntropy ? whole.w : 0.f;  // what merging left there is not the whole sum
   }
 }
 

@@ -1,0 +1,220 @@
+"""`dppo_combine` against `policy_loss` in float32, on log-probs that no softmax need have produced."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_host import Tokens, combined, random_tokens, run, shards_of, statistics_of
+
+from megatron_dppo.algorithms import (
+    PRESETS,
+    Objective,
+    PolicyLossInputs,
+    PolicyLossOutput,
+    TopKLogProbs,
+    policy_loss,
+    preset,
+)
+from megatron_dppo.kernels.library import ROWS, KernelLibrary
+
+NUM_TOKENS = 400
+NUM_COLUMNS = 5
+OBJECTIVES = [
+    *(preset(name, **({"top_k": NUM_COLUMNS} if "topk" in name else {})) for name in PRESETS),
+    preset("sft"),
+    preset("dppo_binary_tv_decoupled", delta=0, ratio_cap=1.5, entropy_coef=0.1),
+    preset("dppo_topk_tv", include_other=False, delta=0.02),
+    preset("dppo_topk_tv", sampled_token="replace", delta=0.02),
+    preset("dppo_topk_kl", sampled_token="replace", delta=0),
+    preset("dppo_topk_kl", delta=math.inf),
+]
+
+
+def hard_tokens(seed: int) -> tuple[Tokens, torch.Tensor]:
+    """Tokens, and one shard's statistics that give them log-probs near 0, above it, far below and -inf."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def log_masses() -> torch.Tensor:
+        """[N, 1 + K] of distributions from flat to certain; the tail from 0 to everything."""
+        scale = torch.logspace(-1, 1.6, NUM_TOKENS)[:, None]
+        logits = scale * torch.randn(NUM_TOKENS, 2 + NUM_COLUMNS, generator=generator)
+        return logits.log_softmax(-1)[:, : 1 + NUM_COLUMNS]
+
+    rollout = log_masses()
+    policy = torch.where(torch.arange(NUM_TOKENS)[:, None] % 2 == 0, rollout, log_masses())
+    policy = policy + torch.randn(policy.shape, generator=generator) * 0.01
+    odd = torch.arange(NUM_TOKENS) % 16
+    policy[odd == 1, 0] = -math.inf
+    policy[odd == 3, 2] = -math.inf
+    policy[odd == 5] = -math.inf
+    policy[odd == 5, 0] = 1e-5  # rounding above 0
+    rollout[odd == 7, 3] = -math.inf
+    policy[odd == 9, 0], rollout[odd == 9, 0] = 0.0, -1e-4
+    # The sampled token is one of the Top-K in a third of the rows, and has that column's log-probs.
+    ids = torch.arange(1, 1 + NUM_COLUMNS).expand(NUM_TOKENS, -1).contiguous()
+    where = torch.randint(0, 3 * NUM_COLUMNS, (NUM_TOKENS,), generator=generator)
+    is_among = where < NUM_COLUMNS
+    column = where.clamp(max=NUM_COLUMNS - 1)[:, None]
+    for masses in (policy, rollout):
+        masses[:, 1:].scatter_(
+            1, column, torch.where(is_among[:, None], masses[:, :1], masses[:, 1:].gather(1, column))
+        )
+    num_used = torch.randint(0, 1 + NUM_COLUMNS, (NUM_TOKENS, 1), generator=generator)
+    num_used[NUM_TOKENS // 2 :] = NUM_COLUMNS
+    ids = torch.where(torch.arange(NUM_COLUMNS) < num_used, ids, -1)
+    advantages = torch.randn(NUM_TOKENS, generator=generator)
+    advantages[::11] = 0
+    weights = torch.rand(NUM_TOKENS, generator=generator)
+    weights[::13] = 0
+    tokens = Tokens(
+        logits=torch.empty(0),
+        targets=torch.where(is_among, where + 1, 99),
+        topk_ids=ids.int(),
+        topk_rollout_log_probs=rollout[:, 1:].masked_fill(ids < 0, math.nan).contiguous(),
+        rollout_log_probs=rollout[:, 0].contiguous(),
+        old_log_probs=(rollout[:, 0] + 0.3 * torch.randn(NUM_TOKENS, generator=generator)),
+        advantages=advantages,
+        is_learning=torch.rand(NUM_TOKENS, generator=generator) > 0.05,
+        token_weights=weights,
+    )
+    maximum, total, weighted = torch.zeros(NUM_TOKENS, 1), torch.ones(NUM_TOKENS, 1), -torch.ones(NUM_TOKENS, 1)
+    return tokens, torch.cat([maximum, total, weighted, policy / math.log(2)], dim=1)[None]
+
+
+def float32_loss(
+    tokens: Tokens, objective: Objective, planes: torch.Tensor, topk: torch.Tensor
+) -> PolicyLossOutput:
+    """`policy_loss` of the kernel's own log-probs and entropy."""
+    return policy_loss(
+        objective,
+        PolicyLossInputs(
+            log_probs=planes[ROWS.index("log_probs")],
+            rollout_log_probs=tokens.rollout_log_probs,
+            advantages=tokens.advantages,
+            loss_mask=tokens.is_learning,
+            old_log_probs=tokens.old_log_probs,
+            topk=TopKLogProbs(tokens.topk_ids, tokens.topk_rollout_log_probs, topk),
+            targets=tokens.targets,
+            token_weights=tokens.token_weights,
+            entropy=planes[ROWS.index("entropy")],
+        ),
+    )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.name)
+def test_it_is_policy_loss_in_float32(host_library: KernelLibrary, objective: Objective) -> None:
+    num_masked = 0
+    for seed in range(3):
+        tokens, statistics = hard_tokens(seed)
+        planes, topk = combined(host_library, tokens, statistics, objective)
+        assert topk is not None
+        rows = dict(zip(ROWS, planes, strict=True))
+        out = float32_loss(tokens, objective, planes, topk)
+        torch.testing.assert_close(rows["divergence"], out.divergence, rtol=1e-5, atol=5e-7)
+        torch.testing.assert_close(rows["ratio"], out.ratio, rtol=1e-6, atol=0)
+        deltas = (objective.delta_low, objective.delta_high)
+        is_near = torch.stack([(out.divergence - delta).abs() < 1e-6 for delta in deltas]).any(0)
+        is_near &= out.divergence != rows["divergence"]
+        same = rows["mask"].bool() == out.mask
+        assert (same | is_near).all()
+        num_masked += int((tokens.is_learning & ~out.mask).sum())
+        torch.testing.assert_close(rows["coefficient"][same], out.coefficient[same], rtol=1e-6, atol=0)
+        is_live = (out.coefficient != 0) & (tokens.token_weights != 0)
+        weight = torch.where(tokens.is_learning, tokens.token_weights, 0)
+        of_log_prob = torch.where(is_live, -out.coefficient * weight, 0)
+        of_entropy = -objective.entropy_coef * weight
+        loss = torch.where(is_live, of_log_prob * rows["log_probs"], 0) + of_entropy * rows["entropy"]
+        for name, exact in {
+            "log_prob_gradient": of_log_prob,
+            "entropy_gradient": of_entropy,
+            "loss": loss,
+        }.items():
+            torch.testing.assert_close(rows[name][same], exact[same], rtol=1e-5, atol=1e-7)
+        if bool(same.all()):
+            torch.testing.assert_close(rows["loss"].sum(), out.loss_sum, rtol=1e-4, atol=1e-4)
+    assert num_masked > 0 or objective.rule == "none" or objective.delta == math.inf
+
+
+def test_rows_that_do_not_learn_are_neutral(host_library: KernelLibrary) -> None:
+    tokens, statistics = hard_tokens(0)
+    statistics[:, ~tokens.is_learning] = math.nan
+    planes, topk = combined(host_library, tokens, statistics, preset("dppo_topk_kl", entropy_coef=0.1))
+    assert topk is not None
+    ignored = planes[:, ~tokens.is_learning]
+    assert (ignored[ROWS.index("ratio")] == 1).all()
+    assert (ignored[[i for i, name in enumerate(ROWS) if name != "ratio"]] == 0).all()
+    assert torch.isneginf(topk[~tokens.is_learning]).all()
+    assert torch.isneginf(topk[tokens.topk_ids < 0]).all()
+
+
+def test_without_options_all_learn_with_weight_1(host_library: KernelLibrary) -> None:
+    tokens, statistics = hard_tokens(0)
+    everything = replace(
+        tokens,
+        is_learning=torch.ones_like(tokens.is_learning),
+        token_weights=torch.ones_like(tokens.token_weights),
+        topk_ids=tokens.topk_ids[:, :0],
+    )
+    objective = preset("dppo_binary_kl")
+    expected, _ = combined(host_library, everything, statistics[:, :, :4].contiguous(), objective)
+    got, topk = host_library.combine(
+        statistics[:, :, :4].contiguous(),
+        objective,
+        targets=tokens.targets,
+        topk_ids=None,
+        rollout_log_probs=tokens.rollout_log_probs,
+        topk_rollout_log_probs=None,
+        anchor_log_probs=None,
+        advantages=tokens.advantages,
+        is_learning=None,
+        token_weights=None,
+    )
+    assert topk is None
+    assert torch.equal(got, expected)
+
+
+def test_an_infinite_kl_masks(host_library: KernelLibrary) -> None:
+    tokens, statistics = hard_tokens(0)
+    objective = preset("dppo_binary_kl", delta=1e30)
+    planes, _ = combined(host_library, tokens, statistics, objective)
+    rows = dict(zip(ROWS, planes, strict=True))
+    is_infinite = rows["divergence"].isposinf()
+    moves_away = torch.where(
+        tokens.advantages > 0,
+        rows["log_probs"] > tokens.rollout_log_probs,
+        (tokens.advantages < 0) & (rows["log_probs"] < tokens.rollout_log_probs),
+    )
+    assert (is_infinite & moves_away).any()
+    assert torch.equal(rows["mask"] == 0, ~tokens.is_learning | (is_infinite & moves_away))
+
+
+@pytest.mark.parametrize("num_shards", [2, 8])
+def test_a_nan_logit_shows_wherever_it_is(host_library: KernelLibrary, num_shards: int) -> None:
+    tokens = replace(random_tokens(12, 300, 3), is_learning=torch.ones(12, dtype=torch.bool))
+    logits = tokens.logits.clone()
+    columns = torch.linspace(0, 299, 12).long()
+    logits[torch.arange(12), columns] = math.nan
+    # A shard that knows nothing but -inf and the NaN.
+    logits[11, 290:299] = -math.inf
+    result = run(host_library, replace(tokens, logits=logits), preset("dppo_binary_tv"), num_shards=num_shards)
+    for name in ("log_probs", "entropy", "divergence", "ratio"):
+        assert result.rows[name].isnan().all(), name
+    live = (tokens.advantages != 0) & (tokens.token_weights != 0)
+    assert result.rows["loss"][live].isnan().all()
+    assert (result.gradient.isnan().sum(1) > 0)[live].all()
+    assert (result.padding == 0).all()
+
+
+def test_merging_depends_on_the_order_of_ranks_alone(host_library: KernelLibrary) -> None:
+    tokens = random_tokens(24, 300, 20)
+    objective = preset("dppo_topk_kl", entropy_coef=0.01)
+    for num_shards in (1, 2, 4, 8):
+        shards = shards_of(tokens, num_shards, math.nan)
+        results = []
+        for _rank in range(2):  # each merges its own copy of what was gathered
+            statistics = statistics_of(host_library, tokens, shards, with_entropy=True)
+            results.append(combined(host_library, tokens, statistics.clone(), objective))
+        assert torch.equal(results[0][0], results[1][0])
+        assert results[0][1] is not None and results[1][1] is not None
+        assert torch.equal(results[0][1], results[1][1])

@@ -1,0 +1,106 @@
+"""The kernels' source against the exact values of tests/vectors/dppo_vectors.json, from its logits."""
+
+import math
+from itertools import groupby
+
+import pytest
+import torch
+from dppo_vectors import CASES, SETTINGS, VECTORS, build, column, is_decided, log_softmax
+from kernel_host import Tokens, combined, run
+
+from megatron_dppo.algorithms import preset
+from megatron_dppo.kernels.library import ROWS, KernelLibrary
+
+RTOL, ATOL, ROUNDOFF = 5e-5, 3e-6, 1e-5  # those of float32 in test_algorithms_vectors.py
+WIDTH = max(case["V"] for case in CASES)
+TOP_K = max(len(case["topk_ids_mu"]) for case in CASES)
+
+
+def tokens_of(cases: list[dict]) -> Tokens:
+    """Cases of one temperature, vocabularies padded with tokens of no probability, Top-K with -1."""
+
+    def padded(values: torch.Tensor, size: int, value: float) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, size - len(values)), value=value)
+
+    rows = []
+    for case in cases:
+        ids, a = torch.tensor(case["topk_ids_mu"]), case["a"]
+        mu, old = (log_softmax(case, which, torch.float64)[1].detach() for which in ("mu", "old"))
+        logits = log_softmax(case, "pi", torch.float32)[0].detach()
+        columns = padded(logits, WIDTH, -math.inf), padded(ids, TOP_K, -1), padded(mu[ids], TOP_K, math.nan)
+        rows.append((*columns, mu[a], old[a]))
+    logits, ids, topk_mu, mu, old = map(torch.stack, zip(*rows, strict=True))
+    return Tokens(
+        logits=logits,
+        targets=torch.tensor([case["a"] for case in cases]),
+        topk_ids=ids.int(),
+        topk_rollout_log_probs=topk_mu.float(),
+        rollout_log_probs=mu.float(),
+        old_log_probs=old.float(),
+        advantages=torch.tensor([case["A"] for case in cases], dtype=torch.float32),
+        is_learning=torch.ones(len(cases), dtype=torch.bool),
+        token_weights=torch.ones(len(cases)),
+        temperature=cases[0]["T"],
+    )
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_vectors(host_library: KernelLibrary, setting: str, num_shards: int) -> None:
+    num_decided = 0
+    for _, group in groupby(sorted(CASES, key=lambda case: case["T"]), key=lambda case: case["T"]):
+        cases = list(group)
+        result = run(host_library, tokens_of(cases), build(setting, TOP_K), num_shards=num_shards)
+        for row, case in enumerate(cases):
+            where = f"{setting} {case['id']} {case['tag']}"
+            expected = case["algos"][setting]
+            got = {name: values[row].item() for name, values in result.rows.items()}
+
+            def close(actual: float, exact: object, where: str = where, atol: float = ATOL) -> None:
+                assert actual == pytest.approx(float(str(exact)), rel=RTOL, abs=atol), where
+
+            close(got["ratio"], case["ratio"])
+            close(got["divergence"], case["D"][column(setting)])
+            close(got["entropy"], case["entropy_pi"])
+            if not is_decided(expected, case["ratio"], ROUNDOFF):
+                continue
+            num_decided += 1
+            assert got["mask"] == expected["mask"], where
+            atol = ATOL * (1 + abs(expected["coef"]))
+            close(got["coefficient"], expected["coef"])
+            close(got["loss"], expected["loss_sg"], atol=atol)
+            for actual, exact in zip(result.gradient[row].tolist(), expected["dlogits"], strict=False):
+                close(actual, exact, atol=atol)
+            assert (result.gradient[row, case["V"] :] == 0).all()
+    assert num_decided > 0.9 * len(CASES)
+
+
+@pytest.mark.parametrize("case", VECTORS["prob_level"], ids=lambda case: case["note"][:30])
+def test_exact_probabilities(host_library: KernelLibrary, case: dict) -> None:
+    if case["mu_a"] == 0:
+        return  # no learning token has that: policy_loss refuses it
+    mu, pi = (torch.tensor([case[p]]).log() for p in ("mu_a", "pi_a"))
+    tokens = Tokens(
+        logits=torch.empty(0),
+        targets=torch.zeros(1, dtype=torch.int64),
+        topk_ids=torch.empty(1, 0, dtype=torch.int32),
+        topk_rollout_log_probs=torch.empty(1, 0),
+        rollout_log_probs=mu,
+        old_log_probs=mu,
+        advantages=torch.tensor([case["A"]], dtype=torch.float32),
+        is_learning=torch.ones(1, dtype=torch.bool),
+        token_weights=torch.ones(1),
+    )
+    statistics = torch.tensor([[[0.0, 1.0, 0.0, pi.item() / math.log(2)]]])
+    is_exact = "2^-30" not in case["note"]  # float32 rounds that case onto the boundary
+    expected = {
+        "dppo_binary_tv": (case["tv_bin"], case["mask_tv_strict"]),
+        "dppo_binary_kl": (case["kl_bin"], case["mask_kl_strict"]),
+        "negative_mask": (case["tv_bin"], case["mask_neg_geq"] if is_exact else 0),
+    }
+    for name, (divergence, mask) in expected.items():
+        planes, _ = combined(host_library, tokens, statistics, preset(name, delta=case["delta"]))
+        got = dict(zip(ROWS, planes[:, 0].tolist(), strict=True))
+        assert got["divergence"] == pytest.approx(float(divergence), abs=1e-6), name
+        assert got["mask"] == mask, name
+        assert got["ratio"] == pytest.approx(case["ratio"], rel=1e-6), name

@@ -100,9 +100,10 @@ __device__ __forceinline__ Statistics part_of_thread(const T* row, const RowStat
   return parts[0];
 }
 
-// One block per row.
+// One block per row. Two at a time leave a thread 64 registers, so that nothing spills, and keep loads enough in
+// flight.
 template <typename T, bool kWithEntropy>
-__global__ void __launch_bounds__(kThreadsPerRow) row_statistics(const RowStatisticsArguments in) {
+__global__ void __launch_bounds__(kThreadsPerRow, 2) row_statistics(const RowStatisticsArguments in) {
   const int64_t index = blockIdx.x;
   float* out = in.statistics + index * (4 + in.top_k);
   const bool is_read = in.is_learning == nullptr || in.is_learning[index] != 0;

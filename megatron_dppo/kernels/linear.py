@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.encoding import encode
-from megatron_dppo.kernels.loss import FusedPolicyLoss, describe
+from megatron_dppo.kernels.loss import FusedPolicyLoss, describe, judge
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.kernels.products import accumulate_product_
 from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
@@ -47,8 +46,7 @@ def fused_linear_policy_loss(
 ) -> FusedPolicyLoss:
     """`fused_policy_loss` of the logits hidden @ weight.T, which are never whole in memory.
 
-    Gradients flow to `hidden` and `weight`, each unless it needs none. The weight's is accumulated in float32;
-    where the weight has Megatron's `main_grad`, it is added to that in the backward pass.
+    The weight's gradient is accumulated in float32, and added to its `main_grad` where Megatron gave it one.
 
     Args:
         hidden: [T, H], the same on all ranks of `tp_group`, its gradient summed over them; with
@@ -166,10 +164,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
         by_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         rows, topk = _neutral_results(layer.num_tokens, tokens)
         for which in layer.chunks(tokens.loss_mask):
-            own = tokens.rows(which)
+            own = tokens.learning(which)
             inputs = whole[which]
             logits = layer.logits(inputs, weight)
-            _, rows[:, which], topk[which] = _judged(logits, own, objective, layer)
+            statistics = layer.statistics(logits, own.targets, own.topk_ids)
+            _, rows[:, which], topk[which] = judge(
+                logits, statistics, own, objective, layer.shard, layer.temperature
+            )
             if by_hidden is None and by_weight is None:
                 continue
             live = _write_gradient(logits, rows[:, which], own.targets, objective, layer)
@@ -198,28 +199,6 @@ def _neutral_results(num_tokens: int, tokens: LossTokens) -> tuple[Tensor, Tenso
     rows[ROWS.index("ratio")] = 1.0
     num_topk = 0 if tokens.topk_ids is None else tokens.topk_ids.shape[1]
     return rows, tokens.advantages.new_full((num_tokens, num_topk), -math.inf)
-
-
-def _judged(
-    logits: Tensor, tokens: LossTokens, objective: Objective, layer: OutputLayer
-) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.policy_loss(
-        logits,
-        layer.statistics(logits, tokens.targets, tokens.topk_ids),
-        tokens.targets,
-        tokens.topk_ids,
-        tokens.rollout_log_probs,
-        tokens.topk_rollout_log_probs,
-        tokens.old_log_probs,
-        tokens.advantages,
-        None,
-        tokens.token_weights,
-        encode(objective),
-        layer.shard.start,
-        layer.shard.vocab_size,
-        layer.temperature,
-        False,
-    )
 
 
 def _write_gradient(

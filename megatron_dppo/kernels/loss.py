@@ -13,7 +13,7 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.encoding import encode
 from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.tokens import loss_tokens, require_known_ids
+from megatron_dppo.kernels.tokens import LossTokens, loss_tokens, require_known_ids
 from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
 
 LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -101,22 +101,8 @@ def fused_policy_loss(
         require_known_ids(tokens, shard.vocab_size)
     own = token_statistics(logits, tokens.targets, tokens.topk_ids, tokens.loss_mask, shard, temperature)
     statistics = gather_statistics(own, tp_group)
-    loss_sum, rows, topk = ops.policy_loss(
-        logits,
-        statistics,
-        tokens.targets,
-        tokens.topk_ids,
-        tokens.rollout_log_probs,
-        tokens.topk_rollout_log_probs,
-        tokens.old_log_probs,
-        tokens.advantages,
-        tokens.loss_mask,
-        tokens.token_weights,
-        encode(objective),
-        shard.start,
-        shard.vocab_size,
-        temperature,
-        inplace_backward,
+    loss_sum, rows, topk = judge(
+        logits, statistics, tokens, objective, shard, temperature, is_in_place=inplace_backward
     )
     return describe(loss_sum, rows, None if topk_ids is None else topk)
 
@@ -132,6 +118,36 @@ def token_statistics(
     """[T, 4+K] of this rank's columns; see `reference.row_statistics`."""
     start, size = shard.start, shard.vocab_size
     return ops.row_statistics(logits.detach(), targets, topk_ids, loss_mask, start, size, temperature, True)
+
+
+def judge(
+    logits: Tensor,
+    statistics: Tensor,
+    tokens: LossTokens,
+    objective: Objective,
+    shard: VocabShard,
+    temperature: float,
+    *,
+    is_in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, [len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `ops.policy_loss`."""
+    return ops.policy_loss(
+        logits,
+        statistics,
+        tokens.targets,
+        tokens.topk_ids,
+        tokens.rollout_log_probs,
+        tokens.topk_rollout_log_probs,
+        tokens.old_log_probs,
+        tokens.advantages,
+        tokens.loss_mask,
+        tokens.token_weights,
+        encode(objective),
+        shard.start,
+        shard.vocab_size,
+        temperature,
+        is_in_place,
+    )
 
 
 def fused_log_probs(

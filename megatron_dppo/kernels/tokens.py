@@ -25,13 +25,13 @@ class LossTokens:
     topk_rollout_log_probs: Tensor | None  # [T, K]
     old_log_probs: Tensor | None  # [T], where the objective's anchor is recomputed
 
-    def rows(self, which: Tensor | slice) -> "LossTokens":
-        """Those tokens alone."""
+    def learning(self, which: Tensor | slice) -> "LossTokens":
+        """Those tokens alone, all of which learn."""
         chosen: dict[str, Any] = {}
         for field in fields(self):
             values = getattr(self, field.name)
             chosen[field.name] = None if values is None else values[which]
-        return replace(self, **chosen)
+        return replace(self, **chosen | {"loss_mask": None})
 
 
 def loss_tokens(

@@ -20,6 +20,7 @@ from megatron_dppo.kernels.library import ROWS, KernelLibrary
 
 NUM_TOKENS = 400
 NUM_COLUMNS = 5
+NO_ADVANTAGE = 12  # and its multiples
 OBJECTIVES = [
     *(preset(name, **({"top_k": NUM_COLUMNS} if "topk" in name else {})) for name in PRESETS),
     preset("sft"),
@@ -51,6 +52,7 @@ def hard_tokens(seed: int) -> tuple[Tokens, torch.Tensor]:
     policy[odd == 5, 0] = 1e-5  # rounding above 0
     rollout[odd == 7, 3] = -math.inf
     policy[odd == 9, 0], rollout[odd == 9, 0] = 0.0, -1e-4
+    policy[NO_ADVANTAGE, 0], rollout[NO_ADVANTAGE, 0] = -1.0, -200.0  # a ratio of inf
     # The sampled token is one of the Top-K in a third of the rows, and has that column's log-probs.
     ids = torch.arange(1, 1 + NUM_COLUMNS).expand(NUM_TOKENS, -1).contiguous()
     where = torch.randint(0, 3 * NUM_COLUMNS, (NUM_TOKENS,), generator=generator)
@@ -64,7 +66,9 @@ def hard_tokens(seed: int) -> tuple[Tokens, torch.Tensor]:
     num_used[NUM_TOKENS // 2 :] = NUM_COLUMNS
     ids = torch.where(torch.arange(NUM_COLUMNS) < num_used, ids, -1)
     advantages = torch.randn(NUM_TOKENS, generator=generator)
-    advantages[::11] = 0
+    advantages[::NO_ADVANTAGE] = 0
+    is_learning = torch.rand(NUM_TOKENS, generator=generator) > 0.05
+    is_learning[NO_ADVANTAGE] = True
     weights = torch.rand(NUM_TOKENS, generator=generator)
     weights[::13] = 0
     tokens = Tokens(
@@ -75,7 +79,7 @@ def hard_tokens(seed: int) -> tuple[Tokens, torch.Tensor]:
         rollout_log_probs=rollout[:, 0].contiguous(),
         old_log_probs=(rollout[:, 0] + 0.3 * torch.randn(NUM_TOKENS, generator=generator)),
         advantages=advantages,
-        is_learning=torch.rand(NUM_TOKENS, generator=generator) > 0.05,
+        is_learning=is_learning,
         token_weights=weights,
     )
     maximum, total, weighted = torch.zeros(NUM_TOKENS, 1), torch.ones(NUM_TOKENS, 1), -torch.ones(NUM_TOKENS, 1)
@@ -112,6 +116,7 @@ def test_it_is_policy_loss_in_float32(host_library: KernelLibrary, objective: Ob
         rows = dict(zip(ROWS, planes, strict=True))
         out = float32_loss(tokens, objective, planes, topk)
         torch.testing.assert_close(rows["divergence"], out.divergence, rtol=1e-5, atol=5e-7)
+        assert (rows["divergence"] >= 0).all()
         torch.testing.assert_close(rows["ratio"], out.ratio, rtol=1e-6, atol=0)
         deltas = (objective.delta_low, objective.delta_high)
         is_near = torch.stack([(out.divergence - delta).abs() < 1e-6 for delta in deltas]).any(0)

@@ -79,8 +79,8 @@ OBJECTIVES = [
     preset("dppo_binary_tv", entropy_coef=0.01, ratio_cap=1.2),
     preset("dppo_topk_tv", include_other=False, delta_low=0.05, delta_high=0.1),
     preset("dppo_topk_tv", sampled_token="replace", entropy_coef=0.01, delta=0.05),
-    preset("dppo_topk_tv", sampled_token="replace", include_other=False, delta=0.05),
-    preset("dppo_topk_kl", sampled_token="replace", delta=0.01),
+    preset("dppo_topk_tv", sampled_token="replace", include_other=False, delta=0.05, top_k=40),
+    preset("dppo_topk_kl", sampled_token="replace", delta=0.01, top_k=40),
     preset("dppo_topk_kl", top_k=64, delta_low=0.02, delta_high=0.03, ratio_cap=2),
 ]
 

@@ -141,6 +141,32 @@ def test_it_is_policy_loss_in_float32(host_library: KernelLibrary, objective: Ob
     assert num_masked > 0 or objective.rule == "none" or objective.delta == math.inf
 
 
+def test_the_last_used_column_is_replaced_wherever_it_is(host_library: KernelLibrary) -> None:
+    num_used = torch.tensor([0, 1, 31, 32, 33, 40, 63, 64])
+    rows, columns = len(num_used), torch.arange(64)
+    ids = torch.where(columns < num_used[:, None], columns, -1).int()
+    tokens = Tokens(
+        logits=torch.empty(0),
+        targets=torch.full((rows,), 99),
+        topk_ids=ids,
+        topk_rollout_log_probs=torch.full((rows, 64), math.log(0.01)),
+        rollout_log_probs=torch.full((rows,), math.log(0.1)),
+        old_log_probs=torch.zeros(rows),
+        advantages=torch.ones(rows),
+        is_learning=torch.ones(rows, dtype=torch.bool),
+        token_weights=torch.ones(rows),
+    )
+    policy = torch.cat([torch.tensor([0.2]), (1 + columns) / 4000]).expand(rows, -1)  # each column its own
+    begin = torch.tensor([0.0, 1.0, 0.0]).expand(rows, -1)
+    statistics = torch.cat([begin, policy.log2()], dim=1)[None]
+    for include_other in (True, False):
+        objective = preset("dppo_topk_tv", top_k=64, sampled_token="replace", include_other=include_other)
+        planes, topk = combined(host_library, tokens, statistics, objective)
+        assert topk is not None
+        expected = float32_loss(tokens, objective, planes, topk).divergence
+        torch.testing.assert_close(planes[ROWS.index("divergence")], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_that_do_not_learn_are_neutral(host_library: KernelLibrary) -> None:
     tokens, statistics = hard_tokens(0)
     statistics[:, ~tokens.is_learning] = math.nan

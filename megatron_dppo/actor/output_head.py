@@ -102,9 +102,14 @@ class OutputHead:
 
     @property
     def _weight(self) -> Tensor:
-        if self._last.share_embeddings_and_output_weights:
-            return self._last.shared_embedding_or_output_weight()
-        return self._last.output_layer.weight
+        return output_weight(self._last)
+
+
+def output_weight(chunk: Any) -> Tensor:
+    """[V/tp, H] of the output layer of the last chunk, which may be that of the embedding."""
+    if chunk.share_embeddings_and_output_weights:
+        return chunk.shared_embedding_or_output_weight()
+    return chunk.output_layer.weight
 
 
 def _hand_over(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

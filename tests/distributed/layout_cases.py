@@ -14,6 +14,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "routes": ("off", "replay"),
     "recompute": ("none", "selective", "full"),
     "optimizer": ("plain", "distributed", "distributed, overlapped"),
+    "loss from": ("hidden states", "logits"),
 }
 
 
@@ -33,7 +34,7 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """The name of what one process gives: neither the optimizer nor recomputation may change that."""
+        """The name of what one process gives: the rest may not change that."""
         model = "dense" if self.is_dense else "experts"
         return f"{model}.{self.features['objective']}.{self.features['routes']}"
 
@@ -55,7 +56,12 @@ class Case:
         }
         return {
             "parallel": {**self.parallel, **(overlap if "overlapped" in of["optimizer"] else {})},
-            "algorithm": {"preset": of["objective"]} | ({"top_k": 4} if "topk" in of["objective"] else {}),
+            "algorithm": {
+                "preset": of["objective"],
+                "loss_from": of["loss from"].replace(" ", "_"),
+                "logits_chunk_bytes": 3000,  # some ten tokens
+                **({"top_k": 4} if "topk" in of["objective"] else {}),
+            },
             "rollout": {"routing_replay": of["routes"], "num_topk_log_probs": 4},
             "optimizer": {"distributed": of["optimizer"] != "plain"},
             "megatron": recompute[of["recompute"]],
@@ -176,7 +182,8 @@ def _covering(
 
 def references() -> Iterator[Case]:
     """What one process computes, for each objective, with and without replay, and for the dense model."""
-    for name, routes in (("experts", "off"), ("experts", "replay"), ("dense", "off")):
+    for model, routes in (("experts", "off"), ("experts", "replay"), ("dense", "off")):
         for objective in FEATURES["objective"]:
-            features = {"objective": objective, "routes": routes, "recompute": "none", "optimizer": "plain"}
-            yield Case(name, 1, {}, features)
+            features = {name: values[0] for name, values in FEATURES.items()}
+            features |= {"objective": objective, "routes": routes, "loss from": "logits"}
+            yield Case(model, 1, {}, features)

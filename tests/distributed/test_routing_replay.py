@@ -93,6 +93,7 @@ def other_routes(routes: Any) -> Any:
 def router_gradient_error(actor: Any, microbatch: Any) -> float:
     """Autograd through a replayed router against a central difference, along one random direction."""
     from megatron_dppo.actor.forward import forward_packed
+    from megatron_dppo.actor.output_head import output_weight
     from megatron_dppo.routing_replay.replay import replaying, routers
 
     weight = routers(actor.chunks[0])[0].weight
@@ -100,7 +101,8 @@ def router_gradient_error(actor: Any, microbatch: Any) -> float:
 
     def loss() -> torch.Tensor:
         replay.follow(microbatch.routed_experts, microbatch.loss_mask)
-        return forward_packed(actor.chunks[0], microbatch)[0].double().log_softmax(-1)[:, 3].mean()
+        logits = forward_packed(actor.chunks[0], microbatch)[0] @ output_weight(actor.chunks[0]).T
+        return logits.double().log_softmax(-1)[:, 3].mean()
 
     with replaying(actor.chunks) as replay:
         (gradient,) = torch.autograd.grad(loss(), weight)

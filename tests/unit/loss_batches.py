@@ -64,12 +64,12 @@ def make_batch(
 
     hidden = random(num_tokens, 16) * torch.logspace(-1, 0.7, num_tokens, dtype=torch.float64)[:, None]
     weight = random(vocab_size + padding, 16)
-    hidden[0], hidden[1] = weight[5] * 3, 0.0
+    hidden[0], hidden[1] = weight[4] * 3, 0.0
     mu = ((hidden @ weight.T)[:, :vocab_size] / 0.7 + 0.3 * random(num_tokens, vocab_size)).log_softmax(-1)
     targets = torch.multinomial(mu.exp(), 1, generator=generator)[:, 0]
     best = mu.topk(min(top_k, vocab_size))
     ids = best.indices.int()
-    ids[2, 3:] = -1
+    ids[2, 3:] = -1  # the last columns: a shorter list of the most probable
     loss_mask = torch.rand(num_tokens, generator=generator) < 0.9
     loss_mask[:5] = True
     loss_mask[-1] = False

@@ -4,13 +4,13 @@ import math
 from functools import lru_cache
 from typing import Any, get_args
 
-from megatron_dppo.algorithms.divergence import SampledToken
+from megatron_dppo.algorithms.divergence import DIVERGENCES, SampledToken
 from megatron_dppo.algorithms.objective import Anchor, Objective, Relax, Rule
 
-# The values of each field that has names, by their number.
+# The values of each field that has names, by their number: capi.h's, where it has them.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "rule": get_args(Rule),
-    "divergence": ("binary_tv", "binary_kl", "topk_tv", "topk_kl"),
+    "divergence": tuple(DIVERGENCES),
     "relax": get_args(Relax),
     "anchor": get_args(Anchor),
     "sampled_token": get_args(SampledToken),

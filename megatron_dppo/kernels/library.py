@@ -4,7 +4,6 @@ Shapes and dtypes are checked, because the C side trusts its pointers; what the 
 """
 
 import ctypes
-import math
 from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -15,29 +14,11 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels.arguments import LOGITS_DTYPES, ArgumentChecker, KernelError
+from megatron_dppo.kernels.encoding import CHOICES, log_alpha
+from megatron_dppo.kernels.reference import ROWS, STATISTICS
 
 ABI_VERSION = 1
 
-# Planes of what `combine` returns.
-ROWS: tuple[str, ...] = (
-    "log_probs",
-    "entropy",
-    "divergence",
-    "ratio",
-    "mask",
-    "coefficient",
-    "loss",
-    "log_prob_gradient",
-    "entropy_gradient",
-    "highest",
-    "log2_sum",
-)
-# A row's statistics without those of its Top-K: maximum, sum, weighted sum, the target's logit.
-NUM_STATISTICS = 4
-
-_RULES = {"none": 0, "ratio": 1, "divergence": 2, "negative": 3}
-_DIVERGENCES = {"binary_tv": 0, "binary_kl": 1, "topk_tv": 2, "topk_kl": 3}
-_RELAX = {"none": 0, "high": 1, "low": 2, "both": 3}
 _INCLUDE_OTHER, _REPLACE, _IMITATION = 1, 2, 4
 
 
@@ -64,15 +45,15 @@ class _Objective(ctypes.Structure):
         flags |= _REPLACE if objective.sampled_token == "replace" else 0
         flags |= _IMITATION if objective.is_imitation else 0
         return cls(
-            rule=_RULES[objective.rule],
-            divergence=_DIVERGENCES[objective.divergence],
-            relax=_RELAX[objective.relax],
+            rule=CHOICES["rule"].index(objective.rule),
+            divergence=CHOICES["divergence"].index(objective.divergence),
+            relax=CHOICES["relax"].index(objective.relax),
             flags=flags,
             delta_low=objective.delta_low,
             delta_high=objective.delta_high,
             eps_low=objective.eps_low,
             eps_high=objective.eps_high,
-            log_alpha=math.log(objective.alpha) if objective.alpha > 0 else -math.inf,
+            log_alpha=log_alpha(objective),
             ratio_cap=objective.ratio_cap,
             entropy_coef=objective.entropy_coef,
         )
@@ -148,7 +129,7 @@ class KernelLibrary:
         check = ArgumentChecker("row_statistics", self.device_type, logits.device)
         rows = check.logits("logits", logits, num_columns)
         top_k = 0 if topk_ids is None else check.top_k(topk_ids)
-        statistics = torch.empty(rows, NUM_STATISTICS + top_k, dtype=torch.float32, device=logits.device)
+        statistics = torch.empty(rows, STATISTICS + top_k, dtype=torch.float32, device=logits.device)
         self._run(
             "dppo_row_statistics",
             logits.device,
@@ -214,9 +195,7 @@ class KernelLibrary:
         self._run(
             "dppo_combine",
             statistics.device,
-            check.pointer(
-                "statistics", statistics, torch.float32, (num_shards, num_rows, NUM_STATISTICS + top_k)
-            ),
+            check.pointer("statistics", statistics, torch.float32, (num_shards, num_rows, STATISTICS + top_k)),
             num_shards,
             num_rows,
             top_k,

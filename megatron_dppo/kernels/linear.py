@@ -168,12 +168,11 @@ class _LinearPolicyLoss(torch.autograd.Function):
             inputs = whole[which]
             logits = layer.logits(inputs, weight)
             statistics = layer.statistics(logits, own.targets, own.topk_ids)
-            _, rows[:, which], topk[which] = judge(
-                logits, statistics, own, objective, layer.shard, layer.temperature
-            )
+            _, found, topk[which] = judge(logits, statistics, own, objective, layer.shard, layer.temperature)
+            rows[:, which] = found
             if by_hidden is None and by_weight is None:
                 continue
-            live = _write_gradient(logits, rows[:, which], own.targets, objective, layer)
+            live = _write_gradient(logits, found, own.targets, objective, layer)
             gradient = logits[: live.numel()].to(weight.dtype)
             if by_hidden is not None:
                 by_hidden[_positions(which, live)] = gradient @ weight

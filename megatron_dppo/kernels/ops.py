@@ -168,6 +168,8 @@ def _write_gradient(
     with_entropy: bool,
     out: Tensor,
 ) -> None:
+    if sources is not None:
+        out = out[: sources.numel()]
     _kernels(logits).logits_gradient(
         logits,
         rows,

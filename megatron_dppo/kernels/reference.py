@@ -214,7 +214,7 @@ def logits_gradient(
         with_entropy: Whether the entropy has a gradient.
         upstream: Scalar, the gradient by the loss; none is 1.
         sources: [N] int64: row i of `out` is for row sources[i] of the logits; none keeps the order.
-        out: [N, V/shards] of the logits' dtype; its first N rows are written.
+        out: [N, V/shards] of the logits' dtype.
     """
     if sources is not None:
         logits, rows, targets = logits[sources], rows[:, sources], targets[sources]
@@ -232,7 +232,6 @@ def logits_gradient(
     if num_columns:
         gradient.scatter_add_(1, local.clamp(0, num_columns - 1), torch.where(is_here, by_log_prob, 0.0))
     is_live = (by_log_prob != 0) | (by_entropy != 0)
-    out = out[: rows.shape[1]]
     out[:, :num_columns] = torch.where(is_live, gradient, 0.0).to(out.dtype)
     out[:, num_columns:] = 0.0
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.errors import ConfigError, Problem
-
-MAX_TOP_K = 64  # what the kernels gather of a row
+from megatron_dppo.kernels.arguments import MAX_TOP_K
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +73,13 @@ def loss_tokens(
         raise ConfigError(problems)
     integers = {"targets": torch.int64, "topk_ids": torch.int32, "loss_mask": torch.bool}
     used = slice(None, objective.top_k if objective.needs_topk else None)
+    topk_columns = 0 if topk_ids is None else topk_ids.shape[1]
     ready: dict[str, Any] = {}
     for name, values in given.items():
         if values is not None:
             values = values[:, used] if name.startswith("topk") else values
             values = values.detach().to(integers.get(name, dtype)).contiguous()
-        ready[name] = values
+        ready[name] = None if name.startswith("topk") and topk_columns == 0 else values
     return LossTokens(**ready)
 
 

@@ -1,25 +1,16 @@
 """The kernels' source built for the host, and the loss through it: what the kernel tests share."""
 
 import math
-import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, PolicyLossOutput, TopKLogProbs, policy_loss
-from megatron_dppo.kernels.library import ROWS, KernelLibrary
+from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.kernels.reference import ROWS
 
-CSRC = Path(__file__).resolve().parents[2] / "megatron_dppo" / "kernels" / "csrc"
 PADDING = (math.nan, 1e4)
-
-
-def compile_for_host(source: Path, destination: Path) -> Path:
-    """A shared object of C++ that uses host_shim.h."""
-    options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", f"-I{CSRC}"]
-    subprocess.run(["g++", *options, str(source), "-o", str(destination)], check=True)
-    return destination
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from kernel_host import (
     Shard,
     Tokens,
     combined,
-    compile_for_host,
     exact_loss,
     gradient_of,
     random_tokens,
@@ -21,7 +21,10 @@ from kernel_host import (
 )
 
 from megatron_dppo.algorithms import preset
-from megatron_dppo.kernels.library import ROWS, KernelError, KernelLibrary
+from megatron_dppo.kernels.arguments import KernelError
+from megatron_dppo.kernels.build import CSRC, HOST_FLAGS
+from megatron_dppo.kernels.library import KernelLibrary
+from megatron_dppo.kernels.reference import ROWS
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 OBJECTIVE = preset("dppo_binary_tv", entropy_coef=0.01)
@@ -257,7 +260,9 @@ DPPO_API int run(int kind) {
 def test_the_shim_reports_waits_that_hang_or_are_undefined(tmp_path: Path) -> None:
     source = tmp_path / "divergent.cpp"
     source.write_text(DIVERGENT)
-    library = ctypes.CDLL(str(compile_for_host(source, tmp_path / "divergent.so")))
+    command = ["g++", *HOST_FLAGS, f"-I{CSRC}", str(source), "-o", str(tmp_path / "divergent.so")]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(tmp_path / "divergent.so"))
     assert library.run(3) == 0
     assert [library.run(kind) for kind in range(3)] == [719] * 3
     assert library.run(3) == 0

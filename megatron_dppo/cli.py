@@ -15,7 +15,7 @@ from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, MegatronDppoError
 from megatron_dppo.plan import Machine, Options, as_json, as_text, make_plan, parse_bytes
 from megatron_dppo.plan.options import Granularity, LayerSpec, Loss, Moments
-from megatron_dppo.runtime import quiet_library_warnings, world_size_from_launcher
+from megatron_dppo.runtime import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer(
     name="megatron-dppo",
@@ -59,6 +59,7 @@ def train(configs: Configs, overrides: Overrides = None) -> None:
         config = load_config(configs, overrides or ())
         require_valid(config, world_size_from_launcher())
         quiet_library_warnings()
+        gpu_libraries()
         from megatron_dppo.train import main as run
 
         run(config)

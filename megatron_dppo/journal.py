@@ -15,9 +15,10 @@ from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.diagnostics.tracking import RunFolder
 from megatron_dppo.errors import TrainingError
+from megatron_dppo.models.spec_choice import choose_layer_spec
 from megatron_dppo.rollout.collect import RolloutBatch, Tokenizer, write_samples
 from megatron_dppo.rollout.counts import refuse_if_too_many_dropped
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime import Runtime, gpu_libraries
 from megatron_dppo.types import TrainBatch
 
 T = TypeVar("T")
@@ -53,7 +54,11 @@ class Journal:
             def open_folder() -> None:
                 stack.enter_context(locked(config.run.folder))
                 options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
-                folders.append(stack.enter_context(RunFolder.open(*options, backends=config.tracking.backends)))
+                choice = choose_layer_spec(config, gpu_libraries().transformer_engine)
+                decisions = {"layer_spec": choice.name, "layer_spec_reason": choice.reason}
+                backends = config.tracking.backends
+                folder = RunFolder.open(*options, backends=backends, decisions=decisions)
+                folders.append(stack.enter_context(folder))
 
             runtime.on_main(open_folder)
             yield cls(config, runtime, folders[0] if folders else None)

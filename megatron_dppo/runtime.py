@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
+from megatron_dppo.libraries import Libraries, usable_libraries
 
 T = TypeVar("T")
 logger = logging.getLogger("megatron_dppo")
@@ -132,6 +133,11 @@ def world_size_from_launcher() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def gpu_libraries() -> Libraries:
+    """Which kernels of others this process can use; call before importing Megatron, which then sees no more."""
+    return usable_libraries(is_on_gpu=torch.cuda.is_available())
+
+
 def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float = 600.0) -> Runtime:
     """Pick the device and join the process group (NCCL on GPUs, gloo elsewhere).
 
@@ -157,6 +163,7 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         device, backend = torch.device("cuda", local_rank), "nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
+    gpu_libraries()
     _configure_logging(rank)
     if not dist.is_initialized():
         store = HashStore() if world_size == 1 else _meet(rank, world_size, min(timeout_s, join_timeout_s))

@@ -35,15 +35,16 @@ from megatron_dppo.data.packing import placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.convert import export_hf_weights
 from megatron_dppo.models.family import read_hf_config
 from megatron_dppo.models.lora import add_lora
 from megatron_dppo.models.megatron_checkpoint import load_weights
+from megatron_dppo.models.spec_choice import LayerSpecName, choose_layer_spec
 from megatron_dppo.routing_replay.replay import Replay, replaying
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime import Runtime, gpu_libraries
 from megatron_dppo.types import Microbatch, ModelRouting, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Actor:
         """Build the model and load its weights.
 
         Raises:
+            ConfigError: Ranks differ in the layer spec that they can use.
             LayoutError: The processes do not divide over `[parallel]`.
             ConversionError: The checkpoint does not hold the model that its config.json describes.
         """
@@ -70,8 +72,10 @@ class Actor:
         )
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
-        self._model_config = transformer_config(self.hf, dtype, megatron_sizes(self.layout), config.megatron)
-        chunks = build_model(self.hf, self._model_config)
+        spec = _agreed_layer_spec(config, runtime)
+        sizes = megatron_sizes(self.layout)
+        self._model_config = transformer_config(self.hf, dtype, sizes, config.megatron, spec)
+        chunks = build_model(self.hf, self._model_config, spec)
         self.chunks: list[GPTModel] = [chunk.to(runtime.device) for chunk in chunks]
         load_weights(self.chunks, config.model.load, self.hf)
         if config.lora.rank:
@@ -275,6 +279,19 @@ class Actor:
         """
         parameters: list[Any] = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         return [parameter.main_grad for parameter in parameters if parameter.requires_grad]
+
+
+def _agreed_layer_spec(config: Config, runtime: Runtime) -> LayerSpecName:
+    """What `model.layer_spec` comes to, the same on all ranks; rank 0 says which and why."""
+    choice = choose_layer_spec(config, gpu_libraries().transformer_engine)
+    names = runtime.all_gather(choice.name)
+    if len(set(names)) > 1:
+        other = next(rank for rank, name in enumerate(names) if name != names[0])
+        found = f"{config.model.layer_spec!r}: {names[0]} on rank 0, {names[other]} on rank {other}"
+        action = "Install the same packages on all nodes, or name one in the config."
+        raise ConfigError(Problem("model.layer_spec", found, "one layer spec on all ranks", action))
+    logger.info("layers of the %s spec: %s", choice.name, choice.reason)
+    return choice.name
 
 
 @dataclass(frozen=True)

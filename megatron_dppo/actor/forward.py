@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -56,8 +57,13 @@ def run_microbatches(
 def forward_packed(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
     """[1, T, V] logits of packed sequences (this rank's columns), or hidden states for the next stage."""
     longest = microbatch.max_seqlen
+    is_context_split = parallel_state.get_context_parallel_world_size() > 1
+    # Transformer Engine's attention over several ranks asks for both, though nothing lies between sequences.
+    padded = microbatch.cu_seqlens if is_context_split else None
     packing = PackedSeqParams(
         qkv_format="thd",
+        cu_seqlens_q_padded=padded,  # type: ignore[arg-type]  # none by default
+        cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]
         cu_seqlens_q=microbatch.cu_seqlens,
         cu_seqlens_kv=microbatch.cu_seqlens,
         max_seqlen_q=longest,

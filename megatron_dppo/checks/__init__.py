@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from megatron_dppo.checks import (
     algorithm_rules,
     data_rules,
+    layer_spec_rules,
     lora_rules,
     megatron_rules,
     memory_rules,
@@ -28,6 +29,7 @@ __all__ = [
     "check",
     "data_rules",
     "gather_facts",
+    "layer_spec_rules",
     "lora_rules",
     "megatron_rules",
     "memory_rules",
@@ -37,9 +39,12 @@ __all__ = [
     "run_rules",
 ]
 
-assert all((algorithm_rules, data_rules, lora_rules, megatron_rules, memory_rules, model_rules, run_rules)), (
-    "importing them registers rules"
-)
+assert all(
+    (
+        *(algorithm_rules, data_rules, layer_spec_rules, lora_rules, megatron_rules, memory_rules, model_rules),
+        run_rules,
+    )
+), "importing them registers rules"
 
 
 def check(config: Config, world_size: int, rules: Mapping[str, Rule] = RULES) -> list[Problem]:

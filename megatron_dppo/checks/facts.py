@@ -9,6 +9,8 @@ from megatron_dppo.actor.layout import ModelSizes, architecture_of, read_model_c
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import read_columns
 from megatron_dppo.errors import ConfigError, DataError, Problem
+from megatron_dppo.libraries import Library
+from megatron_dppo.runtime import gpu_libraries
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Facts:
     model: Mapping[str, Any] | Problem  # config.json
     sizes: ModelSizes | Problem
     columns: Mapping[str, list[str] | Problem]  # of the files named by data.prompts and evaluation.prompts
+    transformer_engine: Library | None  # where the config asks for it: importing it takes seconds
 
     @property
     def architecture(self) -> str | None:
@@ -32,7 +35,7 @@ class Facts:
 
 
 def gather_facts(config: Config, world_size: int) -> Facts:
-    """Read what the rules need: config.json, and the columns of the prompt files."""
+    """Find out what the rules need: config.json, columns of the prompt files, a library that is asked for."""
     model: Mapping[str, Any] | Problem
     sizes: ModelSizes | Problem
     try:
@@ -45,7 +48,9 @@ def gather_facts(config: Config, world_size: int) -> Facts:
         sizes = error.problems[0]
     files = {"data.prompts": config.data.prompts, "evaluation.prompts": config.evaluation.prompts}
     columns = {key: _columns(key, path) for key, path in files.items() if path is not None}
-    return Facts(world_size, model, sizes, columns)
+    is_asked_for = config.model.layer_spec == "transformer_engine"
+    transformer_engine = gpu_libraries().transformer_engine if is_asked_for else None
+    return Facts(world_size, model, sizes, columns, transformer_engine)
 
 
 def _columns(key: str, path: Path) -> list[str] | Problem:

@@ -46,7 +46,13 @@ _OWNED: dict[str, str] = {
         _PROVEN_STAGES,
     ),
     **dict.fromkeys(("hierarchical_context_parallel_sizes", "cp_comm_type"), _PROVEN_CONTEXT),
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16"), "model.dtype"),
+    **dict.fromkeys(
+        ("params_dtype", "pipeline_dtype", "autocast_dtype", "bf16", "fp16", "fp8", "fp4"), "model.dtype"
+    ),
+    **dict.fromkeys(
+        ("transformer_impl", "moe_grouped_gemm", "moe_use_legacy_grouped_gemm", "use_kitchen"),
+        "model.layer_spec",
+    ),
     **dict.fromkeys(
         (
             *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),

@@ -40,6 +40,8 @@ class ModelConfig(Section):
     """A Hugging Face folder or a Megatron checkpoint made by tools/convert_checkpoint.py."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of the trainer; gradients and optimizer stay in float32."""
+    layer_spec: Literal["auto", "torch", "transformer_engine"] = "auto"
+    """Whose modules compute; auto: Transformer Engine's where it can be used (it needs a GPU), else ours."""
 
 
 class LoraConfig(Section):

@@ -53,13 +53,20 @@ class RunFolder:
 
     @classmethod
     def open(
-        cls, path: Path, config: Mapping[str, Any], resume: bool, *, backends: Sequence[str] = ()
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        resume: bool,
+        *,
+        backends: Sequence[str] = (),
+        decisions: Mapping[str, Any] | None = None,
     ) -> RunFolder:
         """Create the folder, or go on in it.
 
         With `resume`, the caller then calls `truncate` with its checkpoint's offset (0 without a
         checkpoint). A changed config is allowed and logged. Without `resume`, the folder may hold a
-        launcher's logs and `servers/`, but no earlier run.
+        launcher's logs and `servers/`, but no earlier run. `decisions` are what this run settled by what is
+        installed, and go into versions.json.
         """
         path = Path(path)
         _refuse_unusable(path, resume)
@@ -68,7 +75,8 @@ class RunFolder:
             for name in SUBFOLDERS:
                 (path / name).mkdir(parents=True, exist_ok=True)
             _write_keeping_earlier(path / "config.toml", tomli_w.dumps(_without_none(config)))
-            _write_keeping_earlier(path / "versions.json", json.dumps(versions(), indent=2) + "\n")
+            ran_with = versions() | dict(decisions or {})
+            _write_keeping_earlier(path / "versions.json", json.dumps(ran_with, indent=2) + "\n")
             return cls(path, opened)
         except BaseException:
             for backend in opened:

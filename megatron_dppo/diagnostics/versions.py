@@ -9,7 +9,7 @@ from typing import Any
 
 import megatron_dppo
 
-PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "numpy")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transformers", "sglang", "numpy")
 
 
 def versions() -> dict[str, Any]:

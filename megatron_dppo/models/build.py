@@ -1,4 +1,4 @@
-"""A Megatron-Core GPT model for a Hugging Face config, in the torch layer spec."""
+"""A Megatron-Core GPT model for a Hugging Face config, in either layer spec."""
 
 from typing import Any
 
@@ -11,22 +11,18 @@ from megatron.core.transformer import TransformerConfig
 from megatron_dppo.actor.layout import model_sizes
 from megatron_dppo.models.architectures import rope_scaling_factor
 from megatron_dppo.models.family import HFConfig, family_of
-from megatron_dppo.models.layer_spec import torch_block_spec
-
-# What needs Transformer Engine or apex; `[megatron]` may turn each on where they are installed.
-_WITHOUT_FUSIONS: dict[str, Any] = dict(
-    bias_activation_fusion=False,
-    bias_dropout_fusion=False,
-    apply_rope_fusion=False,
-    masked_softmax_fusion=False,
-    gradient_accumulation_fusion=False,
-    moe_permute_fusion=False,
-    persist_layer_norm=False,
-)
+from megatron_dppo.models.fusions import fusions
+from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
+from megatron_dppo.models.spec_choice import LayerSpecName
+from megatron_dppo.runtime import gpu_libraries
 
 
 def transformer_config(
-    hf: HFConfig, dtype: torch.dtype, parallel: dict[str, Any], overrides: dict[str, Any]
+    hf: HFConfig,
+    dtype: torch.dtype,
+    parallel: dict[str, Any],
+    overrides: dict[str, Any],
+    layer_spec: LayerSpecName = "torch",
 ) -> TransformerConfig:
     """Megatron's config of the model.
 
@@ -35,6 +31,7 @@ def transformer_config(
         dtype: Type of parameters and activations.
         parallel: Megatron's parallel sizes, from `Layout`.
         overrides: The user's `[megatron]` table, which has the last word.
+        layer_spec: The one that the model is going to be built in.
     """
     settings: dict[str, Any] = dict(
         params_dtype=dtype,
@@ -48,17 +45,20 @@ def transformer_config(
         use_cpu_initialization=False,
         moe_token_dispatcher_type="alltoall",  # ranks hold micro-batches of unequal lengths, dense models too
     )
-    settings |= _WITHOUT_FUSIONS | family_of(hf).transformer_config(hf) | parallel | overrides
+    settings |= fusions(gpu_libraries()) | family_of(hf).transformer_config(hf) | parallel | overrides
+    has_experts = settings.get("num_moe_experts") is not None
+    settings["moe_grouped_gemm"] = has_experts and layer_spec == "transformer_engine"
     return TransformerConfig(**settings)
 
 
-def build_model(hf: HFConfig, config: TransformerConfig) -> list[GPTModel]:
+def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:
     """This rank's part of the model, one chunk per virtual pipeline stage, with uninitialised weights.
 
     Megatron's process groups must exist. Load a checkpoint before use.
     """
     num_chunks = config.virtual_pipeline_model_parallel_size
-    chunks = [_chunk(hf, config, stage) for stage in ([None] if num_chunks is None else range(num_chunks))]
+    stages = [None] if num_chunks is None else range(num_chunks)
+    chunks = [_chunk(hf, config, stage, BLOCK_SPECS[layer_spec]) for stage in stages]
     for chunk in chunks:
         _mark_split_parameters(chunk, hf)
     return chunks
@@ -76,8 +76,8 @@ def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
             set_tensor_model_parallel_attributes(parameter, True, dim, stride=1)
 
 
-def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None) -> GPTModel:
-    spec: Any = torch_block_spec(config, stage)  # Megatron annotates it as one layer's
+def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spec: BlockSpec) -> GPTModel:
+    spec: Any = block_spec(config, stage)  # Megatron annotates it as one layer's
     ranks = config.tensor_model_parallel_size
     rotary_base: Any = model_sizes(hf).rope_theta  # annotated as int, and used as any number
     rope_factor = rope_scaling_factor(hf)

@@ -47,27 +47,46 @@ def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig
     table = family_of(hf).weight_table(hf)
     _require_same_names(chunks, weights, hf, table)
     for parameter in _parameters(chunks, hf):
-        entry, target = table.entry(parameter.name), parameter.tensor.detach()
+        entry = table.entry(parameter.name)
         if entry.rule.is_expert:
-            first = parallel_state.get_expert_model_parallel_rank() * target.shape[0]
-            for local in range(target.shape[0]):
-                _fill(target[local], parameter.name, entry, first + local, table, weights)
+            experts = parameter.experts()
+            first = parallel_state.get_expert_model_parallel_rank() * len(experts)
+            for local, target in enumerate(experts):
+                _fill(target, parameter.name, entry, first + local, table, weights)
         else:
-            _fill(target, parameter.name, entry, None, table, weights)
+            _fill(parameter.tensors[0].detach(), parameter.name, entry, None, table, weights)
 
 
 @dataclass(frozen=True, eq=False)
 class _Parameter:
-    name: str
-    tensor: Tensor
+    name: str  # in our layer spec
+    tensors: tuple[Tensor, ...]  # one; of experts that are a parameter each, all of this rank's
+    is_apart: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of `whole`."""
+        own = self.tensors[0].shape
+        return torch.Size((len(self.tensors), *own)) if self.is_apart else own
+
+    def experts(self) -> list[Tensor]:
+        """A view of each expert of this rank."""
+        return [t.detach() for t in (self.tensors if self.is_apart else self.tensors[0].unbind())]
+
+    def whole(self) -> Tensor:
+        """As our layer spec holds it, with LoRA's update; a copy where experts are apart."""
+        return torch.stack(self.experts()) if self.is_apart else merged(self.tensors[0])
 
 
 def _parameters(
     chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> list[_Parameter]:
-    """This rank's parameters but LoRA's, or `tensors` in their place, named as in a model on one process."""
-    values = iter(tensors) if tensors is not None else None
-    found: list[_Parameter] = []
+    """This rank's parameters but LoRA's, or `tensors` in their place, named as in a model on one process.
+
+    Those of Transformer Engine's spec have the names, and experts the places, that they have in ours.
+    """
+    table, values = family_of(hf).weight_table(hf), iter(tensors) if tensors is not None else None
+    found: dict[str, _Parameter] = {}
     for chunk in chunks:
         decoder: Any = chunk.decoder
         layers: list[int] = [layer.layer_number - 1 for layer in decoder.layers]
@@ -80,8 +99,11 @@ def _parameters(
                 name = f"decoder.layers.{layers[int(rest[1])]}.{rest[2]}"
             if name == OUTPUT.megatron and hf.get("tie_word_embeddings"):
                 name = EMBEDDING.megatron  # the last stage's copy
-            found.append(_Parameter(name, value))
-    return found
+            entry = table.entry(name)
+            before = found[entry.name].tensors if entry.name in found else ()
+            assert entry.is_one_expert or not before, f"{name} is there twice"
+            found[entry.name] = _Parameter(entry.name, (*before, value), entry.is_one_expert)
+    return list(found.values())
 
 
 def _require_same_names(
@@ -161,15 +183,16 @@ def export_hf_weights(
             their gradients; none exports the weights, with LoRA's updates.
     """
     table = family_of(hf).weight_table(hf)
-    own = {parameter.name: parameter.tensor for parameter in _parameters(chunks, hf, tensors)}
+    own = {parameter.name: parameter for parameter in _parameters(chunks, hf, tensors)}
+    described_here = {name: (p.shape, p.tensors[0].dtype) for name, p in own.items()}
     places: dict[str, _Place] = {}
-    for stage, described in enumerate(_of_all_stages({n: (t.shape, t.dtype) for n, t in own.items()})):
+    for stage, described in enumerate(_of_all_stages(described_here)):
         for name, (shape, dtype) in described.items():
             places.setdefault(name, _Place(stage, shape, dtype))  # of tied layers, the first stage's
-    device = next(iter(own.values())).device
+    device = next(iter(own.values())).tensors[0].device
     for name in sorted(places, key=_order):
         entry = table.entry(name)
-        part = merged(own[name]) if name in own else None
+        part = own[name].whole() if name in own else None
         for expert, shards in enumerate(_gathered(part, places[name], entry.rule, device)):
             pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
             hf_names = entry.hf_names(expert if entry.rule.is_expert else None)

@@ -1,10 +1,10 @@
-"""Our `torch` layer spec: a Megatron-Core transformer out of plain PyTorch modules.
+"""Our `torch` layer spec: a Megatron-Core transformer out of plain PyTorch modules; and Megatron's other one.
 
-It runs wherever PyTorch does, CPU included, and keeps the checkpoint keys that Megatron's Transformer Engine
+Ours runs wherever PyTorch does, CPU included, and keeps the checkpoint keys that Megatron's Transformer Engine
 spec expects, so that a checkpoint written with one loads into the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron_dppo.models.attention import PackedAttention
+from megatron_dppo.models.spec_choice import LayerSpecName
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -189,3 +190,19 @@ def torch_block_spec(config: TransformerConfig, virtual_stage: int | None = None
     return TransformerBlockSubmodules(
         layer_specs=[torch_layer_spec(config, moe) for moe in own], layer_norm=final_norm
     )
+
+
+def transformer_engine_block_spec(
+    config: TransformerConfig, virtual_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """As `torch_block_spec`, of Transformer Engine's modules: Megatron's own spec for a config like this."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
+
+
+BlockSpec = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules]
+BLOCK_SPECS: Mapping[LayerSpecName, BlockSpec] = {
+    "torch": torch_block_spec,
+    "transformer_engine": transformer_engine_block_spec,
+}

@@ -23,6 +23,8 @@ class WeightRule:
 
     Attributes:
         megatron: Parameter name in our layer spec.
+        transformer_engine: Its name in Transformer Engine's spec where that differs; `{local}` counts this
+            rank's experts, which are a parameter each there.
         hf: Checkpoint names, in the order they are fused.
         fusion: "one" tensor as it is; "concatenate" along dimension 0 (gate, up);
             "qkv" interleaved by key-value group: the group's queries, its key, its value.
@@ -38,6 +40,7 @@ class WeightRule:
     tensor_parallel_dim: int | None = None
     is_vocabulary: bool = False
     is_expert: bool = False
+    transformer_engine: str | None = None
 
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -52,8 +55,16 @@ OUTPUT = WeightRule("output_layer.weight", ("lm_head.weight",), tensor_parallel_
 BACKBONE = (
     EMBEDDING,
     WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    WeightRule(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",)),
-    WeightRule(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",)),
+    WeightRule(
+        _M + "input_layernorm.weight",
+        (_H + "input_layernorm.weight",),
+        transformer_engine=_M + "self_attention.linear_qkv.layer_norm_weight",
+    ),
+    WeightRule(
+        _M + "pre_mlp_layernorm.weight",
+        (_H + "post_attention_layernorm.weight",),
+        transformer_engine=_M + "mlp.linear_fc1.layer_norm_weight",  # of dense layers
+    ),
     WeightRule(
         _M + "self_attention.linear_qkv.weight",
         tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
@@ -94,9 +105,14 @@ MOE_MLP = (
         fusion="concatenate",
         tensor_parallel_dim=0,
         is_expert=True,
+        transformer_engine=_M + "mlp.experts.linear_fc1.weight{local}",
     ),
     WeightRule(
-        _M + "mlp.experts.fc2_weight", (_E + "down_proj.weight",), tensor_parallel_dim=1, is_expert=True
+        _M + "mlp.experts.fc2_weight",
+        (_E + "down_proj.weight",),
+        tensor_parallel_dim=1,
+        is_expert=True,
+        transformer_engine=_M + "mlp.experts.linear_fc2.weight{local}",
     ),
 )
 
@@ -137,6 +153,12 @@ class WeightEntry:
 
     rule: WeightRule
     layer: int | None
+    is_one_expert: bool = False  # of this rank's, as Transformer Engine's spec has them, and no stack of them
+
+    @property
+    def name(self) -> str:
+        """The parameter's in our layer spec."""
+        return self.rule.megatron.format(layer=self.layer)
 
     def hf_names(self, expert: int | None = None) -> tuple[str, ...]:
         """Checkpoint names, for one expert where the parameter stacks experts."""
@@ -148,23 +170,30 @@ class WeightTable:
 
     def __init__(self, rules: Iterable[WeightRule], heads: HeadSizes) -> None:
         self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
+        self._transformer_engine: Mapping[str, WeightRule] = {
+            rule.transformer_engine: rule for rule in self._rules.values() if rule.transformer_engine
+        }
         self._heads = heads
 
     def entry(self, megatron_name: str) -> WeightEntry:
-        """The rule of a parameter, named as in a model on one process.
+        """The rule of a parameter, named as in a model on one process, of either layer spec.
 
         Raises:
             ConversionError: The table has no such parameter.
         """
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", megatron_name)
         key = f"{_M}{match[2]}" if match else megatron_name
+        layer = int(match[1]) if match else None
+        of_engine = re.sub(r"(\.experts\.linear_fc[12]\.weight)\d+$", r"\1{local}", key)
+        if of_engine in self._transformer_engine:
+            return WeightEntry(self._transformer_engine[of_engine], layer, is_one_expert=of_engine != key)
         if key not in self._rules:
             raise ConversionError(
                 f"Megatron parameter {megatron_name!r} is not in the weight table, "
                 f"which has {sorted(self._rules)}. "
                 "Add a rule to models/weight_map.py and list it in the model's family."
             )
-        return WeightEntry(self._rules[key], int(match[1]) if match else None)
+        return WeightEntry(self._rules[key], layer)
 
     def fuse(self, rule: WeightRule, tensors: Sequence[Tensor], num_parts: int = 1) -> Tensor:
         """The Megatron parameter (of one expert) made of its Hugging Face tensors; a part of it, of theirs.

@@ -1,0 +1,87 @@
+"""Optional libraries of GPU kernels, Transformer Engine and NVIDIA apex: whether this process can use them.
+
+Megatron-Core uses each of them wherever an import does not raise ImportError, whatever the device. A package
+that is installed and cannot be loaded raises much else, and PyPI's `apex` is another project. So Megatron is
+let see only what can be used, and this is called before Megatron is imported.
+"""
+
+import functools
+import importlib
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+# Transformer Engine: CalledProcessError or RuntimeError without cuDNN, OSError without a library or its own
+# binaries, AssertionError or RuntimeError for parts that are missing or of different versions. Binaries made
+# for another torch: ImportError or OSError. A package of the same name: what its age and dependencies raise.
+_RAISED = (
+    *(ImportError, OSError, RuntimeError, AssertionError, subprocess.SubprocessError),
+    *(AttributeError, NameError, SyntaxError, TypeError, ValueError),
+)
+_OLDEST_TRANSFORMER_ENGINE = "2.9"
+NO_GPU = "its kernels need a GPU, and this process has none"
+
+
+@dataclass(frozen=True)
+class Library:
+    """An optional package.
+
+    Attributes:
+        fault: Why it cannot be used: what importing it raised; none where it can.
+    """
+
+    fault: str | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether Megatron may use it."""
+        return self.fault is None
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """What there is beside Megatron-Core."""
+
+    transformer_engine: Library
+    apex: Library
+    fused_weight_gradient: Library  # apex's kernel that adds a weight's gradient to its float32 sum
+
+
+@functools.cache
+def usable_libraries(*, is_on_gpu: bool) -> Libraries:
+    """Import what is installed; what cannot be used is as if not installed, for the rest of the process."""
+    return Libraries(
+        transformer_engine=_import("transformer_engine.pytorch", is_on_gpu=is_on_gpu),
+        apex=_import("apex", "amp_C", "apex.multi_tensor_apply", "apex.optimizers", is_on_gpu=is_on_gpu),
+        fused_weight_gradient=_import("fused_weight_gradient_mlp_cuda", is_on_gpu=is_on_gpu),
+    )
+
+
+def _import(*modules: str, is_on_gpu: bool) -> Library:
+    """A library that is all of these modules; the first one's package is hidden where one does not import."""
+    package = modules[0].partition(".")[0]
+    fault = None if is_on_gpu else NO_GPU
+    if is_on_gpu:
+        try:
+            for module in modules:
+                importlib.import_module(module)
+            fault = _version_fault(package)
+        except _RAISED as error:
+            fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if fault is not None:
+        for name in [package, *(n for n in sys.modules if n.startswith(f"{package}."))]:
+            sys.modules[name] = None  # type: ignore[assignment]  # importing it then raises ModuleNotFoundError
+    return Library(fault)
+
+
+def _version_fault(package: str) -> str | None:
+    if package != "transformer_engine":
+        return None
+    found = str(getattr(sys.modules[package], "__version__", "unknown"))
+    try:
+        is_old = Version(found) < Version(_OLDEST_TRANSFORMER_ENGINE)
+    except InvalidVersion:
+        is_old = True
+    return f"version {found}; expected {_OLDEST_TRANSFORMER_ENGINE} or newer" if is_old else None

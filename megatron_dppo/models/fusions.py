@@ -1,0 +1,26 @@
+"""Which of Megatron-Core's fused kernels a model is built with; `[megatron]` has the last word on each."""
+
+from typing import Any
+
+from megatron_dppo.libraries import Libraries
+
+# Off even where it could run: nothing here measured what it gains, or that it gives the same numbers.
+_OFF: dict[str, Any] = dict(
+    bias_activation_fusion=False,  # compiled by PyTorch; our experts, and Transformer Engine's, compute without
+    bias_dropout_fusion=False,  # compiled by PyTorch; there is no dropout, and no bias to add
+    apply_rope_fusion=False,  # Transformer Engine's
+    masked_softmax_fusion=False,  # apex's, of an attention that neither layer spec has
+    moe_permute_fusion=False,  # Transformer Engine's
+    persist_layer_norm=False,  # apex's LayerNorm; all our families have RMSNorm
+)
+
+
+def fusions(libraries: Libraries) -> dict[str, Any]:
+    """TransformerConfig's keywords for kernels that depend on what is installed.
+
+    `gradient_accumulation_fusion` adds weight gradients of linears into their float32 sums within the matrix
+    product. Megatron's own linears, of which each model has the output layer, do it with apex's kernel alone.
+
+    Megatron itself picks a fused Adam, and fused norms of gradients, where Transformer Engine or apex import.
+    """
+    return _OFF | dict(gradient_accumulation_fusion=libraries.fused_weight_gradient.is_usable)

@@ -1,0 +1,49 @@
+"""Whose modules the layers are made of, ours (`torch`) or Transformer Engine's: decided without Megatron."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import Problem
+from megatron_dppo.libraries import Library
+
+LayerSpecName = Literal["torch", "transformer_engine"]
+
+
+@dataclass(frozen=True)
+class SpecChoice:
+    """A layer spec, and in words why it is that one."""
+
+    name: LayerSpecName
+    reason: str
+
+
+def choose_layer_spec(config: Config, transformer_engine: Library) -> SpecChoice:
+    """What `model.layer_spec` comes to where the library is as found."""
+    if config.model.layer_spec != "auto":
+        return SpecChoice(config.model.layer_spec, "model.layer_spec asks for it")
+    problem = next(transformer_engine_problems(config, transformer_engine), None)
+    if problem is None:
+        return SpecChoice("transformer_engine", "Transformer Engine can be used")
+    return SpecChoice("torch", f"Transformer Engine cannot be used: {problem.where}: {problem.found}")
+
+
+def transformer_engine_problems(config: Config, transformer_engine: Library) -> Iterator[Problem]:
+    """What keeps this config from Transformer Engine's modules."""
+    if not transformer_engine.is_usable:
+        found = f"Transformer Engine, which cannot be used here: {transformer_engine.fault}"
+        action = (
+            "Use 'torch' or 'auto'; or install it where CUDA and cuDNN are, with "
+            "pip install 'megatron_dppo[te]', and see that python -c 'import transformer_engine.pytorch' works."
+        )
+        yield Problem("model.layer_spec", found, "a Transformer Engine that imports, and a GPU", action)
+    use_torch = "or set model.layer_spec = 'torch'."
+    if config.lora.rank:
+        found = f"{config.lora.rank} with Transformer Engine's layers"
+        expected = "0: adapters stand beside the linears and stacked experts of the torch spec"
+        yield Problem("lora.rank", found, expected, f"Set it to 0, {use_torch}")
+    if config.model.dtype == "float32" and config.parallel.context > 1:
+        found = f"'float32' with Transformer Engine's layers and parallel.context = {config.parallel.context}"
+        expected = "'bfloat16': its attention over several ranks has no kernel for float32"
+        yield Problem("model.dtype", found, expected, f"Use bfloat16, {use_torch}")

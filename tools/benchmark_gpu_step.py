@@ -5,9 +5,10 @@
     python tools/benchmark_gpu_step.py --layers 3
 
 One layer of the model by default (hidden 2048, 32 heads, 4 key-value heads, 128 experts of which a token takes
-8, vocabulary 151936), with random weights in bfloat16, in our torch spec. The real actor takes the steps:
-forward, loss, backward, update, on packed sequences in one micro-batch. So few layers make the output layer and
-the loss most of the work, and the figures are no guess at the whole model's; --layers shows what a layer adds.
+8, vocabulary 151936), with random weights in bfloat16, in our torch spec and, where it can be used, in
+Transformer Engine's. The real actor takes the steps: forward, loss, backward, update, on packed sequences in
+one micro-batch. So few layers make the output layer and the loss most of the work, and the figures are no guess
+at the whole model's; --layers shows what a layer adds.
 
 MFU is floating-point operations of forward and backward over those that the GPU could do in that time. They are
 counted as the balancing of work counts them (SampleCost: 6 for each weight that a token meets, and causal
@@ -19,10 +20,11 @@ Figures go to runs/bench/gpu_step.json too.
 """
 
 import gc
+import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +34,9 @@ from benchmarking import OUT, ROOT, cli, machine, show_table, write_json
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.balance import SampleCost
+from megatron_dppo.models.spec_choice import LayerSpecName
 from megatron_dppo.plan import Machine, Options, make_plan
-from megatron_dppo.runtime import Runtime, quiet_library_warnings, start, stop
+from megatron_dppo.runtime import Runtime, gpu_libraries, quiet_library_warnings, start, stop
 
 if TYPE_CHECKING:
     from megatron_dppo.actor.actor import Actor
@@ -80,6 +83,7 @@ class Measured:
     seconds: tuple[float, ...]  # of each step; none where the step did not fit into memory
     peak_bytes: int
     planned_bytes: int  # what `megatron-dppo plan` says of it
+    layer_spec: LayerSpecName = "torch"
 
     @property
     def tokens_per_s(self) -> float:
@@ -153,7 +157,7 @@ def measure_all(
     *,
     needs_gpu: bool = True,
 ) -> list[Measured]:
-    """Each objective on steps of each size; after one that does not fit, no larger one is tried.
+    """Each layer spec and objective on steps of each size; after one that does not fit, no larger one is tried.
 
     Args:
         runtime: Of one process.
@@ -168,15 +172,19 @@ def measure_all(
     from benchmark_jobs import build_actor
 
     rows: list[Measured] = []
-    for preset, top_k in OBJECTIVES.items():
+    specs: list[LayerSpecName] = ["torch"]
+    if gpu_libraries().transformer_engine.is_usable:
+        specs.append("transformer_engine")
+    for spec, (preset, top_k) in itertools.product(specs, OBJECTIVES.items()):
         algorithm = {"preset": preset} | ({"top_k": top_k} if top_k else {})
         rollout = {"num_topk_log_probs": top_k}
         parallel = {"max_tokens_per_microbatch": max(token_counts)}
-        actor = build_actor(runtime, model, parallel, DTYPE, algorithm=algorithm, rollout=rollout)
+        actor = build_actor(runtime, model, parallel, DTYPE, spec, algorithm=algorithm, rollout=rollout)
         for num_tokens in token_counts:
             lengths = [sequence_length] * (num_tokens // sequence_length)
-            planned = planned_bytes(model, lengths, top_k)
-            rows.append(measure(runtime, actor, lengths, top_k, num_steps, planned))
+            planned = planned_bytes(model, lengths, top_k, spec)
+            row = measure(runtime, actor, lengths, top_k, num_steps, planned)
+            rows.append(replace(row, layer_spec=spec))
             if not rows[-1].seconds:
                 break
         del actor
@@ -208,7 +216,7 @@ def measure(
     )
 
 
-def planned_bytes(model: str, lengths: Sequence[int], top_k: int) -> int:
+def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> int:
     """Most bytes that a plan gives to a gradient step on one micro-batch of sequences of one length."""
     tables = {
         "model": {"load": model, "dtype": DTYPE},
@@ -224,7 +232,8 @@ def planned_bytes(model: str, lengths: Sequence[int], top_k: int) -> int:
         "algorithm": {"minibatches_per_rollout": 1},
     }
     machine = Machine(num_gpus=1, gpu_bytes=10**12)
-    plan = make_plan(Config.model_validate(tables), machine, Options(), is_engine_separate=True)
+    options = Options(layer_spec="torch" if layer_spec == "torch" else "te")
+    plan = make_plan(Config.model_validate(tables), machine, options, is_engine_separate=True)
     assert plan.memory is not None, "one process is always a layout"
     moments = plan.memory.worst.moments
     return max(
@@ -249,9 +258,10 @@ def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int,
             milliseconds = f"{statistics.median(row.seconds) * 1e3:,.1f}"
             speed = [milliseconds, f"{row.tokens_per_s:,.0f}", f"{row.mfu(peak * 1e12):.1%}" if peak else "-"]
         memory = (f"{size / 2**30:.1f}" for size in (row.peak_bytes, row.planned_bytes))
-        cells.append([row.objective, f"{row.num_tokens:,}", *speed, *memory])
+        cells.append([row.layer_spec, row.objective, f"{row.num_tokens:,}", *speed, *memory])
     title = f"training step, {layers} of Qwen3-30B-A3B's 48 layers, sequences of {sequence_length} tokens"
-    show_table(title, ("objective", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned"), cells)
+    names = ("layer spec", "objective", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned")
+    show_table(title, names, cells)
     typer.echo()
 
 

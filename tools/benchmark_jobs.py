@@ -70,10 +70,16 @@ def random_samples(lengths: Sequence[int], vocab_size: int, topk: int = 0) -> li
 
 
 def build_actor(
-    runtime: Runtime, model: str, parallel: dict[str, int], dtype: str = "float32", **tables: dict[str, Any]
+    runtime: Runtime,
+    model: str,
+    parallel: dict[str, int],
+    dtype: str = "float32",
+    layer_spec: str = "auto",
+    **tables: dict[str, Any],
 ) -> Actor:
     """The actor of a run with this model, `[parallel]` and other tables of a config."""
-    common = {"model": {"load": model, "dtype": dtype}, "parallel": parallel, "optimizer": {"lr": LR}}
+    of_model = {"load": model, "dtype": dtype, "layer_spec": layer_spec}
+    common = {"model": of_model, "parallel": parallel, "optimizer": {"lr": LR}}
     return Actor(Config.model_validate(common | tables), runtime)
 
 

@@ -41,7 +41,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of the trainer; gradients and optimizer stay in float32."""
     layer_spec: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """Whose modules compute; auto: Transformer Engine's where it can be used (it needs a GPU), else ours."""
+    """Whose modules compute; auto: Transformer Engine's for bfloat16 on a GPU that can use it, else ours."""
 
 
 class LoraConfig(Section):

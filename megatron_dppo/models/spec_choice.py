@@ -23,6 +23,8 @@ def choose_layer_spec(config: Config, transformer_engine: Library) -> SpecChoice
     """What `model.layer_spec` comes to where the library is as found."""
     if config.model.layer_spec != "auto":
         return SpecChoice(config.model.layer_spec, "model.layer_spec asks for it")
+    if config.model.dtype == "float32":
+        return SpecChoice("torch", "float32 is for exact comparisons, which were made with this one")
     problem = next(transformer_engine_problems(config, transformer_engine), None)
     if problem is None:
         return SpecChoice("transformer_engine", "Transformer Engine can be used")

@@ -115,6 +115,7 @@ def _without(key: str) -> dict[str, Any]:
 
 TOPK = {"algorithm.preset": "dppo_topk_kl", "rollout.num_topk_log_probs": 20}
 EXAMPLES: dict[str, list[Example]] = {
+    "layer_spec": [Example("model.layer_spec", {"model.layer_spec": "transformer_engine"})],
     "model_folder": [
         Example("model.load", {"model.load": "elsewhere"}),
         Example("model.load", on_disk=lambda: Path("model/config.json").unlink()),

@@ -1,0 +1,52 @@
+"""Which layer spec a config comes to, and which fused kernels a model is built with."""
+
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config import Config
+from megatron_dppo.libraries import Libraries, Library
+from megatron_dppo.models.fusions import fusions
+from megatron_dppo.models.spec_choice import choose_layer_spec, transformer_engine_problems
+
+USABLE, ABSENT = Library(), Library("ModuleNotFoundError: No module named 'transformer_engine'")
+
+
+def _config(spec: str, **tables: Any) -> Config:
+    model = {"layer_spec": spec} | tables.pop("model", {})
+    return Config.model_validate({"model": model, **tables})
+
+
+@pytest.mark.parametrize(
+    ("tables", "library", "name", "reason"),
+    [
+        ({}, USABLE, "transformer_engine", "can be used"),
+        ({}, ABSENT, "torch", "No module named"),
+        ({"lora": {"rank": 8}}, USABLE, "torch", "lora.rank: 8"),
+        ({"model": {"dtype": "float32"}}, USABLE, "torch", "exact"),
+        ({"parallel": {"context": 2}}, USABLE, "transformer_engine", "can be used"),
+    ],
+)
+def test_auto_takes_what_can_do_it(tables: dict[str, Any], library: Library, name: str, reason: str) -> None:
+    choice = choose_layer_spec(_config("auto", **tables), library)
+    assert choice.name == name and reason in choice.reason
+
+
+def test_float32_over_several_ranks_of_a_sequence_is_refused() -> None:
+    float32 = {"model": {"dtype": "float32"}}
+    assert not list(transformer_engine_problems(_config("transformer_engine", **float32), USABLE))
+    split = _config("transformer_engine", parallel={"context": 2}, **float32)
+    assert [problem.where for problem in transformer_engine_problems(split, USABLE)] == ["model.dtype"]
+
+
+@pytest.mark.parametrize("spec", ["torch", "transformer_engine"])
+def test_a_spec_that_is_named_is_taken(spec: str) -> None:
+    assert choose_layer_spec(_config(spec), USABLE).name == spec
+
+
+@pytest.mark.parametrize("kernel", [USABLE, ABSENT])
+def test_weight_gradients_are_fused_with_apexs_kernel_alone(kernel: Library) -> None:
+    made = fusions(Libraries(transformer_engine=USABLE, apex=USABLE, fused_weight_gradient=kernel))
+    assert [name for name, is_on in made.items() if is_on] == (
+        ["gradient_accumulation_fusion"] if kernel.is_usable else []
+    )

@@ -6,7 +6,7 @@ from megatron_dppo.libraries import Libraries
 
 # Off even where it could run: nothing here measured what it gains, or that it gives the same numbers.
 _OFF: dict[str, Any] = dict(
-    bias_activation_fusion=False,  # compiled by PyTorch; our experts, and Transformer Engine's, compute without
+    bias_activation_fusion=False,  # compiled by PyTorch; our experts compute without it
     bias_dropout_fusion=False,  # compiled by PyTorch; there is no dropout, and no bias to add
     apply_rope_fusion=False,  # Transformer Engine's
     masked_softmax_fusion=False,  # apex's, of an attention that neither layer spec has

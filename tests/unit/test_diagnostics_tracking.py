@@ -29,7 +29,7 @@ def _write(folder: RunFolder, rollouts: range) -> None:
 def test_what_a_new_folder_holds(tmp_path: Path) -> None:
     """Config without unset keys, versions, one line per row, and the subfolders."""
     path = tmp_path / "deep" / "run"
-    with RunFolder.open(path, CONFIG, resume=False) as folder:
+    with RunFolder.open(path, CONFIG, resume=False, decisions={"layer_spec": "torch"}) as folder:
         _write(folder, range(1))
         lines = (path / "metrics.jsonl").read_text().splitlines()  # flushed before closing
     assert json.loads(lines[0]) == {
@@ -55,6 +55,7 @@ def test_what_a_new_folder_holds(tmp_path: Path) -> None:
         "argv",
     } <= versions.keys()
     assert versions["megatron-dppo"] == megatron_dppo.__version__
+    assert versions["layer_spec"] == "torch"
     assert all((path / name).is_dir() for name in ("samples", "checkpoints", "servers"))
 
 

@@ -1,10 +1,12 @@
 """Which layer spec a config comes to, and which fused kernels a model is built with."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_dppo.config import Config
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.libraries import Libraries, Library
 from megatron_dppo.models.fusions import fusions
 from megatron_dppo.models.spec_choice import choose_layer_spec, transformer_engine_problems
@@ -42,6 +44,14 @@ def test_float32_over_several_ranks_of_a_sequence_is_refused() -> None:
 @pytest.mark.parametrize("spec", ["torch", "transformer_engine"])
 def test_a_spec_that_is_named_is_taken(spec: str) -> None:
     assert choose_layer_spec(_config(spec), USABLE).name == spec
+
+
+def test_ranks_that_differ_do_not_start() -> None:
+    from megatron_dppo.actor.actor import _agreed_layer_spec
+
+    runtime: Any = SimpleNamespace(all_gather=lambda name: [name, "transformer_engine"])
+    with pytest.raises(ConfigError, match="torch on rank 0, transformer_engine on rank 1"):
+        _agreed_layer_spec(_config("auto"), runtime)
 
 
 @pytest.mark.parametrize("kernel", [USABLE, ABSENT])

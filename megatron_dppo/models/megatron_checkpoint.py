@@ -67,13 +67,8 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
 
 
 def model_states(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Sharded state of this rank's part of the model; what is stored does not depend on how it is split.
-
-    It has no `_extra_state`: Transformer Engine's modules keep fp8 scales there, which no model of ours has, as
-    pickles that they would load.
-    """
-    states = {_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
-    return {key: {k: v for k, v in of.items() if not _is_extra_state(k)} for key, of in states.items()}
+    """Sharded state of this rank's part of the model; what is stored does not depend on how it is split."""
+    return {_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
 
 
 def _is_extra_state(name: str) -> bool:
@@ -117,11 +112,20 @@ def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
 def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Megatron's distributed load, with its many errors as one of ours.
 
+    Each `_extra_state` is left out. Transformer Engine's modules keep fp8 scales there, which no model of ours
+    has, as pickles that they would load; and the checkpoint may be of modules that have none.
+
     Raises:
         CheckpointError: The folder is torn, holds another model or optimizer, or code.
     """
     refuse_code(folder)
     refuse_newer(folder)
+    wanted = {
+        key: {name: state for name, state in part.items() if not _is_extra_state(str(name))}
+        if isinstance(part, dict)
+        else part
+        for key, part in wanted.items()
+    }
     try:
         loaded: Any = dist_checkpointing.load(wanted, str(folder))
         return loaded

@@ -100,8 +100,8 @@ def test_keys_are_those_of_the_transformer_engine_spec(
     `transformer.transformer_block.TransformerBlock.sharded_state_dict` drops a layer's number where all layers
     are alike, and `models.common.language_module` stores a tied output layer as the embedding alone.
 
-    Transformer Engine's modules have `_extra_state` objects besides, empty without fp8, which no checkpoint of
-    ours holds: Megatron loads one there with `strict="log_all"`.
+    Modules of both specs have `_extra_state` objects besides, not the same ones, empty without fp8: we never
+    read them, and Megatron itself loads the other spec's checkpoint with `strict="log_all"`.
     """
     assert set(shapes[name]) == EXPECTED[name]
 

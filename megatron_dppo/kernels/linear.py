@@ -46,19 +46,19 @@ def fused_linear_policy_loss(
 ) -> FusedPolicyLoss:
     """`fused_policy_loss` of the logits hidden @ weight.T, which are never whole in memory.
 
-    The weight's gradient is accumulated in float32, and added to its `main_grad` where Megatron gave it one.
+    The weight's gradient is summed in float32, and added to `main_grad` where Megatron gave it one.
 
     Args:
         hidden: [T, H], the same on all ranks of `tp_group`, its gradient summed over them; with
             `sequence_parallel` [T/tp, H], this rank's tokens.
         weight: [V/tp, H] of the output layer, in the type of `hidden`; this rank's rows.
-        targets: And all others but these: as for `fused_policy_loss`, for all T tokens.
+        targets: [T]; all but what is explained here is as for `fused_policy_loss`, for all T tokens.
         rollout_log_probs: [T].
         advantages: [T].
         objective: What to optimise.
-        loss_mask: [T] bool.
+        loss_mask: [T].
         token_weights: [T].
-        topk_ids: [T, K].
+        topk_ids: [T, K], as the next.
         topk_rollout_log_probs: [T, K].
         old_log_probs: [T].
         temperature: Divides the logits.
@@ -66,7 +66,7 @@ def fused_linear_policy_loss(
         vocab_size: Of the model, without padding.
         tp_group: The ranks that hold the other rows of the weight.
         sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
-        chunk_bytes: Of the logits that exist at once, at least one token's.
+        chunk_bytes: Of the logits that exist at once.
         logits_dtype: float32 for logits that are not rounded to the type of `hidden`; none: that type.
         debug: Also check values, at the price of device synchronisations.
 
@@ -100,9 +100,8 @@ def fused_linear_policy_loss(
     )
     if debug:
         require_known_ids(tokens, layer.shard.vocab_size)
-    is_training = torch.is_grad_enabled()
-    loss_sum, rows, topk = _LinearPolicyLoss.apply(hidden, weight, layer, tokens, objective, is_training)
-    return describe(loss_sum, rows, None if topk_ids is None else topk)
+    results = _LinearPolicyLoss.apply(hidden, weight, layer, tokens, objective, torch.is_grad_enabled())
+    return describe(*results, has_topk=topk_ids is not None)
 
 
 @torch.no_grad()

@@ -101,10 +101,8 @@ def fused_policy_loss(
         require_known_ids(tokens, shard.vocab_size)
     own = token_statistics(logits, tokens.targets, tokens.topk_ids, tokens.loss_mask, shard, temperature)
     statistics = gather_statistics(own, tp_group)
-    loss_sum, rows, topk = judge(
-        logits, statistics, tokens, objective, shard, temperature, is_in_place=inplace_backward
-    )
-    return describe(loss_sum, rows, None if topk_ids is None else topk)
+    results = judge(logits, statistics, tokens, objective, shard, temperature, is_in_place=inplace_backward)
+    return describe(*results, has_topk=topk_ids is not None)
 
 
 def token_statistics(
@@ -169,8 +167,8 @@ def fused_log_probs(
     return log_probs_of(gather_statistics(own, tp_group), ids, loss_mask)
 
 
-def describe(loss_sum: Tensor, rows: Tensor, topk_log_probs: Tensor | None) -> FusedPolicyLoss:
-    """The results by name, from the rows [len(ROWS), T] of `ops.policy_loss`."""
+def describe(loss_sum: Tensor, rows: Tensor, topk_log_probs: Tensor, *, has_topk: bool) -> FusedPolicyLoss:
+    """The results of `ops.policy_loss` by name."""
     named = dict(zip(ROWS, rows.detach(), strict=True))
     return FusedPolicyLoss(
         mask=named["mask"] != 0,
@@ -180,7 +178,7 @@ def describe(loss_sum: Tensor, rows: Tensor, topk_log_probs: Tensor | None) -> F
         loss_sum=loss_sum,
         log_probs=named["log_probs"],
         entropy=named["entropy"],
-        topk_log_probs=topk_log_probs,
+        topk_log_probs=topk_log_probs if has_topk else None,
     )
 
 

@@ -26,7 +26,7 @@ def _config(spec: str, **tables: Any) -> Config:
         ({}, ABSENT, "torch", "No module named"),
         ({"lora": {"rank": 8}}, USABLE, "torch", "lora.rank: 8"),
         ({"model": {"dtype": "float32"}}, USABLE, "torch", "exact"),
-        ({"parallel": {"context": 2}}, USABLE, "transformer_engine", "can be used"),
+        ({"parallel": {"context": 2}}, USABLE, "torch", "context"),
     ],
 )
 def test_auto_takes_what_can_do_it(tables: dict[str, Any], library: Library, name: str, reason: str) -> None:
@@ -34,11 +34,10 @@ def test_auto_takes_what_can_do_it(tables: dict[str, Any], library: Library, nam
     assert choice.name == name and reason in choice.reason
 
 
-def test_float32_over_several_ranks_of_a_sequence_is_refused() -> None:
-    float32 = {"model": {"dtype": "float32"}}
-    assert not list(transformer_engine_problems(_config("transformer_engine", **float32), USABLE))
-    split = _config("transformer_engine", parallel={"context": 2}, **float32)
-    assert [problem.where for problem in transformer_engine_problems(split, USABLE)] == ["model.dtype"]
+def test_several_ranks_of_a_sequence_are_refused() -> None:
+    assert not list(transformer_engine_problems(_config("transformer_engine"), USABLE))
+    split = _config("transformer_engine", parallel={"context": 2})
+    assert [problem.where for problem in transformer_engine_problems(split, USABLE)] == ["parallel.context"]
 
 
 @pytest.mark.parametrize("spec", ["torch", "transformer_engine"])

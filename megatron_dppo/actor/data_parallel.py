@@ -16,6 +16,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config.schema import Config
 
 
+class _BFloat16Module(Float16Module):
+    """Megatron's, but what it puts out stays bfloat16: the loss widens numbers where it reads them."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return super().forward(*inputs, fp32_output=False, **options)
+
+
 def wrap_for_data_parallelism(
     chunks: Sequence[GPTModel], model_config: TransformerConfig, config: Config
 ) -> list[DistributedDataParallel]:
@@ -31,7 +38,7 @@ def wrap_for_data_parallelism(
         DistributedDataParallel(
             model_config,
             options,
-            Float16Module(model_config, chunk) if is_low_precision else chunk,
+            _BFloat16Module(model_config, chunk) if is_low_precision else chunk,
             disable_bucketing=index > 0,
         )
         for index, chunk in enumerate(chunks)

@@ -7,6 +7,7 @@ loss the long way, by log-softmax and autograd over the whole vocabulary: it sha
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from megatron_dppo.types import Microbatch
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
+BLOCK_NUMBERS = 2**17
 STATISTICS = 4  # columns of `row_statistics` before those of the top-K
 # Per token, as `combine` returns them: [len(ROWS), T].
 ROWS = (
@@ -61,30 +63,42 @@ def row_statistics(
     y = logit / temperature in base 2 (times log2 e), m = max y, s = sum 2^(y-m), w = sum 2^(y-m) (y-m). Ids
     that stand elsewhere, or are padding, give 0; rows that do not learn give (-inf, 0, 0, ...).
     """
-    own = _widened(logits[:, :num_columns]) * (LOG2E / temperature)
-    if num_columns:
-        highest = own.amax(1, keepdim=True)
-        below = torch.where(highest == -math.inf, -math.inf, own - highest)
-    else:
-        highest, below = own.new_full((own.shape[0], 1), -math.inf), own
-    powers = below.exp2()
-    columns = [highest, powers.sum(1, keepdim=True)]
-    columns.append(
-        (powers * below.clamp_(min=-1e30)).sum(1, keepdim=True) if with_entropy else torch.zeros_like(highest)
-    )
     ids = targets[:, None] if topk_ids is None else torch.cat([targets[:, None], topk_ids.long()], dim=1)
-    local = ids - vocab_start
-    is_here = (local >= 0) & (local < num_columns)
-    if num_columns:
-        columns.append(torch.where(is_here, own.gather(1, local.clamp(0, num_columns - 1)), 0.0))
-    else:
-        columns.append(own.new_zeros(ids.shape))
-    statistics = torch.cat(columns, dim=1)
+    scale = LOG2E / temperature
+    parts = [
+        _row_statistics(logits[rows, :num_columns], ids[rows] - vocab_start, scale, with_entropy)
+        for rows in _blocks(logits.shape)
+    ]
+    statistics = torch.cat(parts)
     if is_learning is None:
         return statistics
     neutral = torch.zeros_like(statistics[0])
     neutral[0] = -math.inf
     return torch.where(is_learning[:, None], statistics, neutral)
+
+
+def _row_statistics(logits: Tensor, local_ids: Tensor, scale: float, with_entropy: bool) -> Tensor:
+    num_columns = logits.shape[1]
+    own = _widened(logits) * scale
+    if num_columns:
+        highest = own.amax(1, keepdim=True)
+        is_here = (local_ids >= 0) & (local_ids < num_columns)
+        chosen = torch.where(is_here, own.gather(1, local_ids.clamp(0, num_columns - 1)), 0.0)
+    else:
+        highest, chosen = own.new_full((own.shape[0], 1), -math.inf), own.new_zeros(local_ids.shape)
+    below = own.sub_(torch.where(highest == -math.inf, 0.0, highest))
+    powers = below.exp2()
+    total = powers.sum(1, keepdim=True)
+    # A power of 0 times -inf counts for nothing; a NaN shows in the total.
+    weighted = below.mul_(powers).nansum(1, keepdim=True) if with_entropy else torch.zeros_like(total)
+    return torch.cat([highest, total, weighted, chosen], dim=1)
+
+
+def _blocks(shape: torch.Size) -> Iterator[slice]:
+    """Rows of so many numbers that what is made of them stays in a processor's cache; at least one block."""
+    num_rows, step = shape[0], max(1, BLOCK_NUMBERS // max(shape[1], 1))
+    for start in range(0, max(num_rows, 1), step):
+        yield slice(start, min(start + step, num_rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,23 +230,26 @@ def logits_gradient(
         sources: [N] int64: row i of `out` is for row sources[i] of the logits; none keeps the order.
         out: [N, V/shards] of the logits' dtype.
     """
-    if sources is not None:
-        logits, rows, targets = logits[sources], rows[:, sources], targets[sources]
     named = {name: row[:, None] for name, row in zip(ROWS, rows, strict=True)}
     scale = 1.0 / temperature if upstream is None else upstream.to(rows.dtype) / temperature
     by_log_prob, by_entropy = named["log_prob_gradient"] * scale, named["entropy_gradient"] * scale
-    own = _widened(logits[:, :num_columns]) * (LOG2E / temperature)
-    log2_pi = (own - named["highest"]) - named["log2_sum"]
-    pi = log2_pi.exp2()
-    gradient = pi * -by_log_prob
-    if with_entropy:
-        gradient -= by_entropy * pi * (log2_pi.clamp(min=-1e30) * LN2 + named["entropy"])
-    local = (targets - vocab_start)[:, None]
-    is_here = (local >= 0) & (local < num_columns)
-    if num_columns:
-        gradient.scatter_add_(1, local.clamp(0, num_columns - 1), torch.where(is_here, by_log_prob, 0.0))
-    is_live = (by_log_prob != 0) | (by_entropy != 0)
-    out[:, :num_columns] = torch.where(is_live, gradient, 0.0).to(out.dtype)
+    for block in _blocks(out.shape):
+        source = block if sources is None else sources[block]
+        own = _widened(logits[source, :num_columns]) * (LOG2E / temperature)
+        log2_pi = own.sub_(named["highest"][source]).sub_(named["log2_sum"][source])
+        by_own, by_its_entropy = by_log_prob[source], by_entropy[source]
+        if with_entropy:
+            pi = log2_pi.exp2()
+            surprise = log2_pi.clamp_(min=-1e30).mul_(LN2).add_(named["entropy"][source])
+            gradient = surprise.mul_(-by_its_entropy).sub_(by_own).mul_(pi)
+        else:
+            gradient = log2_pi.exp2_().mul_(-by_own)
+        local = (targets[source] - vocab_start)[:, None]
+        is_here = (local >= 0) & (local < num_columns)
+        if num_columns:
+            gradient.scatter_add_(1, local.clamp(0, num_columns - 1), torch.where(is_here, by_own, 0.0))
+        gradient[((by_own == 0) & (by_its_entropy == 0))[:, 0]] = 0.0
+        out[block, :num_columns] = gradient
     out[:, num_columns:] = 0.0
 
 

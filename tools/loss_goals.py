@@ -1,0 +1,80 @@
+"""What benchmark_loss.py wants of our losses, and whether its figures say so."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MEASURED = "dppo_topk_kl"  # the objective that is held to the goals: the one with the most to do
+FLOOR = "copied bytes"  # the row of the byte floor
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A limit of one figure: of ours over another's time, another's over ours, or ours alone in MB."""
+
+    form: str
+    ours: str
+    against: str  # a contender, FLOOR, or "memory"
+    limit: float
+    is_speedup: bool  # at least `limit` times as fast; else at most `limit`
+
+    @property
+    def words(self) -> str:
+        """The goal, without the figure."""
+        if self.against == "memory":
+            return f"{self.form}: {self.ours}, at most {self.limit:.0f} MB beside its inputs"
+        if self.is_speedup:
+            return f"{self.form}: {self.ours}, at least {self.limit:.2f}x as fast as {self.against}"
+        return f"{self.form}: {self.ours}, at most {self.limit:.2f}x the time of {self.against}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a goal on one case."""
+
+    goal: str
+    figure: float | None
+    verdict: Literal["met", "missed", "not measured"]
+
+
+GOALS: tuple[Goal, ...] = (
+    Goal("logits", f"ours, {MEASURED}", FLOOR, 1.15, is_speedup=False),
+    Goal("logits", f"ours, {MEASURED}", "memory", 50, is_speedup=False),
+    Goal("logits", f"ours, {MEASURED}", "Megatron fused CE", 3.5, is_speedup=True),
+    Goal("logits", f"ours, {MEASURED}", "Liger vocab-parallel CE", 3.0, is_speedup=True),
+    Goal("logits", f"ours, {MEASURED}", "log_softmax + gather", 2.0, is_speedup=True),
+    Goal("logits", "ours, dppo_binary_tv", "Liger GRPO", 1.0, is_speedup=True),
+    Goal("linear", f"ours, {MEASURED}", "three matrix products", 1.25, is_speedup=False),
+    Goal("linear", f"ours, {MEASURED}", "Liger fused linear CE, TP", 1.15, is_speedup=True),
+    Goal("linear", f"ours, {MEASURED}", "verl linear_cross_entropy", 1.8, is_speedup=True),
+    Goal("linear", f"ours, {MEASURED}", "cut-cross-entropy, exact", 1.2, is_speedup=True),
+    Goal("linear", f"ours, {MEASURED}", "QuACK chunked", 0.95, is_speedup=True),
+    Goal("log_probs", "ours", "Liger fused linear CE, TP", 1.0, is_speedup=True),
+)
+
+
+def judge_goals(
+    seconds: Mapping[tuple[str, str], float], extra_bytes: Mapping[tuple[str, str], int], *, is_gpu: bool
+) -> Sequence[Verdict]:
+    """Each goal's figure and verdict.
+
+    Args:
+        seconds: Median of each (form, name) that was measured; that of the byte floor under FLOOR.
+        extra_bytes: Peak beside the inputs, of each that it was measured of.
+        is_gpu: Without one, nothing is judged.
+    """
+    verdicts: list[Verdict] = []
+    for goal in GOALS:
+        ours, other = (goal.form, goal.ours), (goal.form, goal.against)
+        figure: float | None = None
+        if is_gpu and goal.against == "memory":
+            figure = extra_bytes[ours] / 1e6 if ours in extra_bytes else None
+        elif is_gpu and ours in seconds and other in seconds:
+            pair = (seconds[other], seconds[ours]) if goal.is_speedup else (seconds[ours], seconds[other])
+            figure = pair[0] / pair[1]
+        if figure is None:
+            verdicts.append(Verdict(goal.words, None, "not measured"))
+            continue
+        is_met = figure >= goal.limit if goal.is_speedup else figure <= goal.limit
+        verdicts.append(Verdict(goal.words, figure, "met" if is_met else "missed"))
+    return verdicts

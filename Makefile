@@ -7,7 +7,7 @@ PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
 
-.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 faults lint bench bench-save bench-trl gpu chromium
+.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -18,6 +18,7 @@ help:
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make lint        ruff, pyright, import-linter, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
+	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
 	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
 	@echo "make gpu         the tests and benchmarks that need a GPU"
@@ -85,6 +86,9 @@ bench: venv
 	$(RUN) tools/benchmark_loop.py
 	$(RUN) tools/benchmark_layouts.py
 
+bench-loss: venv
+	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_loss.py
+
 bench-save: venv
 	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_save.py
 
@@ -100,6 +104,7 @@ $(TRL_VENV)/.stamp: Makefile
 gpu: venv
 	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU, and torch sees none here")'
 	$(RUN) -m pytest tests/gpu -m gpu
+	$(RUN) tools/benchmark_loss.py
 	$(RUN) tools/benchmark_gpu_step.py
 	$(RUN) tools/benchmark_loop.py
 	$(RUN) tools/benchmark_save.py

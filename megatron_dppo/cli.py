@@ -14,7 +14,7 @@ from megatron_dppo.checks import not_checked, require_valid
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, MegatronDppoError
 from megatron_dppo.plan import Machine, Options, as_json, as_text, make_plan, parse_bytes
-from megatron_dppo.plan.options import Granularity, LayerSpec, Loss, Moments
+from megatron_dppo.plan.options import Granularity, LayerSpec, LossFrom, Moments
 from megatron_dppo.runtime import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer(
@@ -126,9 +126,10 @@ def plan(
     layer_spec: Annotated[
         LayerSpec, typer.Option(help="Modules of the layers: ours (torch), or Transformer Engine's (te).")
     ] = "torch",
-    loss: Annotated[
-        Loss, typer.Option(help="How logits are held: all in float32, in place (fused), or in chunks.")
-    ] = "reference",
+    loss_from: Annotated[
+        LossFrom | None,
+        typer.Option(help="In the place of algorithm.loss_from: logits of some tokens at a time, or of all."),
+    ] = None,
     proposals: Annotated[int, typer.Option(min=0, help="Layouts to propose, of each kind.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
 ) -> None:
@@ -145,12 +146,13 @@ def plan(
     and with 2 for errors in what you gave.
     """
     with _user_errors():
-        config = load_config(configs, overrides or ())
+        given = [] if loss_from is None else [f"algorithm.loss_from={loss_from}"]
+        config = load_config(configs, [*(overrides or ()), *given])
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
         made = make_plan(
             config,
             Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node),
-            Options(offload_optimizer=offload_optimizer, moments=moments, layer_spec=layer_spec, loss=loss),
+            Options(offload_optimizer=offload_optimizer, moments=moments, layer_spec=layer_spec),
             recompute=recompute,
             is_engine_separate=separate_engine,
         )

@@ -92,7 +92,14 @@ def _when_the_host_is_too_small(job: Job, memory: Memory) -> str:
 
 def _remedy(job: Job, layout: Layout) -> str | None:
     """The fewest changes after which the layout fits, of equally few the fastest; offload as last resort."""
-    today: list[Changer] = [_recompute_all, _park, _smaller_engine, _wider_engine, _other_engine]
+    today: list[Changer] = [
+        _recompute_all,
+        _chunk_logits,
+        _park,
+        _smaller_engine,
+        _wider_engine,
+        _other_engine,
+    ]
     return _fewest_changes(job, layout, today) or _fewest_changes(job, layout, [*today, _offload])
 
 
@@ -131,6 +138,14 @@ def _recompute_all(job: Job, layout: Layout) -> Change | None:
         return None
     keys = " ".join(f"--set megatron.{key}={value}" for key, value in FULL.keys().items())
     return f"recompute activations ({keys})", _with_recompute(job, FULL)
+
+
+def _chunk_logits(job: Job, layout: Layout) -> Change | None:
+    if job.config.algorithm.loss_from == "hidden_states":
+        return None
+    algorithm = job.config.algorithm.model_copy(update={"loss_from": "hidden_states"})
+    changed = replace(job, config=job.config.model_copy(update={"algorithm": algorithm}))
+    return "make logits of some tokens at a time (--set algorithm.loss_from=hidden_states)", changed
 
 
 def _park(job: Job, layout: Layout) -> Change | None:

@@ -1,4 +1,4 @@
-"""What trades memory for time: recompute, offload, and the arithmetic of the layers and the loss."""
+"""What trades memory for time: recompute, offload, and the arithmetic of the layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from megatron_dppo.errors import ConfigError, Problem
 Granularity = Literal["none", "selective", "full"]
 Method = Literal["uniform", "block"]
 LayerSpec = Literal["torch", "torch-cpu", "te"]
-Loss = Literal["reference", "fused", "chunked"]
+LossFrom = Literal["hidden_states", "logits"]
 Moments = Literal["float32", "bfloat16", "float8"]
 
 COUNTED_MODULES = ("core_attn", "mlp", "moe")
@@ -53,17 +53,12 @@ class Options:
         offload_optimizer: Adam's states and its step live on the host.
         moments: Type of Adam's two moments; below float32 needs Megatron's precision-aware optimizer.
         layer_spec: Whose modules compute: our torch spec ("torch-cpu": as CPUs run it), Transformer Engine's.
-        loss: "reference" holds float32 copies of all logits, "fused" writes the gradient over them, "chunked"
-            makes them `chunk_tokens` at a time.
-        chunk_tokens: Tokens whose logits exist at once, for "chunked".
     """
 
     recompute: Recompute = Recompute()
     offload_optimizer: bool = False
     moments: Moments = "float32"
     layer_spec: LayerSpec = "torch"
-    loss: Loss = "reference"
-    chunk_tokens: int = 2048
 
     @property
     def moment_bytes(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dppo.actor.layout import Layout
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.plan.machine import ENGINE_RESIDUE_BYTES, FRAGMENTATION, RESERVE_BYTES
 from megatron_dppo.plan.memory import Memory
 from megatron_dppo.plan.moments import COMPONENTS, MOMENTS
@@ -13,6 +14,7 @@ from megatron_dppo.plan.plan import Plan
 from megatron_dppo.plan.search import Proposal
 from megatron_dppo.plan.units import counted, in_billions, in_gib
 
+LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
 _NAME, _NUMBER = 24, 10  # column widths
 
 
@@ -50,9 +52,17 @@ def _heading(plan: Plan) -> Iterator[str]:
     yield f"{gpus}, {machine.ranks_per_node} to a node, {in_gib(machine.gpu_bytes)} GiB each{host}"
     if plan.memory is not None:
         yield f"layout: {layout_text(plan.memory.layout)}; {plan.memory.options}"
+        yield f"loss: {_loss_text(plan.job.config.algorithm)}"
         tokens, num = plan.memory.microbatch_tokens, plan.memory.num_microbatches
         yield f"a gradient step: {num} micro-batches of up to {tokens} tokens on each data-parallel rank"
         yield f"engine: {plan.memory.engine.text}"
+
+
+def _loss_text(options: AlgorithmConfig) -> str:
+    if options.loss_from == "logits":
+        return "from the logits of a whole micro-batch"
+    wide = " in float32" if options.logits_dtype == "float32" else ""
+    return f"from hidden states, logits{wide} made {in_gib(options.logits_chunk_bytes, 2)} GiB at a time"
 
 
 def _gpu_table(memory: Memory) -> Iterator[str]:
@@ -127,6 +137,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
             "active_parameters": shape.num_active_parameters,
         },
         "machine": asdict(job.machine),
+        "loss": {key: getattr(job.config.algorithm, key) for key in LOSS_KEYS},
         "assumptions": {
             **asdict(job.assumptions),
             "fragmentation": FRAGMENTATION,

@@ -18,7 +18,6 @@ class Workload:
     max_tokens: int  # of one packed micro-batch, over all context-parallel ranks
     sequence_tokens: int  # of the longest prompt and response
     samples_per_step: int  # over all ranks
-    has_temperature: bool  # logits are divided by it
     topk_columns: int
     routed_layers: int  # MoE layers whose routes are carried; 0 with R3 off
     routed_experts: int  # per token and layer
@@ -35,7 +34,6 @@ class Workload:
             max_tokens=config.parallel.max_tokens_per_microbatch,
             sequence_tokens=config.data.max_prompt_tokens + rollout.max_response_tokens,
             samples_per_step=math.ceil(prompts) * rollout.samples_per_prompt,
-            has_temperature=rollout.temperature != 1.0,
             topk_columns=rollout.num_topk_log_probs,
             routed_layers=len(sizes.moe_layers) if has_routes else 0,
             routed_experts=sizes.experts_per_token if has_routes else 0,

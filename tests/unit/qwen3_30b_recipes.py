@@ -1,13 +1,15 @@
 """Layouts that other projects publish as working for Qwen3-30B-A3B on GPUs with 80 GB: sizes only.
 
 Tokens are those of one GPU's micro-batch. Where recompute or offload is part of a recipe, `needs` says without
-which of them our arithmetic finds it too large.
+which of them our arithmetic finds it too large. That is with all logits of a micro-batch in float32, and what a
+loss makes of them there, as their stacks hold them; `spared` says which of the needed options our loss from
+hidden states can do without.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.plan.options import FULL, LayerSpec, Loss, Recompute
+from megatron_dppo.plan.options import FULL, LayerSpec, Recompute
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,11 @@ class Recipe:
         engine: [sglang] as near as it says what theirs does; none: GPUs of its own.
         prompts: Of a gradient step, with this many samples of each.
         needs: Options without which it does not fit.
+        spared: Of those, options without which it fits with our loss.
+        float32_copies: Of all logits, that their loss holds at once: an assumption. NeMo's of its performance
+            runs holds none.
+        chunk_bytes: Of logits, with which it fits with our loss.
         layer_spec: All of them use Transformer Engine; ours is taken where it fits, too.
-        loss: Ours is taken where it fits; NeMo's does not hold float32 copies of all logits.
     """
 
     source: str
@@ -38,8 +43,10 @@ class Recipe:
     is_offloaded: bool = True
     engine: dict[str, Any] | None = field(default_factory=lambda: {"tp_size": 8, "mem_fraction_static": 0.7})
     needs: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
     layer_spec: LayerSpec = "torch"
-    loss: Loss = "reference"
+    float32_copies: int = 4
+    chunk_bytes: int = 2**29
 
 
 NOT_RECOMPUTED: dict[str, Any] = {"recompute": Recompute(), "is_offloaded": False}
@@ -62,6 +69,7 @@ RECIPES = (
         prompts=(16, 8),
         engine={"tp_size": 8, "mem_fraction_static": 0.6},
         needs=("offload", "recompute"),
+        spared=("offload",),
     ),
     Recipe(
         "slime, R3",
@@ -72,6 +80,7 @@ RECIPES = (
         prompts=(4, 4),
         engine={"tp_size": 8, "mem_fraction_static": 0.8},
         needs=("offload", "recompute"),
+        spared=("recompute",),
     ),
     Recipe(
         "miles, one node",
@@ -130,7 +139,8 @@ RECIPES = (
         prompts=(64, 32),
         engine={"tp_size": 2, "mem_fraction_static": 0.7},
         layer_spec="te",
-        loss="fused",
+        float32_copies=0,
+        chunk_bytes=2**27,
         **NOT_RECOMPUTED,
     ),
     Recipe(

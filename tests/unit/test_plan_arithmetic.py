@@ -19,10 +19,11 @@ from plan_models import (
 )
 
 from megatron_dppo.actor.layout import Layout
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError, LayoutError
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.engine import engine_memory
-from megatron_dppo.plan.logits import loss_bytes
+from megatron_dppo.plan.logits import LossMemory, LossTokens, loss_memory
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.model import Chunk, chunk_tensors, padded_vocab
 from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
@@ -239,18 +240,49 @@ def test_experts_get_every_token_top_k_times() -> None:
     assert _layer(layout_of(8, tensor=4, expert=2, expert_tensor=4)).expert_rows() == 8192 * 8
 
 
-def test_logits_of_each_loss() -> None:
-    shape, layout = shape_of(QWEN3_30B), layout_of(4, tensor=4)
-    columns = 151936 // 4
+def _loss(num_tokens: int = 4096, num_microbatches: int = 1, topk: int = 0, **options: Any) -> LossMemory:
+    """Of Qwen3-30B-A3B in bfloat16, its vocabulary split in four."""
+    tokens = LossTokens(num_tokens, num_microbatches, dtype_bytes=2, topk_columns=topk)
+    algorithm = AlgorithmConfig.model_validate(options)
+    return loss_memory(shape_of(QWEN3_30B), layout_of(4, tensor=4), algorithm, tokens)
 
-    def of(**options: Any) -> int:
-        return loss_bytes(shape, layout, Options(**options), 4096, 2, has_temperature=False)
 
-    assert of() == 4096 * columns * 16
-    assert loss_bytes(shape, layout, Options(), 4096, 2, has_temperature=True) == 4096 * columns * 20
-    assert of(loss="fused") == 4096 * (columns * 2 + 64)
-    chunked = of(loss="chunked", chunk_tokens=1024)
-    assert chunked == 1024 * columns * 2 + 4096 * 2048 * 2 + columns * 2048 * 4 + 4096 * 64
+COLUMNS = 151936 // 4
+STATES, WEIGHT = 4096 * 2048 * 2, COLUMNS * 2048  # bytes of [T, H], elements of [V/4, H]
+
+
+def test_the_loss_from_hidden_states_holds_two_chunks_and_the_gradients() -> None:
+    """Bytes for 2000 tokens make chunks of 1920, a multiple of 128."""
+    chunked = _loss(logits_chunk_bytes=2000 * COLUMNS * 2)
+    assert chunked.kept == STATES + WEIGHT * 4 + 4096 * 11 * 4
+    of_chunk = 2 * COLUMNS * 2 + 2 * 2048 * 2 + 4 * 4 * 4  # logits twice; hidden states; statistics of 4 shards
+    assert chunked.peak == chunked.kept + 1920 * of_chunk + STATES
+    more = _loss(num_microbatches=2, logits_chunk_bytes=2000 * COLUMNS * 2)
+    assert more.peak == chunked.peak + chunked.kept
+
+
+def test_a_chunk_of_all_tokens_exists_once() -> None:
+    whole = _loss(logits_chunk_bytes=2**40)
+    assert whole.peak == whole.kept + 4096 * (COLUMNS * 2 + 2 * 2048 * 2 + 4 * 4 * 4) + STATES
+    wide = _loss(logits_chunk_bytes=2**40, logits_dtype="float32")
+    assert wide.peak - whole.peak == 4096 * COLUMNS * 4  # twice as large, and the gradient in bfloat16 beside
+    assert wide.kept == whole.kept
+
+
+def test_the_smallest_chunks_leave_the_start_of_backward_as_the_peak() -> None:
+    """Then there are the scaled gradient by hidden states, and one of the weight for autograd."""
+    small = _loss(logits_chunk_bytes=1)
+    assert small.peak == small.kept + STATES + WEIGHT * 2
+
+
+def test_the_loss_from_logits_holds_all_of_them_and_a_copy_of_their_gradient() -> None:
+    logits = 4096 * COLUMNS * 2
+    assert _loss(loss_from="logits") == LossMemory(2 * logits + 4096 * 11 * 4, kept=0)
+    assert _loss(loss_from="logits", topk=20).peak == 2 * logits + 4096 * 31 * 4
+
+
+def test_the_default_loss_takes_a_fraction_of_all_logits() -> None:
+    assert _loss(32768).peak < _loss(32768, loss_from="logits").peak / 2
 
 
 def test_the_batch_carries_routes_and_top_k() -> None:

@@ -98,6 +98,7 @@ def test_json_has_the_same_numbers_in_bytes(base: Path) -> None:
     assert set(content) == {
         "model",
         "machine",
+        "loss",
         "assumptions",
         "fits",
         "verdict",
@@ -128,8 +129,10 @@ def test_json_has_the_same_numbers_in_bytes(base: Path) -> None:
 
 def test_a_pipeline_shows_each_stage(base: Path) -> None:
     layout = ("--set", "parallel.tensor=1", "--set", "parallel.pipeline=4", "--set", "parallel.expert=2")
-    result = _plan(base, *GPUS, *ROOMY, *layout)
-    assert "of pipeline stage 3" in result.stdout
+    result = _plan(base, *GPUS, *ROOMY, *layout, "--separate-engine")
+    assert "of pipeline stage 0" in result.stdout
+    all_logits = _plan(base, *GPUS, *ROOMY, *layout, "--separate-engine", "--loss-from", "logits")
+    assert "of pipeline stage 3" in all_logits.stdout
     assert "peak of each pipeline stage: " in result.stdout
 
 
@@ -139,6 +142,21 @@ def test_configs_layer_and_recompute_is_read_from_the_pass_through_table(base: P
     assert "recompute full (uniform, 2)" in result.stdout
     assert "of up to 10240 tokens" in result.stdout
     assert "recompute none" in _plan(base, "more.toml", *GPUS, "--recompute", "none").stdout
+
+
+def test_the_loss_is_read_from_the_config_unless_it_is_given(base: Path) -> None:
+    chunks = ("--set", "algorithm.logits_chunk_bytes=268435456")
+    assert "loss: from hidden states, logits made 0.50 GiB at a time" in _plan(base, *GPUS).stdout
+    assert "loss: from hidden states, logits made 0.25 GiB at a time" in _plan(base, *GPUS, *chunks).stdout
+    whole = "loss: from the logits of a whole micro-batch"
+    assert whole in _plan(base, *GPUS, "--set", "algorithm.loss_from=logits").stdout
+    assert whole in _plan(base, *GPUS, "--loss-from", "logits").stdout
+    content = json.loads(_plan(base, *GPUS, *chunks, "--json").stdout)
+    assert content["loss"] == {
+        "loss_from": "hidden_states",
+        "logits_chunk_bytes": 268435456,
+        "logits_dtype": "model",
+    }
 
 
 def test_options_that_the_sums_do_not_know_are_named(base: Path) -> None:
@@ -199,6 +217,7 @@ def test_layouts_that_leave_prompts_over_are_mentioned(base: Path) -> None:
         (("--gpu-memory", "80GB"), "--gpus"),
         (("--gpus", "0", "--gpu-memory", "80GB"), "--gpus"),
         ((*GPUS, "--recompute", "most"), "--recompute"),
+        ((*GPUS, "--loss-from", "fused"), "--loss-from"),
     ],
 )
 def test_bad_input_is_refused_with_2_and_no_traceback(

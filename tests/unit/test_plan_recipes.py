@@ -7,12 +7,18 @@ from plan_models import QWEN3_30B, job_of, layout_of
 from qwen3_30b_recipes import RECIPES, Recipe
 
 from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.memory import memory_of
+from megatron_dppo.plan.machine import FRAGMENTATION
+from megatron_dppo.plan.memory import Memory, StageMemory, memory_of
+from megatron_dppo.plan.model import padded_vocab
 from megatron_dppo.plan.options import Options, Recompute
 from megatron_dppo.plan.search import fits
 
+FLOAT = 4
+recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.source)
+options = pytest.mark.parametrize("without", ["offload", "recompute"])
 
-def _job(recipe: Recipe) -> Job:
+
+def _job(recipe: Recipe, loss_from: str = "logits") -> Job:
     prompts, samples = recipe.prompts
     return job_of(
         QWEN3_30B,
@@ -24,6 +30,8 @@ def _job(recipe: Recipe) -> Job:
             "rollout.samples_per_prompt": samples,
             "rollout.routing_replay": "replay",
             "algorithm.minibatches_per_rollout": 1,
+            "algorithm.loss_from": loss_from,
+            "algorithm.logits_chunk_bytes": recipe.chunk_bytes,
             **{f"sglang.{name}": value for name, value in (recipe.engine or {}).items()},
         },
         num_gpus=recipe.num_gpus,
@@ -31,33 +39,69 @@ def _job(recipe: Recipe) -> Job:
             recompute=recipe.recompute,
             offload_optimizer=recipe.is_offloaded,
             layer_spec=recipe.layer_spec,
-            loss=recipe.loss,
         ),
         is_engine_separate=recipe.engine is None,
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.source)
+def _with_our_loss(recipe: Recipe, job: Job) -> Memory:
+    return memory_of(job, layout_of(recipe.num_gpus, **recipe.sizes))
+
+
+def _with_their_loss(recipe: Recipe, job: Job) -> Memory:
+    """Float32 logits, and as large tensors made of them, where ours holds them in bfloat16."""
+    memory = _with_our_loss(recipe, job)
+    if not recipe.float32_copies:
+        return memory
+    columns = padded_vocab(job.shape, memory.layout) // memory.layout.tensor
+    logits = recipe.float32_copies * recipe.gpu_tokens * columns * FLOAT
+    stages: list[StageMemory] = []
+    for stage in memory.stages:
+        loss = dict(stage.moments["loss"])
+        if "logits" in loss:
+            loss["logits"] = int(logits * (1 + FRAGMENTATION))
+        stages.append(replace(stage, moments={**stage.moments, "loss": loss}))
+    return replace(memory, stages=tuple(stages))
+
+
+def _dropping(job: Job, option: str) -> Job:
+    if option == "offload":
+        return replace(job, options=replace(job.options, offload_optimizer=False))
+    return replace(job, options=replace(job.options, recompute=Recompute()))
+
+
+@recipes
 def test_published_layouts_fit(recipe: Recipe) -> None:
     job = _job(recipe)
-    memory = memory_of(job, layout_of(recipe.num_gpus, **recipe.sizes))
+    memory = _with_their_loss(recipe, job)
     assert fits(job, memory), (memory.worst.worst_moment, memory.worst.moments)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.source)
-@pytest.mark.parametrize("without", ["offload", "recompute"])
+@recipes
+@options
 def test_dropping_an_option_shows_what_it_is_for(recipe: Recipe, without: str) -> None:
-    job, layout = _job(recipe), layout_of(recipe.num_gpus, **recipe.sizes)
-    options = (
-        replace(job.options, offload_optimizer=False)
-        if without == "offload"
-        else replace(job.options, recompute=Recompute())
-    )
-    memory = memory_of(replace(job, options=options), layout)
+    job = _dropping(_job(recipe), without)
+    memory = _with_their_loss(recipe, job)
     assert fits(job, memory) == (without not in recipe.needs), memory.worst.moments
     if without in recipe.needs:
         components = memory.worst.moments[memory.worst.worst_moment]
         assert max(components, key=lambda name: components[name]) in {"optimizer", "activations", "logits"}
+
+
+@recipes
+def test_published_layouts_fit_with_our_loss(recipe: Recipe) -> None:
+    job = _job(recipe, "hidden_states")
+    memory = _with_our_loss(recipe, job)
+    assert fits(job, memory), (memory.worst.worst_moment, memory.worst.moments)
+
+
+@recipes
+@options
+def test_our_loss_does_without_some_of_what_they_need(recipe: Recipe, without: str) -> None:
+    job = _dropping(_job(recipe, "hidden_states"), without)
+    memory = _with_our_loss(recipe, job)
+    is_needed = without in recipe.needs and without not in recipe.spared
+    assert fits(job, memory) != is_needed, memory.worst.moments
 
 
 def test_the_optimizer_states_of_one_node_fill_its_gpus() -> None:

@@ -148,10 +148,20 @@ def test_advice_that_is_followed_makes_the_run_fit() -> None:
 
 
 def test_advice_on_micro_batches_alone() -> None:
-    settings = {"parallel.max_tokens_per_microbatch": 40960, "rollout.max_response_tokens": 1024}
-    job = job_of(QWEN3_8B, settings, options=Options(FULL, offload_optimizer=True))
+    job = job_of(
+        QWEN3_8B, {"parallel.max_tokens_per_microbatch": 81920}, options=Options(FULL, offload_optimizer=True)
+    )
     sentence = _advice(job, layout_of(8))
     assert sentence.startswith("Use smaller micro-batches (--set parallel.max_tokens_per_microbatch=")
+
+
+def test_advice_on_a_loss_that_holds_all_logits() -> None:
+    settings = {"algorithm.loss_from": "logits", "parallel.max_tokens_per_microbatch": 65536}
+    job = job_of(QWEN3_30B, settings, num_gpus=32, gpu_bytes=60 * GB, options=Options(FULL, True))
+    sentence = _advice(job, layout_of(32, expert=8))
+    assert sentence.startswith(
+        "Make logits of some tokens at a time (--set algorithm.loss_from=hidden_states):"
+    )
 
 
 def test_advice_for_an_engine_that_takes_too_much() -> None:

@@ -4,7 +4,9 @@ The loss runs as operators, whose CPU implementation makes float32 copies of the
 make. PyTorch's dispatch modes see an operator's inputs and results alone, so the measured peak is without them.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +104,8 @@ CASES = LOSSES | {
 # With tensor parallelism the loss is measured, and not what layers of a float32 or recomputed model keep.
 MEASURED = {"one process": CASES, "expert 2": CASES, "tensor 2": LOSSES}
 each_case = pytest.mark.parametrize(
-    ("measured", "case"),
+    ("layout_name", "case"),
     [(layout, case) for layout, cases in MEASURED.items() for case in cases],
-    indirect=["measured"],
     ids=lambda name: name.replace(" ", "-"),
 )
 
@@ -202,18 +203,24 @@ def measure_all(
     return {name: measure(runtime, model, parallel, CASES[name]) for name, model in models.items()}
 
 
+Found = tuple[dict[str, str], list[dict[str, dict[str, int]]]]
+
+
 @pytest.fixture(scope="session")
-def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, str], list[dict[str, dict[str, int]]]]:
-    """(layout's name, model folders, what each rank measured in each case)."""
-    world_size, parallel = LAYOUTS[request.param]
-    folder = tmp_path_factory.mktemp("plan")
-    models = {
-        name: str(write_model(folder / f"model{index}", **SIZES | case.sizes))
-        for index, (name, case) in enumerate(MEASURED[request.param].items())
-    }
-    return request.param, models, run_ranks(measure_all, world_size, folder, models, parallel)
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+    """By a layout's name: model folders, and what each rank measured in each case."""
+
+    @cache
+    def of_layout(layout_name: str) -> Found:
+        world_size, parallel = LAYOUTS[layout_name]
+        folder = tmp_path_factory.mktemp("plan")
+        models = {
+            name: str(write_model(folder / f"model{index}", **SIZES | case.sizes))
+            for index, (name, case) in enumerate(MEASURED[layout_name].items())
+        }
+        return models, run_ranks(measure_all, world_size, folder, models, parallel)
+
+    return of_layout
 
 
 def job_of(layout_name: str, model: str, case: Case) -> tuple[Job, Layout]:
@@ -233,8 +240,8 @@ def job_of(layout_name: str, model: str, case: Case) -> tuple[Job, Layout]:
 
 
 @each_case
-def test_weights_and_gradients_are_exact(measured: Any, case: str) -> None:
-    layout_name, models, ranks = measured
+def test_weights_and_gradients_are_exact(measured: Any, layout_name: str, case: str) -> None:
+    models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
     for found in (rank[case] for rank in ranks):
         states = rank_states(job, job.partition(layout)[found["stage"]])
@@ -242,9 +249,9 @@ def test_weights_and_gradients_are_exact(measured: Any, case: str) -> None:
 
 
 @each_case
-def test_optimizer_states_are_exact(measured: Any, case: str) -> None:
+def test_optimizer_states_are_exact(measured: Any, layout_name: str, case: str) -> None:
     """A shard counts the padding of Megatron's buffers too; over all ranks the rest is exact."""
-    layout_name, models, ranks = measured
+    models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
     per_element = optimizer_bytes(1, job.workload.dtype_bytes, moment_bytes=4)
     total = 0.0
@@ -269,8 +276,8 @@ def _saved_by_head(job: Job, layout: Layout, kept: StageActivations) -> int:
 
 
 @each_case
-def test_activations_kept_for_backward_are_within_3_percent(measured: Any, case: str) -> None:
-    layout_name, models, ranks = measured
+def test_activations_kept_for_backward_are_within_3_percent(measured: Any, layout_name: str, case: str) -> None:
+    models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
     for found in (rank[case] for rank in ranks):
         kept = stage_activations(job, layout, job.partition(layout)[found["stage"]])
@@ -279,9 +286,9 @@ def test_activations_kept_for_backward_are_within_3_percent(measured: Any, case:
 
 
 @each_case
-def test_the_peak_of_all_live_tensors_is_within_15_percent(measured: Any, case: str) -> None:
+def test_the_peak_of_all_live_tensors_is_within_15_percent(measured: Any, layout_name: str, case: str) -> None:
     """Logits with all that the loss makes of them, and what a layer holds for a moment, included."""
-    layout_name, models, ranks = measured
+    models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
     for found in (rank[case] for rank in ranks):
         part = job.partition(layout)[found["stage"]]

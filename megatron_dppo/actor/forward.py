@@ -40,7 +40,7 @@ def run_microbatches(
         index, microbatch = next(data)
         if before_forward is not None:
             before_forward(index, microbatch)
-        return forward_packed(chunk, microbatch), lambda output: loss_function(output[0], microbatch)
+        return forward_packed(chunk, microbatch), lambda output: loss_function(output.squeeze(0), microbatch)
 
     iterators = [iter([(index, m) for m in microbatches]) for index in range(len(chunks))]
     get_forward_backward_func()(

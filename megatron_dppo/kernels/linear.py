@@ -169,25 +169,27 @@ class _LinearPolicyLoss(torch.autograd.Function):
             statistics = layer.statistics(logits, own.targets, own.topk_ids)
             _, found, topk[which] = judge(logits, statistics, own, objective, layer.shard, layer.temperature)
             rows[:, which] = found
-            if by_hidden is None and by_weight is None:
-                continue
-            live = _write_gradient(logits, found, own.targets, objective, layer)
-            gradient = logits[: live.numel()].to(weight.dtype)
-            if by_hidden is not None:
-                by_hidden[_positions(which, live)] = gradient @ weight
-            if by_weight is not None:
-                accumulate_product_(by_weight, gradient.t(), inputs[live])
+            if by_hidden is not None or by_weight is not None:
+                live = _write_gradient(logits, found, own.targets, objective, layer)
+                gradient = logits[: live.numel()].to(weight.dtype)
+                if by_hidden is not None:
+                    by_hidden[_positions(which, live)] = gradient @ weight
+                if by_weight is not None:
+                    accumulate_product_(by_weight, gradient.t(), inputs[live])
+                del gradient
+            del logits, inputs  # before the next chunk's are made
         ctx.mark_non_differentiable(rows, topk)
-        ctx.layer, ctx.weight, ctx.by_hidden, ctx.by_weight = layer, weight, by_hidden, by_weight
+        ctx.save_for_backward(by_hidden, by_weight)  # which lets go of them after the backward pass
+        ctx.layer, ctx.weight = layer, weight
         return rows[ROWS.index("loss")].sum(), rows, topk
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        by_hidden, by_weight = None, None
-        if ctx.by_hidden is not None:
-            by_hidden = ctx.layer.reduced(ctx.by_hidden * upstream[0].to(ctx.by_hidden.dtype))
-        if ctx.by_weight is not None:
-            by_weight = _hand_over(ctx.weight, ctx.by_weight, upstream[0])
+        by_hidden, by_weight = ctx.saved_tensors
+        if by_hidden is not None:
+            by_hidden = ctx.layer.reduced(by_hidden * upstream[0].to(by_hidden.dtype))
+        if by_weight is not None:
+            by_weight = _hand_over(ctx.weight, by_weight, upstream[0])
         return by_hidden, by_weight, None, None, None, None
 
 

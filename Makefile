@@ -49,9 +49,9 @@ test: lint chromium
 	$(RUN) -m pytest tests/distributed -m "not slow"
 	$(RUN) -m pytest tests/faults
 
-# megatron-core after 0.16 needs Python 3.12; not part of CI.
+# megatron-core after 0.16 needs Python 3.12; not part of CI. Transformer Engine's stand-ins fit 0.16.1 alone.
 test-py312: $(VENV312)/.stamp
-	$(VENV312)/bin/python -m pytest tests/distributed -m "not slow"
+	$(VENV312)/bin/python -m pytest tests/distributed -m "not slow" --ignore=tests/distributed/test_engine_names.py
 
 # Checked first and always: without it nothing of this target can be said.
 python312:

@@ -3,7 +3,8 @@
 The gradients are made with the forward pass, chunk by chunk: three matrix products, where logits that are
 thrown away and made again would cost four. Tokens that do not learn are left out of all three, tokens whose
 update is masked out of the two of the gradient. Chunks cut tokens and not the vocabulary: a chunk of columns
-would have to be made twice, for no gradient is known before the last of them.
+would have to be made twice, for no gradient is known before the last of them. Each chunk waits once for its
+device: how many of its tokens have a gradient decides the shape of the products.
 """
 
 import math
@@ -19,7 +20,7 @@ from megatron_dppo.kernels.loss import FusedPolicyLoss, describe, judge
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.kernels.products import accumulate_product_
 from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.tokens import LossTokens, loss_tokens, require_known_ids
+from megatron_dppo.kernels.tokens import LossTokens, check_values, loss_tokens
 
 
 def fused_linear_policy_loss(
@@ -99,7 +100,7 @@ def fused_linear_policy_loss(
         old_log_probs=old_log_probs,
     )
     if debug:
-        require_known_ids(tokens, layer.shard.vocab_size)
+        check_values(objective, tokens, layer.shard.vocab_size)
     results = _LinearPolicyLoss.apply(hidden, weight, layer, tokens, objective, torch.is_grad_enabled())
     return describe(*results, has_topk=topk_ids is not None)
 

@@ -13,7 +13,7 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.encoding import encode
 from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.tokens import LossTokens, loss_tokens, require_known_ids
+from megatron_dppo.kernels.tokens import LossTokens, check_values, loss_tokens
 from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
 
 LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -98,7 +98,7 @@ def fused_policy_loss(
         old_log_probs=old_log_probs,
     )
     if debug:
-        require_known_ids(tokens, shard.vocab_size)
+        check_values(objective, tokens, shard.vocab_size)
     own = token_statistics(logits, tokens.targets, tokens.topk_ids, tokens.loss_mask, shard, temperature)
     statistics = gather_statistics(own, tp_group)
     results = judge(logits, statistics, tokens, objective, shard, temperature, is_in_place=inplace_backward)

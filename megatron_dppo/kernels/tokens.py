@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
+from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels.arguments import MAX_TOP_K
 
@@ -83,12 +84,31 @@ def loss_tokens(
     return LossTokens(**ready)
 
 
-def require_known_ids(tokens: LossTokens, vocab_size: int) -> None:
-    """Refuse ids of learning tokens that are outside the vocabulary; one device synchronisation.
+def check_values(objective: Objective, tokens: LossTokens, vocab_size: int) -> None:
+    """Refuse values that no learning token may have; two device synchronisations where all is well.
 
     Raises:
         ConfigError: Naming the tensor, the row and the value.
     """
+    _require_known_ids(tokens, vocab_size)
+    topk, mu = None, tokens.topk_rollout_log_probs
+    if tokens.topk_ids is not None and mu is not None:
+        topk = TopKLogProbs(tokens.topk_ids, mu, torch.zeros_like(mu))
+    inputs = PolicyLossInputs(
+        log_probs=torch.zeros_like(tokens.rollout_log_probs),
+        rollout_log_probs=tokens.rollout_log_probs,
+        advantages=tokens.advantages,
+        loss_mask=tokens.loss_mask,
+        old_log_probs=tokens.old_log_probs,
+        topk=topk,
+        targets=tokens.targets,
+        token_weights=tokens.token_weights,
+        entropy=torch.zeros_like(tokens.rollout_log_probs),
+    )
+    learning_tokens(objective, inputs)
+
+
+def _require_known_ids(tokens: LossTokens, vocab_size: int) -> None:
     is_learning = (
         torch.ones_like(tokens.targets, dtype=torch.bool) if tokens.loss_mask is None else tokens.loss_mask
     )

@@ -218,6 +218,16 @@ def test_bad_input_is_told_where_it_is(case: str) -> None:
         fused_policy_loss(batch.logits, **arguments, objective=TOPK_KL, debug=True)
 
 
+@pytest.mark.parametrize("case", ["nan advantage", "repeated ids", "target outside"])
+def test_debug_tells_it_before_any_kernel_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_kernels", None)
+    batch = make_batch(torch.float32)
+    change, message = REFUSED[case]
+    arguments = batch.arguments | change(batch)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        fused_linear_policy_loss(batch.hidden, batch.weight, **arguments, objective=TOPK_KL, debug=True)
+
+
 def test_half_precision_logits_are_refused() -> None:
     batch = make_batch(torch.float32)
     with pytest.raises(ConfigError, match="float16"):

@@ -80,7 +80,6 @@ def _training(
             **always,
             **batch,
             "activations": int((held + kept.again + kept.working) * padded),
-            "logits": int(kept.loss_gradients * padded),
             "gradients": states.gradients + states.gradient_temporaries,
         },
         "step": {**always, **batch, "optimizer": states.optimizer + states.step_temporaries},

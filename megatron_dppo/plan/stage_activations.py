@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron_dppo.actor.layout import Layout
 from megatron_dppo.plan.activations import LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.logits import LossTokens, loss_memory
+from megatron_dppo.plan.logits import LossTokens, loss_bytes
 from megatron_dppo.plan.partition import StagePart
 from megatron_dppo.plan.stages import chunks_in_flight
 
@@ -20,7 +20,6 @@ class StageActivations:
     working: int  # held for a moment in forward or backward of one layer
     passed: int  # what the stage received and sent, of the micro-batches in flight
     logits: int  # logits and what the loss makes of them, at its highest point
-    loss_gradients: int  # of those, what is still there in backward of the layers
 
 
 def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivations:
@@ -36,14 +35,12 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
     by_size = sorted((chunk.held for chunk in kept), reverse=True)
     held = rounds * sum(by_size) + sum(by_size[:rest])
     has_head = part.chunks[-1].is_last
-    of_loss = LossTokens(tokens.attended, num_microbatches, work.dtype_bytes, work.topk_columns)
-    loss = loss_memory(job.shape, layout, job.config.algorithm, of_loss)
+    of_loss = LossTokens(tokens.attended, work.dtype_bytes, work.topk_columns)
     return StageActivations(
         held=held,
         head=model.head() * has_head,
         again=max(chunk.again for chunk in kept),
         working=model.working(),
         passed=flights * 2 * model.hidden_bytes if layout.pipeline > 1 else 0,
-        logits=loss.peak * has_head,
-        loss_gradients=loss.kept * has_head,
+        logits=loss_bytes(job.shape, layout, job.config.algorithm, of_loss) * has_head,
     )

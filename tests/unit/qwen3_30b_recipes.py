@@ -140,7 +140,6 @@ RECIPES = (
         engine={"tp_size": 2, "mem_fraction_static": 0.7},
         layer_spec="te",
         float32_copies=0,
-        chunk_bytes=2**27,
         **NOT_RECOMPUTED,
     ),
     Recipe(

@@ -23,7 +23,7 @@ from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError, LayoutError
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.engine import engine_memory
-from megatron_dppo.plan.logits import LossMemory, LossTokens, loss_memory
+from megatron_dppo.plan.logits import LossTokens, loss_bytes
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.model import Chunk, chunk_tensors, padded_vocab
 from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
@@ -240,49 +240,45 @@ def test_experts_get_every_token_top_k_times() -> None:
     assert _layer(layout_of(8, tensor=4, expert=2, expert_tensor=4)).expert_rows() == 8192 * 8
 
 
-def _loss(num_tokens: int = 4096, num_microbatches: int = 1, topk: int = 0, **options: Any) -> LossMemory:
+def _loss(num_tokens: int = 4096, topk: int = 0, **options: Any) -> int:
     """Of Qwen3-30B-A3B in bfloat16, its vocabulary split in four."""
-    tokens = LossTokens(num_tokens, num_microbatches, dtype_bytes=2, topk_columns=topk)
+    tokens = LossTokens(num_tokens, dtype_bytes=2, topk_columns=topk)
     algorithm = AlgorithmConfig.model_validate(options)
-    return loss_memory(shape_of(QWEN3_30B), layout_of(4, tensor=4), algorithm, tokens)
+    return loss_bytes(shape_of(QWEN3_30B), layout_of(4, tensor=4), algorithm, tokens)
 
 
 COLUMNS = 151936 // 4
 STATES, WEIGHT = 4096 * 2048 * 2, COLUMNS * 2048  # bytes of [T, H], elements of [V/4, H]
+GRADIENTS = STATES + WEIGHT * 4 + 4096 * 11 * 4  # bytes of those by hidden states and weight, and of the results
+BESIDE = 2 * 2048 * 2 + 4 * 4 * 4  # bytes of a chunk's token beside logits: hidden states, statistics of 4 shards
 
 
-def test_the_loss_from_hidden_states_holds_two_chunks_and_the_gradients() -> None:
-    """Bytes for 2000 tokens make chunks of 1920, a multiple of 128."""
-    chunked = _loss(logits_chunk_bytes=2000 * COLUMNS * 2)
-    assert chunked.kept == STATES + WEIGHT * 4 + 4096 * 11 * 4
-    of_chunk = 2 * COLUMNS * 2 + 2 * 2048 * 2 + 4 * 4 * 4  # logits twice; hidden states; statistics of 4 shards
-    assert chunked.peak == chunked.kept + 1920 * of_chunk + STATES
-    more = _loss(num_microbatches=2, logits_chunk_bytes=2000 * COLUMNS * 2)
-    assert more.peak == chunked.peak + chunked.kept
+def test_the_loss_from_hidden_states_holds_one_chunk_and_the_gradients() -> None:
+    """Bytes for 4000 tokens make chunks of 3968, a multiple of 128."""
+    chunked = _loss(8192, logits_chunk_bytes=4000 * COLUMNS * 2)
+    assert chunked == GRADIENTS + STATES + 4096 * 11 * 4 + 3968 * (COLUMNS * 2 + BESIDE) + 2 * STATES
 
 
-def test_a_chunk_of_all_tokens_exists_once() -> None:
+def test_a_chunk_has_no_more_than_all_tokens() -> None:
     whole = _loss(logits_chunk_bytes=2**40)
-    assert whole.peak == whole.kept + 4096 * (COLUMNS * 2 + 2 * 2048 * 2 + 4 * 4 * 4) + STATES
+    assert whole == GRADIENTS + 4096 * (COLUMNS * 2 + BESIDE) + STATES
     wide = _loss(logits_chunk_bytes=2**40, logits_dtype="float32")
-    assert wide.peak - whole.peak == 4096 * COLUMNS * 4  # twice as large, and the gradient in bfloat16 beside
-    assert wide.kept == whole.kept
+    assert wide - whole == 4096 * COLUMNS * 4  # twice as large, and the gradient in bfloat16 beside
 
 
 def test_the_smallest_chunks_leave_the_start_of_backward_as_the_peak() -> None:
     """Then there are the scaled gradient by hidden states, and one of the weight for autograd."""
-    small = _loss(logits_chunk_bytes=1)
-    assert small.peak == small.kept + STATES + WEIGHT * 2
+    assert _loss(logits_chunk_bytes=1) == GRADIENTS + STATES + WEIGHT * 2
 
 
-def test_the_loss_from_logits_holds_all_of_them_and_a_copy_of_their_gradient() -> None:
-    logits = 4096 * COLUMNS * 2
-    assert _loss(loss_from="logits") == LossMemory(2 * logits + 4096 * 11 * 4, kept=0)
-    assert _loss(loss_from="logits", topk=20).peak == 2 * logits + 4096 * 31 * 4
+def test_the_loss_from_logits_holds_all_of_them_and_the_gradients_of_the_output_layer() -> None:
+    logits, of_layer = 4096 * COLUMNS * 2, 2 * STATES + WEIGHT * 2
+    assert _loss(loss_from="logits") == logits + 4096 * 11 * 4 + of_layer
+    assert _loss(loss_from="logits", topk=20) == logits + 4096 * 31 * 4 + of_layer
 
 
 def test_the_default_loss_takes_a_fraction_of_all_logits() -> None:
-    assert _loss(32768).peak < _loss(32768, loss_from="logits").peak / 2
+    assert _loss(32768) < _loss(32768, loss_from="logits") / 2
 
 
 def test_the_batch_carries_routes_and_top_k() -> None:

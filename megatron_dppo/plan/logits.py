@@ -1,9 +1,9 @@
 """Bytes of logits and of what the loss makes of them, on a rank of the last pipeline stage.
 
 These are a GPU's, whose kernels work in place. From hidden states, logits exist some tokens at a time, and the
-gradients by hidden states and weight are made with them; they go when backward has passed the loss. From logits,
-those of all tokens exist, and their gradient is written over them. Every token is taken to learn: the others have
-no logits in the first form.
+gradients by hidden states and weight are made with them; they go when backward has passed the loss. From
+logits, those of all tokens exist, and their gradient is written over them. Every token is taken to learn: the
+others have no logits in the first form.
 """
 
 from dataclasses import dataclass

@@ -29,7 +29,6 @@ class Recipe:
         spared: Of those, options without which it fits with our loss.
         float32_copies: Of all logits, that their loss holds at once: an assumption. NeMo's of its performance
             runs holds none.
-        chunk_bytes: Of logits, with which it fits with our loss.
         layer_spec: All of them use Transformer Engine; ours is taken where it fits, too.
     """
 
@@ -46,7 +45,6 @@ class Recipe:
     spared: tuple[str, ...] = ()
     layer_spec: LayerSpec = "torch"
     float32_copies: int = 4
-    chunk_bytes: int = 2**29
 
 
 NOT_RECOMPUTED: dict[str, Any] = {"recompute": Recompute(), "is_offloaded": False}

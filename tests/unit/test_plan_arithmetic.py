@@ -249,8 +249,8 @@ def _loss(num_tokens: int = 4096, topk: int = 0, **options: Any) -> int:
 
 COLUMNS = 151936 // 4
 STATES, WEIGHT = 4096 * 2048 * 2, COLUMNS * 2048  # bytes of [T, H], elements of [V/4, H]
-GRADIENTS = STATES + WEIGHT * 4 + 4096 * 11 * 4  # bytes of those by hidden states and weight, and of the results
-BESIDE = 2 * 2048 * 2 + 4 * 4 * 4  # bytes of a chunk's token beside logits: hidden states, statistics of 4 shards
+GRADIENTS = STATES + WEIGHT * 4 + 4096 * 11 * 4  # of 4096 tokens, with the loss's results
+BESIDE = 2 * 2048 * 2 + 4 * 4 * 4  # a token's, of a chunk, beside logits: hidden states, statistics of 4 shards
 
 
 def test_the_loss_from_hidden_states_holds_one_chunk_and_the_gradients() -> None:

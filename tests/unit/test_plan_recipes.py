@@ -31,7 +31,6 @@ def _job(recipe: Recipe, loss_from: str = "logits") -> Job:
             "rollout.routing_replay": "replay",
             "algorithm.minibatches_per_rollout": 1,
             "algorithm.loss_from": loss_from,
-            "algorithm.logits_chunk_bytes": recipe.chunk_bytes,
             **{f"sglang.{name}": value for name, value in (recipe.engine or {}).items()},
         },
         num_gpus=recipe.num_gpus,

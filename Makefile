@@ -6,8 +6,10 @@ TRL_VENV := .venv-trl
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
+SGLANG_VENV := .venv-sglang
+SGLANG := 0.5.21
 
-.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -16,6 +18,8 @@ help:
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"
 	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
+	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment)"
+	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); for GPUs where nvidia-smi finds one"
 	@echo "make lint        ruff, pyright, import-linter, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
@@ -42,7 +46,7 @@ quickstart: venv
 quickstart-short: venv
 	$(RUN) examples/quickstart/run.py --short
 
-test test-slow layouts test-py312 faults gpu: export OMP_NUM_THREADS := 1
+test test-slow layouts test-py312 test-sglang faults gpu: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
@@ -64,6 +68,25 @@ $(VENV312)/.stamp: setup.py constraints.txt Makefile | python312
 	sed 's/^megatron-core==.*/megatron-core==$(MEGATRON312)/' constraints.txt >$(VENV312)/constraints.txt
 	$(VENV312)/bin/python -m pip install --quiet torch==2.13.0
 	$(VENV312)/bin/python -m pip install --quiet -c $(VENV312)/constraints.txt -e '.[dev]'
+	@touch $@
+
+# The test runner is ours; the servers that it starts run in SGLang's environment.
+test-sglang: venv sglang-venv
+	$(RUN) -m pytest tests/sglang
+
+sglang-venv: $(SGLANG_VENV)/.stamp
+
+# On a CPU: what serving needs, and a .pth file that makes tests/sglang/cpu_shim part of the environment.
+$(SGLANG_VENV)/.stamp: tests/sglang/requirements-cpu.txt Makefile
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	if nvidia-smi >/dev/null 2>&1; then \
+	  $(SGLANG_VENV)/bin/python -m pip install --quiet sglang==$(SGLANG); \
+	else \
+	  $(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements-cpu.txt && \
+	  printf '%s\nimport sglang_on_cpu\n' "$(CURDIR)/tests/sglang/cpu_shim" \
+	    >"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_on_cpu.pth"; \
+	fi
 	@touch $@
 
 test-slow: venv

@@ -95,6 +95,7 @@ setup(
         "tomli-w>=1.2",
         "jinja2>=3.1",
         "plotly>=7.1",
+        "httpx2>=2.16",
     ],
     extras_require={
         "dev": [

@@ -1,0 +1,89 @@
+"""What an unpatched SGLang needs to run without a GPU; a .pth file of its environment imports this at start-up.
+
+Nothing happens until a module named below is imported, and nothing at all is changed where torch sees a GPU.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+_kept: list[Any] = []  # torch forgets a library's schemas with the library
+
+
+def _declare_vision_ops() -> None:
+    """Torchvision looks for two of its compiled operators, which do not load beside a CPU build of torch.
+
+    Their schemas suffice: nothing calls them.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept.append(library)
+
+
+def _leave_buffers_unpinned(module: ModuleType) -> None:
+    """The buffer of captured routes is allocated in pinned memory, which torch refuses without a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    class Unpinned(ModuleType):
+        """torch, as this one module sees it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def zeros(*size: Any, pin_memory: bool = False, **options: Any) -> Any:
+            return torch.zeros(*size, **options)
+
+    module.torch = Unpinned("torch")  # type: ignore[attr-defined]
+
+
+def _register_nothing(module: ModuleType) -> None:
+    """The same buffer is registered with CUDA's runtime."""
+    import torch
+
+    if not torch.cuda.is_available():
+        module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+_BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_vision_ops}
+_AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.state_capturer.base": _leave_buffers_unpinned,
+    "sglang.srt.mem_cache.pool_host.common": _register_nothing,
+}
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    """Runs each entry of the two tables once, around the first import of its module."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if before := _BEFORE.pop(fullname, None):
+            before()
+        after = _AFTER.pop(fullname, None)
+        spec = importlib.util.find_spec(fullname) if after else None
+        if after is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            after(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Hook())

@@ -58,6 +58,14 @@ class RolloutError(MegatronDppoError):
     """The rollout engine cannot do what was asked, or returned something that does not fit."""
 
 
+class ServerError(RolloutError):
+    """An SGLang server does not start, does not answer, refuses, or is of an unknown version."""
+
+
+class ReplyError(RolloutError):
+    """An SGLang server's answer is not one to what it was asked."""
+
+
 class RoutingReplayError(MegatronDppoError):
     """Captured expert choices do not fit the tokens or the model they would be replayed on."""
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny import write_model
+from tiny import EXPERTS, LAYERS, TOP_K, VOCAB, write_model
 from transformers import Qwen3MoeForCausalLM
+
+from megatron_dppo.rollout.sglang.protocol import ServedModel
+from megatron_dppo.types import ModelRouting
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -27,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "max_total_tokens": 16384,
     "max_running_requests": 32,
     "context_length": MAX_TOKENS,
+    "weight_version": "0",
 }
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -34,6 +38,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+MODEL = ServedModel(VOCAB, LAYERS, end_tokens=(0,), routing=ModelRouting(tuple(range(LAYERS)), EXPERTS, TOP_K))
 
 
 @dataclass(frozen=True)

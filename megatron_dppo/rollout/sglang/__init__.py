@@ -1,0 +1,1 @@
+"""Rollouts from SGLang's HTTP servers, which run in a Python environment of their own."""

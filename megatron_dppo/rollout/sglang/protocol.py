@@ -1,0 +1,234 @@
+"""What is said to an SGLang server, and what its answers mean: one adapter per generation of servers.
+
+An adapter is chosen by the version that a server reports; one that was never run against is refused. Answers
+are checked against what was asked for before anything is made of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, get_args
+
+from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.sglang.decoding import (
+    decode_log_probs,
+    decode_routes,
+    decode_tokens,
+    decode_topk,
+    decode_weight_versions,
+    field,
+    weight_version,
+)
+from megatron_dppo.types import FinishReason, ModelRouting, RoutedExperts
+
+_BEYOND_LONGEST_PROMPT = 4  # SGLang cuts a response, without a word, that goes further beyond max_req_input_len
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What one must know of a model to ask for responses and to read them."""
+
+    vocab_size: int
+    num_layers: int  # routes come for all of them, dense ones included
+    end_tokens: tuple[int, ...]  # sampling any of these ends a response; may be empty
+    routing: ModelRouting | None  # none for a model without experts
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    version: str
+    model_path: str
+    weight_version: int
+    max_prompt_tokens: int
+    max_tokens: int  # of prompt and response together
+    captures_routes: bool
+    max_running_requests: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answered request."""
+
+    completion: Completion
+    num_cached_tokens: int  # of the prompt; their routes are those of the request that came first
+    num_retractions: int  # how often the server gave up the request's cache and computed it again
+    routes_fault: str | None  # why routes that were asked for are absent from the completion
+
+
+class Generation(Protocol):
+    """How servers of some versions are spoken to."""
+
+    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+        """The JSON of one POST to /generate."""
+        ...
+
+    def read_reply(self, body: object, request: Request, params: SamplingParams, model: ServedModel) -> Reply:
+        """What a 200 from /generate holds.
+
+        Raises:
+            ReplyError: Anything but the answer to this request, whole and consistent. Faults of the routes
+                alone are told in the reply: they cost the sample its routes.
+        """
+        ...
+
+    def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
+        """What GET /server_info and GET /model_info say.
+
+        Raises:
+            ServerError: The server was started with options that change what is sampled behind our back.
+            ReplyError: Something is absent.
+        """
+        ...
+
+
+class Generation0521:
+    """SGLang 0.5.21."""
+
+    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+        """See `Generation.generate_body`. Every sampling parameter is named: none is left to the server."""
+        sampling = {
+            "max_new_tokens": params.max_response_tokens,
+            "min_new_tokens": 0,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(model.end_tokens),
+            "ignore_eos": not model.end_tokens,
+            "n": 1,
+        }
+        return {
+            "rid": request.id,
+            "input_ids": list(request.prompt_tokens),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": params.num_topk_log_probs,
+            "return_routed_experts": params.capture_routes,
+            "stream": False,
+        }
+
+    def read_reply(self, body: object, request: Request, params: SamplingParams, model: ServedModel) -> Reply:
+        """See `Generation.read_reply`."""
+        where = f"answer to {request.id}"
+        if not isinstance(body, Mapping):
+            raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
+        ids, meta = field(body, "output_ids", list, where), field(body, "meta_info", dict, where)
+        expected = {
+            "id": request.id,
+            "prompt_tokens": len(request.prompt_tokens),
+            "completion_tokens": len(ids),
+        }
+        for name, value in expected.items():
+            if field(meta, name, type(value), where) != value:
+                raise ReplyError(
+                    f"{where}: found {name} {meta[name]!r}; expected {value!r}. The answer belongs to another "
+                    "request, or was cut."
+                )
+        tokens = decode_tokens(ids, model.vocab_size, where)
+        finish = read_finish_reason(meta, ids, params, model, where)
+        log_probs = decode_log_probs(field(meta, "output_token_logprobs", list, where), tokens, where)
+        topk = None
+        if params.num_topk_log_probs:
+            rows, columns = field(meta, "output_top_logprobs", list, where), params.num_topk_log_probs
+            topk = decode_topk(rows, tokens, log_probs, columns, model.vocab_size, where)
+        routes, fault = _routes(meta, request, len(ids), params, model, where)
+        spans = decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
+        return Reply(
+            Completion(request.id, tokens, log_probs, finish, topk, routes, spans),
+            num_cached_tokens=field(meta, "cached_tokens", int, where),
+            num_retractions=field(meta, "num_retractions", int, where),
+            routes_fault=fault,
+        )
+
+    def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
+        """See `Generation.read_facts`."""
+        where = "/server_info"
+        if server_info.get("preferred_sampling_params"):
+            raise ServerError(
+                f"{where}: found preferred_sampling_params {server_info['preferred_sampling_params']!r}; "
+                "expected none, since sampling is ours to say. Remove it from the server's arguments."
+            )
+        longest = field(server_info, "max_req_input_len", int, where)
+        return ServerFacts(
+            version=field(server_info, "version", str, where),
+            model_path=field(model_info, "model_path", str, "/model_info"),
+            weight_version=weight_version(model_info.get("weight_version"), "/model_info"),
+            max_prompt_tokens=longest - 1,
+            max_tokens=longest + _BEYOND_LONGEST_PROMPT,
+            captures_routes=server_info.get("enable_return_routed_experts") is True,
+            max_running_requests=field(server_info, "max_running_requests", int, where),
+        )
+
+
+GENERATIONS: Mapping[str, Generation] = MappingProxyType({"0.5.21": Generation0521()})
+"""Adapters by the version that a server reports; one is added after it was run against such a server."""
+
+
+def generation_of(version: object) -> Generation:
+    """The adapter for servers that report this version.
+
+    Raises:
+        ServerError: It was never run against.
+    """
+    generation = GENERATIONS.get(version) if isinstance(version, str) else None
+    if generation is None:
+        raise ServerError(
+            f"found an SGLang server of version {version!r}; expected one of {', '.join(GENERATIONS)}, which "
+            "the protocol was tested with. Install one of them for sglang.python (make sglang-venv)."
+        )
+    return generation
+
+
+def read_finish_reason(
+    meta: Mapping[str, Any], ids: list[Any], params: SamplingParams, model: ServedModel, where: str
+) -> FinishReason:
+    """Why sampling ended, once it agrees with the tokens.
+
+    Raises:
+        ReplyError: An unknown reason, a stop without an end token, or a length that is not the limit.
+    """
+    reason = field(meta, "finish_reason", dict, where)
+    kind = reason.get("type")
+    if kind not in get_args(FinishReason):
+        raise ReplyError(f"{where}: found finish_reason {reason!r:.200}; expected {get_args(FinishReason)}")
+    limit = params.max_response_tokens
+    agrees = {
+        "stop": bool(ids) and ids[-1] in model.end_tokens and len(ids) <= limit,
+        "length": len(ids) == limit,
+        "abort": len(ids) <= limit,
+    }
+    ends_early = any(token in model.end_tokens for token in ids[:-1])
+    if ends_early or not agrees[kind]:
+        raise ReplyError(
+            f"{where}: found finish_reason {reason!r:.200} after {len(ids)} of {limit} tokens, the last of "
+            f"them {ids[-1:]}; expected that to agree with the end tokens {model.end_tokens}. Check that the "
+            "server and the run read the same generation_config.json."
+        )
+    return kind
+
+
+def _routes(
+    meta: Mapping[str, Any],
+    request: Request,
+    num_tokens: int,
+    params: SamplingParams,
+    model: ServedModel,
+    where: str,
+) -> tuple[RoutedExperts | None, str | None]:
+    """The routes, or why there are none though they were asked for."""
+    if not params.capture_routes:
+        return None, None
+    assert model.routing is not None, "routes are asked of models with experts only"
+    num_rows = max(len(request.prompt_tokens) + num_tokens - 1, 0)
+    try:
+        payload = meta.get("routed_experts")
+        return decode_routes(payload, num_rows, model.num_layers, model.routing, where), None
+    except RoutingReplayError as error:
+        return None, str(error)

@@ -1,0 +1,250 @@
+"""Answers that a real SGLang server gave, as they came and corrupted."""
+
+import base64
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
+from megatron_dppo.rollout.engine import Request, SamplingParams
+from megatron_dppo.rollout.sglang.decoding import decode_routes
+from megatron_dppo.rollout.sglang.protocol import (
+    GENERATIONS,
+    Reply,
+    ServedModel,
+    generation_of,
+)
+from megatron_dppo.types import ModelRouting, WeightVersionSpan
+
+REPLIES = Path(__file__).parent / "sglang_replies"
+ROUTING = ModelRouting((0, 1, 2), 8, 2)
+MODEL = ServedModel(vocab_size=97, num_layers=3, end_tokens=(0,), routing=ROUTING)
+Corruption = Callable[[dict[str, Any]], object]
+
+
+def _recorded(name: str) -> tuple[Request, SamplingParams, dict[str, Any]]:
+    case = json.loads((REPLIES / f"{name}.json").read_text())
+    request = Request(case["request"]["id"], tuple(case["request"]["prompt_tokens"]), (0, 0, 0))
+    return request, SamplingParams(**case["params"]), case["body"]
+
+
+def _read(name: str, corrupt: Corruption = lambda body: None) -> Reply:
+    request, params, body = _recorded(name)
+    body = copy.deepcopy(body)
+    corrupt(body)
+    return generation_of("0.5.21").read_reply(body, request, params, MODEL)
+
+
+@pytest.mark.parametrize("name", ["plain", "topk_and_routes", "stop", "greedy", "abort"])
+def test_recorded_answers_are_read(name: str) -> None:
+    request, params, body = _recorded(name)
+    reply = _read(name)
+    completion, meta = reply.completion, body["meta_info"]
+    assert completion.request_id == request.id
+    assert completion.tokens.tolist() == body["output_ids"]
+    assert completion.tokens.dtype == torch.int64
+    assert completion.log_probs.tolist() == pytest.approx([row[0] for row in meta["output_token_logprobs"]])
+    assert completion.finish_reason == meta["finish_reason"]["type"]
+    assert completion.weight_versions == (WeightVersionSpan(0, len(body["output_ids"]), 0),)
+    assert reply.routes_fault is None
+    assert (completion.topk is None) == (params.num_topk_log_probs == 0)
+    assert (completion.routed_experts is None) == (not params.capture_routes)
+
+
+def test_topk_and_routes_are_those_of_the_answer() -> None:
+    request, _, body = _recorded("topk_and_routes")
+    completion = _read("topk_and_routes").completion
+    assert completion.topk is not None
+    assert completion.routed_experts is not None
+    entries = body["meta_info"]["output_top_logprobs"][3]
+    assert completion.topk.ids.shape == completion.topk.log_probs.shape == (8, 20)
+    assert completion.topk.ids.dtype == torch.int32
+    assert completion.topk.ids[3].tolist() == [entry[1] for entry in entries]
+    assert completion.topk.log_probs[3].tolist() == pytest.approx([entry[0] for entry in entries])
+    raw = np.frombuffer(base64.b64decode(body["meta_info"]["routed_experts"]), np.int32)
+    assert completion.routed_experts.indices.dtype == torch.uint8
+    assert completion.routed_experts.indices.shape == (len(request.prompt_tokens) + 8 - 1, 3, 2)
+    assert completion.routed_experts.indices.flatten().tolist() == raw.tolist()
+
+
+def _meta(**changes: Any) -> Corruption:
+    return lambda body: body["meta_info"].update(changes)
+
+
+def _drop(name: str) -> Corruption:
+    return lambda body: body["meta_info"].pop(name)
+
+
+def _shift(name: str) -> Corruption:
+    return lambda body: body["meta_info"][name].insert(0, body["meta_info"][name].pop())
+
+
+def _first_entry(column: int, value: Any) -> Corruption:
+    return lambda body: body["meta_info"]["output_top_logprobs"][2][0].__setitem__(column, value)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda body: body.pop("output_ids"), "found nothing as output_ids"),
+        (lambda body: body.update(meta_info=[]), r"found \[\] as meta_info"),
+        (_meta(id="other+1"), "found id 'other"),
+        (_meta(prompt_tokens=7), "found prompt_tokens 7; expected 6"),
+        (_meta(prompt_tokens=True), "found True as prompt_tokens"),
+        (lambda body: body["output_ids"].pop(), "found completion_tokens 8; expected 7"),
+        (lambda body: body["output_ids"].__setitem__(1, 97), "found 97 as a token; expected ids from 0 to 96"),
+        (lambda body: body["output_ids"].__setitem__(1, 1.5), "found 1.5 as a token"),
+        (lambda body: body["output_ids"].__setitem__(1, 0), "found finish_reason"),
+        (_meta(finish_reason={"type": "stop", "matched": 0}), "expected that to agree with the end tokens"),
+        (_meta(finish_reason={"type": "tired"}), "expected .'stop', 'length', 'abort'"),
+        (_meta(finish_reason=None), "found None as finish_reason"),
+        (_drop("output_token_logprobs"), "found nothing as output_token_logprobs"),
+        (_shift("output_token_logprobs"), "log-probs are of other tokens"),
+        (
+            lambda body: body["meta_info"]["output_token_logprobs"].pop(),
+            "found 7 rows of output_token_logprobs",
+        ),
+        (_meta(output_token_logprobs=[]), "found 0 rows of output_token_logprobs"),
+        (_meta(output_token_logprobs=["x"] * 8), "found 8 rows of output_token_logprobs"),
+        (_shift("output_top_logprobs"), "another log-prob of the sampled token|rise"),
+        (lambda body: body["meta_info"]["output_top_logprobs"].pop(), "found 7 rows of output_top_logprobs"),
+        (lambda body: body["meta_info"]["output_top_logprobs"][1].pop(), "found 8 rows of output_top_logprobs"),
+        (_first_entry(1, 97), "token ids outside of 0 to 96"),
+        (_first_entry(1, None), "found 8 rows of output_top_logprobs"),
+        (_first_entry(0, None), "log-probs that are no numbers"),
+        (_first_entry(0, -50.0), "rise along a row"),
+        (_meta(weight_versions=[]), "do not cover 8 tokens"),
+        (_meta(weight_versions=[{"version": "0", "start": 0, "end": 7}]), "do not cover 8 tokens"),
+        (_meta(weight_versions=[{"version": "0", "start": 1, "end": 8}]), "do not cover 8 tokens"),
+        (_meta(weight_versions=[{"version": "default", "start": 0, "end": 8}]), "weight version 'default'"),
+        (_meta(weight_versions=[8]), "found 8 in weight_versions"),
+    ],
+)
+def test_a_corrupted_answer_is_refused(corrupt: Corruption, message: str) -> None:
+    with pytest.raises(ReplyError, match=message):
+        _read("topk_and_routes", corrupt)
+
+
+def test_a_token_twice_among_the_most_probable_is_refused() -> None:
+    def repeat(body: dict[str, Any]) -> None:
+        row = body["meta_info"]["output_top_logprobs"][2]
+        row[19][1] = row[18][1]
+
+    with pytest.raises(ReplyError, match="a token twice in a row"):
+        _read("topk_and_routes", repeat)
+
+
+@pytest.mark.parametrize("body", [[], None, "error"])
+def test_what_is_no_object_is_refused(body: object) -> None:
+    request, params, _ = _recorded("plain")
+    with pytest.raises(ReplyError, match="expected one JSON object"):
+        generation_of("0.5.21").read_reply(body, request, params, MODEL)
+
+
+def test_a_log_prob_that_is_null_stays_to_be_judged() -> None:
+    reply = _read("plain", lambda body: body["meta_info"]["output_token_logprobs"][2].__setitem__(0, None))
+    assert math.isnan(reply.completion.log_probs[2])
+
+
+def test_two_versions_of_the_weights_are_kept_apart() -> None:
+    spans = [{"version": "3", "start": 0, "end": 5}, {"version": "4", "start": 5, "end": 8}]
+    reply = _read("plain", _meta(weight_versions=spans))
+    assert reply.completion.weight_versions == (WeightVersionSpan(0, 5, 3), WeightVersionSpan(5, 8, 4))
+
+
+def _routes(change: Callable[[np.ndarray], object] = lambda routes: None) -> str:
+    _, _, body = _recorded("topk_and_routes")
+    routes = np.frombuffer(base64.b64decode(body["meta_info"]["routed_experts"]), np.int32).reshape(-1, 3, 2)
+    routes = routes.copy()
+    changed = change(routes)
+    return base64.b64encode((changed if isinstance(changed, np.ndarray) else routes).tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (None, "found no routed_experts"),
+        (17, "found no routed_experts"),
+        ("!!!", "is no base64"),
+        (_routes(lambda routes: routes[:-1]), "found 288 bytes"),
+        (_routes(lambda routes: np.repeat(routes, 2, axis=0)), "found 624 bytes"),
+        (_routes()[:-4], "bytes of routed_experts"),
+        (_routes(lambda routes: routes.__setitem__((3, 1, 0), 8)), "experts outside of 0 to 7"),
+        (_routes(lambda routes: routes.__setitem__((3, 1, 0), -1)), "experts outside of 0 to 7"),
+        (_routes(lambda routes: routes.__setitem__((3, 1, 0), 256)), "experts outside of 0 to 7"),
+        (
+            _routes(lambda routes: routes.__setitem__((3, 1, 0), routes[3, 1, 1])),
+            "an expert twice for one token",
+        ),
+        (_routes(lambda routes: routes.fill(0)), "an expert twice"),
+    ],
+)
+def test_routes_that_do_not_fit_cost_the_sample_its_routes(payload: object, message: str) -> None:
+    reply = _read("topk_and_routes", _meta(routed_experts=payload))
+    assert reply.completion.routed_experts is None
+    assert reply.routes_fault is not None
+    with pytest.raises(RoutingReplayError, match=message):
+        decode_routes(payload, 13, 3, ROUTING, "answer")
+
+
+def test_dense_layers_are_left_out_and_must_be_zero() -> None:
+    routing = ModelRouting((0, 2), 8, 2)
+    payload = _routes(lambda routes: routes[:, 1].fill(0))
+    decoded = decode_routes(payload, 13, 3, routing, "answer")
+    assert decoded.indices.shape == (13, 2, 2)
+    assert decoded.layer_numbers == (0, 2)
+    with pytest.raises(RoutingReplayError, match="names experts in dense layers"):
+        decode_routes(_routes(), 13, 3, routing, "answer")
+
+
+def test_nothing_but_zeros_with_one_expert_per_token_is_refused() -> None:
+    payload = base64.b64encode(bytes(4 * 13 * 3)).decode()
+    with pytest.raises(RoutingReplayError, match="nothing was captured"):
+        decode_routes(payload, 13, 3, ModelRouting((0, 1, 2), 8, 1), "answer")
+
+
+def test_many_experts_take_two_bytes() -> None:
+    payload = _routes(lambda routes: routes.__setitem__((3, 1), (300, 2)))
+    decoded = decode_routes(payload, 13, 3, ModelRouting((0, 1, 2), 512, 2), "answer")
+    assert decoded.indices.dtype == torch.int16
+    assert decoded.indices[3, 1].tolist() == [300, 2]
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23", None, 5, []])
+def test_a_server_that_was_never_run_against_is_refused(version: object) -> None:
+    with pytest.raises(ServerError, match=r"expected one of 0\.5\.21"):
+        generation_of(version)
+
+
+@pytest.mark.parametrize("version", GENERATIONS)
+def test_what_is_asked_leaves_nothing_to_the_server(version: str) -> None:
+    request = Request("g+0", (1, 2), (0, 0, 0))
+    params = SamplingParams(5, temperature=0.5, num_topk_log_probs=3, capture_routes=True)
+    body = generation_of(version).generate_body(request, params, MODEL)
+    asked = body["sampling_params"]
+    assert asked.keys() >= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"}
+    assert (asked["temperature"], asked["max_new_tokens"], asked["stop_token_ids"]) == (0.5, 5, [0])
+    assert (body["input_ids"], body["top_logprobs_num"], body["return_routed_experts"]) == ([1, 2], 3, True)
+    endless = ServedModel(97, 3, (), ROUTING)
+    assert generation_of(version).generate_body(request, params, endless)["sampling_params"]["ignore_eos"]
+
+
+def test_what_a_server_says_of_itself() -> None:
+    facts = json.loads((REPLIES / "facts.json").read_text())
+    read = generation_of("0.5.21").read_facts(facts["server_info"], facts["model_info"])
+    assert (read.version, read.weight_version, read.captures_routes) == ("0.5.21", 0, True)
+    assert (read.max_prompt_tokens, read.max_tokens) == (505, 510)
+    leaking = facts["server_info"] | {"preferred_sampling_params": {"top_p": 0.9}}
+    with pytest.raises(ServerError, match="sampling is ours to say"):
+        generation_of("0.5.21").read_facts(leaking, facts["model_info"])
+    with pytest.raises(ReplyError, match="weight version 'default'"):
+        generation_of("0.5.21").read_facts(
+            facts["server_info"], {"model_path": "m", "weight_version": "default"}
+        )

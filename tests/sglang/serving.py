@@ -15,7 +15,7 @@ from megatron_dppo.types import ModelRouting
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 MAX_TOKENS = 512
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",

@@ -7,7 +7,7 @@ are checked against what was asked for before anything is made of them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, cast, get_args
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
@@ -198,6 +198,7 @@ def read_finish_reason(
     kind = reason.get("type")
     if kind not in get_args(FinishReason):
         raise ReplyError(f"{where}: found finish_reason {reason!r:.200}; expected {get_args(FinishReason)}")
+    kind = cast(FinishReason, kind)
     limit = params.max_response_tokens
     agrees = {
         "stop": bool(ids) and ids[-1] in model.end_tokens and len(ids) <= limit,

@@ -1,0 +1,200 @@
+"""HTTP to one SGLang server: time-outs on every call, bounded retries, errors that say what to do.
+
+| what happened | GET, abort | generate |
+|---|---|---|
+| no connection, 429, 503: nothing was done | asked again | asked again |
+| the connection broke, 500, 502, 504, no JSON | asked again | aborted, asked again, and counted |
+| no answer in time | asked again | aborted; an error: another try would take as long |
+| anything else | an error | an error |
+
+A response that is asked for again may have been sampled before. Which one is kept does not depend on what it
+says, unless the failure did; so these are counted, apart from other retries.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx2
+
+from megatron_dppo.errors import ReplyError, ServerError
+from megatron_dppo.rollout.sglang.protocol import Generation, ServerFacts, generation_of
+
+_NOTHING_WAS_DONE = frozenset({429, 503})
+_MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
+_KEEP_CONNECTION_S = 2.0  # below the five seconds after which the server closes an idle connection
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for a server, and how often to ask again."""
+
+    connect_timeout_s: float = 5.0
+    control_timeout_s: float = 30.0  # calls that generate nothing
+    generate_timeout_s: float = 1800.0  # one response, its time in the server's queue included
+    max_attempts: int = 4
+    first_pause_s: float = 0.5  # before the second attempt; then doubled, and each shortened by chance
+
+
+@dataclass
+class CallCounts:
+    """What did not go smoothly since the client was made."""
+
+    num_retries: int = 0
+    num_maybe_sampled_twice: int = 0  # responses asked for again that the server may have sampled before
+    num_timed_out: int = 0  # responses given up
+
+
+class SglangClient:
+    """Speaks to one server, within one event loop: `async with` opens and closes its connections."""
+
+    def __init__(self, url: str, patience: Patience | None = None, *, api_key: str | None = None) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            url: "http://host:port" of the server.
+            patience: Time-outs and retries.
+            api_key: Sent with each call; what the server was started with.
+        """
+        self.url, self.counts = url, CallCounts()
+        self._patience = patience or Patience()
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http: httpx2.AsyncClient | None = None
+        self._chance = random.Random()
+
+    async def __aenter__(self) -> "SglangClient":
+        self._http = httpx2.AsyncClient(
+            base_url=self.url,
+            headers=self._headers,
+            limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEEP_CONNECTION_S),
+            trust_env=False,  # engines stand inside the cluster: no proxy
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._http is not None, "entered before it is left"
+        await self._http.aclose()
+        self._http = None
+
+    async def connect(self) -> tuple[Generation, ServerFacts]:
+        """The adapter for this server, and what it says of itself.
+
+        Raises:
+            ServerError: It does not answer, is of an unknown version, or has options that we refuse.
+        """
+        info = await self._call("GET", "/server_info")
+        if not isinstance(info, Mapping):
+            raise ServerError(f"{self.url}/server_info: found no JSON object; expected an SGLang server there.")
+        generation = generation_of(info.get("version"))
+        model_info = await self._call("GET", "/model_info")
+        return generation, generation.read_facts(info, model_info if isinstance(model_info, Mapping) else {})
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers /health, asked once."""
+        try:
+            answer = await self._send("GET", "/health", None, self._patience.control_timeout_s)
+        except httpx2.TransportError:
+            return False
+        return answer.status_code == 200
+
+    async def generate(self, body: Mapping[str, Any]) -> object:
+        """The JSON that answers a `Generation.generate_body`.
+
+        Raises:
+            ServerError: The server refuses the request, or did not answer in time or in `max_attempts`.
+        """
+        return await self._call("POST", "/generate", body, rid=str(body["rid"]))
+
+    async def abort(self, rid: str) -> None:
+        """End a request where it stands; its answer then holds what there is. Unknown ones are ignored."""
+        await self._call("POST", "/abort_request", {"rid": rid})
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, rid: str | None = None
+    ) -> object:
+        """One call with its retries; `rid` marks a generation."""
+        patience = self._patience
+        timeout_s = patience.control_timeout_s if rid is None else patience.generate_timeout_s
+        found = ""
+        for attempt in range(patience.max_attempts):
+            if attempt:
+                self.counts.num_retries += 1
+                await asyncio.sleep(self._pause_s(attempt))
+            try:
+                answer = await self._send(method, path, body, timeout_s)
+                if answer.status_code == 200:
+                    return _json(answer)
+                found, was_done = _words(answer), answer.status_code in _MAY_HAVE_BEEN_DONE
+                if not was_done and answer.status_code not in _NOTHING_WAS_DONE:
+                    break
+            except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
+                found, was_done = f"no connection ({error or type(error).__name__})", False
+            except httpx2.TimeoutException:
+                found, was_done = f"no answer within {timeout_s:g} s", True
+                if rid is not None:
+                    self.counts.num_timed_out += 1
+                    await self._give_up(rid)
+                    break
+            except (httpx2.TransportError, ReplyError) as error:
+                found, was_done = f"a broken answer ({error or type(error).__name__})", True
+            if was_done and rid is not None:
+                self.counts.num_maybe_sampled_twice += attempt + 1 < patience.max_attempts
+                await self._give_up(rid)
+        raise ServerError(
+            f"{method} {self.url}{path}: found {found}; expected 200 within {patience.max_attempts} attempts. "
+            "Look at the server's log, and whether run/servers names a server that still runs."
+        )
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> httpx2.Response:
+        assert self._http is not None, "used inside of `async with`"
+        timeout = httpx2.Timeout(timeout_s, connect=self._patience.connect_timeout_s, pool=None)
+        async with asyncio.timeout(timeout_s + self._patience.connect_timeout_s) as whole:
+            try:
+                return await self._http.request(method, path, json=body, timeout=timeout)
+            except asyncio.CancelledError:
+                if whole.expired():  # bytes came, but too slowly
+                    raise httpx2.ReadTimeout("the answer trickles") from None
+                raise
+
+    async def _give_up(self, rid: str) -> None:
+        """Tell the server not to go on with a request, where it still listens."""
+        try:
+            await self._send("POST", "/abort_request", {"rid": rid}, self._patience.connect_timeout_s)
+        except httpx2.TransportError:
+            return
+
+    def _pause_s(self, attempt: int) -> float:
+        longest = min(_LONGEST_PAUSE_S, self._patience.first_pause_s * 2 ** (attempt - 1))
+        return longest * self._chance.uniform(0.5, 1.0)
+
+
+def _json(answer: httpx2.Response) -> object:
+    if not answer.content:
+        return None
+    try:
+        return json.loads(answer.content)
+    except ValueError as error:
+        if answer.request.url.path != "/generate":
+            return None  # /abort_request and /health say nothing
+        raise ReplyError(f"no JSON: {error}") from None
+
+
+def _words(answer: httpx2.Response) -> str:
+    """Status and message, shortened."""
+    text = answer.text
+    try:
+        body = json.loads(text)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except ValueError:
+        pass
+    return f"status {answer.status_code} ({text.strip()[:300]})"

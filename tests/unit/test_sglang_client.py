@@ -1,0 +1,181 @@
+"""The client against a small HTTP server that misbehaves on purpose, and counts what reaches it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.sglang.client import Patience, SglangClient
+
+QUICK = Patience(
+    connect_timeout_s=1.0, control_timeout_s=1.0, generate_timeout_s=0.4, max_attempts=3, first_pause_s=0.01
+)
+Step = tuple[int, bytes] | str  # status and body, or what goes wrong
+GOOD: Step = (200, b'{"output_ids": []}')
+
+
+class Misbehaving:
+    """Answers /generate with one step of `script` after another, the last of them again and again."""
+
+    def __init__(self, script: list[Step]) -> None:
+        self.script, self.calls, self.keys = script, [], []
+        self.url = ""
+
+    @property
+    def num_generations(self) -> int:
+        return sum(path == "/generate" for path in self.calls)
+
+
+@contextmanager
+def _serve(script: list[Step]) -> Iterator[Misbehaving]:
+    behaviour = Misbehaving(script)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            behaviour.calls.append(self.path)
+            behaviour.keys.append(self.headers.get("Authorization"))
+            if self.path == "/abort_request":
+                return self._answer(200, b"")
+            step = behaviour.script[min(behaviour.num_generations, len(behaviour.script)) - 1]
+            if isinstance(step, tuple):
+                return self._answer(*step)
+            if step == "slow":
+                time.sleep(0.8)
+            if step == "cut":
+                self.send_response(200)
+                self.send_header("Content-Length", "100")
+                self.end_headers()
+                self.wfile.write(b'{"output_ids"')
+            if step == "trickle":
+                self.send_response(200)
+                self.send_header("Content-Length", "100")
+                self.end_headers()
+                for _ in range(30):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    time.sleep(0.1)
+            self.close_connection = True
+            return None
+
+        do_GET = do_POST
+
+        def _answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def handle(self) -> None:
+            try:
+                super().handle()
+            except OSError:
+                return  # the client went away, as it may
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    behaviour.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield behaviour
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _with_client(
+    url: str, use: Callable[[SglangClient], Coroutine[Any, Any, Any]], api_key: str | None = None
+) -> tuple[SglangClient, Any]:
+    async def run() -> tuple[SglangClient, Any]:
+        async with SglangClient(url, QUICK, api_key=api_key) as client:
+            try:
+                return client, await use(client)
+            except ServerError as error:
+                return client, error
+
+    return asyncio.run(run())
+
+
+def _generate(client: SglangClient) -> Coroutine[Any, Any, object]:
+    return client.generate({"rid": "g+0"})
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_what_was_not_begun_is_asked_again(status: int) -> None:
+    with _serve([(status, b"busy"), GOOD]) as server:
+        client, answer = _with_client(server.url, _generate)
+    assert answer == {"output_ids": []}
+    assert server.calls == ["/generate"] * 2
+    assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (1, 0)
+
+
+@pytest.mark.parametrize("step", [(500, b"x"), (502, b""), "close", "cut", (200, b'{"output_ids')])
+def test_what_may_have_been_sampled_is_aborted_and_counted(step: Step) -> None:
+    with _serve([step, GOOD]) as server:
+        client, answer = _with_client(server.url, _generate)
+    assert answer == {"output_ids": []}
+    assert server.calls == ["/generate", "/abort_request", "/generate"]
+    assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (1, 1)
+
+
+def test_attempts_are_bounded() -> None:
+    with _serve([(500, b'{"error": {"message": "out of luck"}}')]) as server:
+        client, error = _with_client(server.url, _generate)
+    assert server.num_generations == QUICK.max_attempts
+    assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (2, 2)
+    assert isinstance(error, ServerError)
+    for part in ("POST", server.url, "status 500 (out of luck)", "within 3 attempts", "server's log"):
+        assert part in str(error)
+
+
+@pytest.mark.parametrize("step", ["slow", "trickle"])
+def test_a_response_that_takes_too_long_is_aborted_and_never_asked_again(step: Step) -> None:
+    with _serve([step, GOOD]) as server:
+        start = time.monotonic()
+        client, error = _with_client(server.url, _generate)
+        assert time.monotonic() - start < 3
+    assert isinstance(error, ServerError)
+    assert "no answer within 0.4 s" in str(error)
+    assert server.calls == ["/generate", "/abort_request"]
+    assert (client.counts.num_retries, client.counts.num_timed_out) == (0, 1)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_refusal_is_final(status: int) -> None:
+    with _serve([(status, b"no"), GOOD]) as server:
+        client, error = _with_client(server.url, _generate)
+    assert f"status {status} (no)" in str(error)
+    assert server.calls == ["/generate"]
+    assert client.counts.num_retries == 0
+
+
+def test_where_nothing_listens() -> None:
+    with _serve([GOOD]) as server:
+        url = server.url
+    client, error = _with_client(url, _generate)
+    assert "no connection" in str(error)
+    assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (2, 0)
+    assert _with_client(url, SglangClient.is_healthy)[1] is False
+
+
+def test_the_key_is_sent() -> None:
+    with _serve([GOOD]) as server:
+        _with_client(server.url, _generate, api_key="secret")
+        _with_client(server.url, _generate)
+    assert server.keys == ["Bearer secret", None]
+
+
+def test_another_kind_of_server_is_refused() -> None:
+    with _serve([(200, b"<html>")]) as server:
+        _, error = _with_client(server.url, SglangClient.connect)
+    assert "expected an SGLang server there" in str(error)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,6 +163,33 @@ def plan(
     )
     if not made.fits:
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    configs: Configs,
+    overrides: Overrides = None,
+    name: Annotated[str, typer.Option(help="Of the server, among those of the run.")] = "server",
+) -> None:
+    """Start an SGLang server for a run, keep it running, and register it in run.folder/servers.
+
+    It serves model.load with the arguments of [sglang], until SIGTERM or SIGINT:
+
+        megatron-dppo serve base.toml --set sglang.python=.venv-sglang/bin/python
+
+    A server that ends by itself is started again, rollout.sglang.max_restarts times; its log is
+    servers/NAME.log. Clients must know the key in $MEGATRON_DPPO_SGLANG_API_KEY, where there is one.
+    """
+    with _user_errors():
+        config = load_config(configs, overrides or ())
+        from megatron_dppo.rollout.sglang.server import Server, plan_launch, supervise
+
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        options = config.rollout.sglang
+        server = Server(plan_launch(config), config.run.folder / "servers", name)
+        supervise(server, ended, start_timeout_s=options.start_timeout_s, max_restarts=options.max_restarts)
 
 
 @app.command()

@@ -110,6 +110,21 @@ class TransformersEngineConfig(Section):
     """Sequences decoded at once; a finished row is refilled from the queue."""
 
 
+class SglangEngineConfig(Section):
+    """[rollout.sglang]: how SGLang's servers are started and asked; their own arguments stand in [sglang]."""
+
+    start_timeout_s: PositiveFloat = 1800.0
+    """Seconds until a server that was started must answer."""
+    max_restarts: NonNegativeInt = 3
+    """Times that `megatron-dppo serve` starts a server again that ended by itself."""
+    request_timeout_s: PositiveFloat = 1800.0
+    """Seconds for one response, its time in the server's queue included; then it is dropped and counted."""
+    max_attempts: PositiveInt = 4
+    """Times that one call is made before it fails."""
+    max_concurrent_requests: PositiveInt = 256
+    """Requests that one server is given at a time."""
+
+
 class RolloutConfig(Section):
     """[rollout]: how responses are sampled."""
 
@@ -141,6 +156,8 @@ class RolloutConfig(Section):
     """Free the device memory of parameters, gradients and optimizer states while responses are sampled."""
     transformers: TransformersEngineConfig = TransformersEngineConfig()
     """Options of the embedded engine."""
+    sglang: SglangEngineConfig = SglangEngineConfig()
+    """Options of the sglang engine."""
 
 
 class AlgorithmConfig(Section):
@@ -303,7 +320,7 @@ class Config(Section):
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Passed through to megatron.core's TransformerConfig."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """Passed through to the SGLang server's arguments."""
+    """Passed through to the SGLang server's arguments; `python` names the interpreter that has SGLang."""
 
     @property
     def num_gradient_steps(self) -> int:

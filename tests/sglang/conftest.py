@@ -1,51 +1,34 @@
 """One server for the whole session, and the model that it serves."""
 
-import os
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import httpx2
 import pytest
 import torch
-from serving import START_TIMEOUT_S, Served, command_line, environment, free_port, write_served_model
+from serving import KEY, START_TIMEOUT_S, Served, served_config, write_served_model
 from transformers import Qwen3MoeForCausalLM
+
+from megatron_dppo.rollout.sglang.server import API_KEY, Server, plan_launch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> Iterator[None]:
+    """One thread for each server, and a key that it asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv(API_KEY, KEY)
+        yield
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, environment: None) -> Iterator[Served]:
     """A real server; it and its children end with the session."""
     folder = write_served_model(tmp_path_factory.mktemp("served") / "model")
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    port, log = free_port(), folder.parent / "server.log"
-    with log.open("wb") as stream:
-        server = subprocess.Popen(
-            command_line(folder, port),
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    run = folder.parent / "run"
+    server = Server(plan_launch(served_config(folder, run)), run / "servers", "shared")
     try:
-        _wait(server, f"http://127.0.0.1:{port}", log)
-        yield Served(f"http://127.0.0.1:{port}", folder, model)
+        record = server.start(START_TIMEOUT_S)
+        assert record is not None
+        yield Served(record.url, folder, model, run)
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def _wait(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            break
-        try:
-            if httpx2.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        except httpx2.TransportError:
-            pass
-        time.sleep(0.5)
-    pytest.fail(f"the server did not start (status {server.poll()}):\n{log.read_text()[-4000:]}")
+        server.stop(grace_s=0)

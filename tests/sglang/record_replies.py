@@ -1,6 +1,6 @@
 """Records what a real server answers, for tests/unit: python tests/sglang/record_replies.py URL.
 
-The server is one of `serving.command_line`, whose model is `serving.write_served_model`.
+The server is one of `serving.served_config`, without a key, whose model is `serving.write_served_model`.
 """
 
 import dataclasses

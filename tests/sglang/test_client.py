@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from serving import MAX_TOKENS, MODEL, Served
+from serving import KEY, MAX_TOKENS, MODEL, Served
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import Request, SamplingParams
@@ -13,12 +13,13 @@ from megatron_dppo.rollout.sglang.client import Patience, SglangClient
 from megatron_dppo.rollout.sglang.protocol import Generation, Reply, ServerFacts
 
 PROMPT = (5, 6, 7, 8, 40, 41)
+PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
 Use = Callable[[SglangClient, Generation, ServerFacts], Coroutine[Any, Any, Any]]
 
 
 def _run(served: Served, use: Use) -> Any:
     async def run() -> Any:
-        async with SglangClient(served.url, Patience(control_timeout_s=10, generate_timeout_s=60)) as client:
+        async with SglangClient(served.url, PATIENCE, api_key=KEY) as client:
             return await use(client, *await client.connect())
 
     return asyncio.run(run())
@@ -91,3 +92,12 @@ def test_many_requests_at_once(served: Served) -> None:
     replies = _run(served, use)
     assert [reply.completion.request_id for reply in replies] == [f"many/{i}" for i in range(64)]
     assert all(reply.routes_fault is None for reply in replies)
+
+
+def test_without_the_key_the_server_refuses(served: Served) -> None:
+    async def run() -> None:
+        async with SglangClient(served.url, PATIENCE) as client:
+            await client.connect()
+
+    with pytest.raises(ServerError, match="status 401"):
+        asyncio.run(run())

@@ -2,7 +2,7 @@
 
 import httpx2
 import torch
-from serving import Served
+from serving import KEY, Served
 
 
 @torch.no_grad()
@@ -10,7 +10,9 @@ def test_log_probs_are_those_of_a_full_forward(served: Served) -> None:
     prompt = [5, 6, 7, 8, 40, 41]
     sampling = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    answer = httpx2.post(f"{served.url}/generate", json=body, timeout=60).json()
+    answer = httpx2.post(
+        f"{served.url}/generate", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    ).json()
     tokens = answer["output_ids"]
     expected = served.model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
     found = torch.tensor([row[0] for row in answer["meta_info"]["output_token_logprobs"]])

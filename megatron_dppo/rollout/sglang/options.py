@@ -1,0 +1,202 @@
+"""The `[sglang]` table: judged by the arguments of the SGLang that is installed, then made into a command line.
+
+The arguments are read in a process of the interpreter that owns SGLang, and kept per version of it.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config.load import did_you_mean
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import Problem
+
+PYTHON = "python"
+"""The one key of [sglang] that is no argument of the server: the interpreter that SGLang is installed in."""
+DEFAULT_PYTHON = ".venv-sglang/bin/python"
+OWNED: Mapping[str, str] = {
+    "model_path": "model.load",
+    "random_seed": "run.seed",
+    "weight_version": "the weight sync",
+    "enable_return_routed_experts": "rollout.routing_replay",
+    "skip_tokenizer_init": "the client, which sends and reads token ids",
+    "preferred_sampling_params": "[rollout]",
+    "api_key": "$MEGATRON_DPPO_SGLANG_API_KEY",
+    "admin_api_key": "$MEGATRON_DPPO_SGLANG_API_KEY",
+    "log_requests": "the client, whose requests are long",
+}
+"""Arguments that the package sets or refuses, and what decides them."""
+
+_PRINT_VERSION = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
+_PRINT_OPTIONS = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps({action.dest: dict(
+    flag=action.option_strings[0],
+    kind="switch" if "StoreTrue" in type(action).__name__ else
+         "either" if "Boolean" in type(action).__name__ else
+         "many" if action.nargs in ("*", "+") else "one",
+    type=getattr(action.type, "__name__", "str"),
+    choices=None if action.choices is None else [str(choice) for choice in action.choices],
+) for action in parser._actions if action.dest != "help"}))
+"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of the server."""
+
+    flag: str  # "--tp-size"
+    kind: str  # "switch": given or not; "either": --x or --no-x; "many": several values; "one"
+    type: str  # name of what reads the value: "int", "float", "str", or a function of SGLang's
+    choices: list[str] | None
+
+
+def interpreter(config: Config) -> Path:
+    """Where SGLang is installed."""
+    return Path(str(config.sglang.get(PYTHON, DEFAULT_PYTHON)))
+
+
+def installed_version(python: Path) -> str | None:
+    """SGLang's version; none where there is no such interpreter, or no SGLang in it."""
+    lines = _run(python, _PRINT_VERSION, timeout_s=60)
+    return lines[-1] if lines else None
+
+
+def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] | None:
+    """The server's arguments by their names in Python; none where SGLang is absent or does not import.
+
+    Args:
+        python: The interpreter that SGLang is installed in.
+        cache: Folder of what was read before. [default: the user's cache]
+    """
+    version = installed_version(python)
+    if version is None:
+        return None
+    file = (cache or _cache_folder()) / f"sglang-{version}-arguments.json"
+    try:
+        return {name: Option(**option) for name, option in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        lines = _run(python, _PRINT_OPTIONS, timeout_s=300)
+    if not lines:
+        return None
+    options = {name: Option(**option) for name, option in json.loads(lines[-1]).items()}
+    _write_cache(file, options)
+    return options
+
+
+def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> Iterator[Problem]:
+    """What is wrong with an `[sglang]` table: names, types and choices."""
+    for name, value in table.items():
+        where = f"sglang.{name}"
+        if name == PYTHON:
+            continue
+        if name in OWNED:
+            action = f"Remove it from [sglang]; it is set by {OWNED[name]}."
+            yield Problem(where, f"{name} = {value!r}", "an argument that the package does not set", action)
+        elif name not in options:
+            guess = did_you_mean(name, sorted(options.keys() - OWNED.keys()))
+            action = f"Did you mean sglang.{guess}?" if guess else "Remove it."
+            yield Problem(where, name, "an argument of the installed SGLang's server", action)
+        elif (expected := _expected(value, options[name])) is not None:
+            yield Problem(where, repr(value), expected, f"It becomes {options[name].flag} of the server.")
+
+
+def _expected(value: Any, option: Option) -> str | None:
+    """What a value should have been; none where it will do."""
+    if option.kind in ("switch", "either"):
+        return None if isinstance(value, bool) else "true or false"
+    if option.kind == "many":
+        return None if isinstance(value, list) else "a list"
+    if isinstance(value, bool | list):
+        return "one value"
+    if option.choices is not None and str(value) not in option.choices:
+        return "one of " + ", ".join(option.choices)
+    if option.type == "int" and not isinstance(value, int):
+        return "a whole number"
+    if option.type == "float" and not isinstance(value, int | float):
+        return "a number"
+    return None
+
+
+def arguments(table: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
+    """The command line of a table that has no problems."""
+    line: list[str] = []
+    for name, value in table.items():
+        if name == PYTHON:
+            continue
+        option = options[name]
+        if option.kind == "switch":
+            line += [option.flag] if value else []
+        elif option.kind == "either":
+            line.append(option.flag if value else "--no-" + option.flag.removeprefix("--"))
+        elif option.kind == "many":
+            line += [option.flag, *(_text(item) for item in value)]
+        else:
+            line += [option.flag, _text(value)]
+    return line
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _run(python: Path, program: str, timeout_s: float) -> list[str]:
+    """Lines that a program prints; none where it fails."""
+    environment = server_environment(is_on_cpu=True)
+    try:
+        result = subprocess.run(
+            [str(python), "-W", "ignore", "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+            env=environment,
+        )
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return result.stdout.splitlines()
+
+
+def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
+    """This process's environment, less what would lead SGLang to our packages or into our process group."""
+    launcher = (
+        "PYTHONPATH",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launcher and not name.startswith(("TORCHELASTIC_", "GROUP_"))
+    }
+    # /health answers at once, in the place of generating a token each time.
+    added = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "TOKENIZERS_PARALLELISM": "false"}
+    return inherited | added | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})
+
+
+def _write_cache(path: Path, options: Mapping[str, Option]) -> None:
+    """Keep the arguments for the next start; a cache that cannot be written costs seconds, nothing else."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {name: asdict(option) for name, option in options.items()}
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        return
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megatron_dppo"

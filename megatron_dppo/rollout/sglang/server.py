@@ -1,0 +1,264 @@
+"""SGLang servers as children of this process: start, wait for health, register, restart, stop.
+
+A server that answers is registered as run/servers/<name>.json; whoever looks for servers reads that folder.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.jsonl import write_jsonl
+from megatron_dppo.errors import ConfigError, Problem, ServerError
+from megatron_dppo.rollout.sglang.client import Patience, SglangClient
+from megatron_dppo.rollout.sglang.options import (
+    arguments,
+    installed_version,
+    interpreter,
+    option_problems,
+    read_options,
+    server_environment,
+)
+from megatron_dppo.rollout.sglang.protocol import generation_of
+
+logger = logging.getLogger(__name__)
+
+API_KEY = "MEGATRON_DPPO_SGLANG_API_KEY"
+"""Environment variable with the key that servers ask for and clients send; unset: none."""
+_WITH_KEY = f"""
+import os, runpy, sys
+sys.argv[1:1] = ["--api-key", os.environ[{API_KEY!r}]]
+runpy.run_module("sglang.launch_server", run_name="__main__")
+"""
+_LOG_TAIL = 3000  # characters of a log that an error shows
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """A server that answers, as its file in run/servers says."""
+
+    name: str
+    url: str
+    host: str  # of the process
+    pid: int
+    version: str
+    since: str
+    num_starts: int  # above 1: it was restarted, and holds the weights of model.load again
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one server."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    url: str
+
+
+def plan_launch(config: Config) -> Launch:
+    """The command for a server of this run, on a port that is free now unless sglang.port names one.
+
+    Raises:
+        ConfigError: SGLang is not installed in sglang.python, is of a version that was never run against, the
+            table has problems, or model.load is not what a server can load.
+    """
+    python, table = interpreter(config), dict(config.sglang)
+    options = read_options(python)
+    if options is None:
+        action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
+        raise ConfigError(
+            Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
+        )
+    if problems := list(option_problems(table, options)):
+        raise ConfigError(problems)
+    try:
+        generation_of(installed_version(python))
+    except ServerError as error:
+        raise ConfigError(Problem("sglang.python", str(python), "a known version", str(error))) from None
+    model = config.model.load
+    if not (model / "config.json").is_file() or not any(model.glob("*.safetensors")):
+        action = "Convert it with tools/convert_checkpoint.py to-hf, and name the result."
+        expected = "a Hugging Face folder with weights, which SGLang loads"
+        raise ConfigError(Problem("model.load", str(model), expected, action))
+    is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
+    host, port = str(table.setdefault("host", "127.0.0.1")), int(table.setdefault("port", free_port()))
+    if replay and not is_on_cpu:
+        table.setdefault("moe_runner_backend", "triton")  # others choose experts where no capture sees it
+    owned = {
+        "model_path": str(model.absolute()),
+        "random_seed": config.run.seed,
+        "weight_version": "0",
+        "enable_return_routed_experts": replay,
+        "skip_tokenizer_init": True,
+    }
+    entry = ("-c", _WITH_KEY) if os.environ.get(API_KEY) else ("-m", "sglang.launch_server")
+    reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return Launch(
+        (str(python), "-W", "ignore", *entry, *arguments(table | owned, options)),
+        server_environment(is_on_cpu=is_on_cpu),
+        f"http://{reachable}:{port}",
+    )
+
+
+def free_port() -> int:
+    """A port of this host that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """One server process and its children; owned by whoever started it, who must stop it."""
+
+    def __init__(self, launch: Launch, folder: Path, name: str) -> None:
+        """Prepare; nothing is started.
+
+        Args:
+            launch: What to run.
+            folder: The run's servers/, for the registration and the log.
+            name: Of the two files.
+        """
+        self.launch, self.record = launch, folder / f"{name}.json"
+        self.log = folder / f"{name}.log"
+        self._name, self._process, self._num_starts = name, None, 0
+
+    def start(self, timeout_s: float, ended: threading.Event | None = None) -> ServerRecord | None:
+        """Start, wait until the server answers, and register it; none where `ended` was set before.
+
+        Raises:
+            ServerError: It ended, or did not answer in time; nothing of it is left running.
+        """
+        assert self._process is None, "a server is started once, then stopped"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.launch.command,
+                env=dict(self.launch.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._num_starts += 1
+        try:
+            version = self._wait(timeout_s, ended or threading.Event())
+            if version is None:
+                return None
+            record = ServerRecord(
+                name=self._name,
+                url=self.launch.url,
+                host=socket.gethostname(),
+                pid=self._process.pid,
+                version=version,
+                since=datetime.now().astimezone().isoformat(timespec="seconds"),
+                num_starts=self._num_starts,
+            )
+            write_jsonl(self.record, [asdict(record)])
+        except BaseException:
+            self.stop(grace_s=0)
+            raise
+        logger.info("server %s answers at %s (SGLang %s)", self._name, record.url, record.version)
+        return record
+
+    def status(self) -> int | None:
+        """The exit status of a server that ended; none while it runs."""
+        assert self._process is not None, "asked of a server that was started"
+        return self._process.poll()
+
+    def stop(self, grace_s: float = 20.0) -> None:
+        """End the server and all its children, kindly first; does nothing where none runs."""
+        self.record.unlink(missing_ok=True)
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None and grace_s > 0:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of its session
+        process.wait()
+
+    def _wait(self, timeout_s: float, ended: threading.Event) -> str | None:
+        """The version of the server, once it answers; none once nobody waits any more."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (status := self.status()) is not None:
+                raise ServerError(self._sentence(f"it ended with status {status} before it answered"))
+            if asyncio.run(_is_healthy(self.launch.url)):
+                return asyncio.run(_version(self.launch.url))
+            if ended.wait(0.5):
+                return None
+        raise ServerError(self._sentence(f"no answer within {timeout_s:g} s (rollout.sglang.start_timeout_s)"))
+
+    def _sentence(self, found: str) -> str:
+        tail = self.log.read_text(errors="replace")[-_LOG_TAIL:]
+        return (
+            f"server {self._name}: {found}; expected it to answer at {self.launch.url}/health. Mend what "
+            f"its log says ({self.log}):\n{tail}"
+        )
+
+
+def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float, max_restarts: int) -> None:
+    """Keep a server running until `ended` is set, then stop it.
+
+    Raises:
+        ServerError: It does not start, or ended more than `max_restarts` times.
+    """
+    num_restarts = 0
+    try:
+        server.start(start_timeout_s, ended)
+        while not ended.wait(0.5):
+            if (status := server.status()) is None:
+                continue
+            server.stop()
+            if num_restarts == max_restarts:
+                raise ServerError(
+                    f"server at {server.launch.url}: found it ended with status {status} after {num_restarts} "
+                    f"restarts; expected it to run. Mend what its log says ({server.log}), or raise "
+                    "rollout.sglang.max_restarts."
+                )
+            num_restarts += 1
+            logger.warning(
+                "the server ended with status %s; restart %d of %d", status, num_restarts, max_restarts
+            )
+            server.start(start_timeout_s, ended)
+    finally:
+        server.stop()
+
+
+def registered(folder: Path) -> list[ServerRecord]:
+    """The servers that a run's servers/ names, by name."""
+    records: list[ServerRecord] = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            records.append(ServerRecord(**content))
+        except (OSError, ValueError, TypeError) as error:
+            raise ServerError(
+                f"{path}: found {error}; expected what megatron-dppo serve writes. Remove the file, and start "
+                "the server again."
+            ) from None
+    return records
+
+
+async def _is_healthy(url: str) -> bool:
+    async with SglangClient(url, Patience(control_timeout_s=5.0), api_key=os.environ.get(API_KEY)) as client:
+        return await client.is_healthy()
+
+
+async def _version(url: str) -> str:
+    async with SglangClient(url, api_key=os.environ.get(API_KEY)) as client:
+        return (await client.connect())[1].version

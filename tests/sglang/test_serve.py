@@ -1,0 +1,139 @@
+"""`megatron-dppo serve`, started as a user would, and what becomes of its server."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli_w
+from serving import KEY, PYTHON, START_TIMEOUT_S, Served, served_config
+
+from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.options import arguments, option_problems, read_options
+from megatron_dppo.rollout.sglang.server import Server, plan_launch, registered
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"it did not happen within {timeout_s} s"
+        time.sleep(0.2)
+
+
+def _is_healthy(url: str) -> bool:
+    async def ask() -> bool:
+        async with SglangClient(url, api_key=KEY) as client:
+            return await client.is_healthy()
+
+    return asyncio.run(ask())
+
+
+def test_the_shared_server_is_registered(served: Served) -> None:
+    (record,) = registered(served.run / "servers")
+    assert (record.name, record.url, record.version, record.num_starts) == ("shared", served.url, "0.5.21", 1)
+    os.kill(record.pid, 0)
+    assert KEY not in Path(f"/proc/{record.pid}/cmdline").read_text()
+
+
+def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, tmp_path: Path) -> None:
+    config = served_config(served.folder, tmp_path / "run")
+    toml = tmp_path / "run.toml"
+    toml.write_text(tomli_w.dumps(json.loads(config.model_dump_json(exclude_none=True))))
+    with (tmp_path / "serve.log").open("wb") as log:
+        serve = subprocess.Popen(
+            [sys.executable, "-m", "megatron_dppo", "serve", str(toml), "--name", "one"], stderr=log, stdout=log
+        )
+    folder = tmp_path / "run" / "servers"
+    try:
+        _wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        (first,) = registered(folder)
+        os.kill(first.pid, signal.SIGKILL)
+        _wait_until(lambda: not registered(folder), 30)
+        _wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
+        (second,) = registered(folder)
+        assert (second.url, second.num_starts) == (first.url, 2)
+        assert second.pid != first.pid
+        assert _is_healthy(second.url)
+    finally:
+        serve.send_signal(signal.SIGTERM)
+        status = serve.wait(60)
+    assert status == 0, (tmp_path / "serve.log").read_text()
+    assert registered(folder) == []
+    assert not _is_healthy(second.url)
+    with pytest.raises(ProcessLookupError):
+        os.kill(second.pid, 0)
+
+
+def test_a_server_that_cannot_start_says_why_and_leaves_nothing(served: Served, tmp_path: Path) -> None:
+    launch = plan_launch(served_config(served.folder, tmp_path, context_length=100_000))
+    server = Server(launch, tmp_path / "servers", "broken")
+    with pytest.raises(ServerError, match=r"(?s)it ended with status .*Mend what its log says.*100000"):
+        server.start(START_TIMEOUT_S)
+    assert registered(tmp_path / "servers") == []
+
+
+def test_arguments_are_judged_by_the_installed_sglang(tmp_path: Path) -> None:
+    options = read_options(PYTHON, tmp_path)
+    assert options is not None
+    assert list(tmp_path.glob("sglang-0.5.21-arguments.json"))
+    assert read_options(PYTHON, tmp_path) == options
+    table = {
+        "python": "x",
+        "tp_sise": 2,
+        "tp_size": "two",
+        "sleep_on_idle": 1,
+        "sampling_backend": "dice",
+        "model_path": "x",
+        "lora_paths": "x",
+    }
+    found = {problem.where: str(problem) for problem in option_problems(table, options)}
+    assert found.keys() == {f"sglang.{name}" for name in table} - {"sglang.python"}
+    for name, part in {
+        "tp_sise": "Did you mean sglang.tp_size?",
+        "tp_size": "expected a whole number",
+        "sleep_on_idle": "expected true or false",
+        "sampling_backend": "expected one of",
+        "model_path": "it is set by model.load",
+        "lora_paths": "expected a list",
+    }.items():
+        assert part in found[f"sglang.{name}"]
+
+
+def test_a_table_becomes_a_command_line(tmp_path: Path) -> None:
+    options = read_options(PYTHON, tmp_path)
+    assert options is not None
+    table = {
+        "python": "x",
+        "tp_size": 2,
+        "sleep_on_idle": True,
+        "disable_radix_cache": False,
+        "lora_strict_loading": False,
+        "json_model_override_args": {"a": 1},
+    }
+    line = [
+        "--tp-size",
+        "2",
+        "--sleep-on-idle",
+        "--no-lora-strict-loading",
+        "--json-model-override-args",
+        '{"a": 1}',
+    ]
+    assert arguments(table, options) == line
+
+
+def test_what_cannot_be_launched_is_refused(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"without SGLang; expected an interpreter with it\. Run make sglang-venv"
+    ):
+        plan_launch(served_config(served.folder, tmp_path, python=sys.executable))
+    with pytest.raises(ConfigError, match="expected a Hugging Face folder with weights"):
+        plan_launch(served_config(tmp_path, tmp_path))
+    with pytest.raises(ConfigError, match=r"Remove it from \[sglang\]; it is set by the weight sync"):
+        plan_launch(served_config(served.folder, tmp_path, weight_version="7"))

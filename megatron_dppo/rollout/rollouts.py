@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -13,9 +14,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptStream, load_prompts
+from megatron_dppo.errors import ServerError
 from megatron_dppo.rewards import RewardPool
 from megatron_dppo.rollout.collect import RolloutBatch, collect
-from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_dppo.rollout.sglang.client import Patience
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.rollout.sglang.model import served_model
+from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.rollout.transformers_engine import TransformersEngine
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import ModelRouting
@@ -23,8 +29,14 @@ from megatron_dppo.types import ModelRouting
 _EVALUATION = 1 << 40  # rollout numbers above it key the noise of evaluations, which training never draws
 
 
-def build_engine(config: Config, hf_folder: Path, device: torch.device) -> TransformersEngine:
-    """The embedded engine for the model in `hf_folder` (its config, not its weights)."""
+def build_engine(config: Config, hf_folder: Path, device: torch.device) -> RolloutEngine:
+    """The engine of rollout.engine for the model in `hf_folder` (its config, not its weights).
+
+    Raises:
+        ServerError: rollout.engine is "sglang", and the run's servers/ names no server that can be used.
+    """
+    if config.rollout.engine == "sglang":
+        return _sglang_engine(config, hf_folder)
     model_config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
     return TransformersEngine(
         model_config,
@@ -32,6 +44,25 @@ def build_engine(config: Config, hf_folder: Path, device: torch.device) -> Trans
         weights=config.rollout.transformers.weights,
         batch_size=config.rollout.transformers.batch_size,
         device=device,
+    )
+
+
+def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
+    folder, options = config.run.folder / "servers", config.rollout.sglang
+    records = registered(folder)
+    if len(records) != 1:
+        raise ServerError(
+            f"{folder}: found {len(records)} SGLang servers; expected one. Start it with megatron-dppo serve "
+            "and the config of this run, and wait until it answers."
+        )
+    ids = json.loads((hf_folder / "config.json").read_text()).get("eos_token_id")
+    patience = Patience(generate_timeout_s=options.request_timeout_s, max_attempts=options.max_attempts)
+    return SglangEngine(
+        records[0].url,
+        served_model(hf_folder, end_tokens(hf_folder, ids)),
+        patience,
+        max_concurrent_requests=options.max_concurrent_requests,
+        api_key=os.environ.get(API_KEY),
     )
 
 
@@ -53,7 +84,7 @@ class Rollouts:
         self,
         config: Config,
         hf_folder: Path,
-        engine: TransformersEngine,
+        engine: RolloutEngine,
         routing: ModelRouting | None,
         *,
         share: tuple[int, int],

@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tomli_w
-from serving import KEY, PYTHON, START_TIMEOUT_S, Served, served_config
+from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, Served, served_config
 
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.engine import Request, SamplingParams
+from megatron_dppo.rollout.sglang.client import Patience, SglangClient
+from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.options import arguments, option_problems, read_options
 from megatron_dppo.rollout.sglang.server import Server, plan_launch, registered
 
@@ -33,6 +36,11 @@ def _is_healthy(url: str) -> bool:
             return await client.is_healthy()
 
     return asyncio.run(ask())
+
+
+def _endless_requests() -> list[Request]:
+    """Many for one server, none of which may end before the others began."""
+    return [Request(f"r+{i}", (5 + i % 80, 6, 7), (0, 0, i)) for i in range(64)]
 
 
 def test_the_shared_server_is_registered(served: Served) -> None:
@@ -54,13 +62,21 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
     try:
         _wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
         (first,) = registered(folder)
-        os.kill(first.pid, signal.SIGKILL)
+        engine = SglangEngine(first.url, MODEL, Patience(first_pause_s=0.1), api_key=KEY)
+        with ThreadPoolExecutor() as pool:
+            sampling = pool.submit(engine.generate, _endless_requests(), SamplingParams(400))
+            time.sleep(0.5)
+            os.kill(first.pid, signal.SIGKILL)
+            with pytest.raises(ServerError, match=r"(?s)POST .*/generate: found .* Look at the server's log"):
+                sampling.result(60)
         _wait_until(lambda: not registered(folder), 30)
         _wait_until(lambda: bool(registered(folder)) or serve.poll() is not None, START_TIMEOUT_S)
         (second,) = registered(folder)
         assert (second.url, second.num_starts) == (first.url, 2)
         assert second.pid != first.pid
         assert _is_healthy(second.url)
+        (completion,) = engine.generate(_endless_requests()[:1], SamplingParams(4))
+        assert 1 <= completion.tokens.numel() <= 4
     finally:
         serve.send_signal(signal.SIGTERM)
         status = serve.wait(60)

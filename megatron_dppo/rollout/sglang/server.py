@@ -23,6 +23,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
+from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.options import (
     arguments,
     installed_version,
@@ -72,7 +73,7 @@ def plan_launch(config: Config) -> Launch:
 
     Raises:
         ConfigError: SGLang is not installed in sglang.python, is of a version that was never run against, the
-            table has problems, or model.load is not what a server can load.
+            table has problems, or model.load is not what a server can load or serves as it is.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -92,6 +93,7 @@ def plan_launch(config: Config) -> Launch:
         action = "Convert it with tools/convert_checkpoint.py to-hf, and name the result."
         expected = "a Hugging Face folder with weights, which SGLang loads"
         raise ConfigError(Problem("model.load", str(model), expected, action))
+    served_model(model, ())
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
     host, port = str(table.setdefault("host", "127.0.0.1")), int(table.setdefault("port", free_port()))
     if replay and not is_on_cpu:

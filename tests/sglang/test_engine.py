@@ -1,0 +1,195 @@
+"""The engine against Hugging Face's forward pass of the same weights: log-probs, top-20, routes."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from serving import KEY, MAX_TOKENS, MODEL, Served, served_config
+from tiny import TOP_K, VOCAB, write_model
+
+from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
+from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
+from megatron_dppo.rollout.collect import collect
+from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.rollout.rollouts import build_engine
+from megatron_dppo.rollout.sglang.client import Patience
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.rollout.sglang.model import served_model
+from megatron_dppo.routing_replay.capture import validate_routes
+from megatron_dppo.types import Prompt
+
+PARITY = 5e-5  # of float32 log-probs
+FULL = SamplingParams(24, num_topk_log_probs=20, capture_routes=True)
+PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def engine(served: Served) -> SglangEngine:
+    return SglangEngine(served.url, MODEL, PATIENCE, api_key=KEY)
+
+
+def _requests(name: str, num_prompts: int, samples: int, length: int = 40) -> list[Request]:
+    generator = torch.Generator().manual_seed(length)
+    prompts = torch.randint(1, VOCAB, (num_prompts, length), generator=generator).tolist()
+    return [
+        Request(f"{name}/{p}+{k}", tuple(prompt), (0, 0, p * samples + k))
+        for p, prompt in enumerate(prompts)
+        for k in range(samples)
+    ]
+
+
+@torch.no_grad()
+def _compare(
+    served: Served, requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
+) -> tuple[float, float]:
+    """Largest differences of log-probs and of the top-K; routes must be equal, in their order."""
+    worst, worst_topk = 0.0, 0.0
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.request_id == request.id
+        tokens = torch.cat([torch.tensor(request.prompt_tokens), completion.tokens])
+        out = served.model(tokens[None], output_router_logits=True)
+        log_probs = (out.logits[0] / (params.temperature or 1.0)).log_softmax(-1)
+        log_probs = log_probs[len(request.prompt_tokens) - 1 : -1]
+        expected = log_probs.gather(1, completion.tokens[:, None])[:, 0]
+        worst = max(worst, float((completion.log_probs - expected).abs().max()))
+        if params.num_topk_log_probs:
+            assert completion.topk is not None
+            found = completion.topk.log_probs
+            best = log_probs.topk(params.num_topk_log_probs).values
+            worst_topk = max(worst_topk, float((found - best).abs().max()))
+            by_id = log_probs.gather(1, completion.topk.ids.long())
+            worst_topk = max(worst_topk, float((found - by_id).abs().max()))
+        if params.capture_routes:
+            assert completion.routed_experts is not None
+            chosen = torch.stack([layer.topk(TOP_K).indices for layer in out.router_logits], dim=1)
+            assert torch.equal(completion.routed_experts.indices.long(), chosen[:-1])
+    return worst, worst_topk
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_log_probs_topk_and_routes_are_those_of_a_forward(
+    served: Served, engine: SglangEngine, temperature: float
+) -> None:
+    params = SamplingParams(24, temperature, num_topk_log_probs=20, capture_routes=True)
+    requests = _requests(f"t{temperature}", num_prompts=4, samples=4, length=17)
+    completions = engine.generate(requests, params)
+    worst, worst_topk = _compare(served, requests, completions, params)
+    print(f"temperature {temperature}: log-probs {worst:.1e}, top-20 {worst_topk:.1e}")
+    assert worst <= PARITY
+    assert worst_topk <= PARITY
+    assert all(span.version == 0 for completion in completions for span in completion.weight_versions)
+
+
+def test_routes_of_cached_prompts_are_whole_and_right(served: Served, engine: SglangEngine) -> None:
+    first = _requests("first", num_prompts=2, samples=1, length=60)
+    engine.generate(first, FULL)
+    again = _requests("again", num_prompts=2, samples=6, length=60)
+    completions = engine.generate(again, FULL)
+    counts = engine.counts
+    assert counts is not None
+    assert counts.num_prompt_tokens == 12 * 60
+    assert counts.num_cached_tokens >= 12 * 59  # all of each prompt but its last token
+    assert max(_compare(served, again, completions, FULL)) <= PARITY
+    assert (counts.num_without_routes, counts.num_refused_answers, counts.num_unanswered) == (0, 0, 0)
+    assert len({tuple(completion.tokens.tolist()) for completion in completions}) > 2  # samples differ
+
+
+def test_responses_end_with_an_end_token_or_at_the_limit(served: Served, engine: SglangEngine) -> None:
+    params = SamplingParams(200, temperature=1.5)
+    completions = engine.generate(_requests("ends", num_prompts=4, samples=4), params)
+    reasons = {completion.finish_reason for completion in completions}
+    assert "stop" in reasons
+    for completion in completions:
+        is_end = completion.tokens == 0
+        assert not is_end[:-1].any()
+        assert bool(is_end[-1]) or completion.tokens.numel() == 200
+
+
+def test_it_is_an_engine_that_a_run_builds_and_collects_from(served: Served) -> None:
+    config = served_config(served.folder, served.run)
+    engine: RolloutEngine = build_engine(config, served.folder, torch.device("cpu"))
+    assert engine.weight_version == 0
+    assert MODEL.routing is not None
+    batch = collect(
+        engine,
+        [Prompt(str(i), "", "test", text="what is " + "abcd"[i] * 9) for i in range(4)],
+        _Letters(),
+        _Lengths(),
+        FULL,
+        samples_per_prompt=4,
+        max_prompt_tokens=64,
+        seed=0,
+        rollout=0,
+        validate_routes=partial(validate_routes, routing=MODEL.routing),
+    )
+    assert batch.counts.num_dropped_samples == 0
+    assert [len(group.samples) for group in batch.groups] == [4] * 4
+    assert all(sample.topk is not None and sample.reward is not None for sample in batch.samples)
+
+
+class _Letters:
+    """One token per character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) % (VOCAB - 1) + 1 for letter in text]
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> list[int]:
+        raise AssertionError(conversation)
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class _Lengths:
+    """Rewards long responses."""
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [RewardResult(float(len(request.response))) for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("change", "params", "message"),
+    [
+        ({}, SamplingParams(8, num_topk_log_probs=VOCAB + 1), "expected 0 to the vocabulary of 97"),
+        ({}, SamplingParams(8, top_p=0.9, num_topk_log_probs=2), "top_p = 1"),
+        ({}, SamplingParams(0), "max_response_tokens >= 1"),
+        ({}, SamplingParams(MAX_TOKENS), "at most 510 tokens together"),
+        ({"prompt_tokens": ()}, SamplingParams(8), "found 0 prompt tokens"),
+        ({"prompt_tokens": (1,) * 506}, SamplingParams(4), "found 506 prompt tokens"),
+        ({"prompt_tokens": (5, VOCAB)}, SamplingParams(8), "found token ids 5 to 97; expected 0 to 96"),
+        ({"prompt_tokens": (5, -1)}, SamplingParams(8), "found token ids -1 to 5"),
+    ],
+)
+def test_what_would_end_a_server_is_refused(
+    engine: SglangEngine, change: dict[str, Any], params: SamplingParams, message: str
+) -> None:
+    request = Request(**{"id": "g+0", "prompt_tokens": (1, 2), "noise_key": (0, 0, 0)} | change)
+    with pytest.raises(RolloutError, match=message):
+        engine.generate([request], params)
+    assert engine.generate([], FULL) == []  # the server still answers
+
+
+def test_two_requests_of_one_name_are_refused(engine: SglangEngine) -> None:
+    request = Request("g+0", (1, 2), (0, 0, 0))
+    with pytest.raises(RolloutError, match="two requests g"):
+        engine.generate([request, request], FULL)
+
+
+def test_weights_do_not_come_this_way(engine: SglangEngine) -> None:
+    with pytest.raises(WeightSyncError, match=r"Set rollout\.engine = 'transformers'"):
+        engine.load_weights([], 1)
+
+
+def test_a_run_without_a_server_says_how_to_start_one(served: Served, tmp_path: Any) -> None:
+    with pytest.raises(
+        ServerError, match=r"found 0 SGLang servers; expected one\. Start it with megatron-dppo"
+    ):
+        build_engine(served_config(served.folder, tmp_path), served.folder, torch.device("cpu"))
+
+
+def test_a_model_that_would_be_served_wrongly_is_refused(tmp_path: Any) -> None:
+    folder = write_model(tmp_path / "model", mlp_only_layers=[1])
+    with pytest.raises(ConfigError, match=r"whose layers \[1\] are dense; expected experts in every layer"):
+        served_model(folder, ())

@@ -15,11 +15,13 @@ from megatron_dppo.checks import (
     memory_rules,
     model_rules,
     run_rules,
+    sglang_rules,
 )
 from megatron_dppo.checks.facts import Facts, gather_facts
 from megatron_dppo.checks.registry import RULES, Rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.rollout.sglang.options import interpreter, read_options
 
 __all__ = [
     "RULES",
@@ -37,12 +39,13 @@ __all__ = [
     "not_checked",
     "require_valid",
     "run_rules",
+    "sglang_rules",
 ]
 
 assert all(
     (
         *(algorithm_rules, data_rules, layer_spec_rules, lora_rules, megatron_rules, memory_rules, model_rules),
-        run_rules,
+        *(run_rules, sglang_rules),
     )
 ), "importing them registers rules"
 
@@ -69,6 +72,6 @@ def not_checked(config: Config) -> list[str]:
     notes: list[str] = []
     if config.megatron and megatron_rules.megatron_fields() is None:
         notes.append("[megatron]: names not checked; megatron-core is not installed here, or does not import.")
-    if config.sglang:
-        notes.append("[sglang]: names not checked; the table is not used by the transformers engine.")
+    if config.sglang and read_options(python := interpreter(config)) is None:
+        notes.append(f"[sglang]: arguments not checked; {python} has no SGLang, or it does not import.")
     return notes

@@ -14,6 +14,7 @@ from megatron_dppo.types import ModelRouting
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 MAX_TOKENS = 512
+CHUNK = 32  # tokens of prompts computed at a time: most prompts take several
 START_TIMEOUT_S = 600.0
 OPTIONS: dict[str, Any] = {
     "python": str(PYTHON),
@@ -28,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "max_total_tokens": 16384,
     "max_running_requests": 32,
     "context_length": MAX_TOKENS,
+    "chunked_prefill_size": CHUNK,
 }
 KEY = "a key of the tests"
 MODEL = ServedModel(VOCAB, LAYERS, end_tokens=(0,), routing=ModelRouting(tuple(range(LAYERS)), EXPERTS, TOP_K))

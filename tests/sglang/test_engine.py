@@ -1,12 +1,13 @@
 """The engine against Hugging Face's forward pass of the same weights: log-probs, top-20, routes."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from serving import KEY, MAX_TOKENS, MODEL, Served, served_config
+from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tiny import TOP_K, VOCAB, write_model
 
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
@@ -94,6 +95,15 @@ def test_routes_of_cached_prompts_are_whole_and_right(served: Served, engine: Sg
     assert max(_compare(served, again, completions, FULL)) <= PARITY
     assert (counts.num_without_routes, counts.num_refused_answers, counts.num_unanswered) == (0, 0, 0)
     assert len({tuple(completion.tokens.tolist()) for completion in completions}) > 2  # samples differ
+
+
+def test_routes_of_prompts_computed_in_chunks_are_whole_and_right(served: Served, engine: SglangEngine) -> None:
+    requests = _requests("chunks", num_prompts=4, samples=2, length=150)
+    completions = engine.generate(requests, FULL)
+    assert max(_compare(served, requests, completions, FULL)) <= PARITY
+    log = (served.run / "servers" / "shared.log").read_text()
+    sizes = {int(size) for size in re.findall(r"Prefill batch.*#new-token: (\d+)", log)}
+    assert max(sizes) == CHUNK
 
 
 def test_responses_end_with_an_end_token_or_at_the_limit(served: Served, engine: SglangEngine) -> None:

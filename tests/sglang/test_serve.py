@@ -106,7 +106,6 @@ def test_arguments_are_judged_by_the_installed_sglang(tmp_path: Path) -> None:
         "tp_size": "two",
         "sleep_on_idle": 1,
         "sampling_backend": "dice",
-        "model_path": "x",
         "lora_paths": "x",
     }
     found = {problem.where: str(problem) for problem in option_problems(table, options)}
@@ -116,7 +115,6 @@ def test_arguments_are_judged_by_the_installed_sglang(tmp_path: Path) -> None:
         "tp_size": "expected a whole number",
         "sleep_on_idle": "expected true or false",
         "sampling_backend": "expected one of",
-        "model_path": "it is set by model.load",
         "lora_paths": "expected a list",
     }.items():
         assert part in found[f"sglang.{name}"]

@@ -113,6 +113,17 @@ def _without(key: str) -> dict[str, Any]:
     return {name: value for name, value in MODEL.items() if name != key}
 
 
+def _sglang() -> None:
+    """An interpreter whose SGLang takes one argument."""
+    arguments = {"tp_size": {"flag": "--tp-size", "kind": "one", "type": "int", "choices": None}}
+    python = Path("env/python")
+    python.parent.mkdir()
+    python.write_text(
+        f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo 1.2.3;; esac\n"
+    )
+    python.chmod(0o755)
+
+
 TOPK = {"algorithm.preset": "dppo_topk_kl", "rollout.num_topk_log_probs": 20}
 EXAMPLES: dict[str, list[Example]] = {
     "layer_spec": [Example("model.layer_spec", {"model.layer_spec": "transformer_engine"})],
@@ -274,6 +285,11 @@ EXAMPLES: dict[str, list[Example]] = {
     "megatron_owned": [
         Example("megatron.num_layers", {"megatron.num_layers": 3}, also=frozenset({"megatron_names"})),
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
+    ],
+    "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
+    "sglang_arguments": [
+        Example("sglang.tp_sise", {"sglang.tp_sise": 2, "sglang.python": "env/python"}, on_disk=_sglang),
+        Example("sglang.tp_size", {"sglang.tp_size": "2", "sglang.python": "env/python"}, on_disk=_sglang),
     ],
 }
 

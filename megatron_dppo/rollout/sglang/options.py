@@ -5,6 +5,7 @@ The arguments are read in a process of the interpreter that owns SGLang, and kep
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -60,7 +61,8 @@ class Option:
 
 def interpreter(config: Config) -> Path:
     """Where SGLang is installed."""
-    return Path(str(config.sglang.get(PYTHON, DEFAULT_PYTHON)))
+    named = str(config.sglang.get(PYTHON, DEFAULT_PYTHON))
+    return Path(shutil.which(named) or named).absolute()  # unresolved: a link is what makes an environment
 
 
 def installed_version(python: Path) -> str | None:
@@ -91,16 +93,22 @@ def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] |
     return options
 
 
-def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> Iterator[Problem]:
-    """What is wrong with an `[sglang]` table: names, types and choices."""
+def owned_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
+    """Arguments in an `[sglang]` table that the package sets itself."""
     for name, value in table.items():
-        where = f"sglang.{name}"
-        if name == PYTHON:
-            continue
         if name in OWNED:
             action = f"Remove it from [sglang]; it is set by {OWNED[name]}."
-            yield Problem(where, f"{name} = {value!r}", "an argument that the package does not set", action)
-        elif name not in options:
+            found, expected = f"{name} = {value!r}", "an argument that the package does not set"
+            yield Problem(f"sglang.{name}", found, expected, action)
+
+
+def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> Iterator[Problem]:
+    """What is wrong with an `[sglang]` table: names, types and choices; `owned_problems` besides."""
+    for name, value in table.items():
+        where = f"sglang.{name}"
+        if name == PYTHON or name in OWNED:
+            continue
+        if name not in options:
             guess = did_you_mean(name, sorted(options.keys() - OWNED.keys()))
             action = f"Did you mean sglang.{guess}?" if guess else "Remove it."
             yield Problem(where, name, "an argument of the installed SGLang's server", action)

@@ -29,6 +29,7 @@ from megatron_dppo.rollout.sglang.options import (
     installed_version,
     interpreter,
     option_problems,
+    owned_problems,
     read_options,
     server_environment,
 )
@@ -82,7 +83,7 @@ def plan_launch(config: Config) -> Launch:
         raise ConfigError(
             Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
         )
-    if problems := list(option_problems(table, options)):
+    if problems := [*owned_problems(table), *option_problems(table, options)]:
         raise ConfigError(problems)
     try:
         generation_of(installed_version(python))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _WORKER = """
-import pickle, sys, warnings
+import os, pickle, sys, warnings
 warnings.filterwarnings("ignore")
 with open(sys.argv[1], "rb") as file:
     module, name, arguments = pickle.load(file)
@@ -22,6 +22,8 @@ result = getattr(importlib.import_module(module[1]), name)(this, *arguments)
 with open(sys.argv[2] + str(this.rank), "wb") as file:
     pickle.dump(result, file)
 runtime.stop()
+sys.stdout.flush()
+os._exit(0)  # once in many hundred ends, a thread of PyTorch's aborts the interpreter's own way out
 """
 
 

@@ -14,7 +14,7 @@ SGLANG := 0.5.21
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make test        lint, then every test that needs no GPU"
-	@echo "make test-slow   what takes longer: layouts of eight processes, checkpoints between all layouts"
+	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"
 	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"

@@ -107,7 +107,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_equals_one_process(reference: Path, world_size: int) -> None:
     layouts = LAYOUTS[world_size]
     for errors in run_ranks(measure_all, world_size, reference, str(reference), layouts):

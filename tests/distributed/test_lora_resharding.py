@@ -42,6 +42,7 @@ def load_all(runtime: Runtime, *arguments: Any) -> dict[str, Any]:
     return test_resharding.load_all(runtime, *arguments)
 
 
+@pytest.mark.slow
 def test_adapters_move_between_layouts(tmp_path: Path) -> None:
     write_model(tmp_path / "model", num_hidden_layers=NUM_LAYERS)
     inputs = str(tmp_path / "model"), str(tmp_path)

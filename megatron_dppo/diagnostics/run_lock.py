@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from megatron_dppo.errors import ConfigError, Problem
 
@@ -39,7 +39,7 @@ def locked(folder: Path, beat_s: float = 5.0) -> Iterator[None]:
         ConfigError: Another process holds it; the message says which.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as stream:
+    with os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as stream:
         is_free = _lock(stream)
         owner = _read(folder)
         is_known = is_free is not None and owner.get("host") == socket.gethostname()
@@ -47,8 +47,10 @@ def locked(folder: Path, beat_s: float = 5.0) -> Iterator[None]:
             raise ConfigError(_in_use(folder, _read(folder)))
         if owner:
             logger.warning("%s: taking over from %s, which ended without releasing it", folder, _words(owner))
+        me = _this_process()
+        _write(stream, me)
         ended = threading.Event()
-        beats = threading.Thread(target=_beat, args=(stream, ended, beat_s), daemon=True, name="run lock")
+        beats = threading.Thread(target=_beat, args=(stream, me, ended, beat_s), daemon=True, name="run lock")
         beats.start()
         try:
             yield
@@ -58,7 +60,7 @@ def locked(folder: Path, beat_s: float = 5.0) -> Iterator[None]:
             stream.truncate(0)  # an empty file is a free folder; removing it would race with the next owner
 
 
-def _lock(stream: TextIO) -> bool | None:
+def _lock(stream: BinaryIO) -> bool | None:
     """Whether the lock was free, and is ours now; none where the file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,23 +74,28 @@ def _lock(stream: TextIO) -> bool | None:
     return True
 
 
-def _beat(stream: TextIO, ended: threading.Event, beat_s: float) -> None:
-    owner = {
+def _this_process() -> dict[str, Any]:
+    return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
+        "beat": 0,
     }
-    number = 0
-    while True:
-        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, with a better message
-            stream.seek(0)
-            stream.truncate(0)
-            stream.write(json.dumps(owner | {"beat": number}) + "\n")
-            stream.flush()
-        number += 1
-        if ended.wait(beat_s):
-            return
+
+
+def _beat(stream: BinaryIO, owner: dict[str, Any], ended: threading.Event, beat_s: float) -> None:
+    while not ended.wait(beat_s):
+        owner["beat"] += 1
+        _write(stream, owner)
+
+
+def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:
+    """Over what was there, in one write: at no time is the file of a folder in use empty."""
+    with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, with a better message
+        stream.seek(0)
+        stream.write(json.dumps(owner).encode() + b"\n")
+        stream.truncate()
 
 
 def _read(folder: Path) -> dict[str, Any]:

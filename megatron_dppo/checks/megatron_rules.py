@@ -5,12 +5,11 @@ Names of `TransformerConfig` fields are read in a subprocess and cached per vers
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from megatron_dppo.cache import cache_folder, write_json
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.load import did_you_mean
@@ -104,13 +103,13 @@ def megatron_fields() -> frozenset[str] | None:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return None
-    cache = _cache_folder() / f"megatron-core-{version}-fields.json"
+    cache = cache_folder() / f"megatron-core-{version}-fields.json"
     try:
         return frozenset(json.loads(cache.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         names = _read_fields()
     if names is not None:
-        _write_cache(cache, names)
+        write_json(cache, sorted(names))
     return names
 
 
@@ -121,19 +120,3 @@ def _read_fields() -> frozenset[str] | None:
         return frozenset(json.loads(result.stdout.splitlines()[-1]))
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None
-
-
-def _write_cache(path: Path, names: frozenset[str]) -> None:
-    """Keep the names for the next start; a cache that cannot be written costs seconds, nothing else."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(sorted(names)), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        return
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_dppo"

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from megatron_dppo.cache import cache_folder
 from megatron_dppo.errors import KernelBuildError
 
 logger = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ def cuda_library(
     architectures = tuple(architectures or _present_architectures())
     if library := _packaged_library(packaged, source_hash(sources=sources)):
         return library
-    library = _cache_folder() / source_hash(architectures, sources=sources) / LIBRARY
+    library = cache_folder() / source_hash(architectures, sources=sources) / LIBRARY
     if library.exists():
         return library
     try:
@@ -295,11 +296,6 @@ def cuda_library(
             "cache for the compiled kernels. Set XDG_CACHE_HOME to a folder that can."
         ) from error
     return library
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "megatron_dppo"
 
 
 def _present_architectures() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.cache import cache_folder, write_json
 from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
@@ -81,7 +82,7 @@ def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] |
     version = installed_version(python)
     if version is None:
         return None
-    file = (cache or _cache_folder()) / f"sglang-{version}-arguments.json"
+    file = (cache or cache_folder()) / f"sglang-{version}-arguments.json"
     try:
         return {name: Option(**option) for name, option in json.loads(file.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -89,7 +90,7 @@ def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] |
     if not lines:
         return None
     options = {name: Option(**option) for name, option in json.loads(lines[-1]).items()}
-    _write_cache(file, options)
+    write_json(file, {name: asdict(option) for name, option in options.items()})
     return options
 
 
@@ -191,20 +192,3 @@ def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
     # /health answers at once, in the place of generating a token each time.
     added = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "TOKENIZERS_PARALLELISM": "false"}
     return inherited | added | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})
-
-
-def _write_cache(path: Path, options: Mapping[str, Option]) -> None:
-    """Keep the arguments for the next start; a cache that cannot be written costs seconds, nothing else."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {name: asdict(option) for name, option in options.items()}
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        return
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_dppo"

@@ -79,10 +79,7 @@ def plan_launch(config: Config) -> Launch:
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
     if options is None:
-        action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
-        raise ConfigError(
-            Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
-        )
+        raise ConfigError(_unusable(python))
     if problems := [*owned_problems(table), *option_problems(table, options)]:
         raise ConfigError(problems)
     try:
@@ -113,6 +110,17 @@ def plan_launch(config: Config) -> Launch:
         server_environment(is_on_cpu=is_on_cpu),
         f"http://{reachable}:{port}",
     )
+
+
+def _unusable(python: Path) -> Problem:
+    """Why no arguments could be read: SGLang is absent, or does not import."""
+    version = installed_version(python)
+    if version is None:
+        action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
+        return Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
+    found, action = f"{python}, whose SGLang {version} does not import", "Mend what this prints: "
+    action += f"{python} -c 'import sglang.srt.server_args'"
+    return Problem("sglang.python", found, "an SGLang that can be used", action)
 
 
 def free_port() -> int:

@@ -37,6 +37,7 @@ from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
+from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.convert import export_hf_weights
 from megatron_dppo.models.family import read_hf_config
@@ -58,9 +59,11 @@ class Actor:
 
         Raises:
             ConfigError: Ranks differ in the layer spec that they can use.
+            KernelBuildError: The loss's kernels cannot be compiled for this GPU.
             LayoutError: The processes do not divide over `[parallel]`.
             ConversionError: The checkpoint does not hold the model that its config.json describes.
         """
+        kernels_for(runtime.device.type)  # may compile them: not after minutes of loading
         cpu.install()
         mcore_fixes.apply()
         self._config, self._runtime = config, runtime

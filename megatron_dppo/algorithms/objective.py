@@ -76,6 +76,11 @@ class Objective:
         return self.delta_high if self.delta_high == self.delta_low else None
 
     @property
+    def log_alpha(self) -> float:
+        """Log of `alpha`, -inf for none: rarity is compared as log-probs."""
+        return math.log(self.alpha) if self.alpha > 0 else -math.inf
+
+    @property
     def needs_topk(self) -> bool:
         """Whether the loss needs the rollout's Top-K and the sampled ids."""
         return DIVERGENCES[self.divergence].over == "topk"

@@ -4,7 +4,6 @@ A rule only ever drops a token whose update would push the policy further from t
 policy is already above it, A < 0 where it is already below. A token with A = 0 is kept by all.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,7 +42,7 @@ def drops_by_ratio(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     compared as log-probs: so mu = alpha stays equal in float32.
     """
     ratio = (tokens.log_probs - tokens.anchor_log_probs).exp()
-    is_rare = tokens.rollout_log_probs < (math.log(objective.alpha) if objective.alpha > 0 else -math.inf)
+    is_rare = tokens.rollout_log_probs < objective.log_alpha
     is_above = ratio > 1 + objective.eps_high
     is_below = ratio < 1 - objective.eps_low
     if objective.relax in ("high", "both"):

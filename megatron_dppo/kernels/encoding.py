@@ -1,6 +1,5 @@
 """An objective as plain numbers: what an operator's schema can carry, and a kernel can read."""
 
-import math
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -37,8 +36,3 @@ def _decode(code: tuple[float, ...]) -> Objective:
     numbers: dict[str, Any] = dict(zip(NUMBERS, code[len(CHOICES) :], strict=True))
     numbers["top_k"] = int(numbers["top_k"])
     return Objective("decoded", **choices, **numbers)
-
-
-def log_alpha(objective: Objective) -> float:
-    """Log of `alpha`, -inf for none: rarity is compared as log-probs."""
-    return math.log(objective.alpha) if objective.alpha > 0 else -math.inf

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels.arguments import LOGITS_DTYPES, ArgumentChecker, KernelError
-from megatron_dppo.kernels.encoding import CHOICES, log_alpha
+from megatron_dppo.kernels.encoding import CHOICES
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
 
 ABI_VERSION = 1
@@ -53,7 +53,7 @@ class _Objective(ctypes.Structure):
             delta_high=objective.delta_high,
             eps_low=objective.eps_low,
             eps_high=objective.eps_high,
-            log_alpha=log_alpha(objective),
+            log_alpha=objective.log_alpha,
             ratio_cap=objective.ratio_cap,
             entropy_coef=objective.entropy_coef,
         )

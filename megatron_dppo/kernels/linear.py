@@ -100,7 +100,7 @@ def fused_linear_policy_loss(
         old_log_probs=old_log_probs,
     )
     if debug:
-        check_values(objective, tokens, layer.shard.vocab_size)
+        check_values(objective, tokens, layer.shard, weight.shape[0])
     results = _LinearPolicyLoss.apply(hidden, weight, layer, tokens, objective, torch.is_grad_enabled())
     return describe(*results, has_topk=topk_ids is not None)
 

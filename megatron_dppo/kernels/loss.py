@@ -98,7 +98,7 @@ def fused_policy_loss(
         old_log_probs=old_log_probs,
     )
     if debug:
-        check_values(objective, tokens, shard.vocab_size)
+        check_values(objective, tokens, shard, logits.shape[1])
     own = token_statistics(logits, tokens.targets, tokens.topk_ids, tokens.loss_mask, shard, temperature)
     statistics = gather_statistics(own, tp_group)
     results = judge(logits, statistics, tokens, objective, shard, temperature, is_in_place=inplace_backward)

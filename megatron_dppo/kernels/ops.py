@@ -5,13 +5,12 @@ numbers of `encoding.py`. The loss is differentiated by the logits alone.
 """
 
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from megatron_dppo.algorithms import Objective
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import cuda_library
@@ -21,66 +20,19 @@ from megatron_dppo.kernels.reference import ROWS, STATISTICS
 from megatron_dppo.kernels.vocab_parallel import num_columns
 
 
-class Kernels(Protocol):
-    """The three kernels; arguments and results as `reference.py` documents them."""
-
-    def row_statistics(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        topk_ids: Tensor | None,
-        *,
-        vocab_start: int,
-        num_columns: int,
-        is_learning: Tensor | None,
-        temperature: float,
-        with_entropy: bool,
-    ) -> Tensor:
-        """[T, 4+K] of one shard."""
-        ...
-
-    def combine(
-        self,
-        statistics: Tensor,
-        objective: Objective,
-        *,
-        targets: Tensor,
-        topk_ids: Tensor | None,
-        rollout_log_probs: Tensor,
-        topk_rollout_log_probs: Tensor | None,
-        anchor_log_probs: Tensor | None,
-        advantages: Tensor,
-        is_learning: Tensor | None,
-        token_weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """([len(ROWS), T], [T, K] log-probs) of all shards."""
-        ...
-
-    def logits_gradient(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        *,
-        vocab_start: int,
-        num_columns: int,
-        temperature: float,
-        with_entropy: bool,
-        upstream: Tensor | None,
-        sources: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Write the gradient by the logits to `out`."""
-        ...
-
-
 @cache
-def _compiled() -> KernelLibrary:
-    return KernelLibrary(cuda_library())
+def kernels_for(device_type: str) -> Any:
+    """What computes on such a device: the three functions of `reference`, or the compiled ones of those names.
+
+    Raises:
+        KernelBuildError: There are no compiled kernels for this GPU, and they cannot be compiled here.
+        KernelError: Those that there are do not load.
+    """
+    return KernelLibrary(cuda_library()) if device_type == "cuda" else reference
 
 
-def _kernels(tensor: Tensor) -> Kernels:
-    return _compiled() if tensor.is_cuda else reference
+def _kernels(tensor: Tensor) -> Any:
+    return kernels_for(tensor.device.type)
 
 
 @custom_op("megatron_dppo::row_statistics", mutates_args=())

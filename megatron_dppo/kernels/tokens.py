@@ -10,6 +10,7 @@ from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels.arguments import MAX_TOP_K
+from megatron_dppo.kernels.vocab_parallel import VocabShard, require_cover
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +85,16 @@ def loss_tokens(
     return LossTokens(**ready)
 
 
-def check_values(objective: Objective, tokens: LossTokens, vocab_size: int) -> None:
-    """Refuse values that no learning token may have; two device synchronisations where all is well.
+def check_values(objective: Objective, tokens: LossTokens, shard: VocabShard, width: int) -> None:
+    """Refuse values that no learning token may have, and shards of `width` columns that leave some out.
+
+    One exchange between the shards, and three device synchronisations where all is well.
 
     Raises:
         ConfigError: Naming the tensor, the row and the value.
     """
-    _require_known_ids(tokens, vocab_size)
+    require_cover(shard, width, tokens.targets.device)
+    _require_known_ids(tokens, shard.vocab_size)
     topk, mu = None, tokens.topk_rollout_log_probs
     if tokens.topk_ids is not None and mu is not None:
         topk = TopKLogProbs(tokens.topk_ids, mu, torch.zeros_like(mu))

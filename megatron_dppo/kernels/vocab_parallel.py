@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_dppo.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,25 @@ class VocabShard:
 def num_columns(width: int, vocab_start: int, vocab_size: int) -> int:
     """How many of `width` columns from `vocab_start` on are tokens of the vocabulary."""
     return max(0, min(width, vocab_size - vocab_start))
+
+
+def require_cover(shard: VocabShard, width: int, device: torch.device) -> None:
+    """Refuse shards that leave tokens out or hold some twice; one exchange, and a device synchronisation.
+
+    Raises:
+        ConfigError: On every rank of the group, naming the first shard that does not follow the one before.
+    """
+    if shard.group is None:
+        return
+    own = torch.tensor([[shard.start, shard.start + width]], device=device)
+    end = 0
+    for rank, (start, stop) in enumerate(gather_statistics(own, shard.group).view(-1, 2).tolist()):
+        if start != end:
+            found = f"columns {start} to {stop} on rank {rank} of the group, after column {end}"
+            expected = f"shards that cover the {shard.vocab_size} tokens, each from where the one before ends"
+            action = "Pass the global id of each shard's first column."
+            raise ConfigError(Problem("fused_policy_loss.vocab_start", found, expected, action))
+        end = stop
 
 
 def gather_statistics(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:

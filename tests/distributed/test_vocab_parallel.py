@@ -79,6 +79,29 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
     return {"errors": errors, "bits": torch.cat(results).detach().numpy().tobytes()}
 
 
+def hole(runtime: Runtime) -> str:
+    """What a rank is told whose group leaves a column out."""
+    from loss_batches import make_batch
+
+    from megatron_dppo.errors import ConfigError
+    from megatron_dppo.kernels import fused_policy_loss
+
+    batch = make_batch(torch.float32, vocab_size=VOCAB, padding=1)
+    start = runtime.rank * (VOCAB + 1) // 2
+    split: dict[str, Any] = dict(vocab_start=start + runtime.rank, tp_group=dist.group.WORLD)
+    logits = batch.hidden @ batch.weight[start : start + (VOCAB + 1) // 2].T
+    try:
+        fused_policy_loss(logits, **batch.arguments, **split, objective=OBJECTIVES["minirl"], debug=True)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_debug_finds_a_hole_between_shards(tmp_path: Path) -> None:
+    for said in run_ranks(hole, 2, tmp_path):
+        assert "columns 50 to 99 on rank 1" in said and "after column 49" in said
+
+
 def relative(found: Tensor | None, expected: Tensor | None) -> float:
     """Norm of the difference over the norm."""
     assert found is not None and expected is not None

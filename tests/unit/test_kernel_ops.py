@@ -13,7 +13,7 @@ from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, ops
 from megatron_dppo.kernels.encoding import decode, encode
-from megatron_dppo.kernels.reference import ROWS
+from megatron_dppo.kernels.reference import policy_loss_from_logits
 
 TOPK_KL = preset("dppo_topk_kl", top_k=6, entropy_coef=0.01)
 
@@ -244,5 +244,6 @@ def test_a_top_k_of_the_whole_vocabulary_needs_no_more_columns() -> None:
     batch = make_batch(torch.float64, vocab_size=5, padding=0, top_k=5)
     out = fused_policy_loss(batch.logits, **batch.arguments, objective=preset("dppo_topk_kl", top_k=20))
     assert out.topk_log_probs is not None and out.topk_log_probs.shape == (40, 5)
-    learns = batch.microbatch.loss_mask
-    assert out.log_probs.shape == (len(learns),) and ROWS[0] == "log_probs"
+    m = batch.microbatch
+    expected, _ = policy_loss_from_logits(batch.logits, m, preset("dppo_topk_kl", top_k=5), batch.temperature)
+    torch.testing.assert_close(out.divergence, expected.divergence, rtol=1e-9, atol=1e-12)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from plan_models import (
     GB,
     LLAMA3_8B,
@@ -21,9 +22,10 @@ from plan_models import (
 from megatron_dppo.actor.layout import Layout
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError, LayoutError
+from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.engine import engine_memory
-from megatron_dppo.plan.logits import LossTokens, loss_bytes
+from megatron_dppo.plan.logits import LossTokens, chunk_tokens, loss_bytes
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.model import Chunk, chunk_tensors, padded_vocab
 from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
@@ -257,6 +259,26 @@ def test_the_loss_from_hidden_states_holds_one_chunk_and_the_gradients() -> None
     """Bytes for 4000 tokens make chunks of 3968, a multiple of 128."""
     chunked = _loss(8192, logits_chunk_bytes=4000 * COLUMNS * 2)
     assert chunked == GRADIENTS + STATES + 4096 * 11 * 4 + 3968 * (COLUMNS * 2 + BESIDE) + 2 * STATES
+
+
+@pytest.mark.parametrize("logits_dtype", ["model", "float32"])
+@pytest.mark.parametrize("megabytes", [0.01, 1, 100, 512])
+def test_chunks_are_those_of_the_loss(logits_dtype: str, megabytes: float) -> None:
+    budget = int(megabytes * 2**20)
+    options = AlgorithmConfig.model_validate({"logits_chunk_bytes": budget, "logits_dtype": logits_dtype})
+    layer = OutputLayer.of(
+        torch.empty(1, 4, dtype=torch.bfloat16, device="meta"),
+        torch.empty(COLUMNS, 4, dtype=torch.bfloat16, device="meta"),
+        vocab_start=0,
+        vocab_size=COLUMNS,
+        tp_group=None,
+        sequence_parallel=False,
+        temperature=1.0,
+        chunk_bytes=budget,
+        logits_dtype=torch.float32 if logits_dtype == "float32" else None,
+    )
+    assert chunk_tokens(options, COLUMNS, dtype_bytes=2) == layer.chunk_tokens
+    assert AlgorithmConfig().logits_chunk_bytes == CHUNK_BYTES
 
 
 def test_a_chunk_has_no_more_than_all_tokens() -> None:

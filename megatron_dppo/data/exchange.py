@@ -160,7 +160,8 @@ def _aligned(place: int) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    one = tensor.cpu().contiguous().flatten()
+    return one.as_strided(one.shape, (1,)).view(torch.uint8)  # a single number may have any stride
 
 
 def _padded(part: Tensor) -> Iterator[Tensor]:

@@ -57,6 +57,10 @@ def test_views_and_transposed_tensors_are_sent_as_what_they_show() -> None:
     view = replace(sample, tokens=torch.arange(40)[::2], prompt_length=3)
     assert_same(decode(encode([view])), [view])
     assert encode([view]).numel() < encode([sample]).numel() + 64
+    one = make_sample([5, 6, 7], 2)
+    strided = replace(one, rollout_log_probs=torch.zeros(1, 2)[:, 0])  # contiguous by torch's word, of stride 2
+    assert strided.rollout_log_probs.stride() == (2,)
+    assert_same(decode(encode([strided])), [strided])
 
 
 @pytest.mark.parametrize("keep", [4, 12, 300, -8])

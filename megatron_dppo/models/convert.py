@@ -169,35 +169,76 @@ def _shard(tensor: Tensor, rule: WeightRule, rank: int, size: int) -> Tensor:
 
 @torch.no_grad()
 def export_hf_weights(
-    chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
+    chunks: Sequence[GPTModel],
+    hf: HFConfig,
+    tensors: Sequence[Tensor] | None = None,
+    *,
+    of_own_stage: bool = False,
+    max_bytes: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model under its Hugging Face name, on every rank, in the same order.
 
-    All ranks must iterate together: parameters are gathered one at a time. The tensors may be views of live
-    parameters; copy what you keep.
+    All ranks must call it, then iterate together: parameters are gathered one at a time. The tensors may be
+    views of live parameters; copy what you keep.
 
     Args:
         chunks: This rank's part of the model: one per virtual pipeline stage.
         hf: The model's config.json.
         tensors: What to export in the place of the parameters (LoRA's left out) and in their order, such as
             their gradients; none exports the weights, with LoRA's updates.
+        of_own_stage: Leave out what other pipeline stages hold; then only the ranks of one stage iterate
+            together.
+        max_bytes: Gather no more of a layer's experts at a time than fit; one of each rank at least. Their
+            order changes with it.
     """
     table = family_of(hf).weight_table(hf)
     own = {parameter.name: parameter for parameter in _parameters(chunks, hf, tensors)}
-    described_here = {name: (p.shape, p.tensors[0].dtype) for name, p in own.items()}
-    places: dict[str, _Place] = {}
-    for stage, described in enumerate(_of_all_stages(described_here)):
-        for name, (shape, dtype) in described.items():
-            places.setdefault(name, _Place(stage, shape, dtype))  # of tied layers, the first stage's
+    places = _places(chunks, hf, tensors)
     device = next(iter(own.values())).tensors[0].device
-    for name in sorted(places, key=_order):
+    stages: Any = parallel_state.get_pipeline_model_parallel_group()
+    group = None if of_own_stage else stages
+
+    @torch.no_grad()
+    def export() -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(places, key=_order):
+            if of_own_stage and places[name].stage != stages.rank():
+                continue
+            entry = table.entry(name)
+            part = own[name].whole() if name in own else None
+            for expert, shards in _gathered(part, places[name], entry.rule, group, device, max_bytes):
+                pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
+                for hf_name, of_ranks in zip(entry.hf_names(expert), pieces, strict=True):
+                    yield hf_name, _joined(of_ranks, entry.rule, hf)
+
+    return export()
+
+
+def describe_hf_weights(
+    chunks: Sequence[GPTModel], hf: HFConfig, *, of_own_stage: bool = False
+) -> dict[str, Tensor]:
+    """What `export_hf_weights` yields, as tensors without data; all ranks must call it.
+
+    Raises:
+        ConversionError: Two parameters hold a tensor of one name.
+    """
+    table, found = family_of(hf).weight_table(hf), dict[str, Tensor]()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    experts: Any = parallel_state.get_expert_model_parallel_group()
+    for name, place in _places(chunks, hf).items():
+        if of_own_stage and place.stage != stage:
+            continue
         entry = table.entry(name)
-        part = own[name].whole() if name in own else None
-        for expert, shards in enumerate(_gathered(part, places[name], entry.rule, device)):
-            pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
-            hf_names = entry.hf_names(expert if entry.rule.is_expert else None)
-            for hf_name, of_ranks in zip(hf_names, pieces, strict=True):
-                yield hf_name, _joined(of_ranks, entry.rule, hf)
+        rule, count = entry.rule, place.shape[0] * experts.size() if entry.rule.is_expert else 1
+        shard = torch.empty(
+            place.shape[1:] if rule.is_expert else place.shape, dtype=place.dtype, device="meta"
+        )
+        pieces = [_joined([part] * _num_shards(rule), rule, hf) for part in table.unfuse(rule, shard)]
+        for expert in range(count):
+            for hf_name, piece in zip(entry.hf_names(expert if rule.is_expert else None), pieces, strict=True):
+                if hf_name in found:
+                    raise ConversionError(f"{hf_name}: two parameters hold it. Correct models/weight_map.py.")
+                found[hf_name] = piece
+    return found
 
 
 @dataclass(frozen=True)
@@ -209,6 +250,18 @@ class _Place:
     dtype: torch.dtype
 
 
+def _places(
+    chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
+) -> dict[str, _Place]:
+    """Of every parameter of the model; of tied layers, the first stage's."""
+    own = {p.name: (p.shape, p.tensors[0].dtype) for p in _parameters(chunks, hf, tensors)}
+    places: dict[str, _Place] = {}
+    for stage, described in enumerate(_of_all_stages(own)):
+        for name, (shape, dtype) in described.items():
+            places.setdefault(name, _Place(stage, shape, dtype))
+    return places
+
+
 def _order(name: str) -> tuple[int, int]:
     """Embedding, layers, final norm, output layer; what is alike stays as the model lists it."""
     parts = name.split(".")
@@ -217,25 +270,49 @@ def _order(name: str) -> tuple[int, int]:
     return {"embedding": 0, "decoder": 2}.get(parts[0], 3), 0
 
 
-def _gathered(own: Tensor | None, place: _Place, rule: WeightRule, device: torch.device) -> Tensor:
-    """[experts, tensor-parallel ranks, ...]: a parameter's parts; one "expert" where it is of none."""
-    num_shards = _num_shards(rule)
+def _gathered(
+    own: Tensor | None,
+    place: _Place,
+    rule: WeightRule,
+    stages: Any,
+    device: torch.device,
+    max_bytes: int | None,
+) -> Iterator[tuple[int | None, Tensor]]:
+    """Each expert and its parts [tensor-parallel ranks, ...]; of what is no expert's, all at once."""
     experts: Any = parallel_state.get_expert_model_parallel_group()
-    stages: Any = parallel_state.get_pipeline_model_parallel_group()
     num_holders = experts.size() if rule.is_expert else 1
     local = place.shape if rule.is_expert else torch.Size((1, *place.shape))
-    if stages.rank() == place.stage:
+    of_ranks = place.dtype.itemsize * local[1:].numel() * num_holders * _num_shards(rule)
+    step = local[0] if max_bytes is None else min(max(max_bytes // of_ranks, 1), local[0])
+    for start in range(0, local[0], step):
+        count = min(step, local[0] - start)
+        piece = own.view(local)[start : start + count] if own is not None else None
+        shape = torch.Size((count, *local[1:]))
+        parts = _gathered_piece(piece, _Place(place.stage, shape, place.dtype), rule, stages, device)
+        for index, shards in enumerate(parts):
+            holder, place_there = divmod(index, count)
+            yield (holder * local[0] + start + place_there if rule.is_expert else None), shards
+
+
+def _gathered_piece(
+    own: Tensor | None, place: _Place, rule: WeightRule, stages: Any, device: torch.device
+) -> Tensor:
+    """[experts, tensor-parallel ranks, ...]: the parts of some experts of each rank; one "expert" elsewhere."""
+    num_shards = _num_shards(rule)
+    experts: Any = parallel_state.get_expert_model_parallel_group()
+    num_holders = experts.size() if rule.is_expert else 1
+    if stages is None or stages.rank() == place.stage:
         assert own is not None
-        parts = own.view(local)[None]
+        parts = own[None]
         if num_shards > 1:
             parts = _all_gathered(parts, _tensor_parallel_group(rule))
         parts = parts.transpose(0, 1)
         if num_holders > 1:
             parts = _all_gathered(parts, experts)
     else:
-        shape = (local[0] * num_holders, num_shards, *local[1:])
+        shape = (place.shape[0] * num_holders, num_shards, *place.shape[1:])
         parts = torch.empty(shape, dtype=place.dtype, device=device)
-    if stages.size() > 1:
+    if stages is not None and stages.size() > 1:
         parts = parts.contiguous()
         dist.broadcast(parts, src=dist.get_global_rank(stages, place.stage), group=stages)
     return parts

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -68,6 +68,12 @@ class Course:
         is_due = options.prompts is not None and (done % options.every == 0 or self.is_over)
         return is_due and self.state.last_evaluation != done
 
+    @property
+    def is_paired_forward_due(self) -> bool:
+        """Whether this rollout's first mini-batch is to be forwarded with live and with replayed routes."""
+        every = self._config.tracking.paired_routing_every
+        return every > 0 and self.state.rollout % every == 0
+
     def unless_asked_to_stop(self, work: Callable[[], T]) -> T:
         """What `work` returns; left at once, and the run saved and ended, where any rank is asked to stop.
 
@@ -108,8 +114,9 @@ class Course:
         if rest:
             self.save_if_due()
 
-    def close_rollout(self, weight_version: int) -> None:
-        """All steps were taken, and the engine holds the new weights."""
+    def close_rollout(self, weight_version: int, pushed: Mapping[str, float]) -> None:
+        """All steps were taken, and the engine holds the new weights; `pushed` are the metrics of that."""
+        self._journal.add_values(pushed)
         self._journal.write_rollout(self.state.rollout, self.watch.stop())
         self._move(rollout=self.state.rollout + 1, weight_version=weight_version)
         self.opened = None

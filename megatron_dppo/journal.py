@@ -114,6 +114,10 @@ class Journal:
         of_step = {name: value for name, value in values.items() if name not in of_rollout}
         self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
 
+    def add_values(self, values: Mapping[str, float]) -> None:
+        """What every rank knows alike and goes into the row of the current rollout."""
+        self._rollout_metrics |= values
+
     def add_to_rollout(self, metrics: Metrics) -> None:
         """Statistics that go into the row of the current rollout, given by each rank."""
         self._rollout_metrics |= self._merged(metrics)

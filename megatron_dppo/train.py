@@ -12,9 +12,10 @@ from megatron_dppo.journal import Journal
 from megatron_dppo.models.megatron_checkpoint import hf_files
 from megatron_dppo.preemption import StopRequests
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
+from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.runtime import Runtime, Stopwatch, start, stop
 from megatron_dppo.watch import watching
-from megatron_dppo.weight_sync.in_process import InProcessSync
+from megatron_dppo.weight_sync.factory import WeightSync, build_sync
 
 
 def main(config: Config) -> None:
@@ -28,9 +29,9 @@ def main(config: Config) -> None:
     try:
         with StopRequests.handled() as requests, watching(runtime):
             require_valid(config, runtime.world_size)
-            with Journal.open(config, runtime) as journal:
+            with Journal.open(config, runtime) as journal, own_servers(config, runtime):
                 training = Training.prepare(config, runtime, journal, requests)
-                with closing(training.rollouts):
+                with closing(training.rollouts), closing(training.sync):
                     training.run()
     finally:
         stop()
@@ -45,7 +46,7 @@ class Training:
     journal: Journal
     actor: Actor
     rollouts: Rollouts
-    sync: InProcessSync
+    sync: WeightSync
     course: Course
 
     @classmethod
@@ -57,7 +58,7 @@ class Training:
         course = Course(config, runtime, journal, actor, requests)
         course.resume(rollouts.cursor, rollouts.prompts_digest)
         rollouts.seek(course.state.data_cursor)
-        sync = InProcessSync(actor.weights, engine, runtime)
+        sync = build_sync(config, actor, engine, runtime)
         if course.opened is None:  # nothing is sampled before an open rollout is closed, and weights pushed
             sync.push(course.state.weight_version)
         return cls(config, runtime, journal, actor, rollouts, sync, course)
@@ -80,18 +81,17 @@ class Training:
         self.course.watch = watch
         with watch.time("rollout"):
             batch = self.course.unless_asked_to_stop(lambda: self.rollouts.next(rollout))
+            self.sync.release_engine()
         self.journal.describe_rollout(batch)
         groups = with_advantages(batch.groups, self.config.algorithm.normalize_advantage_std)
         self.journal.write_samples(rollout, replace(batch, groups=tuple(groups)), self.rollouts.tokenizer)
         del batch  # its samples are freed as they are packed, or sent to those who train on them
-        routing = self.actor.routing if self.config.rollout.routing_replay != "off" else None
         with watch.time("batch"):
             steps, report = gradient_steps(
-                groups, rollout, self.config, self.actor.data_parallel, routing=routing
+                groups, rollout, self.config, self.actor.data_parallel, routing=self.actor.captured_routing
             )
         self.journal.describe_batches(report)
-        paired_every = self.config.tracking.paired_routing_every
-        if paired_every and rollout % paired_every == 0 and steps:
+        if self.course.is_paired_forward_due and steps:
             with watch.time("paired_forward"):
                 self.journal.add_to_rollout(self.actor.paired_mismatch(steps[0]))
         if self.actor.objective.anchor == "recomputed":
@@ -109,8 +109,8 @@ class Training:
     def _sync(self) -> None:
         version = self.course.state.weight_version + 1
         with self.course.watch.time("sync"):
-            self.sync.push(version)
-        self.course.close_rollout(version)
+            pushed = self.sync.push(version)
+        self.course.close_rollout(version, pushed)
 
     def _evaluate_if_due(self) -> None:
         if self.course.is_evaluation_due:

@@ -31,7 +31,7 @@ from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.balance import SampleCost
 from megatron_dppo.data.exchange import DataParallel
-from megatron_dppo.data.packing import placeholder
+from megatron_dppo.data.packing import microbatches_of, placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
@@ -39,7 +39,7 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.models.build import build_model, transformer_config
-from megatron_dppo.models.convert import export_hf_weights
+from megatron_dppo.models.convert import describe_hf_weights, export_hf_weights
 from megatron_dppo.models.family import read_hf_config
 from megatron_dppo.models.lora import add_lora
 from megatron_dppo.models.megatron_checkpoint import load_weights
@@ -119,15 +119,33 @@ class Actor:
         sparse = layers if isinstance(frequency, int) else (i for i in layers if frequency[i])
         return ModelRouting(tuple(sparse), experts, self._model_config.moe_router_topk)
 
+    @property
+    def captured_routing(self) -> ModelRouting | None:
+        """What the routes that samples carry look like; none where they carry none."""
+        return self.routing if self._config.rollout.routing_replay != "off" else None
+
     def restart_schedule(self, num_done: int) -> None:
         """Set the learning rate to where it stands after so many gradient steps."""
         options, horizon = self._config.optimizer, self._config.num_gradient_steps
         self._schedule = build_schedule(self.optimizer, options, horizon, num_done=num_done)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights in Hugging Face names; every rank must iterate."""
+    def weights(
+        self, *, of_own_stage: bool = False, max_bytes: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All weights in Hugging Face names, or this pipeline stage's; see `export_hf_weights`."""
         self.complete_parameters()
-        return export_hf_weights(self.chunks, self.hf)
+        return export_hf_weights(self.chunks, self.hf, of_own_stage=of_own_stage, max_bytes=max_bytes)
+
+    def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
+        """What `weights` yields, as tensors without data; every rank must call it."""
+        return describe_hf_weights(self.chunks, self.hf, of_own_stage=of_own_stage)
+
+    @property
+    def pipeline_place(self) -> tuple[int, int, bool]:
+        """This rank's pipeline stage, the number of stages, and whether this rank is its stage's first."""
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        stages = self._runtime.all_gather(stage)
+        return stage, self.layout.pipeline, stages.index(stage) == self._runtime.rank
 
     def complete_parameters(self) -> None:
         """Wait until this rank has all its updated parameters, before they are read outside a forward pass."""
@@ -219,12 +237,29 @@ class Actor:
                     add_mismatch(metrics, values, m.rollout_log_probs, m.loss_mask, prefix=prefix)
         return metrics
 
-    def _forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
+    def log_probs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Log-probs of each token given those before it, at temperature 1, with live routes.
+
+        Args:
+            sequences: [L] int64 each, L > 1; the same on every rank.
+
+        Returns:
+            [L-1] float32 each, on the CPU of every rank.
+        """
+        budget = self._config.parallel.max_tokens_per_microbatch
+        microbatches = microbatches_of(sequences, budget)
+        values = torch.cat(self._forward_log_probs(microbatches, is_replaying=False, temperature=1.0))
+        is_scored = torch.cat([microbatch.loss_mask for microbatch in microbatches])
+        return list(values[is_scored].split([len(tokens) - 1 for tokens in sequences]))
+
+    def _forward_log_probs(
+        self, microbatches: Sequence[Microbatch], is_replaying: bool, temperature: float | None = None
+    ) -> list[Tensor]:
         """[T] log pi(target) of each whole micro-batch, without gradient, on the CPU of every rank."""
         collected: list[Tensor] = []
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            values = self._head.log_probs(output, microbatch)
+            values = self._head.log_probs(output, microbatch, temperature)
             collected.append(values)
             return values.sum(), microbatch.loss_mask.sum().int(), {}
 

@@ -88,10 +88,18 @@ class OutputHead:
             return fused_linear_policy_loss(output, self._weight, **arguments)
         return fused_policy_loss(output, inplace_backward=True, **arguments)
 
-    def log_probs(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """[T] log pi(target) without gradient; 0 where no token learns. Arguments as for `policy_loss`."""
+    def log_probs(self, output: Tensor, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
+        """[T] log pi(target) without gradient; 0 where no token learns. Arguments as for `policy_loss`.
+
+        Args:
+            output: As for `policy_loss`.
+            microbatch: As for `policy_loss`.
+            temperature: Divides the logits; none: the sampler's.
+        """
         m = microbatch
         arguments: dict[str, Any] = dict(targets=m.targets, loss_mask=m.loss_mask, **self._vocabulary)
+        if temperature is not None:
+            arguments["temperature"] = temperature
         if self._is_linear:
             return linear_log_probs(output, self._weight, **arguments).log_probs
         return fused_log_probs(output, **arguments).log_probs

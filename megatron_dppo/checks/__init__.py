@@ -72,6 +72,6 @@ def not_checked(config: Config) -> list[str]:
     notes: list[str] = []
     if config.megatron and megatron_rules.megatron_fields() is None:
         notes.append("[megatron]: names not checked; megatron-core is not installed here, or does not import.")
-    if config.sglang and read_options(python := interpreter(config)) is None:
+    if config.rollout.engine == "sglang" and read_options(python := interpreter(config)) is None:
         notes.append(f"[sglang]: arguments not checked; {python} has no SGLang, or it does not import.")
     return notes

@@ -35,14 +35,6 @@ def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem(name, "false with parallel.overlap_param_gather", "true", action)
 
 
-@rule("engine")
-def _engine(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The rollout engine is there."""
-    if config.rollout.engine == "sglang":
-        action = "Use 'transformers'; SGLang rollouts are not part of this version yet."
-        yield Problem("rollout.engine", "'sglang'", "'transformers'", action)
-
-
 @rule("best_metric")
 def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
     """The metric that picks the best checkpoints is one that this run measures."""

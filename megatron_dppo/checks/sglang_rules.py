@@ -21,3 +21,35 @@ def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
     options = read_options(interpreter(config)) if config.sglang else None
     if options is not None:
         yield from option_problems(config.sglang, options)
+
+
+@rule("sglang_parts")
+def _sglang_parts(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Weights reach every part of a server."""
+    if config.rollout.engine != "sglang":
+        return
+    for name in ("pp_size", "dp_size"):
+        value = config.sglang.get(name, 1)
+        if isinstance(value, int) and value > 1:
+            action = f"Remove it; start more servers, or raise sglang.tp_size, in the place of {name}."
+            yield Problem(f"sglang.{name}", str(value), "1: updates reach tensor-parallel ranks only", action)
+
+
+@rule("sglang_weight_sync")
+def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The way that weights travel suits what servers do with them, and where they are."""
+    options, where = config.rollout.sglang, "rollout.sglang.weight_sync"
+    if config.rollout.engine != "sglang":
+        return
+    if config.sglang.get("quantization") is not None and options.weight_sync != "disk":
+        found = f"{options.weight_sync!r} with sglang.quantization"
+        action = "Set it to 'disk', or serve without quantization."
+        yield Problem(where, found, "'disk': servers quantise only what they load themselves", action)
+    elif options.colocated and options.weight_sync == "distributed":
+        action = "Set it to 'tensor', or rollout.sglang.colocated = false."
+        yield Problem(
+            where,
+            "'distributed' with colocated",
+            "'tensor' or 'disk': NCCL has no two ranks on one GPU",
+            action,
+        )

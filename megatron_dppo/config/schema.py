@@ -123,6 +123,18 @@ class SglangEngineConfig(Section):
     """Times that one call is made before it fails."""
     max_concurrent_requests: PositiveInt = 256
     """Requests that one server is given at a time."""
+    num_own_servers: NonNegativeInt = 0
+    """Servers that `train` starts and stops itself, on the host of rank 0; 0: those of `serve`."""
+    weight_sync: Literal["distributed", "disk", "tensor"] = "distributed"
+    """By broadcast; through a folder of run.folder that servers see too; or by handles, on the same devices."""
+    sync_bucket_bytes: PositiveInt = 2**29
+    """What a push holds on a rank beyond its weights; more where a single tensor is larger than half of it."""
+    sync_timeout_s: PositiveFloat = 600.0
+    """Seconds for one call of a push."""
+    probe_every: NonNegativeInt = 1
+    """Compare the servers' log-probs with the trainer's after every so many pushes; 0 never."""
+    colocated: bool = False
+    """Servers share the trainer's GPUs, and release their memory while it trains."""
 
 
 class RolloutConfig(Section):

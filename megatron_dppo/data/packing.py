@@ -34,6 +34,27 @@ def pack(samples: Sequence[WeightedSample]) -> Microbatch:
     )
 
 
+def microbatches_of(sequences: Sequence[Tensor], max_tokens: int) -> list[Microbatch]:
+    """Micro-batches that score every token after the first, and train nothing.
+
+    Args:
+        sequences: [L] int64 each, L > 1.
+        max_tokens: Of a micro-batch; one longer sequence is a micro-batch by itself.
+    """
+    packs: list[list[WeightedSample]] = []
+    size = 0
+    for tokens in sequences:
+        zeros = torch.zeros(len(tokens) - 1)
+        is_scored = torch.ones(len(tokens) - 1, dtype=torch.bool)
+        sample = Sample("", "", tokens, 1, is_scored, zeros, finish_reason="length", advantage=0.0)
+        if not packs or size + len(tokens) > max_tokens:
+            packs.append([])
+            size = 0
+        packs[-1].append(WeightedSample(sample, zeros))
+        size += len(tokens)
+    return [pack(samples) for samples in packs]
+
+
 def _advantage(sample: Sample) -> float:
     assert sample.advantage is not None, "advantages are computed before packing"
     return sample.advantage

@@ -18,8 +18,10 @@ class InProcessSync:
     ) -> None:
         """Connect an actor's `weights` with an engine; neither is owned."""
         self._weights, self._engine, self._runtime = weights, engine, runtime
+        self.received = ""
+        """Checksum of what the engine received last."""
 
-    def push(self, version: int) -> str:
+    def push(self, version: int) -> dict[str, float]:
         """Send all weights; see `WeightSync.push`. Every rank's engine must hold the same bits."""
         sent, stream = WeightChecksum(), self._weights()
 
@@ -42,4 +44,11 @@ class InProcessSync:
                 f"weight version {version}: ranks received different weights ({checksums}). "
                 "Expected equal ones; the data-parallel copies of the model have drifted apart: report it."
             )
-        return received
+        self.received = received
+        return {}
+
+    def release_engine(self) -> None:
+        """Nothing: the engine's copy stays where it is."""
+
+    def close(self) -> None:
+        """Nothing: neither end is owned."""

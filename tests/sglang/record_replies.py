@@ -25,6 +25,7 @@ KEPT = (
     "enable_return_routed_experts",
     "max_running_requests",
     "preferred_sampling_params",
+    "tp_size",
 )
 CASES: dict[str, SamplingParams] = {
     "plain": SamplingParams(8),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny import EXPERTS, LAYERS, TOP_K, VOCAB, write_model
+from tiny import EXPERTS, TOP_K, VOCAB, write_model
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.config.schema import Config
@@ -13,6 +13,7 @@ from megatron_dppo.types import ModelRouting
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+LAYERS = 2  # one for each pipeline stage
 MAX_TOKENS = 512
 CHUNK = 32  # tokens of prompts computed at a time: most prompts take several
 START_TIMEOUT_S = 600.0
@@ -47,7 +48,7 @@ class Served:
 
 def write_served_model(folder: Path) -> Path:
     """A Qwen3-MoE without dense layers, which SGLang would serve as sparse ones."""
-    return write_model(folder, max_position_embeddings=MAX_TOKENS)
+    return write_model(folder, num_hidden_layers=LAYERS, max_position_embeddings=MAX_TOKENS)
 
 
 def served_config(model: Path, run: Path, **options: Any) -> Config:

@@ -273,7 +273,6 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("run.folder", {"run.folder": "prompts.jsonl"}),
         Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
     ],
-    "engine": [Example("rollout.engine", {"rollout.engine": "sglang"})],
     "finite_numbers": [
         Example("optimizer.lr", {"optimizer.lr": float("inf")}),
         Example("rollout.temperature", {"rollout.temperature": float("inf")}),
@@ -287,6 +286,16 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
     ],
     "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
+    "sglang_parts": [
+        Example("sglang.pp_size", {"rollout.engine": "sglang", "sglang.pp_size": 2}),
+        Example("sglang.dp_size", {"rollout.engine": "sglang", "sglang.dp_size": 2}),
+    ],
+    "sglang_weight_sync": [
+        Example("rollout.sglang.weight_sync", {"rollout.engine": "sglang", "sglang.quantization": "fp8"}),
+        Example(
+            "rollout.sglang.weight_sync", {"rollout.engine": "sglang", "rollout.sglang": {"colocated": True}}
+        ),
+    ],
     "sglang_arguments": [
         Example("sglang.tp_sise", {"sglang.tp_sise": 2, "sglang.python": "env/python"}, on_disk=_sglang),
         Example("sglang.tp_size", {"sglang.tp_size": "2", "sglang.python": "env/python"}, on_disk=_sglang),
@@ -396,7 +405,7 @@ def test_names_are_taken_on_trust_where_megatron_is_absent(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron_rules, "_read_fields", lambda: None)
-    config = _config({"megatron.zzz": 1, "sglang.zzz": 1})
+    config = _config({"megatron.zzz": 1, "sglang.zzz": 1, "rollout.engine": "sglang"})
     assert check(config, 1) == []
     assert [note.partition(":")[0] for note in not_checked(config)] == ["[megatron]", "[sglang]"]
     assert not_checked(Config()) == []

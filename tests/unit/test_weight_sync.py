@@ -57,10 +57,11 @@ def sync(receiver: Receiver, ranks: Ranks) -> InProcessSync:
 
 def test_each_tensor_arrives_once_with_the_version() -> None:
     receiver = Receiver()
-    digest = sync(receiver, Ranks()).push(7)
+    pushed = sync(receiver, Ranks())
+    pushed.push(7)
     assert receiver.names == ["a", "b"]
     assert receiver.version == 7
-    assert len(digest) == 32
+    assert len(pushed.received) == 32
 
 
 def test_a_receiver_that_missed_a_tensor_is_found_out() -> None:

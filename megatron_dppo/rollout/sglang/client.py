@@ -23,6 +23,7 @@ import httpx2
 
 from megatron_dppo.errors import ReplyError, ServerError
 from megatron_dppo.rollout.sglang.protocol import Generation, ServerFacts, generation_of
+from megatron_dppo.rollout.sglang.update_calls import Call
 
 _NOTHING_WAS_DONE = frozenset({429, 503})
 _MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
@@ -115,6 +116,23 @@ class SglangClient:
     async def abort(self, rid: str) -> None:
         """End a request where it stands; its answer then holds what there is. Unknown ones are ignored."""
         await self._call("POST", "/abort_request", {"rid": rid})
+
+    async def command(self, call: Call, timeout_s: float) -> object:
+        """Say once what must not be said twice by itself.
+
+        Raises:
+            ServerError: The server refuses, fails, or did not answer in time. What it has done is unknown.
+        """
+        where, expected = f"POST {self.url}{call.path}", "success. Look at the server's log."
+        try:
+            answer = await self._send("POST", call.path, call.body, timeout_s)
+            body = _json(answer)
+        except (httpx2.TransportError, ReplyError) as error:
+            found = error or type(error).__name__
+            raise ServerError(f"{where}: found {found}; expected {expected}") from None
+        if answer.status_code != 200 or (isinstance(body, Mapping) and body.get("success") is False):
+            raise ServerError(f"{where}: found {_words(answer)}; expected {expected}")
+        return body
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, rid: str | None = None

@@ -68,6 +68,10 @@ class SglangEngine:
         """Version of the weights that the server held when this engine connected."""
         return self._weight_version
 
+    def admit(self, urls: Sequence[str], version: int) -> None:
+        """From now on requests go to these servers, which hold this version."""
+        self._url, self._weight_version = urls[0], version
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Refuse: tensors do not reach a server through this call.
 

@@ -25,6 +25,7 @@ OWNED: Mapping[str, str] = {
     "random_seed": "run.seed",
     "weight_version": "the weight sync",
     "enable_return_routed_experts": "rollout.routing_replay",
+    "enable_memory_saver": "rollout.sglang.colocated",
     "skip_tokenizer_init": "the client, which sends and reads token ids",
     "preferred_sampling_params": "[rollout]",
     "api_key": "$MEGATRON_DPPO_SGLANG_API_KEY",

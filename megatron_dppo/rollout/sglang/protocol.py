@@ -4,10 +4,13 @@ An adapter is chosen by the version that a server reports; one that was never ru
 are checked against what was asked for before anything is made of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, cast, get_args
+
+import torch
+from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
@@ -46,6 +49,7 @@ class ServerFacts:
     max_tokens: int  # of prompt and response together
     captures_routes: bool
     max_running_requests: int
+    num_ranks: int  # processes that hold a part of the weights each
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,21 @@ class Generation(Protocol):
         Raises:
             ReplyError: Anything but the answer to this request, whole and consistent. Faults of the routes
                 alone are told in the reply: they cost the sample its routes.
+        """
+        ...
+
+    def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
+        """The JSON of one POST to /generate that asks for the log-probs of a prompt's own tokens."""
+        ...
+
+    def read_scores(
+        self, body: object, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
+    ) -> tuple[Tensor, RoutedExperts | None]:
+        """[L-1] float32 log-probs of each token after the first, at temperature 1, and the prompt's routes.
+
+        Raises:
+            ReplyError: Anything but that.
+            RoutingReplayError: Routes were asked for, and are faulty.
         """
         ...
 
@@ -147,6 +166,34 @@ class Generation0521:
             routes_fault=fault,
         )
 
+    def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
+        """See `Generation.score_body`. From position 0, the prompt is computed anew whatever is cached."""
+        return {
+            "rid": rid,
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_routed_experts": with_routes,
+            "stream": False,
+        }
+
+    def read_scores(
+        self, body: object, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
+    ) -> tuple[Tensor, RoutedExperts | None]:
+        """See `Generation.read_scores`."""
+        where = "log-probs of a prompt"
+        if not isinstance(body, Mapping):
+            raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
+        meta = field(body, "meta_info", dict, where)
+        rows = field(meta, "input_token_logprobs", list, where)  # the first has no log-prob
+        log_probs = decode_log_probs(rows[1:], torch.tensor(tokens[1:]), where)
+        if not with_routes:
+            return log_probs, None
+        assert model.routing is not None, "routes are asked of models with experts only"
+        routes = decode_routes(meta.get("routed_experts"), len(tokens), model.num_layers, model.routing, where)
+        return log_probs, routes
+
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
         """See `Generation.read_facts`."""
         where = "/server_info"
@@ -164,6 +211,7 @@ class Generation0521:
             max_tokens=longest + _BEYOND_LONGEST_PROMPT,
             captures_routes=server_info.get("enable_return_routed_experts") is True,
             max_running_requests=field(server_info, "max_running_requests", int, where),
+            num_ranks=field(server_info, "tp_size", int, where),
         )
 
 

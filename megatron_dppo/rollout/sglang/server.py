@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.actor.layout import read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.errors import ConfigError, Problem, ServerError
@@ -39,11 +40,20 @@ logger = logging.getLogger(__name__)
 
 API_KEY = "MEGATRON_DPPO_SGLANG_API_KEY"
 """Environment variable with the key that servers ask for and clients send; unset: none."""
-_WITH_KEY = f"""
-import os, runpy, sys
-sys.argv[1:1] = ["--api-key", os.environ[{API_KEY!r}]]
+_ENTRY = f"""
+import os, runpy, signal, sys, threading, time
+
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+if os.environ.get({API_KEY!r}):
+    sys.argv[1:1] = ["--api-key", os.environ[{API_KEY!r}]]
 runpy.run_module("sglang.launch_server", run_name="__main__")
 """
+"""What a server's process runs: it ends with whoever started it, even if that is killed."""
 _LOG_TAIL = 3000  # characters of a log that an error shows
 
 
@@ -86,12 +96,11 @@ def plan_launch(config: Config) -> Launch:
         generation_of(installed_version(python))
     except ServerError as error:
         raise ConfigError(Problem("sglang.python", str(python), "a known version", str(error))) from None
-    model = config.model.load
-    if not (model / "config.json").is_file() or not any(model.glob("*.safetensors")):
-        action = "Convert it with tools/convert_checkpoint.py to-hf, and name the result."
-        expected = "a Hugging Face folder with weights, which SGLang loads"
-        raise ConfigError(Problem("model.load", str(model), expected, action))
-    served_model(model, ())
+    served_model(config.model.load, ())
+    model = read_model_config(config.model.load)[0].parent
+    has_weights = any(model.glob("*.safetensors"))
+    if not has_weights:
+        table.setdefault("load_format", "dummy")  # the trainer's first push brings them
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
     host, port = str(table.setdefault("host", "127.0.0.1")), int(table.setdefault("port", free_port()))
     if replay and not is_on_cpu:
@@ -99,14 +108,14 @@ def plan_launch(config: Config) -> Launch:
     owned = {
         "model_path": str(model.absolute()),
         "random_seed": config.run.seed,
-        "weight_version": "0",
+        "weight_version": "0" if has_weights else "-1",
         "enable_return_routed_experts": replay,
+        "enable_memory_saver": config.rollout.sglang.colocated and not is_on_cpu,
         "skip_tokenizer_init": True,
     }
-    entry = ("-c", _WITH_KEY) if os.environ.get(API_KEY) else ("-m", "sglang.launch_server")
     reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return Launch(
-        (str(python), "-W", "ignore", *entry, *arguments(table | owned, options)),
+        (str(python), "-W", "ignore", "-c", _ENTRY, *arguments(table | owned, options)),
         server_environment(is_on_cpu=is_on_cpu),
         f"http://{reachable}:{port}",
     )

@@ -1,0 +1,107 @@
+"""What is said to an SGLang server to pause it and to change its weights, by its version."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron_dppo.errors import ServerError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One POST."""
+
+    path: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorList:
+    """Names, shapes and type of the tensors that lie end to end in one buffer."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str  # torch's name: "bfloat16"
+
+
+class UpdateCalls0521:
+    """SGLang 0.5.21.
+
+    Between `begin` and `end` stand the updates by tensor and through a group, and no others. A prefix cache of
+    older weights survives an update unless it is flushed; flushing ends a server that still has requests, so
+    servers are paused first, and only the last part flushes.
+    """
+
+    pause = Call("/pause_generation", {"mode": "abort"})
+    go_on = Call("/continue_generation", {"torch_empty_cache": False})
+    begin = Call("/begin_weight_update", {"selector": "target"})
+    end = Call("/end_weight_update", {})
+
+    def from_disk(self, folder: str, version: int) -> Call:
+        """Load a Hugging Face folder that the server can read."""
+        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        return Call("/update_weights_from_disk", body)
+
+    def join(self, group: str, host: str, port: int, backend: str, *, first_rank: int, num_ranks: int) -> Call:
+        """Join a process group whose rank 0 waits at host:port; the server's ranks follow `first_rank`."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": num_ranks,
+            "group_name": group,
+            "backend": backend,
+        }
+        return Call("/init_weights_update_group", body)
+
+    def leave(self, group: str) -> Call:
+        """Leave a process group."""
+        return Call("/destroy_weights_update_group", {"group_name": group})
+
+    def from_group(self, group: str, tensors: TensorList, version: int | None) -> Call:
+        """Receive one buffer that rank 0 of the group broadcasts; `version` comes with the last one."""
+        body = {
+            "names": list(tensors.names),
+            "dtypes": [tensors.dtype] * len(tensors.names),
+            "shapes": [list(shape) for shape in tensors.shapes],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        }
+        return Call("/update_weights_from_distributed", body | _last(version))
+
+    def from_tensors(self, pickles: Sequence[str], version: int | None) -> Call:
+        """Take tensors by their handles: one pickled list of (name, tensor) for each rank of the server."""
+        body = {"serialized_named_tensors": list(pickles)}
+        return Call("/update_weights_from_tensor", body | _last(version))
+
+    def release(self, *what: str) -> Call:
+        """Give back the memory of "weights" or "kv_cache"; the server must be idle."""
+        return Call("/release_memory_occupation", {"tags": list(what)})
+
+    def resume(self, *what: str) -> Call:
+        """Take that memory again; what stood in it is lost."""
+        return Call("/resume_memory_occupation", {"tags": list(what)})
+
+
+def _last(version: int | None) -> dict[str, Any]:
+    """Whether what comes with it completes the weights of a version."""
+    return {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
+
+
+UPDATE_CALLS: Mapping[str, UpdateCalls0521] = MappingProxyType({"0.5.21": UpdateCalls0521()})
+"""By the version that a server reports."""
+
+
+def update_calls_of(version: str) -> UpdateCalls0521:
+    """The calls for servers of this version.
+
+    Raises:
+        ServerError: They were never run against it.
+    """
+    if version not in UPDATE_CALLS:
+        raise ServerError(
+            f"found an SGLang server of version {version!r}; expected one of {', '.join(UPDATE_CALLS)}, whose "
+            "weight updates were run. Install one of them for sglang.python (make sglang-venv)."
+        )
+    return UPDATE_CALLS[version]

@@ -1,0 +1,73 @@
+"""Weights in buckets: one flat buffer, filled and sent again and again."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one type that lie end to end in one buffer, which the next bucket overwrites."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: Tensor  # [n]
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of it: "bfloat16"."""
+        return str(self.flat.dtype).removeprefix("torch.")
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Views of the buffer by name."""
+        parts = self.flat.split([torch.Size(shape).numel() for shape in self.shapes])
+        return [
+            (name, part.view(shape)) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        ]
+
+
+class Buffer:
+    """Memory that buckets are made in, kept from one push to the next."""
+
+    def __init__(self, num_bytes: int, *, is_shared: bool = False) -> None:
+        """Take no memory yet.
+
+        Args:
+            num_bytes: Of a bucket; one with a larger tensor is as large as that.
+            is_shared: In the CPU's memory, let other processes map it.
+        """
+        self._num_bytes, self._is_shared = num_bytes, is_shared
+        self._memory: Tensor | None = None
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        """Copy weights into buckets, in their order; a bucket is used up before the next is asked for."""
+        names: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        used, dtype = 0, torch.uint8
+        for name, tensor in weights:
+            size = tensor.numel() * tensor.element_size()
+            if names and (used + size > self._num_bytes or tensor.dtype != dtype):
+                yield self._bucket(names, shapes, used, dtype)
+                names, shapes, used = [], [], 0
+            memory, dtype = self._at_least(used + size, tensor.device), tensor.dtype
+            memory[used : used + size].view(dtype).copy_(tensor.reshape(-1))
+            names.append(name)
+            shapes.append(tuple(tensor.shape))
+            used += size
+        if names:
+            yield self._bucket(names, shapes, used, dtype)
+
+    def _bucket(self, names: list[str], shapes: list[tuple[int, ...]], used: int, dtype: torch.dtype) -> Bucket:
+        assert self._memory is not None
+        return Bucket(tuple(names), tuple(shapes), self._memory[:used].view(dtype))
+
+    def _at_least(self, num_bytes: int, device: torch.device) -> Tensor:
+        """The memory; only an empty bucket's may grow, and what is too small goes first."""
+        if self._memory is None or self._memory.numel() < num_bytes:
+            self._memory = None
+            self._memory = torch.empty(max(num_bytes, self._num_bytes), dtype=torch.uint8, device=device)
+            if self._is_shared:
+                self._memory.share_memory_()  # nothing to do on a GPU, whose memory has handles of its own
+        return self._memory

@@ -1,0 +1,108 @@
+"""The weight sync that a run's engine needs."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.models.hf_checkpoint import HFWeights
+from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.rollout.sglang.model import served_model
+from megatron_dppo.rollout.sglang.server import API_KEY, registered
+from megatron_dppo.runtime import Runtime
+from megatron_dppo.weight_sync.base import Transport, WeightSync
+from megatron_dppo.weight_sync.disk import DiskTransport
+from megatron_dppo.weight_sync.distributed import DistributedTransport, StagePlace
+from megatron_dppo.weight_sync.in_process import InProcessSync
+from megatron_dppo.weight_sync.probe import Limits, Probe
+from megatron_dppo.weight_sync.sglang import SglangSync
+from megatron_dppo.weight_sync.tensor import TensorTransport
+
+__all__ = ["WeightSync", "build_sync", "build_transport", "require_cover"]
+
+
+def build_sync(config: Config, actor: Actor, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
+    """Connect the actor with the engine; every rank calls it together.
+
+    Raises:
+        WeightSyncError: The actor's tensors are not those of the model that servers load.
+    """
+    if not isinstance(engine, SglangEngine):
+        return InProcessSync(actor.weights, engine, runtime)
+    options, folder, key = config.rollout.sglang, hf_files(config.model.load), os.environ.get(API_KEY)
+    require_cover(actor.describe_weights(), folder)
+    probe = Probe(
+        actor.log_probs,
+        served_model(folder, ()),
+        runtime,
+        limits=Limits.of(_served_dtype(config)),
+        seed=config.run.seed,
+        api_key=key,
+    )
+    return SglangSync(
+        build_transport(config, actor, runtime),
+        engine,
+        lambda: registered(config.run.folder / "servers"),
+        runtime,
+        probe=probe if options.probe_every else None,
+        probe_every=max(options.probe_every, 1),
+        colocated=options.colocated,
+        timeout_s=options.sync_timeout_s,
+        api_key=key,
+    )
+
+
+def _served_dtype(config: Config) -> str:
+    """What servers compute in."""
+    is_quantised = config.sglang.get("quantization") is not None
+    dtype = config.sglang.get("dtype", "auto")
+    return "bfloat16" if is_quantised else config.model.dtype if dtype == "auto" else str(dtype)
+
+
+def build_transport(config: Config, actor: Actor, runtime: Runtime) -> Transport:
+    """How rollout.sglang.weight_sync says that weights travel; every rank calls it together.
+
+    One half of a bucket's bytes is for the buffer, the other for what is gathered to fill it.
+    """
+    options = config.rollout.sglang
+    half = options.sync_bucket_bytes // 2
+    if options.weight_sync == "disk":
+        folder, template = config.run.folder / "weights", hf_files(config.model.load)
+        return DiskTransport(lambda: actor.weights(max_bytes=half), runtime, folder, template, half)
+    if options.weight_sync == "tensor":
+        num_tensors = len(actor.describe_weights())
+        return TensorTransport(lambda: actor.weights(max_bytes=half), num_tensors, runtime, half)
+    return DistributedTransport(
+        lambda: actor.weights(of_own_stage=True, max_bytes=half),
+        len(actor.describe_weights(of_own_stage=True)),
+        StagePlace(*actor.pipeline_place),
+        runtime,
+        bucket_bytes=half,
+        timeout_s=options.sync_timeout_s,
+    )
+
+
+def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse weights that leave out, or add to, what the checkpoint in `folder` names, before a byte is sent.
+
+    A folder with the files beside weights alone says nothing: then the weight table's word is taken.
+
+    Raises:
+        WeightSyncError: Names the first tensors.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return
+    expected = HFWeights(folder).names - ({"lm_head.weight"} - set(described))  # of a tied model, a copy
+    missing, extra = sorted(expected - set(described)), sorted(set(described) - expected)
+    if missing or extra:
+        raise WeightSyncError(
+            f"{folder}: found {len(missing)} tensors that the trainer does not send (first: {missing[:3]}) and "
+            f"{len(extra)} that it sends besides (first: {extra[:3]}); expected the same. Servers keep what "
+            "they are not sent, and say nothing: correct models/weight_map.py."
+        )

@@ -1,0 +1,107 @@
+"""The servers that one push is for, as one rank speaks to them: told together, and left out once they fail."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.protocol import ServerFacts
+from megatron_dppo.rollout.sglang.update_calls import Call, UpdateCalls0521, update_calls_of
+
+
+@dataclass(frozen=True)
+class Member:
+    """One server of a fleet."""
+
+    url: str
+    pid: int  # another one means that the server was started again, and knows nothing of groups
+    num_ranks: int
+    version: str
+
+    @property
+    def calls(self) -> UpdateCalls0521:
+        """What it understands."""
+        return update_calls_of(self.version)
+
+
+class Fleet:
+    """Servers that take part, and why others no longer do; every rank has its own, `agree` makes them equal."""
+
+    def __init__(self, members: Sequence[Member], api_key: str | None, timeout_s: float) -> None:
+        """Begin with these servers; `timeout_s` is for each call."""
+        self._members, self._api_key, self._timeout_s = tuple(members), api_key, timeout_s
+        self.failures: dict[str, str] = {}
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that have not failed, always in the same order."""
+        return [member for member in self._members if member.url not in self.failures]
+
+    def tell(self, call_of: Callable[[Member], Call], *, may_be_refused: bool = False) -> None:
+        """Make one call to each member at the same time; those that do not do it are left out from now on."""
+        before = dict(self.failures)
+        with self.telling(call_of):
+            pass
+        if may_be_refused:
+            self.failures = before
+
+    @contextmanager
+    def telling(self, call_of: Callable[[Member], Call]) -> Iterator[None]:
+        """`tell`, with a body that runs while the servers do what they were told."""
+        calls = {member.url: call_of(member) for member in self.members}
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(run_in_thread, self._all(calls))
+            try:
+                yield
+            finally:
+                for url, fault in answers.result().items():
+                    if fault is not None:
+                        self.fail(url, str(fault))
+
+    def fail(self, url: str, reason: str) -> None:
+        """Leave a server out; the first reason stays."""
+        self.failures.setdefault(url, reason)
+
+    def fail_all(self, reason: str) -> None:
+        """Leave out all that are left."""
+        for member in self.members:
+            self.fail(member.url, reason)
+
+    def agree(self, failures: Sequence[Mapping[str, str]]) -> None:
+        """Leave out what failed on any rank; `failures` is every rank's, in their order."""
+        for of_rank in failures:
+            for url, reason in of_rank.items():
+                self.fail(url, reason)
+
+    async def _all(self, calls: Mapping[str, Call]) -> dict[str, ServerError | None]:
+        async def one(url: str, call: Call) -> ServerError | None:
+            try:
+                async with SglangClient(url, api_key=self._api_key) as client:
+                    await client.command(call, self._timeout_s)
+            except ServerError as error:
+                return error
+            return None
+
+        faults = await asyncio.gather(*(one(url, call) for url, call in calls.items()))
+        return dict(zip(calls, faults, strict=True))
+
+
+def run_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine in an event loop of this thread's own."""
+    return asyncio.run(work)
+
+
+async def describe(url: str, pid: int, api_key: str | None) -> tuple[Member, ServerFacts]:
+    """A member by what its server says of itself.
+
+    Raises:
+        ServerError: It does not answer, or is of a version whose updates were never run.
+    """
+    async with SglangClient(url, api_key=api_key) as client:
+        _, facts = await client.connect()
+    update_calls_of(facts.version)
+    return Member(url, pid, facts.num_ranks, facts.version), facts

@@ -1,0 +1,151 @@
+"""What servers hold, shown by what they compute: log-probs of sequences that touch every tensor.
+
+An unpatched server shows its weights to nobody. But each weight that a token passes changes the log-probs of
+what follows: so the trainer's and the server's are compared on the same random sequences, of which there are as
+many as it takes until each expert of each layer has been chosen.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.protocol import ServedModel
+from megatron_dppo.runtime import Runtime
+from megatron_dppo.types import RoutedExperts
+from megatron_dppo.weight_sync.fleet import Member
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = 64  # tokens of a sequence
+_FIRST, _MOST = 8, 256  # sequences: doubled until all experts were chosen
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far |log pi - log mu| may go."""
+
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, dtype: str) -> "Limits":
+        """What engines differ by in this type; in bfloat16 single tokens may be anywhere."""
+        return cls(1e-5, 1e-4) if dtype == "float32" else cls(0.2, float("inf"))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One server's view of the sequences."""
+
+    log_probs: Tensor  # [S, L-1]: of each token after the first
+    is_chosen: Tensor | None  # [moe_layers, experts]: which the sequences went through; none if nobody knows
+
+
+class Probe:
+    """Compares each server with the trainer; the sequences are the same for the life of a run."""
+
+    def __init__(
+        self,
+        log_probs: Callable[[Sequence[Tensor]], list[Tensor]],
+        model: ServedModel,
+        runtime: Runtime,
+        *,
+        limits: Limits,
+        seed: int,
+        api_key: str | None,
+    ) -> None:
+        """Draw the sequences.
+
+        Args:
+            log_probs: The trainer's, of each token after the first, at temperature 1; every rank calls it.
+            model: What is served.
+            runtime: Of this rank.
+            limits: Beyond them a server does not hold what the trainer does.
+            seed: Of the sequences.
+            api_key: What servers were started with.
+        """
+        self._log_probs, self._model, self._runtime = log_probs, model, runtime
+        self._limits, self._api_key = limits, api_key
+        generator = torch.Generator().manual_seed(seed)
+        ids = model.vocab_size - 1  # SGLang gives the last token of a vocabulary the log-prob of the first
+        self._sequences = torch.randint(ids, (_MOST, _LENGTH), generator=generator)
+        self._num_sequences = _FIRST
+
+    def run(self, members: Sequence[Member]) -> dict[str, float]:
+        """Compare all members with the trainer; every rank calls it together.
+
+        Raises:
+            WeightSyncError: A server differs by more than the limits.
+        """
+        scores = self._runtime.on_main(lambda: self._scores_of(members))
+        num, length = scores[0].log_probs.shape
+        sequences = list(self._sequences[:num, : length + 1])
+        expected = torch.stack(self._log_probs(sequences))
+        differences = [(of_server.log_probs - expected).abs() for of_server in scores]
+        for member, difference in zip(members, differences, strict=True):
+            self._judge(member, difference)
+        return {
+            "sync/probe_abs_diff_mean": max(float(difference.mean()) for difference in differences),
+            "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
+            "sync/probe_experts_not_reached": float(_num_not_reached(scores[0])),
+        }
+
+    def _judge(self, member: Member, difference: Tensor) -> None:
+        mean, largest = float(difference.mean()), float(difference.max())
+        if mean <= self._limits.mean and largest <= self._limits.largest:
+            return
+        raise WeightSyncError(
+            f"{member.url}: found log-probs that differ from the trainer's by {mean:.2g} in the mean and "
+            f"{largest:.2g} at most, right after an update; expected at most {self._limits.mean:g} and "
+            f"{self._limits.largest:g}. The server does not hold the trainer's weights, or computes otherwise: "
+            "compare dtype and quantization of [sglang] with model.dtype, and see its log."
+        )
+
+    def _scores_of(self, members: Sequence[Member]) -> list[Scores]:
+        """Each member's, of as many sequences as the first one needs to go through every expert."""
+        first = self._ask(members[0])
+        while _num_not_reached(first) and self._num_sequences < _MOST:
+            self._num_sequences *= 2
+            first = self._ask(members[0])
+        if num := _num_not_reached(first):
+            logger.warning("weights: %d experts were chosen by none of %d sequences", num, self._num_sequences)
+        return [first, *(self._ask(member) for member in members[1:])]
+
+    def _ask(self, member: Member) -> Scores:
+        return asyncio.run(self._score(member, self._sequences[: self._num_sequences]))
+
+    async def _score(self, member: Member, sequences: Tensor) -> Scores:
+        async with SglangClient(member.url, api_key=self._api_key) as client:
+            generation, facts = await client.connect()
+            sequences = sequences[:, : facts.max_prompt_tokens]
+            with_routes, places = facts.captures_routes, asyncio.Semaphore(facts.max_running_requests)
+
+            async def score(index: int) -> tuple[Tensor, RoutedExperts | None]:
+                tokens = sequences[index].tolist()
+                body = generation.score_body(f"probe+{index}", tokens, with_routes=with_routes)
+                async with places:
+                    answer = await client.generate(body)
+                return generation.read_scores(answer, tokens, self._model, with_routes=with_routes)
+
+            answers = await asyncio.gather(*(score(index) for index in range(len(sequences))))
+        log_probs = torch.stack([log_probs for log_probs, _ in answers])
+        return Scores(log_probs, _chosen([routes for _, routes in answers if routes is not None]))
+
+
+def _chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
+    """[moe_layers, experts]: which were chosen at least once; none without routes."""
+    if not routes:
+        return None
+    indices = torch.cat([of_sequence.indices for of_sequence in routes]).long()  # [tokens, layers, top_k]
+    is_chosen = torch.zeros(indices.shape[1], routes[0].num_experts, dtype=torch.bool)
+    return is_chosen.scatter_(1, indices.transpose(0, 1).flatten(1), True)
+
+
+def _num_not_reached(scores: Scores) -> int:
+    return 0 if scores.is_chosen is None else int((~scores.is_chosen).sum())

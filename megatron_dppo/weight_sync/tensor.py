@@ -1,0 +1,69 @@
+"""Weights by handle: servers on the trainer's own devices map its memory, and copy from there."""
+
+import base64
+from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
+from multiprocessing.reduction import ForkingPickler
+
+import torch.multiprocessing
+from torch import Tensor
+
+from megatron_dppo.rollout.sglang.update_calls import Call
+from megatron_dppo.runtime import Runtime
+from megatron_dppo.weight_sync.base import Weights
+from megatron_dppo.weight_sync.buckets import Buffer
+from megatron_dppo.weight_sync.fleet import Fleet, Member
+
+
+class TensorTransport:
+    """Each rank shows its buckets to the server's rank beside it; implements `weight_sync.base.Transport`.
+
+    Servers are taken in the order of their names, and their ranks in their order: the n-th of all shares the
+    device of the trainer's rank n. On GPUs a handle is CUDA's, which server and trainer must number alike;
+    elsewhere it is a file in shared memory.
+    """
+
+    needs_begin = True
+
+    def __init__(self, weights: Weights, num_tensors: int, runtime: Runtime, bucket_bytes: int) -> None:
+        """Share nothing yet.
+
+        Args:
+            weights: Of all pipeline stages, on every rank.
+            num_tensors: How many they are.
+            runtime: Of this rank.
+            bucket_bytes: Shown at a time.
+        """
+        torch.multiprocessing.set_sharing_strategy(
+            "file_system"
+        )  # handles that a process of another kin can open
+        self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime
+        self._buffer = Buffer(bucket_bytes, is_shared=True)
+
+    def send(self, fleet: Fleet, version: int) -> None:
+        """See `Transport.send`."""
+        num_left = self._num_tensors
+        for bucket in self._buffer.fill(self._weights()):
+            num_left -= len(bucket.names)
+            pickles = self._runtime.all_gather(_pickled(bucket.tensors()))
+            if self._runtime.is_main:
+                fleet.tell(partial(_showing, fleet, pickles, version if not num_left else None))
+            self._runtime.barrier()  # the next bucket overwrites this one
+        assert num_left == 0, "as many tensors are sent as were announced"
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+
+def _showing(fleet: Fleet, pickles: Sequence[str], version: int | None, member: Member) -> Call:
+    """The call that gives each of a member's ranks the handles of the trainer's rank beside it."""
+    first = sum(other.num_ranks for other in takewhile(lambda other: other != member, fleet.members))
+    own = [pickles[(first + rank) % len(pickles)] for rank in range(member.num_ranks)]
+    return member.calls.from_tensors(own, version)
+
+
+def _pickled(tensors: list[tuple[str, Tensor]]) -> str:
+    """Names and handles, in base64."""
+    return base64.b64encode(ForkingPickler.dumps(tensors)).decode()

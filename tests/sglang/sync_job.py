@@ -1,0 +1,92 @@
+"""A trainer's processes that push weights to a server: what tests/sglang runs with `ranks.run_ranks`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.runtime import Runtime
+
+WAYS = ("distributed", "disk", "tensor")
+Push = Callable[[int], dict[str, float]]
+
+
+def connect(runtime: Runtime, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(config, actor, engine) of a run whose trainer has weights of its own."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.rollout.rollouts import build_engine
+
+    config = Config.model_validate(settings)
+    return config, Actor(config, runtime), build_engine(config, config.model.load, runtime.device)
+
+
+def change(actor: Any, factor: float) -> None:
+    """Other weights than before, in every tensor."""
+    with torch.no_grad():
+        for chunk in actor.chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(factor)
+
+
+def push_every_way(runtime: Runtime, settings: dict[str, Any], first_version: int) -> dict[str, Any]:
+    """Change the weights and push them, once for each way; the probe must fail before and not after."""
+    from megatron_dppo.errors import WeightSyncError
+    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.weight_sync.factory import build_sync
+
+    config, actor, engine = connect(runtime, settings)
+    results: dict[str, Any] = {}
+    for version, way in enumerate(WAYS, first_version):
+        of_way = config.rollout.sglang.model_copy(update={"weight_sync": way, "sync_bucket_bytes": 40_000})
+        rollout = config.rollout.model_copy(update={"sglang": of_way})
+        sync: Any = build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)
+        change(actor, 1.05)
+        stale = ""
+        try:
+            sync._probe.run(sync._fleet(without=())[0].members)
+        except WeightSyncError as error:
+            stale = str(error)
+        metrics = sync.push(version)
+        sync.close()
+        request = Request(f"{way}{runtime.rank}", (5, 6, 7, 8), (0, 0, 0))
+        (completion,) = engine.generate([request], SamplingParams(8))
+        versions = {span.version for span in completion.weight_versions}
+        results[way] = {"stale": stale, "metrics": metrics, "versions": versions, "version": version}
+    return results
+
+
+def perturb_each_tensor(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, float]:
+    """Give the server one wrong tensor at a time; by name, how far the probe then finds it."""
+    from megatron_dppo.errors import WeightSyncError
+    from megatron_dppo.weight_sync.factory import build_sync
+    from megatron_dppo.weight_sync.tensor import TensorTransport
+
+    config, actor, engine = connect(runtime, settings)
+    sync: Any = build_sync(config, actor, engine, runtime)
+    sync.push(version)
+    found: dict[str, float] = {}
+    (member,) = sync._fleet(without=())[0].members
+
+    def give(name: str, tensor: Tensor) -> None:
+        def one() -> Iterator[tuple[str, Tensor]]:
+            yield name, tensor
+
+        fleet = sync._fleet(without=())[0]
+        fleet.tell(lambda m: m.calls.begin)
+        TensorTransport(one, 1, runtime, 1).send(fleet, version)
+        fleet.tell(lambda m: m.calls.end)
+        assert not fleet.failures, fleet.failures
+
+    generator = torch.Generator().manual_seed(0)  # scaling some tensors changes nothing: norms undo it
+    weights = {name: tensor.clone() for name, tensor in actor.weights()}
+    for name, tensor in weights.items():
+        give(name, tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator))
+        try:
+            found[name] = -sync._probe.run([member])["sync/probe_abs_diff_max"]
+        except WeightSyncError as error:
+            found[name] = float(str(error).split(" in the mean and ")[1].split(" ")[0])
+        give(name, tensor)
+    found["restored"] = sync._probe.run([member])["sync/probe_abs_diff_max"]
+    return found

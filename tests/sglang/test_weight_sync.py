@@ -1,0 +1,46 @@
+"""Pushes to a real server: each way, from each kind of layout, and what the probe makes of a wrong tensor."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from serving import Served, served_config
+from sync_job import WAYS, perturb_each_tensor, push_every_way
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one process": (1, {}),
+    "tensor 2": (2, {"tensor": 2}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "expert 2": (2, {"expert": 2}),
+}
+
+
+def settings_of(served: Served, parallel: dict[str, int]) -> dict[str, Any]:
+    """A trainer of the served model, whose rollouts come from that server."""
+    config = served_config(served.folder, served.run).model_dump(mode="json", exclude_none=True)
+    return config | {"parallel": parallel}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pushed_weights_are_served(served: Served, tmp_path: Path, layout: str) -> None:
+    processes, parallel = LAYOUTS[layout]
+    first = 10 * (list(LAYOUTS).index(layout) + 1)
+    results = run_ranks(push_every_way, processes, tmp_path, settings_of(served, parallel), first)
+    for of_rank in results:
+        for way in WAYS:
+            pushed = of_rank[way]
+            assert "The server does not hold the trainer's weights" in pushed["stale"]
+            assert pushed["metrics"]["sync/probe_abs_diff_max"] <= 5e-5
+            assert pushed["metrics"]["sync/probe_experts_not_reached"] == 0
+            assert pushed["versions"] == {pushed["version"]}
+            print(layout, way, pushed["metrics"])
+
+
+def test_the_probe_finds_every_wrong_tensor(served: Served, tmp_path: Path) -> None:
+    (found,) = run_ranks(perturb_each_tensor, 1, tmp_path, settings_of(served, {}), 100)
+    restored = found.pop("restored")
+    missed = {name: -difference for name, difference in found.items() if difference < 1e-4}
+    print(f"{len(found)} tensors, the least visible {min(found.values()):.1e}, restored {restored:.1e}")
+    assert not missed
+    assert restored <= 5e-5

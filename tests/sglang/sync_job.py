@@ -1,6 +1,7 @@
 """A trainer's processes that push weights to a server: what tests/sglang runs with `ranks.run_ranks`."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from megatron_dppo.runtime import Runtime
 
 WAYS = ("distributed", "disk", "tensor")
-Push = Callable[[int], dict[str, float]]
 
 
 def connect(runtime: Runtime, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -90,3 +90,60 @@ def perturb_each_tensor(runtime: Runtime, settings: dict[str, Any], version: int
         give(name, tensor)
     found["restored"] = sync._probe.run([member])["sync/probe_abs_diff_max"]
     return found
+
+
+def lose_a_server(
+    runtime: Runtime, settings: dict[str, Any], way: str, signal_number: int, pid: int
+) -> dict[str, Any]:
+    """Push to two servers, and send one of them (a whole process group) a signal in the middle."""
+    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.weight_sync.factory import build_sync
+
+    config, actor, engine = connect(runtime, settings)
+    sync: Any = build_sync(config, actor, engine, runtime)
+    change(actor, 1.05)
+    stream_of, is_hit = sync._transport._weights, False
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        nonlocal is_hit
+        for index, named in enumerate(stream_of()):
+            if index == 10 and not is_hit:
+                is_hit = True
+                os.killpg(pid, signal_number)
+            yield named
+
+    sync._transport._weights = weights
+    metrics = sync.push(41)
+    requests = [Request(f"lost{i}", (5, 6, 7 + i), (0, 0, i)) for i in range(4)]
+    versions = {
+        span.version for c in engine.generate(requests, SamplingParams(6)) for span in c.weight_versions
+    }
+    sync.close()
+    return {"metrics": metrics, "versions": versions, "is_hit": is_hit, "urls": engine.urls}
+
+
+def die_in_the_middle(runtime: Runtime, settings: dict[str, Any]) -> None:
+    """End without a word after the first bucket, with the server paused and its update open."""
+    from megatron_dppo.weight_sync.factory import build_sync
+
+    config, actor, engine = connect(runtime, settings)
+    sync: Any = build_sync(config, actor, engine, runtime)
+    stream_of = sync._transport._weights
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for index, named in enumerate(stream_of()):
+            if index == 40:
+                os._exit(7)
+            yield named
+
+    sync._transport._weights = weights
+    sync.push(51)
+
+
+def push_once(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, float]:
+    """One push of changed weights, with its proof."""
+    from megatron_dppo.weight_sync.factory import build_sync
+
+    config, actor, engine = connect(runtime, settings)
+    change(actor, 1.02)
+    return build_sync(config, actor, engine, runtime).push(version)

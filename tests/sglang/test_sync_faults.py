@@ -1,0 +1,57 @@
+"""Pushes that go wrong: servers killed or stopped in the middle, and a trainer that died there."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from serving import START_TIMEOUT_S, Served, served_config
+from sync_job import die_in_the_middle, lose_a_server, push_once
+
+from megatron_dppo.rollout.sglang.server import Server, ServerRecord, plan_launch
+
+
+@pytest.fixture
+def second(served: Served) -> Iterator[ServerRecord]:
+    """One more server of the same run, for one test."""
+    server = Server(plan_launch(served_config(served.folder, served.run)), served.run / "servers", "another")
+    try:
+        record = server.start(START_TIMEOUT_S)
+        assert record is not None
+        yield record
+    finally:
+        os.killpg(record.pid, signal.SIGCONT)
+        server.stop(grace_s=0)
+
+
+def settings_of(served: Served, **sglang: Any) -> dict[str, Any]:
+    """A trainer of the served model that sends small buckets."""
+    config = served_config(served.folder, served.run).model_dump(mode="json", exclude_none=True)
+    config["rollout"]["sglang"] |= {"sync_bucket_bytes": 20_000} | sglang
+    return config
+
+
+@pytest.mark.parametrize(("way", "number"), [("distributed", signal.SIGKILL), ("tensor", signal.SIGSTOP)])
+def test_the_other_server_gets_all_weights_and_all_requests(
+    served: Served, second: ServerRecord, tmp_path: Path, way: str, number: int
+) -> None:
+    settings = settings_of(served, weight_sync=way, sync_timeout_s=10)
+    (result,) = run_ranks(lose_a_server, 1, tmp_path, settings, way, number, second.pid)
+    assert result["is_hit"]
+    assert result["metrics"]["sync/servers"] == 1
+    assert result["metrics"]["sync/probe_abs_diff_max"] <= 5e-5
+    assert result["versions"] == {41}
+    log = (tmp_path / "rank0.log").read_text()
+    assert f"{second.url} gets no requests until a push reaches it" in log
+
+
+@pytest.mark.parametrize("way", ["distributed", "tensor"])
+def test_the_next_trainer_completes_what_a_dead_one_began(served: Served, tmp_path: Path, way: str) -> None:
+    settings = settings_of(served, weight_sync=way)
+    with pytest.raises(AssertionError, match=r"ranks ended with \[7\]"):
+        run_ranks(die_in_the_middle, 1, tmp_path, settings)
+    (metrics,) = run_ranks(push_once, 1, tmp_path, settings, 52)
+    assert metrics["sync/probe_abs_diff_max"] <= 5e-5

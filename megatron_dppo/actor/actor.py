@@ -34,7 +34,7 @@ from megatron_dppo.data.exchange import DataParallel
 from megatron_dppo.data.packing import microbatches_of, placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
+from megatron_dppo.diagnostics.mismatch import add_agreement, add_entropy, add_mismatch, add_trust_region
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.kernels.ops import kernels_for
@@ -199,9 +199,7 @@ class Actor:
         with self._routes(replay_mode == "replay", is_measuring) as replay:
             self._run(batch.microbatches, loss, replay)
         if is_measuring and replay is not None:
-            for layer, (total, count) in replay.agreement().items():
-                metrics.add_mean(f"routing/agreement_layer_{layer}", total, count)
-                metrics.add_mean("routing/agreement_mean", total, count)
+            add_agreement(metrics, replay.agreement())
         return Step(metrics, tuple(faults))
 
     def _observe(self, metrics: Metrics, out: FusedPolicyLoss, microbatch: Microbatch, is_first: bool) -> None:
@@ -248,29 +246,63 @@ class Actor:
         """
         budget = self._config.parallel.max_tokens_per_microbatch
         microbatches = microbatches_of(sequences, budget)
-        values = torch.cat(self._forward_log_probs(microbatches, is_replaying=False, temperature=1.0))
+        with torch.no_grad():
+            columns = self._forward_columns(microbatches, None, has_topk=False, temperature=1.0)
+        values = torch.cat(columns)[:, 0]
         is_scored = torch.cat([microbatch.loss_mask for microbatch in microbatches])
         return list(values[is_scored].split([len(tokens) - 1 for tokens in sequences]))
 
-    def _forward_log_probs(
-        self, microbatches: Sequence[Microbatch], is_replaying: bool, temperature: float | None = None
-    ) -> list[Tensor]:
+    def token_log_probs(self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool) -> list[Tensor]:
+        """What the current weights make of the tokens of each micro-batch, without gradient.
+
+        Every rank calls this together.
+
+        Args:
+            batch: This rank's micro-batches; as many on every rank.
+            metrics: Gets `routing/agreement_*` of this rank's live routers with the rollout's, where
+                rollout.routing_replay captures routes.
+            is_replaying: Use the rollout's experts.
+
+        Returns:
+            [T, 1 + K] float32 each, of the whole micro-batch, on the CPU: log pi of the target, 0 where no
+            token learns; then of the rollout's K most probable tokens, -inf where there is none.
+        """
+        is_measuring = self._config.rollout.routing_replay != "off"
+        with torch.no_grad(), self._routes(is_replaying, is_measuring) as replay:
+            columns = self._forward_columns(batch.microbatches, replay, has_topk=True)
+        if is_measuring and replay is not None:
+            add_agreement(metrics, replay.agreement())
+        return columns
+
+    def _forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
         """[T] log pi(target) of each whole micro-batch, without gradient, on the CPU of every rank."""
+        with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
+            return [columns[:, 0] for columns in self._forward_columns(microbatches, replay, has_topk=False)]
+
+    def _forward_columns(
+        self,
+        microbatches: Sequence[Microbatch],
+        replay: Replay | None,
+        *,
+        has_topk: bool,
+        temperature: float | None = None,
+    ) -> list[Tensor]:
+        """See `token_log_probs`; without `has_topk` K is 0, without `temperature` it is the sampler's."""
         collected: list[Tensor] = []
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            values = self._head.log_probs(output, microbatch, temperature)
-            collected.append(values)
-            return values.sum(), microbatch.loss_mask.sum().int(), {}
+            found = self._head.log_probs(output, microbatch, has_topk=has_topk, temperature=temperature)
+            topk = [] if found.topk_log_probs is None else [found.topk_log_probs]
+            collected.append(torch.cat([found.log_probs[:, None], *topk], dim=1))
+            return found.log_probs.sum(), microbatch.loss_mask.sum().int(), {}
 
-        with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
-            self._run(microbatches, keep, replay, forward_only=True)
+        self._run(microbatches, keep, replay, forward_only=True)
         whole: list[Tensor] = []
-        for index, microbatch in enumerate(microbatches):
-            own = self._slice(microbatch)
-            values = (
-                own.scattered(collected[index].cpu()) if collected else torch.zeros_like(microbatch.advantages)
-            )
+        for index, m in enumerate(microbatches):
+            width = 1 + (m.topk.ids.shape[1] if has_topk and m.topk is not None else 0)
+            values = torch.zeros((m.tokens.numel(), width))
+            if collected:
+                values = self._slice(m).scattered(collected[index].cpu())
             whole.append(sum_over_tokens_and_stages(values.to(self._runtime.device)).cpu())
         return whole
 

@@ -17,6 +17,7 @@ from megatron_dppo.kernels import (
     fused_policy_loss,
     linear_log_probs,
 )
+from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.types import Microbatch
 
 
@@ -88,21 +89,27 @@ class OutputHead:
             return fused_linear_policy_loss(output, self._weight, **arguments)
         return fused_policy_loss(output, inplace_backward=True, **arguments)
 
-    def log_probs(self, output: Tensor, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
-        """[T] log pi(target) without gradient; 0 where no token learns. Arguments as for `policy_loss`.
+    def log_probs(
+        self,
+        output: Tensor,
+        microbatch: Microbatch,
+        *,
+        has_topk: bool = False,
+        temperature: float | None = None,
+    ) -> TokenLogProbs:
+        """Log pi of the targets, and with `has_topk` of the rollout's top-K tokens, without gradient.
 
-        Args:
-            output: As for `policy_loss`.
-            microbatch: As for `policy_loss`.
-            temperature: Divides the logits; none: the sampler's.
+        Logits are divided by `temperature`, or by the sampler's. The others are as for `policy_loss`.
         """
         m = microbatch
         arguments: dict[str, Any] = dict(targets=m.targets, loss_mask=m.loss_mask, **self._vocabulary)
+        if has_topk and m.topk is not None:
+            arguments["topk_ids"] = m.topk.ids
         if temperature is not None:
             arguments["temperature"] = temperature
         if self._is_linear:
-            return linear_log_probs(output, self._weight, **arguments).log_probs
-        return fused_log_probs(output, **arguments).log_probs
+            return linear_log_probs(output, self._weight, **arguments)
+        return fused_log_probs(output, **arguments)
 
     def nothing(self, output: Tensor) -> Tensor:
         """A loss of 0 that reaches every parameter which a real one would."""

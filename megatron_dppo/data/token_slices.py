@@ -64,9 +64,9 @@ class TokenSlice:
         )
 
     def scattered(self, values: Tensor) -> Tensor:
-        """[T'] values of this rank's tokens -> [T] of the micro-batch's, 0 where another rank has them."""
+        """[T', ...] values of this rank's tokens -> [T, ...] of the micro-batch's, 0 where others have them."""
         is_token = self.source >= 0
-        spread = values.new_zeros(self.padded_position.numel())
+        spread = values.new_zeros((self.padded_position.numel(), *values.shape[1:]))
         return spread.index_copy(0, self.source[is_token], values[is_token])
 
 

@@ -56,6 +56,13 @@ def add_entropy(metrics: Metrics, entropy: Tensor, loss_mask: Tensor) -> None:
     metrics.add_mean("policy/entropy", entropy.sum(), entropy.numel())
 
 
+def add_agreement(metrics: Metrics, by_layer: Mapping[int, tuple[float, int]]) -> None:
+    """`routing/agreement_*` from (sum of overlaps, positions) of each MoE layer, 0-based."""
+    for layer, (total, count) in by_layer.items():
+        metrics.add_mean(f"routing/agreement_layer_{layer}", total, count)
+        metrics.add_mean("routing/agreement_mean", total, count)
+
+
 def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
     """What the mask dropped, from the counts that `policy_loss` returns.
 

@@ -159,7 +159,7 @@ class RunFolder:
         assert not self._must_truncate, "a resumed run calls truncate() before it writes"
         clash = head.keys() & metrics.keys()
         assert not clash, f"metrics may not be called {sorted(clash)}"
-        row = {**head, **{name: _json_number(value) for name, value in metrics.items()}}
+        row = {**head, **{name: json_number(value) for name, value in metrics.items()}}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         written = self._metrics.write(line)
         if written != len(line):
@@ -215,7 +215,8 @@ def _with_step_means(metrics: Mapping[str, float], steps: Sequence[Mapping[str, 
     return {name: sum(of_steps) / len(of_steps) for name, of_steps in values.items()} | dict(metrics)
 
 
-def _json_number(value: float) -> float | int | str:
+def json_number(value: float) -> float | int | str:
+    """The value as JSON has it: what is not finite becomes the string "NaN", "Infinity" or "-Infinity"."""
     if isinstance(value, int):
         return int(value)
     value = float(value)

@@ -1,0 +1,124 @@
+"""tools/measure_mismatch.py with the embedded engine: equal weights in float32 are no distance apart."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from benchmarking import torchrun
+from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity
+from ranks import run_ranks
+from sanity_run import make_task
+from tiny_families import write_family
+
+from megatron_dppo.data import sanity_task
+
+ENGINE = {"weights": "float32"}
+ROLLOUT: dict[str, Any] = {
+    "prompts_per_rollout": 6,
+    "samples_per_prompt": 3,
+    "max_response_tokens": 10,
+    "num_topk_log_probs": 8,
+    "transformers": ENGINE,
+}
+NUM_RESPONSES, NUM_LAYERS = 18, 2
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("mismatch"))
+
+
+def _tables(task: Path, **rollout: Any) -> dict[str, Any]:
+    return {
+        "run": {"folder": str(task / "run")},
+        "model": {"load": str(task / "model"), "dtype": "float32"},
+        "parallel": {"max_tokens_per_microbatch": 80},
+        "data": {"prompts": str(task / "prompts.jsonl"), "max_prompt_tokens": 16},
+        "rollout": ROLLOUT | rollout,
+    }
+
+
+def test_equal_engines_agree_in_every_layout(task: Path, tmp_path: Path) -> None:
+    by_size: dict[int, list[Any]] = {}
+    for world_size, layouts in LAYOUTS.items():
+        (folder := tmp_path / str(world_size)).mkdir()
+        results = run_ranks(measure_layouts, world_size, folder, _tables(task), str(folder), layouts)
+        require_parity(results, NUM_LAYERS, NUM_RESPONSES)
+        by_size[world_size] = results
+    one = by_size[1][0]["one process"]
+    assert one["statistics"]["live"]["topk_tv_max"] <= PARITY
+    sampled = [(row["prompt"], row["tokens"]) for row in one["rows"]]
+    for result in by_size[2]:
+        for name, found in result.items():
+            assert [(row["prompt"], row["tokens"]) for row in found["rows"]] == sampled, name
+            assert found["counts"].num_response_tokens == one["counts"].num_response_tokens
+
+
+def _run_tool(task: Path, tables: dict[str, Any], *arguments: str, processes: int = 1) -> Any:
+    toml = task / "base.toml"
+    toml.write_text(tomli_w.dumps(tables))
+    launcher = torchrun(sys.executable, processes) if processes > 1 else [sys.executable]
+    command = [*launcher, str(TOOLS / "measure_mismatch.py"), str(toml)]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=240)
+
+
+def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
+    """A rounded engine on two processes: replay lowers the distance, and the files say what the table says."""
+    rounded = _tables(task, transformers={"weights": "bfloat16_fp8"})
+    flags = ("--prompts", "8", "--set", "parallel.expert=2", "-o", str(tmp_path / "out"))
+    done = _run_tool(task, rounded, *flags, processes=2)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "mismatch.json").read_text())
+    live, replayed = found["live"], found["replayed"]
+    assert live["ratio_min"] <= live["ratio_p001"] <= live["ratio_p01"] <= live["ratio_p50"]
+    assert live["ratio_p50"] <= live["ratio_p99"] <= live["ratio_p999"] <= live["ratio_max"]
+    assert 0.5 < live["agreement_mean"] < 1
+    assert replayed["kl_k3"] < live["kl_k3"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text().splitlines()]
+    assert (found["num_responses"], found["num_processes"]) == (24, 2) and len(rows) == 24
+    assert sum(len(row["tokens"]) for row in rows) == live["num_tokens"] == replayed["num_tokens"]
+    assert {len(values) for row in rows for key, values in row.items() if key != "prompt"} <= set(range(1, 11))
+    assert found["config"]["rollout"]["prompts_per_rollout"] == 8
+    for words in (f"{live['kl_k3']:.3e}", f"{replayed['ratio_max']:.6g}", "layer 1", "routes lowers the KL"):
+        assert words in done.stdout, words
+    again = _run_tool(task, rounded, *flags)
+    assert again.returncode != 0
+    assert "--out: found" in again.stderr and "Give another folder with -o" in again.stderr
+
+
+def test_a_model_without_experts_is_forwarded_once(task: Path, tmp_path: Path) -> None:
+    end = sanity_task.VOCABULARY[sanity_task.EOS]
+    sizes = {"vocab_size": len(sanity_task.TOKENS), "eos_token_id": end}
+    model = write_family(tmp_path / "dense", "Qwen3ForCausalLM", **sizes)
+    for file in (task / "model").glob("token*"):
+        shutil.copy(file, model)
+    done = _run_tool(task, _tables(task), "--set", f"model.load={model}", "-o", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "mismatch.json").read_text())
+    assert "replayed" not in found
+    assert found["live"]["log_prob_diff_max"] <= PARITY
+    assert "agreement_mean" not in found["live"]
+    assert "replayed routes" not in done.stdout
+    assert "The model has no experts: there are no routes to replay." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--serve",), "--serve: found rollout.engine = 'transformers'; expected 'sglang'"),
+        (("--set", "model.load=/nowhere"), "model.load: found"),
+        (("--set", "parallel.tensor=3"), "expected"),
+        (("--prompts", "0"), "Invalid value for '--prompts'"),
+        (("--engine", "sglang", "--set", "sglang.python=x"), "found no SGLang server; expected one"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_loads(task: Path, flags: Any, words: str) -> None:
+    done = _run_tool(task, _tables(task), *flags)
+    assert done.returncode == 2, done.stdout
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr and "layers of the" not in done.stderr

@@ -1,0 +1,161 @@
+"""Single tokens in both engines: statistics by hand, responses out of micro-batches, rows, the plot."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.diagnostics.mismatch_plot import NUM_BINS, token_counts, write_plot
+from megatron_dppo.diagnostics.token_mismatch import (
+    MeasuredResponse,
+    Routes,
+    measured_responses,
+    token_rows,
+    token_statistics,
+)
+from megatron_dppo.types import Microbatch, RolloutTopK
+
+HALF, QUARTER = math.log(0.5), math.log(0.25)
+
+
+def _response(pi: list[float], mu: list[float], **changes: Any) -> MeasuredResponse:
+    """A response with the same probabilities for both ways of forwarding."""
+    log_pi, log_mu = (torch.tensor(values).log() for values in (pi, mu))
+    fields: dict[str, Any] = dict(
+        prompt=torch.tensor([1, 2]),
+        tokens=torch.arange(len(pi)),
+        rollout_log_probs=log_mu,
+        log_probs={"live": log_pi, "replayed": log_mu},
+        topk_tv={},
+    )
+    return MeasuredResponse(**fields | changes)
+
+
+def test_statistics_are_those_computed_by_hand() -> None:
+    responses = [_response([0.5, 0.1], [0.25, 0.1]), _response([0.2], [0.4])]  # ratios 2, 1 and 1/2
+    found = token_statistics(responses, "live")
+    log2 = math.log(2)
+    expected = {
+        "num_tokens": 3,
+        "abs_prob_diff_mean": (0.25 + 0 + 0.2) / 3,
+        "tv_max": 0.25,
+        "kl_k1": (-log2 + 0 + log2) / 3,
+        "kl_k3": ((2 - 1 - log2) + 0 + (0.5 - 1 + log2)) / 3,
+        "ratio_min": 0.5,
+        "ratio_p001": 0.5 + 0.002 * 0.5,  # 0.1 % of the way over two gaps
+        "ratio_p01": 0.5 + 0.02 * 0.5,
+        "ratio_p50": 1,
+        "ratio_p99": 1 + 0.98 * 1,
+        "ratio_p999": 1 + 0.998 * 1,
+        "ratio_max": 2,
+        "log_prob_diff_mean": 2 * log2 / 3,
+        "log_prob_diff_max": log2,
+    }
+    assert found.keys() == expected.keys() | {"tv_p999"}
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-7), name
+
+
+def test_equal_policies_are_no_distance_apart() -> None:
+    found = token_statistics([_response([0.5, 0.1], [0.25, 0.1])], "replayed")
+    assert found.pop("num_tokens") == 2
+    ratios = {name for name in found if name.startswith("ratio")}
+    assert {found[name] for name in ratios} == {1.0}
+    assert {value for name, value in found.items() if name not in ratios} == {0.0}
+
+
+def test_topk_tv_is_averaged_where_all_have_it() -> None:
+    topk_tv: dict[Routes, Tensor] = {"live": torch.tensor([0.25, 0.75]), "replayed": torch.zeros(2)}
+    known, unknown = _response([0.5, 0.1], [0.5, 0.1], topk_tv=topk_tv), _response([0.5], [0.5])
+    assert token_statistics([known], "live")["topk_tv_mean"] == 0.5
+    assert token_statistics([known], "live")["topk_tv_max"] == 0.75
+    assert "topk_tv_mean" not in token_statistics([known, unknown], "live")
+
+
+def test_a_nan_is_seen_and_hopeless_tokens_stay_finite() -> None:
+    broken = token_statistics([_response([math.nan, 0.5], [0.5, 0.5])], "live")
+    for name in ("abs_prob_diff_mean", "kl_k3", "ratio_p50", "log_prob_diff_max"):
+        assert math.isnan(broken[name]), name
+    hopeless = token_statistics([_response([0.0], [0.5])], "live")
+    assert hopeless["ratio_p50"] == pytest.approx(math.exp(-80))
+    assert hopeless["log_prob_diff_max"] == math.inf
+
+
+def test_nothing_was_sampled() -> None:
+    assert token_statistics([], "live") == {"num_tokens": 0}
+
+
+def _microbatch(topk: RolloutTopK | None = None) -> Microbatch:
+    """Two packed sequences, 4 and 3 tokens; the second has nothing that learns."""
+    scored = torch.tensor([False, True, True, False, False, False, False])
+    zeros = torch.zeros(7)
+    return Microbatch(
+        tokens=torch.tensor([5, 6, 7, 8, 9, 10, 11]),
+        position_ids=torch.tensor([0, 1, 2, 3, 0, 1, 2]),
+        targets=torch.tensor([6, 7, 8, 0, 10, 11, 0]),
+        cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32),
+        loss_mask=scored,
+        rollout_log_probs=torch.where(scored, torch.tensor([0, HALF, QUARTER, 0, 0, 0, 0]), 0.0),
+        advantages=zeros,
+        token_weights=zeros,
+        topk=topk,
+    )
+
+
+def test_responses_come_out_of_a_microbatch() -> None:
+    live = torch.arange(7.0)[:, None]
+    (response,) = measured_responses(_microbatch(), {"live": live, "replayed": live + 10})
+    assert response.prompt.tolist() == [5, 6]
+    assert response.tokens.tolist() == [7, 8]
+    assert torch.equal(response.rollout_log_probs, torch.tensor([HALF, QUARTER]))
+    assert {routes: values.tolist() for routes, values in response.log_probs.items()} == {
+        "live": [1, 2],
+        "replayed": [11, 12],
+    }
+    assert response.topk_tv == {}
+
+
+def test_topk_tv_is_over_the_top_k_the_sampled_token_and_the_rest() -> None:
+    """mu: .5 on the sampled 7, .25 on 3; then .25 on the sampled 8, .5 on 3. pi: .25 and .5, then as mu."""
+    ids = torch.full((7, 2), -1, dtype=torch.int32)
+    log_mu = torch.full((7, 2), -math.inf)
+    ids[1], log_mu[1] = torch.tensor([7, 3]), torch.tensor([HALF, QUARTER])
+    ids[2], log_mu[2] = torch.tensor([3, 4]), torch.tensor([HALF, math.log(0.125)])
+    columns = torch.full((7, 3), -math.inf)
+    columns[1] = torch.tensor([QUARTER, QUARTER, HALF])
+    columns[2] = torch.tensor([QUARTER, HALF, math.log(0.125)])
+    (response,) = measured_responses(_microbatch(RolloutTopK(ids, log_mu)), {"live": columns})
+    assert response.topk_tv["live"].tolist() == pytest.approx([0.25, 0.0])
+
+
+def test_rows_are_json_with_every_digit() -> None:
+    topk_tv: dict[Routes, Tensor] = {"live": torch.tensor([0.5]), "replayed": torch.tensor([0.25])}
+    (row,) = token_rows([_response([math.nan], [0.1], topk_tv=topk_tv)])
+    read = json.loads(json.dumps(row, allow_nan=False))
+    log_mu = float(torch.tensor(0.1).log())
+    assert read == {
+        "prompt": [1, 2],
+        "tokens": [0],
+        "rollout_log_probs": [log_mu],
+        "live_log_probs": ["NaN"],
+        "replayed_log_probs": [log_mu],
+        "live_topk_tv": [0.5],
+        "replayed_topk_tv": [0.25],
+    }
+
+
+def test_the_plot_counts_every_token_where_it_stands(tmp_path: Any) -> None:
+    log_pi, log_mu = (torch.tensor(values).double().log() for values in ([0.999, 0.0, 1.0], [0.005, 1.0, 1.0]))
+    counts = token_counts(log_pi, log_mu)
+    last = NUM_BINS - 1
+    assert counts.sum() == 3
+    assert (counts[last, 0], counts[0, last], counts[last, last]) == (1, 1, 1)
+    assert np.count_nonzero(token_counts(torch.tensor([math.nan]), torch.tensor([0.0]))) == 0
+    write_plot(tmp_path / "plot.html", [_response([0.5], [0.25])], ["live", "replayed"], "a <title>")
+    page = (tmp_path / "plot.html").read_text()
+    assert "Plotly.newPlot" in page
+    assert len(page) > 1e6  # plotly.js is in it

@@ -1,0 +1,122 @@
+"""Sample once, then forward the same tokens twice: with live routes, and with the rollout's."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.actor.groups import speaks_for_its_group
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches import gradient_steps, with_advantages
+from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.diagnostics.token_mismatch import (
+    MeasuredResponse,
+    Routes,
+    measured_responses,
+    token_statistics,
+)
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.rollout.collect import RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.rollout.rollouts import Rollouts, build_engine
+from megatron_dppo.runtime import Runtime, Stopwatch
+from megatron_dppo.types import SampleGroup, TrainBatch
+from megatron_dppo.weight_sync.in_process import InProcessSync
+
+logger = logging.getLogger("megatron_dppo.tools.measure_mismatch")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The same on every rank."""
+
+    responses: tuple[MeasuredResponse, ...]  # in an order that no layout changes
+    statistics: Mapping[Routes, Mapping[str, float]]
+    counts: RolloutCounts
+    seconds: Mapping[str, float]
+
+
+def measure(config: Config, runtime: Runtime) -> Measurement:
+    """Roll out once with the weights of model.load, and forward what was sampled; no weight changes.
+
+    Every rank calls this together. SGLang's servers must hold the weights of model.load already; the embedded
+    engine gets the trainer's.
+
+    Args:
+        config: The run's; rollout.prompts_per_rollout prompts are sampled.
+        runtime: This process.
+
+    Raises:
+        RolloutError: More samples were dropped than rollout.max_dropped_fraction, or nothing was sampled.
+    """
+    watch, folder = Stopwatch(runtime), hf_files(config.model.load)
+    with watch.time("load"):
+        engine = build_engine(config, folder, runtime.device)
+        actor = Actor(config, runtime)
+        if config.rollout.engine == "transformers":
+            InProcessSync(actor.weights, engine, runtime).push(0)
+        share = (runtime.rank, runtime.world_size)
+        rollouts = Rollouts(config, folder, engine, actor.routing, share=share)
+    num_samples = config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
+    logger.info("sampling %d responses with the %s engine", num_samples, config.rollout.engine)
+    with closing(rollouts), watch.time("rollout"):
+        batch = rollouts.next(0)
+    counts = _require_responses(batch.counts, config, runtime)
+    logger.info("%d tokens in %.1f s", counts.num_response_tokens, watch.seconds["rollout"])
+    steps = _steps(with_advantages(batch.groups, normalize_std=False), config, actor)
+    del batch
+    kinds: list[Routes] = ["live"] if config.rollout.routing_replay == "off" else ["live", "replayed"]
+    with watch.time("forward"):
+        responses, agreement = _forwarded(actor, steps, kinds, runtime)
+    statistics: dict[Routes, Mapping[str, float]] = {
+        routes: token_statistics(responses, routes) | agreement[routes] for routes in kinds
+    }
+    return Measurement(tuple(responses), statistics, counts, dict(watch.seconds))
+
+
+def _require_responses(own: RolloutCounts, config: Config, runtime: Runtime) -> RolloutCounts:
+    """The counts over all ranks, once they leave something to measure."""
+    totals = torch.stack(runtime.all_gather(own.to_tensor())).sum(0)
+    counts = own.with_totals(totals)
+    refuse_if_too_many_dropped(counts, config.rollout.max_dropped_fraction)
+    if counts.num_response_tokens == 0:
+        raise RolloutError(
+            f"rollout: found no response to {counts.num_prompts} prompts, {counts.num_prompts_too_long} of "
+            f"them longer than data.max_prompt_tokens = {config.data.max_prompt_tokens}; expected some. Raise "
+            "it, or measure more prompts."
+        )
+    return counts
+
+
+def _steps(groups: list[SampleGroup], config: Config, actor: Actor) -> list[TrainBatch]:
+    routing = actor.routing if config.rollout.routing_replay != "off" else None
+    return gradient_steps(groups, 0, config, actor.data_parallel, routing=routing)[0]
+
+
+def _forwarded(
+    actor: Actor, steps: list[TrainBatch], kinds: list[Routes], runtime: Runtime
+) -> tuple[list[MeasuredResponse], dict[Routes, dict[str, float]]]:
+    """All ranks' responses, and what the routers agreed on, for each way of forwarding them."""
+    metrics: dict[Routes, Metrics] = {routes: Metrics() for routes in kinds}
+    own: list[MeasuredResponse] = []
+    for step in tqdm(steps, desc="forward", unit="mini-batch", disable=not runtime.is_main):
+        columns: dict[Routes, list[Tensor]] = {
+            routes: actor.token_log_probs(step, metrics[routes], is_replaying=routes == "replayed")
+            for routes in kinds
+        }
+        if speaks_for_its_group():
+            for index, microbatch in enumerate(step.microbatches):
+                of_microbatch: dict[Routes, Tensor] = {routes: columns[routes][index] for routes in kinds}
+                own += measured_responses(microbatch, of_microbatch)
+    responses = [response for several in runtime.all_gather(own) for response in several]
+    responses.sort(key=lambda response: (response.prompt.tolist(), response.tokens.tolist()))
+    agreement: dict[Routes, dict[str, float]] = {}
+    for routes in kinds:
+        merged = Metrics().merge(runtime.all_gather(metrics[routes].state())).values()
+        agreement[routes] = {name.removeprefix("routing/"): value for name, value in merged.items()}
+    return responses, agreement

@@ -4,15 +4,15 @@
     python tools/measure_mismatch.py base.toml --engine sglang --serve
     torchrun --nproc-per-node 2 tools/measure_mismatch.py base.toml --set parallel.tensor=2
 
-The run's own parts are used: the engine samples responses to the first prompts of data.prompts with the weights
-of model.load, then the trainer forwards the same tokens in the layout of [parallel], once with its live routes
+The run's own parts are used: the engine samples responses to the run's first prompts with the weights of
+model.load, then the trainer forwards the same tokens in the layout of [parallel], once with its live routes
 and once with those of the rollout replayed (R3). Nothing is trained. Both forwards see the same tokens, so what
 differs between the two columns of the table is what replay changes.
 
 Read the tails: a mean of |pi - mu| hides the few tokens on which an update goes wrong. A trust region whose
 threshold lies below the TV's 99.9th percentile masks noise. k1 and k3 both estimate KL(mu || pi); k3 has little
-noise. With live routes an agreement below 1 is the share of experts that the trainer chose otherwise; with
-replayed routes it is what its routers would have chosen after the replayed layers before them.
+noise. The agreement is the share of the rollout's experts that the trainer's own routers choose too: with live
+routes after what they chose before, with replayed routes after the replayed layers before them.
 
 With --engine sglang the servers are those of the run's servers/, started with megatron-dppo serve and this
 config; they must still hold the weights of model.load. --serve starts one for the time of the measurement, in

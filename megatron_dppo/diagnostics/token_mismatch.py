@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, topk_tv
+from megatron_dppo.algorithms.divergence import TopKLogProbs, binary_tv, topk_partition, topk_tv
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import LOG_RATIO_LIMIT, add_mismatch
 from megatron_dppo.diagnostics.tracking import json_number
@@ -78,8 +78,8 @@ def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> d
     """Everything about the distance of pi from mu over all tokens, for one way of forwarding them.
 
     The names of `add_mismatch` without a prefix; besides `log_prob_diff_mean` and `_max` (|log pi - log mu|),
-    `ratio_<suffix>` for RATIO_PERCENTS of pi / mu (exact, linear between neighbours) and, where the top-K is
-    there, `topk_tv_mean` and `_max`. A NaN among the tokens comes out as NaN.
+    `ratio_<suffix>` for RATIO_PERCENTS of pi / mu and, where the top-K is there, `topk_tv_mean` and `_max`.
+    Percentiles are exact, linear between neighbours. A NaN among the tokens comes out as NaN.
     """
     log_pi, log_mu = pairs(responses, routes)
     metrics = Metrics()
@@ -90,6 +90,7 @@ def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> d
     log_ratio = log_pi - log_mu
     values["log_prob_diff_mean"] = float(log_ratio.abs().mean())
     values["log_prob_diff_max"] = float(log_ratio.abs().max())
+    values["tv_p999"] = float(np.percentile(binary_tv(log_pi, log_mu).numpy(), 99.9))
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().numpy()
     for suffix, quantile in zip(
         RATIO_PERCENTS, np.percentile(ratio, list(RATIO_PERCENTS.values())), strict=True

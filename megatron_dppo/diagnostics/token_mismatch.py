@@ -53,7 +53,7 @@ def measured_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor])
         scored = start + m.loss_mask[start:stop].nonzero()[:, 0]
         if scored.numel():
             yield MeasuredResponse(
-                prompt=m.tokens[start : scored[0] + 1],
+                prompt=m.tokens[start : scored[0] + 1].clone(),  # a view would be sent to other ranks whole
                 tokens=m.targets[scored],
                 rollout_log_probs=m.rollout_log_probs[scored],
                 log_probs=_rows(log_probs, scored),

@@ -112,6 +112,7 @@ def test_responses_come_out_of_a_microbatch() -> None:
     live = torch.arange(7.0)[:, None]
     (response,) = measured_responses(_microbatch(), {"live": live, "replayed": live + 10})
     assert response.prompt.tolist() == [5, 6]
+    assert response.prompt.untyped_storage().nbytes() == 2 * 8  # not the whole micro-batch, where it is pickled
     assert response.tokens.tolist() == [7, 8]
     assert torch.equal(response.rollout_log_probs, torch.tensor([HALF, QUARTER]))
     assert {routes: values.tolist() for routes, values in response.log_probs.items()} == {

@@ -46,7 +46,10 @@ if TYPE_CHECKING:  # Megatron loads after the config was checked
     from mismatch_forwards import Measurement
 
 FILES = ("mismatch.json", "tokens.jsonl", "mismatch.html", "mismatch.toml")
-OF_TRAINING_ALONE = ("engine", "minibatches")  # weights that are pushed; gradient steps of equal size
+OF_TRAINING_ALONE = (
+    "minibatches",
+    "sglang_weight_sync",
+)  # gradient steps of equal size; weights are not pushed
 _ROWS: Sequence[tuple[str, str, str]] = (
     ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),
     ("  99.9th percentile", "tv_p999", "{:.3e}"),

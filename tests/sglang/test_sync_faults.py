@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from megatron_dppo.rollout.sglang.server import Server, ServerRecord, plan_launc
 def second(served: Served) -> Iterator[ServerRecord]:
     """One more server of the same run, for one test."""
     server = Server(plan_launch(served_config(served.folder, served.run)), served.run / "servers", "another")
+    record = server.start(START_TIMEOUT_S)
+    assert record is not None
     try:
-        record = server.start(START_TIMEOUT_S)
-        assert record is not None
         yield record
     finally:
-        os.killpg(record.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.killpg(record.pid, signal.SIGCONT)
         server.stop(grace_s=0)
 
 

@@ -118,11 +118,11 @@ class SglangEngineConfig(Section):
     max_restarts: NonNegativeInt = 3
     """Times that `megatron-dppo serve` starts a server again that ended by itself."""
     request_timeout_s: PositiveFloat = 1800.0
-    """Seconds for one response, its time in the server's queue included; then it is dropped and counted."""
+    """Seconds for one response, its time in a server's queue included; then it is dropped and counted."""
     max_attempts: PositiveInt = 4
     """Times that one call is made before it fails."""
     max_concurrent_requests: PositiveInt = 256
-    """Requests that one server is given at a time."""
+    """Requests that each process of the trainer gives one server at a time."""
     num_own_servers: NonNegativeInt = 0
     """Servers that `train` starts and stops itself, on the host of rank 0; 0: those of `serve`."""
     weight_sync: Literal["distributed", "disk", "tensor"] = "distributed"

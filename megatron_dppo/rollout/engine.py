@@ -40,6 +40,7 @@ class Completion:
     topk: RolloutTopK | None
     routed_experts: RoutedExperts | None  # rows for prompt and response, the last token left out
     weight_versions: tuple[WeightVersionSpan, ...]
+    num_moves: int = 0  # times that it was asked of another server, since one had failed
 
 
 class RolloutEngine(Protocol):

@@ -50,15 +50,15 @@ def build_engine(config: Config, hf_folder: Path, device: torch.device) -> Rollo
 def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
     folder, options = config.run.folder / "servers", config.rollout.sglang
     records = registered(folder)
-    if len(records) != 1:
+    if not records:
         raise ServerError(
-            f"{folder}: found {len(records)} SGLang servers; expected one. Start it with megatron-dppo serve "
-            "and the config of this run, and wait until it answers."
+            f"{folder}: found no SGLang server; expected one or more. Start them with megatron-dppo serve and "
+            "the config of this run, and wait until they answer."
         )
     ids = json.loads((hf_folder / "config.json").read_text()).get("eos_token_id")
     patience = Patience(generate_timeout_s=options.request_timeout_s, max_attempts=options.max_attempts)
     return SglangEngine(
-        records[0].url,
+        [record.url for record in records],
         served_model(hf_folder, end_tokens(hf_folder, ids)),
         patience,
         max_concurrent_requests=options.max_concurrent_requests,

@@ -194,7 +194,7 @@ def test_weights_do_not_come_this_way(engine: SglangEngine) -> None:
 
 def test_a_run_without_a_server_says_how_to_start_one(served: Served, tmp_path: Any) -> None:
     with pytest.raises(
-        ServerError, match=r"found 0 SGLang servers; expected one\. Start it with megatron-dppo"
+        ServerError, match=r"found no SGLang server; expected one or more\. Start them with megatron"
     ):
         build_engine(served_config(served.folder, tmp_path), served.folder, torch.device("cpu"))
 

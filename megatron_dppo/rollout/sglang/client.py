@@ -105,6 +105,10 @@ class SglangClient:
             return False
         return answer.status_code == 200
 
+    async def loads(self) -> object:
+        """The JSON that says how much the server has to do; costs its scheduler nothing."""
+        return await self._call("GET", "/v1/loads?include=core")
+
     async def generate(self, body: Mapping[str, Any]) -> object:
         """The JSON that answers a `Generation.generate_body`.
 

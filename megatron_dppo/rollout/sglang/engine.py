@@ -1,9 +1,10 @@
-"""The engine that asks an SGLang server: n requests for each prompt, every answer checked."""
+"""The engine that asks SGLang servers: n requests for each prompt, every answer checked."""
 
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import astuple, dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.sglang.client import CallCounts, Patience, SglangClient
-from megatron_dppo.rollout.sglang.protocol import Generation, Reply, ServedModel, ServerFacts
+from megatron_dppo.rollout.sglang.delivery import Delivered, Delivery, Link, other_weights
+from megatron_dppo.rollout.sglang.protocol import Reply, ServedModel, ServerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +23,10 @@ logger = logging.getLogger(__name__)
 class AnswerCounts:
     """What became of the requests of one `generate`."""
 
-    calls: CallCounts
+    calls: CallCounts  # over all servers
     num_unanswered: int  # dropped: no answer came in time, or within the attempts
     num_refused_answers: int  # dropped: an answer came that is not one
+    num_requeued: int  # times that a request was sent to another server, since one had failed
     num_without_routes: int  # whose routes were asked for and are faulty
     num_prompt_tokens: int  # of the answers that were kept
     num_cached_tokens: int  # of them, those that the server did not compute again
@@ -31,15 +34,18 @@ class AnswerCounts:
 
 
 class SglangEngine:
-    """Samples from one server; implements `rollout.engine.RolloutEngine`.
+    """Samples from servers that hold the same weights; implements `rollout.engine.RolloutEngine`.
 
-    Sampling noise is the server's own: `Request.noise_key` is not used, and a run is not repeated bit for bit.
+    Sampling noise is the servers' own: `Request.noise_key` is not used, and a run is not repeated bit for bit.
     Log-probs are of the distribution after temperature; with a `top_p` below 1, of the one before the cut.
+
+    Requests go to the servers that are admitted: all of them, until `admit` says otherwise. One that does not
+    answer, or holds other weights, is drained for one `generate`, and tried again at the next.
     """
 
     def __init__(
         self,
-        url: str,
+        urls: Sequence[str] | str,
         model: ServedModel,
         patience: Patience | None = None,
         *,
@@ -49,28 +55,49 @@ class SglangEngine:
         """Connect once, so that a server that cannot be used is known at start-up.
 
         Args:
-            url: "http://host:port" of a server that answers.
-            model: What it serves.
+            urls: "http://host:port" of one or more servers that answer.
+            model: What they serve.
             patience: Time-outs and retries.
-            max_concurrent_requests: Requests that the server is given at a time.
-            api_key: What the server was started with.
+            max_concurrent_requests: Requests that each server is given at a time.
+            api_key: What the servers were started with.
 
         Raises:
-            ServerError: The server does not answer, is of an unknown version, or has options that we refuse.
+            ServerError: A server does not answer, is of an unknown version, or has options that we refuse; or
+                the servers hold weights of different versions.
         """
-        self._url, self._model, self._patience = url, model, patience or Patience()
+        self._urls = (urls,) if isinstance(urls, str) else tuple(dict.fromkeys(urls))
+        self._model, self._patience = model, patience or Patience()
         self._max_concurrent, self._api_key = max_concurrent_requests, api_key
-        self._weight_version = asyncio.run(self._facts()).weight_version
+        self._admitted = self._urls
+        self._weight_version = _common_version(self._urls, asyncio.run(self._all_facts()))
         self.counts: AnswerCounts | None = None
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers that this engine knows, admitted or not."""
+        return self._urls
+
+    @property
     def weight_version(self) -> int:
-        """Version of the weights that the server held when this engine connected."""
+        """Version of the weights that servers must hold to be given requests."""
         return self._weight_version
 
     def admit(self, urls: Sequence[str], version: int) -> None:
-        """From now on requests go to these servers, which hold this version."""
-        self._url, self._weight_version = urls[0], version
+        """From now on, send requests to these servers, which hold weights of this version, and to no others.
+
+        Raises:
+            ServerError: None is named, or one that this engine does not know.
+        """
+        unknown = sorted(set(urls) - set(self._urls))
+        if unknown or not urls:
+            found = (
+                f"{', '.join(unknown)}, which the engine does not know" if unknown else "no servers to admit"
+            )
+            raise ServerError(
+                f"weight version {version}: found {found}; expected at least one of {', '.join(self._urls)}. "
+                "Start the run again to use servers that registered since."
+            )
+        self._admitted, self._weight_version = tuple(dict.fromkeys(urls)), version
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Refuse: tensors do not reach a server through this call.
@@ -89,45 +116,71 @@ class SglangEngine:
         A request without a usable answer comes back aborted and empty, and is counted in `counts`.
 
         Raises:
-            RolloutError: A prompt does not fit, or the server cannot give what `params` asks for.
-            ServerError: The server does not answer, holds other weights than before, or answered no request.
+            RolloutError: A prompt does not fit, or the servers cannot give what `params` asks for.
+            ServerError: No server is left that answers and holds the weights, or no request was answered.
         """
         return asyncio.run(self._generate(requests, params))
 
-    async def _facts(self) -> ServerFacts:
-        async with self._client() as client:
-            return (await client.connect())[1]
+    def _client(self, url: str) -> SglangClient:
+        return SglangClient(url, self._patience, api_key=self._api_key)
 
-    def _client(self) -> SglangClient:
-        return SglangClient(self._url, self._patience, api_key=self._api_key)
+    async def _all_facts(self) -> list[ServerFacts]:
+        async def facts_of(url: str) -> ServerFacts:
+            async with self._client(url) as client:
+                return (await client.connect())[1]
+
+        return await asyncio.gather(*(facts_of(url) for url in self._urls))
 
     async def _generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        async with self._client() as client:
-            generation, facts = await client.connect()
-            self._refuse_other_weights(facts)
-            refuse_requests(requests, params, self._model, facts)
-            places = asyncio.Semaphore(self._max_concurrent)
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(self._client(url)) for url in self._admitted]
+            links = await self._links(clients)
+            for facts in dict.fromkeys(link.facts for link in links.values()):
+                refuse_requests(requests, params, self._model, facts)
+            delivery = Delivery(links, self._model, self._weight_version, self._max_concurrent)
+            delivered = await delivery.run(requests, params)
+            self.counts = _count([client.counts for client in clients], requests, delivered)
+        answers = [each.answer for each in delivered]
+        lost = [answer for answer in answers if isinstance(answer, ServerError)]
+        if lost and len(lost) == len(answers):
+            raise lost[0]
+        return [_completion(request, each) for request, each in zip(requests, delivered, strict=True)]
 
-            async def ask(request: Request) -> Reply | RolloutError:
-                async with places:
-                    return await _answer(client, generation, request, params, self._model)
+    async def _links(self, clients: Sequence[SglangClient]) -> dict[str, Link]:
+        """The admitted servers that answer and hold the weights, by URL.
 
-            answers = await asyncio.gather(*(ask(request) for request in requests))
-            lost = [answer for answer in answers if isinstance(answer, ServerError)]
-            if lost and (len(lost) == len(answers) or not await client.is_healthy()):
-                raise lost[0]
-            self.counts = _count(client.counts, requests, answers)
-        return [
-            answer.completion if isinstance(answer, Reply) else _without_tokens(request)
-            for request, answer in zip(requests, answers, strict=True)
-        ]
+        Raises:
+            ServerError: There is none.
+        """
 
-    def _refuse_other_weights(self, facts: ServerFacts) -> None:
-        if facts.weight_version != self._weight_version:
-            raise ServerError(
-                f"{self._url}: found weights of version {facts.weight_version}; expected {self._weight_version}"
-                ". The server was restarted, or someone else gave it weights: push them again before sampling."
-            )
+        async def link(client: SglangClient) -> Link | RolloutError:
+            try:
+                generation, facts = await client.connect()
+            except (ServerError, ReplyError) as error:
+                return error
+            if facts.weight_version != self._weight_version:
+                return other_weights(client.url, facts.weight_version, self._weight_version)
+            return Link(client, generation, facts)
+
+        found = dict(zip(self._admitted, await asyncio.gather(*map(link, clients)), strict=True))
+        links = {url: link for url, link in found.items() if isinstance(link, Link)}
+        faults = {url: fault for url, fault in found.items() if isinstance(fault, RolloutError)}
+        if not links:
+            raise ServerError("\n".join(map(str, faults.values())))
+        for url, fault in faults.items():
+            logger.warning("server %s is drained: %s", url, fault)
+        return links
+
+
+def _common_version(urls: Sequence[str], facts: Sequence[ServerFacts]) -> int:
+    versions = {url: each.weight_version for url, each in zip(urls, facts, strict=True)}
+    if len(set(versions.values())) != 1:
+        found = ", ".join(f"{version} at {url}" for url, version in versions.items())
+        raise ServerError(
+            f"SGLang servers: found weights of versions {found or 'of no server'}; expected one version "
+            "everywhere. Start the servers again, all of them."
+        )
+    return next(iter(versions.values()))
 
 
 def refuse_requests(
@@ -177,34 +230,17 @@ def _refuse(found: str, expected: str, action: str) -> NoReturn:
     raise RolloutError(f"{found}; expected {expected}. {action}")
 
 
-async def _answer(
-    client: SglangClient,
-    generation: Generation,
-    request: Request,
-    params: SamplingParams,
-    model: ServedModel,
-) -> Reply | RolloutError:
-    """The checked answer to one request, or why there is none."""
-    try:
-        body = await client.generate(generation.generate_body(request, params, model))
-        reply = generation.read_reply(body, request, params, model)
-    except (ServerError, ReplyError) as error:
-        logger.warning("request %s is dropped: %s", request.id, error)
-        return error
-    if reply.routes_fault is not None:
-        logger.warning("request %s has no routes: %s", request.id, reply.routes_fault)
-    return reply
-
-
 def _count(
-    calls: CallCounts, requests: Sequence[Request], answers: Sequence[Reply | RolloutError]
+    calls: Sequence[CallCounts], requests: Sequence[Request], delivered: Sequence[Delivered]
 ) -> AnswerCounts:
+    answers = [each.answer for each in delivered]
     replies = [answer for answer in answers if isinstance(answer, Reply)]
     asked = zip(requests, answers, strict=True)
     return AnswerCounts(
-        calls=calls,
+        calls=CallCounts(*(sum(counts) for counts in zip(*map(astuple, calls), strict=True))),
         num_unanswered=sum(isinstance(answer, ServerError) for answer in answers),
         num_refused_answers=sum(isinstance(answer, ReplyError) for answer in answers),
+        num_requeued=sum(each.num_moves for each in delivered),
         num_without_routes=sum(reply.routes_fault is not None for reply in replies),
         num_prompt_tokens=sum(len(request.prompt_tokens) for request, a in asked if isinstance(a, Reply)),
         num_cached_tokens=sum(reply.num_cached_tokens for reply in replies),
@@ -212,7 +248,10 @@ def _count(
     )
 
 
-def _without_tokens(request: Request) -> Completion:
-    """What stands for a response that never came, or cannot be used: aborted, and so dropped and counted."""
+def _completion(request: Request, delivered: Delivered) -> Completion:
+    """The response; one that never came, or cannot be used, is aborted, and so dropped and counted."""
     nothing = torch.zeros(0)
-    return Completion(request.id, nothing.long(), nothing, "abort", None, None, ())
+    completion = Completion(request.id, nothing.long(), nothing, "abort", None, None, ())
+    if isinstance(delivered.answer, Reply):
+        completion = delivered.answer.completion
+    return replace(completion, num_moves=delivered.num_moves)

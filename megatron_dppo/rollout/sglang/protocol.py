@@ -102,6 +102,14 @@ class Generation(Protocol):
         """
         ...
 
+    def read_load(self, body: object) -> int:
+        """Requests that the server runs or has waiting, of what GET /v1/loads says.
+
+        Raises:
+            ReplyError: It says something else.
+        """
+        ...
+
 
 class Generation0521:
     """SGLang 0.5.21."""
@@ -212,6 +220,16 @@ class Generation0521:
             captures_routes=server_info.get("enable_return_routed_experts") is True,
             max_running_requests=field(server_info, "max_running_requests", int, where),
             num_ranks=field(server_info, "tp_size", int, where),
+        )
+
+    def read_load(self, body: object) -> int:
+        """See `Generation.read_load`."""
+        where = "/v1/loads"
+        if not isinstance(body, Mapping):
+            raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
+        parts = [part for part in field(body, "loads", list, where) if isinstance(part, Mapping)]
+        return sum(
+            field(part, name, int, where) for part in parts for name in ("num_running_reqs", "num_waiting_reqs")
         )
 
 

@@ -1,0 +1,192 @@
+"""One `generate` over several servers: each request is answered once, or given up with its reason."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.errors import ReplyError, RolloutError, ServerError
+from megatron_dppo.rollout.engine import Request, SamplingParams
+from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.dispatch import Dispatch, group_of
+from megatron_dppo.rollout.sglang.protocol import Generation, Reply, ServedModel, ServerFacts
+
+logger = logging.getLogger(__name__)
+
+_MAX_SERVERS = 3  # that one request is given to: one that ends servers must not end them all
+_ASK_LOAD_S = 2.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """A server that answered, and how to speak to it."""
+
+    client: SglangClient
+    generation: Generation
+    facts: ServerFacts
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What became of one request."""
+
+    answer: Reply | RolloutError
+    num_moves: int  # times that it was taken from a server and sent to another
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A request at a server."""
+
+    index: int  # of the request
+    url: str
+
+
+_Task = asyncio.Task[Reply | RolloutError]
+
+
+class Delivery:
+    """Sends requests to servers, and again to others where a server fails; used once, within one event loop."""
+
+    def __init__(self, links: Mapping[str, Link], model: ServedModel, version: int, max_in_flight: int) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            links: The servers by URL.
+            model: What they serve.
+            version: Of the weights that they hold.
+            max_in_flight: Requests that one server is given at a time.
+        """
+        self._links, self._model, self._version = links, model, version
+        self._dispatch = Dispatch(tuple(links), max_in_flight)
+        self._flights: dict[_Task, _Flight] = {}
+        self._landed: asyncio.Queue[_Task] = asyncio.Queue()
+
+    async def run(self, requests: Sequence[Request], params: SamplingParams) -> list[Delivered]:
+        """What became of each request, in their order.
+
+        Raises:
+            ServerError: No server is left.
+        """
+        self._requests, self._params = requests, params
+        self._waiting = deque(range(len(requests)))
+        self._num_moves = [0] * len(requests)
+        self._answers: dict[int, Reply | RolloutError] = {}
+        asking = asyncio.create_task(self._ask_loads())
+        try:
+            while self._waiting or self._flights:
+                self._send()
+                await self._land(await self._landed.get())
+        finally:
+            await _end([asking, *self._flights])
+        return [Delivered(self._answers[i], moves) for i, moves in enumerate(self._num_moves)]
+
+    def _send(self) -> None:
+        """Give the servers what they have room for."""
+        while self._waiting:
+            url = self._dispatch.take(group_of(self._requests[self._waiting[0]].id))
+            if url is None:
+                return
+            index = self._waiting.popleft()
+            task = asyncio.create_task(self._ask(self._links[url], self._requests[index]))
+            self._flights[task] = _Flight(index, url)
+            task.add_done_callback(self._landed.put_nowait)
+
+    async def _ask(self, link: Link, request: Request) -> Reply | RolloutError:
+        """The checked answer to one request, or why there is none."""
+        try:
+            body = await link.client.generate(link.generation.generate_body(request, self._params, self._model))
+            return link.generation.read_reply(body, request, self._params, self._model)
+        except (ServerError, ReplyError) as error:
+            return error
+
+    async def _land(self, task: _Task) -> None:
+        """Keep an answer, or have another server asked where this one is at fault."""
+        flight = self._flights.pop(task, None)
+        if flight is None:
+            return  # called back, and sent again
+        self._dispatch.give_back(flight.url)
+        answer = task.result()
+        fault = await self._fault_of_server(flight.url, answer)
+        if fault is not None:
+            self._drain(flight.url, fault)
+            if self._num_moves[flight.index] < _MAX_SERVERS - 1:
+                self._send_again([flight])
+                return
+        self._answers[flight.index] = _told(self._requests[flight.index], fault or answer)
+
+    async def _fault_of_server(self, url: str, answer: Reply | RolloutError) -> ServerError | None:
+        """Why another server is to be asked; none where the answer is good, or the fault the request's own."""
+        if isinstance(answer, Reply):
+            others = {span.version for span in answer.completion.weight_versions} - {self._version}
+            return other_weights(url, others.pop(), self._version) if others else None
+        if not isinstance(answer, ServerError):
+            return None
+        is_drained = url not in self._dispatch.serving
+        return answer if is_drained or not await self._links[url].client.is_healthy() else None
+
+    def _drain(self, url: str, fault: ServerError) -> None:
+        """Give a server nothing more, and what it has to others; answers that are here already are kept.
+
+        Raises:
+            ServerError: It was the last.
+        """
+        if url not in self._dispatch.serving:
+            return
+        self._dispatch.drain(url)
+        logger.warning("server %s is drained: %s", url, fault)
+        if not self._dispatch.serving:
+            raise fault
+        lost = {task: flight for task, flight in self._flights.items() if flight.url == url and not task.done()}
+        for task in lost:
+            del self._flights[task]
+            task.cancel()
+            self._dispatch.give_back(url)
+        self._send_again(list(lost.values()))
+
+    def _send_again(self, flights: Sequence[_Flight]) -> None:
+        """Queue requests before those that were never sent."""
+        for flight in flights:
+            self._num_moves[flight.index] += 1
+        self._waiting.extendleft(flight.index for flight in reversed(flights))
+
+    async def _ask_loads(self) -> None:
+        """Keep up with what others send to the servers, and with which of them still answer."""
+
+        async def ask(url: str, link: Link) -> None:
+            try:
+                self._dispatch.report(url, link.generation.read_load(await link.client.loads()))
+            except ReplyError as error:
+                logger.warning("server %s does not say what it has to do: %s", url, error)
+            except ServerError as error:
+                if len(self._dispatch.serving) > 1:  # the last one is given up where its requests fail
+                    self._drain(url, error)
+
+        while len(self._dispatch.serving) > 1:
+            await asyncio.gather(*(ask(url, self._links[url]) for url in self._dispatch.serving))
+            await asyncio.sleep(_ASK_LOAD_S)
+
+
+def other_weights(url: str, found: int, expected: int) -> ServerError:
+    """What is wrong with a server that holds weights of another version."""
+    return ServerError(
+        f"{url}: found weights of version {found}; expected {expected}. The server was restarted, or someone "
+        "else gave it weights: push them again before sampling."
+    )
+
+
+def _told(request: Request, answer: Reply | RolloutError) -> Reply | RolloutError:
+    """The answer, after what is wrong with it was logged."""
+    if isinstance(answer, RolloutError):
+        logger.warning("request %s is dropped: %s", request.id, answer)
+    elif answer.routes_fault is not None:
+        logger.warning("request %s has no routes: %s", request.id, answer.routes_fault)
+    return answer
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
 """The one interface between training and whatever samples responses."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,15 +21,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One response to sample."""
-
-    id: str
-    prompt_tokens: tuple[int, ...]
-    noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it fixes the sampling noise
-
-
-@dataclass(frozen=True)
 class Completion:
     """One sampled response, in the order of its request."""
 
@@ -41,6 +32,20 @@ class Completion:
     routed_experts: RoutedExperts | None  # rows for prompt and response, the last token left out
     weight_versions: tuple[WeightVersionSpan, ...]
     num_moves: int = 0  # times that it was asked of another server, since one had failed
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample."""
+
+    id: str
+    prompt_tokens: tuple[int, ...]
+    noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it fixes the sampling noise
+    partial: Completion | None = None  # aborted after some tokens: sampling goes on behind them
+
+
+IsEnough = Callable[[Completion], bool]
+"""Told of each response that is there, or given up; whether sampling may end."""
 
 
 class RolloutEngine(Protocol):
@@ -74,5 +79,19 @@ class RolloutEngine(Protocol):
 
         Raises:
             WeightSyncError: A tensor of the model is missing, arrives twice, is unknown, or has another shape.
+        """
+        ...
+
+
+class InterruptibleEngine(RolloutEngine, Protocol):
+    """An engine that can leave responses half done, and go on with them."""
+
+    def generate_until(
+        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
+    ) -> list[Completion]:
+        """Sample until it is enough: the others come back aborted, with what there is of them.
+
+        Raises:
+            RolloutError: As `generate` does.
         """
         ...

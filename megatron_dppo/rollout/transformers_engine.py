@@ -145,6 +145,12 @@ class TransformersEngine:
                     f"0 to {self._vocab_size - 1}",
                     "Use the tokenizer of this model.",
                 )
+            if request.partial is not None:
+                refuse(
+                    f"request {request.id}: found a partial response to go on with",
+                    "none: this engine leaves no response half done",
+                    "This is a fault of the caller: report it.",
+                )
             if min(request.noise_key) < 0:
                 refuse(
                     f"request {request.id}: found noise_key {request.noise_key}",

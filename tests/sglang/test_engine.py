@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import FULL, PARITY, compare, requests_of
 from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
-from tiny import TOP_K, VOCAB, write_model
+from tiny import VOCAB, write_model
 
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.collect import collect
-from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.rollout.engine import Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
@@ -21,8 +22,6 @@ from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import Prompt
 
-PARITY = 5e-5  # of float32 log-probs
-FULL = SamplingParams(24, num_topk_log_probs=20, capture_routes=True)
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
 
 
@@ -31,52 +30,14 @@ def engine(served: Served) -> SglangEngine:
     return SglangEngine(served.url, MODEL, PATIENCE, api_key=KEY)
 
 
-def _requests(name: str, num_prompts: int, samples: int, length: int = 40) -> list[Request]:
-    generator = torch.Generator().manual_seed(length)
-    prompts = torch.randint(1, VOCAB, (num_prompts, length), generator=generator).tolist()
-    return [
-        Request(f"{name}/{p}+{k}", tuple(prompt), (0, 0, p * samples + k))
-        for p, prompt in enumerate(prompts)
-        for k in range(samples)
-    ]
-
-
-@torch.no_grad()
-def _compare(
-    served: Served, requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
-) -> tuple[float, float]:
-    """Largest differences of log-probs and of the top-K; routes must be equal, in their order."""
-    worst, worst_topk = 0.0, 0.0
-    for request, completion in zip(requests, completions, strict=True):
-        assert completion.request_id == request.id
-        tokens = torch.cat([torch.tensor(request.prompt_tokens), completion.tokens])
-        out = served.model(tokens[None], output_router_logits=True)
-        log_probs = (out.logits[0] / (params.temperature or 1.0)).log_softmax(-1)
-        log_probs = log_probs[len(request.prompt_tokens) - 1 : -1]
-        expected = log_probs.gather(1, completion.tokens[:, None])[:, 0]
-        worst = max(worst, float((completion.log_probs - expected).abs().max()))
-        if params.num_topk_log_probs:
-            assert completion.topk is not None
-            found = completion.topk.log_probs
-            best = log_probs.topk(params.num_topk_log_probs).values
-            worst_topk = max(worst_topk, float((found - best).abs().max()))
-            by_id = log_probs.gather(1, completion.topk.ids.long())
-            worst_topk = max(worst_topk, float((found - by_id).abs().max()))
-        if params.capture_routes:
-            assert completion.routed_experts is not None
-            chosen = torch.stack([layer.topk(TOP_K).indices for layer in out.router_logits], dim=1)
-            assert torch.equal(completion.routed_experts.indices.long(), chosen[:-1])
-    return worst, worst_topk
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_log_probs_topk_and_routes_are_those_of_a_forward(
     served: Served, engine: SglangEngine, temperature: float
 ) -> None:
     params = SamplingParams(24, temperature, num_topk_log_probs=20, capture_routes=True)
-    requests = _requests(f"t{temperature}", num_prompts=4, samples=4, length=17)
+    requests = requests_of(f"t{temperature}", num_prompts=4, samples=4, length=17)
     completions = engine.generate(requests, params)
-    worst, worst_topk = _compare(served, requests, completions, params)
+    worst, worst_topk = compare(served, requests, completions, params)
     print(f"temperature {temperature}: log-probs {worst:.1e}, top-20 {worst_topk:.1e}")
     assert worst <= PARITY
     assert worst_topk <= PARITY
@@ -84,23 +45,23 @@ def test_log_probs_topk_and_routes_are_those_of_a_forward(
 
 
 def test_routes_of_cached_prompts_are_whole_and_right(served: Served, engine: SglangEngine) -> None:
-    first = _requests("first", num_prompts=2, samples=1, length=60)
+    first = requests_of("first", num_prompts=2, samples=1, length=60)
     engine.generate(first, FULL)
-    again = _requests("again", num_prompts=2, samples=6, length=60)
+    again = requests_of("again", num_prompts=2, samples=6, length=60)
     completions = engine.generate(again, FULL)
     counts = engine.counts
     assert counts is not None
     assert counts.num_prompt_tokens == 12 * 60
     assert counts.num_cached_tokens >= 12 * 59  # all of each prompt but its last token
-    assert max(_compare(served, again, completions, FULL)) <= PARITY
+    assert max(compare(served, again, completions, FULL)) <= PARITY
     assert (counts.num_without_routes, counts.num_refused_answers, counts.num_unanswered) == (0, 0, 0)
     assert len({tuple(completion.tokens.tolist()) for completion in completions}) > 2  # samples differ
 
 
 def test_routes_of_prompts_computed_in_chunks_are_whole_and_right(served: Served, engine: SglangEngine) -> None:
-    requests = _requests("chunks", num_prompts=4, samples=2, length=150)
+    requests = requests_of("chunks", num_prompts=4, samples=2, length=150)
     completions = engine.generate(requests, FULL)
-    assert max(_compare(served, requests, completions, FULL)) <= PARITY
+    assert max(compare(served, requests, completions, FULL)) <= PARITY
     log = (served.run / "servers" / "shared.log").read_text()
     sizes = {int(size) for size in re.findall(r"Prefill batch.*#new-token: (\d+)", log)}
     assert max(sizes) == CHUNK
@@ -108,7 +69,7 @@ def test_routes_of_prompts_computed_in_chunks_are_whole_and_right(served: Served
 
 def test_responses_end_with_an_end_token_or_at_the_limit(served: Served, engine: SglangEngine) -> None:
     params = SamplingParams(200, temperature=1.5)
-    completions = engine.generate(_requests("ends", num_prompts=4, samples=4), params)
+    completions = engine.generate(requests_of("ends", num_prompts=4, samples=4), params)
     reasons = {completion.finish_reason for completion in completions}
     assert "stop" in reasons
     for completion in completions:

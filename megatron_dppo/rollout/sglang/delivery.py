@@ -4,19 +4,22 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
-from megatron_dppo.rollout.engine import Request, SamplingParams
+from megatron_dppo.rollout.engine import IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.sglang.client import SglangClient
 from megatron_dppo.rollout.sglang.dispatch import Dispatch, group_of
+from megatron_dppo.rollout.sglang.partials import aborted
 from megatron_dppo.rollout.sglang.protocol import Generation, Reply, ServedModel, ServerFacts
 
 logger = logging.getLogger(__name__)
 
 _MAX_SERVERS = 3  # that one request is given to: one that ends servers must not end them all
 _ASK_LOAD_S = 2.0
+_ABORT_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Link:
 class Delivered:
     """What became of one request."""
 
-    answer: Reply | RolloutError
+    answer: Reply | RolloutError | None  # none: enough had come before it was answered
     num_moves: int  # times that it was taken from a server and sent to another
 
 
@@ -61,27 +64,36 @@ class Delivery:
         """
         self._links, self._model, self._version = links, model, version
         self._dispatch = Dispatch(tuple(links), max_in_flight)
+        self._is_over = False
         self._flights: dict[_Task, _Flight] = {}
         self._landed: asyncio.Queue[_Task] = asyncio.Queue()
 
-    async def run(self, requests: Sequence[Request], params: SamplingParams) -> list[Delivered]:
+    async def run(
+        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough | None = None
+    ) -> list[Delivered]:
         """What became of each request, in their order.
+
+        Args:
+            requests: Their ids differ.
+            params: How to sample.
+            is_enough: Told of each request that was answered or given up; once it says so, the rest is aborted.
 
         Raises:
             ServerError: No server is left.
         """
+        self._is_enough = is_enough
         self._requests, self._params = requests, params
         self._waiting = deque(range(len(requests)))
         self._num_moves = [0] * len(requests)
         self._answers: dict[int, Reply | RolloutError] = {}
-        asking = asyncio.create_task(self._ask_loads())
+        self._beside = [asyncio.create_task(self._ask_loads())]
         try:
             while self._waiting or self._flights:
                 self._send()
                 await self._land(await self._landed.get())
         finally:
-            await _end([asking, *self._flights])
-        return [Delivered(self._answers[i], moves) for i, moves in enumerate(self._num_moves)]
+            await _end([*self._beside, *self._flights])
+        return [Delivered(self._answers.get(i), moves) for i, moves in enumerate(self._num_moves)]
 
     def _send(self) -> None:
         """Give the servers what they have room for."""
@@ -115,13 +127,39 @@ class Delivery:
             if self._num_moves[flight.index] < _MAX_SERVERS - 1:
                 self._send_again([flight])
                 return
-        self._answers[flight.index] = _told(self._requests[flight.index], fault or answer)
+        self._keep(flight.index, fault or answer)
+
+    def _keep(self, index: int, answer: Reply | RolloutError) -> None:
+        """The answer stands; once enough of them came, abort the rest."""
+        request = self._requests[index]
+        if isinstance(answer, RolloutError):
+            logger.warning("request %s is dropped: %s", request.id, answer)
+        elif answer.routes_fault is not None:
+            logger.warning("request %s has no routes: %s", request.id, answer.routes_fault)
+        self._answers[index] = answer
+        completion = answer.completion if isinstance(answer, Reply) else aborted(request)
+        if self._is_enough is not None and self._is_enough(completion):
+            self._is_enough = None
+            self._is_over = True
+            self._waiting.clear()
+            self._beside.append(asyncio.create_task(self._abort_flights()))
+
+    async def _abort_flights(self) -> None:
+        """End what is still sampled, where it stands; repeated, since a request may be on its way."""
+
+        async def abort(flight: _Flight) -> None:
+            with suppress(ServerError):
+                await self._links[flight.url].client.abort(self._requests[flight.index].id)
+
+        while True:
+            await asyncio.gather(*map(abort, self._flights.values()))
+            await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _fault_of_server(self, url: str, answer: Reply | RolloutError) -> ServerError | None:
         """Why another server is to be asked; none where the answer is good, or the fault the request's own."""
         if isinstance(answer, Reply):
-            others = {span.version for span in answer.completion.weight_versions} - {self._version}
-            return other_weights(url, others.pop(), self._version) if others else None
+            others = sorted(answer.new_versions - {self._version})
+            return other_weights(url, others[0], self._version) if others else None
         if not isinstance(answer, ServerError):
             return None
         is_drained = url not in self._dispatch.serving
@@ -148,6 +186,8 @@ class Delivery:
 
     def _send_again(self, flights: Sequence[_Flight]) -> None:
         """Queue requests before those that were never sent."""
+        if self._is_over:
+            return
         for flight in flights:
             self._num_moves[flight.index] += 1
         self._waiting.extendleft(flight.index for flight in reversed(flights))
@@ -175,15 +215,6 @@ def other_weights(url: str, found: int, expected: int) -> ServerError:
         f"{url}: found weights of version {found}; expected {expected}. The server was restarted, or someone "
         "else gave it weights: push them again before sampling."
     )
-
-
-def _told(request: Request, answer: Reply | RolloutError) -> Reply | RolloutError:
-    """The answer, after what is wrong with it was logged."""
-    if isinstance(answer, RolloutError):
-        logger.warning("request %s is dropped: %s", request.id, answer)
-    elif answer.routes_fault is not None:
-        logger.warning("request %s has no routes: %s", request.id, answer.routes_fault)
-    return answer
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -5,16 +5,16 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import astuple, dataclass, replace
-from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.sglang.client import CallCounts, Patience, SglangClient
 from megatron_dppo.rollout.sglang.delivery import Delivered, Delivery, Link, other_weights
+from megatron_dppo.rollout.sglang.partials import aborted, input_tokens
 from megatron_dppo.rollout.sglang.protocol import Reply, ServedModel, ServerFacts
+from megatron_dppo.rollout.sglang.refusals import refuse_requests
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ class AnswerCounts:
     num_refused_answers: int  # dropped: an answer came that is not one
     num_requeued: int  # times that a request was sent to another server, since one had failed
     num_without_routes: int  # whose routes were asked for and are faulty
-    num_prompt_tokens: int  # of the answers that were kept
+    num_prompt_tokens: int  # of the answers that were kept, what was sampled before included
     num_cached_tokens: int  # of them, those that the server did not compute again
     num_retractions: int
 
 
 class SglangEngine:
-    """Samples from servers that hold the same weights; implements `rollout.engine.RolloutEngine`.
+    """Samples from servers that hold the same weights; implements `rollout.engine.InterruptibleEngine`.
 
     Sampling noise is the servers' own: `Request.noise_key` is not used, and a run is not repeated bit for bit.
     Log-probs are of the distribution after temperature; with a `top_p` below 1, of the one before the cut.
@@ -119,7 +119,19 @@ class SglangEngine:
             RolloutError: A prompt does not fit, or the servers cannot give what `params` asks for.
             ServerError: No server is left that answers and holds the weights, or no request was answered.
         """
-        return asyncio.run(self._generate(requests, params))
+        return asyncio.run(self._generate(requests, params, None))
+
+    def generate_until(
+        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
+    ) -> list[Completion]:
+        """Sample until it is enough, and abort the rest; see `InterruptibleEngine`.
+
+        Raises:
+            RolloutError: As `generate` does; also where a response that was aborted could become too long for
+                the servers to go on with.
+            ServerError: As `generate` does.
+        """
+        return asyncio.run(self._generate(requests, params, is_enough))
 
     def _client(self, url: str) -> SglangClient:
         return SglangClient(url, self._patience, api_key=self._api_key)
@@ -131,14 +143,17 @@ class SglangEngine:
 
         return await asyncio.gather(*(facts_of(url) for url in self._urls))
 
-    async def _generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+    async def _generate(
+        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough | None
+    ) -> list[Completion]:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(self._client(url)) for url in self._admitted]
             links = await self._links(clients)
             for facts in dict.fromkeys(link.facts for link in links.values()):
-                refuse_requests(requests, params, self._model, facts)
+                may_go_on = is_enough is not None or any(request.partial for request in requests)
+                refuse_requests(requests, params, self._model, facts, is_aborted=may_go_on)
             delivery = Delivery(links, self._model, self._weight_version, self._max_concurrent)
-            delivered = await delivery.run(requests, params)
+            delivered = await delivery.run(requests, params, is_enough)
             self.counts = _count([client.counts for client in clients], requests, delivered)
         answers = [each.answer for each in delivered]
         lost = [answer for answer in answers if isinstance(answer, ServerError)]
@@ -183,53 +198,6 @@ def _common_version(urls: Sequence[str], facts: Sequence[ServerFacts]) -> int:
     return next(iter(versions.values()))
 
 
-def refuse_requests(
-    requests: Sequence[Request], params: SamplingParams, model: ServedModel, facts: ServerFacts
-) -> None:
-    """Raise for whatever the server would refuse, answer differently than asked, or end over.
-
-    Raises:
-        RolloutError: Says which.
-    """
-    if params.max_response_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-        expected = "max_response_tokens >= 1, temperature >= 0 and 0 < top_p <= 1"
-        _refuse(f"found {params}", expected, "Correct the sampling parameters.")
-    num_topk = params.num_topk_log_probs
-    if not 0 <= num_topk <= model.vocab_size:  # a server ends over more
-        expected = f"0 to the vocabulary of {model.vocab_size}"
-        _refuse(f"found num_topk_log_probs = {num_topk}", expected, "Lower rollout.num_topk_log_probs.")
-    if num_topk and params.top_p < 1:
-        expected = "top_p = 1: the server's top-K is of the distribution before the cut"
-        _refuse(f"found num_topk_log_probs with top_p = {params.top_p:g}", expected, "Leave one of them out.")
-    if params.capture_routes and (model.routing is None or not facts.captures_routes):
-        found = "a model without experts" if model.routing is None else "a server that captures no routes"
-        expected = "experts, and a server that megatron-dppo serve started with rollout.routing_replay on"
-        _refuse(
-            f"found capture_routes for {found}", expected, "Restart it, or set rollout.routing_replay = 'off'."
-        )
-    longest = min(facts.max_prompt_tokens, facts.max_tokens - params.max_response_tokens)
-    seen: set[str] = set()
-    for request in requests:
-        tokens = request.prompt_tokens
-        if not 1 <= len(tokens) <= longest:
-            _refuse(
-                f"request {request.id}: found {len(tokens)} prompt tokens and up to "
-                f"{params.max_response_tokens} response tokens",
-                f"at least 1 prompt token, and at most {facts.max_tokens} tokens together",
-                "Lower data.max_prompt_tokens or rollout.max_response_tokens, or raise sglang.context_length.",
-            )
-        if min(tokens) < 0 or max(tokens) >= model.vocab_size:  # a server ends over one
-            found = f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}"
-            _refuse(found, f"0 to {model.vocab_size - 1}", "Use the tokenizer of this model.")
-        if request.id in seen:
-            _refuse(f"found two requests {request.id}", "ids that differ", "This is a fault of the caller.")
-        seen.add(request.id)
-
-
-def _refuse(found: str, expected: str, action: str) -> NoReturn:
-    raise RolloutError(f"{found}; expected {expected}. {action}")
-
-
 def _count(
     calls: Sequence[CallCounts], requests: Sequence[Request], delivered: Sequence[Delivered]
 ) -> AnswerCounts:
@@ -242,16 +210,14 @@ def _count(
         num_refused_answers=sum(isinstance(answer, ReplyError) for answer in answers),
         num_requeued=sum(each.num_moves for each in delivered),
         num_without_routes=sum(reply.routes_fault is not None for reply in replies),
-        num_prompt_tokens=sum(len(request.prompt_tokens) for request, a in asked if isinstance(a, Reply)),
+        num_prompt_tokens=sum(len(input_tokens(request)) for request, a in asked if isinstance(a, Reply)),
         num_cached_tokens=sum(reply.num_cached_tokens for reply in replies),
         num_retractions=sum(reply.num_retractions for reply in replies),
     )
 
 
 def _completion(request: Request, delivered: Delivered) -> Completion:
-    """The response; one that never came, or cannot be used, is aborted, and so dropped and counted."""
-    nothing = torch.zeros(0)
-    completion = Completion(request.id, nothing.long(), nothing, "abort", None, None, ())
-    if isinstance(delivered.answer, Reply):
-        completion = delivered.answer.completion
+    """The response; one that never came, or cannot be used, is aborted."""
+    answer = delivered.answer
+    completion = answer.completion if isinstance(answer, Reply) else aborted(request)
     return replace(completion, num_moves=delivered.num_moves)

@@ -23,6 +23,13 @@ from megatron_dppo.rollout.sglang.decoding import (
     field,
     weight_version,
 )
+from megatron_dppo.rollout.sglang.partials import (
+    aborted,
+    first_route_row,
+    input_tokens,
+    joined,
+    num_tokens_left,
+)
 from megatron_dppo.types import FinishReason, ModelRouting, RoutedExperts
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang cuts a response, without a word, that goes further beyond max_req_input_len
@@ -60,6 +67,7 @@ class Reply:
     num_cached_tokens: int  # of the prompt; their routes are those of the request that came first
     num_retractions: int  # how often the server gave up the request's cache and computed it again
     routes_fault: str | None  # why routes that were asked for are absent from the completion
+    new_versions: frozenset[int]  # of the weights that sampled what is new; a partial's are older
 
 
 class Generation(Protocol):
@@ -117,7 +125,7 @@ class Generation0521:
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
         """See `Generation.generate_body`. Every sampling parameter is named: none is left to the server."""
         sampling = {
-            "max_new_tokens": params.max_response_tokens,
+            "max_new_tokens": num_tokens_left(request, params),
             "min_new_tokens": 0,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -132,12 +140,13 @@ class Generation0521:
         }
         return {
             "rid": request.id,
-            "input_ids": list(request.prompt_tokens),
+            "input_ids": input_tokens(request),
             "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": params.num_topk_log_probs,
             "return_routed_experts": params.capture_routes,
+            "routed_experts_start_len": first_route_row(request),
             "stream": False,
         }
 
@@ -147,19 +156,12 @@ class Generation0521:
         if not isinstance(body, Mapping):
             raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
         ids, meta = field(body, "output_ids", list, where), field(body, "meta_info", dict, where)
-        expected = {
-            "id": request.id,
-            "prompt_tokens": len(request.prompt_tokens),
-            "completion_tokens": len(ids),
-        }
-        for name, value in expected.items():
-            if field(meta, name, type(value), where) != value:
-                raise ReplyError(
-                    f"{where}: found {name} {meta[name]!r}; expected {value!r}. The answer belongs to another "
-                    "request, or was cut."
-                )
+        _require(meta, {"id": request.id, "completion_tokens": len(ids)}, where)
+        finish = read_finish_reason(meta, ids, num_tokens_left(request, params), model, where)
+        if not ids and finish == "abort":  # while it waited: such an answer says little more
+            return Reply(aborted(request), 0, 0, None, frozenset())
+        _require(meta, {"prompt_tokens": len(input_tokens(request))}, where)
         tokens = decode_tokens(ids, model.vocab_size, where)
-        finish = read_finish_reason(meta, ids, params, model, where)
         log_probs = decode_log_probs(field(meta, "output_token_logprobs", list, where), tokens, where)
         topk = None
         if params.num_topk_log_probs:
@@ -167,11 +169,13 @@ class Generation0521:
             topk = decode_topk(rows, tokens, log_probs, columns, model.vocab_size, where)
         routes, fault = _routes(meta, request, len(ids), params, model, where)
         spans = decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
+        completion = Completion(request.id, tokens, log_probs, finish, topk, routes, spans)
         return Reply(
-            Completion(request.id, tokens, log_probs, finish, topk, routes, spans),
+            joined(request.partial, completion) if request.partial else completion,
             num_cached_tokens=field(meta, "cached_tokens", int, where),
             num_retractions=field(meta, "num_retractions", int, where),
             routes_fault=fault,
+            new_versions=frozenset(span.version for span in spans),
         )
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
@@ -253,9 +257,9 @@ def generation_of(version: object) -> Generation:
 
 
 def read_finish_reason(
-    meta: Mapping[str, Any], ids: list[Any], params: SamplingParams, model: ServedModel, where: str
+    meta: Mapping[str, Any], ids: list[Any], limit: int, model: ServedModel, where: str
 ) -> FinishReason:
-    """Why sampling ended, once it agrees with the tokens.
+    """Why sampling ended, once it agrees with the tokens, of which at most `limit` were asked for.
 
     Raises:
         ReplyError: An unknown reason, a stop without an end token, or a length that is not the limit.
@@ -265,7 +269,6 @@ def read_finish_reason(
     if kind not in get_args(FinishReason):
         raise ReplyError(f"{where}: found finish_reason {reason!r:.200}; expected {get_args(FinishReason)}")
     kind = cast(FinishReason, kind)
-    limit = params.max_response_tokens
     agrees = {
         "stop": bool(ids) and ids[-1] in model.end_tokens and len(ids) <= limit,
         "length": len(ids) == limit,
@@ -281,6 +284,15 @@ def read_finish_reason(
     return kind
 
 
+def _require(meta: Mapping[str, Any], expected: Mapping[str, str | int], where: str) -> None:
+    for name, value in expected.items():
+        if field(meta, name, type(value), where) != value:
+            raise ReplyError(
+                f"{where}: found {name} {meta[name]!r}; expected {value!r}. The answer belongs to another "
+                "request, or was cut."
+            )
+
+
 def _routes(
     meta: Mapping[str, Any],
     request: Request,
@@ -293,7 +305,9 @@ def _routes(
     if not params.capture_routes:
         return None, None
     assert model.routing is not None, "routes are asked of models with experts only"
-    num_rows = max(len(request.prompt_tokens) + num_tokens - 1, 0)
+    if request.partial is not None and request.partial.routed_experts is None:
+        return None, f"{where}: the tokens that were sampled before have no routes"
+    num_rows = len(input_tokens(request)) + num_tokens - 1 - first_route_row(request)
     try:
         payload = meta.get("routed_experts")
         return decode_routes(payload, num_rows, model.num_layers, model.routing, where), None

@@ -1,0 +1,51 @@
+"""What a server answered, compared with Hugging Face's forward pass of the same weights."""
+
+from collections.abc import Sequence
+
+import torch
+from serving import Served
+from tiny import TOP_K, VOCAB
+
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+
+PARITY = 5e-5  # of float32 log-probs
+FULL = SamplingParams(24, num_topk_log_probs=20, capture_routes=True)
+
+
+def requests_of(name: str, num_prompts: int, samples: int, length: int = 40) -> list[Request]:
+    """Groups `<name>/0`, `<name>/1`, ... of random prompts of this length."""
+    generator = torch.Generator().manual_seed(length)
+    prompts = torch.randint(1, VOCAB, (num_prompts, length), generator=generator).tolist()
+    return [
+        Request(f"{name}/{p}+{k}", tuple(prompt), (0, 0, p * samples + k))
+        for p, prompt in enumerate(prompts)
+        for k in range(samples)
+    ]
+
+
+@torch.no_grad()
+def compare(
+    served: Served, requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
+) -> tuple[float, float]:
+    """Largest differences of log-probs and of the top-K; routes must be equal, in their order."""
+    worst, worst_topk = 0.0, 0.0
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.request_id == request.id
+        tokens = torch.cat([torch.tensor(request.prompt_tokens), completion.tokens])
+        out = served.model(tokens[None], output_router_logits=True)
+        log_probs = (out.logits[0] / (params.temperature or 1.0)).log_softmax(-1)
+        log_probs = log_probs[len(request.prompt_tokens) - 1 : -1]
+        expected = log_probs.gather(1, completion.tokens[:, None])[:, 0]
+        worst = max(worst, float((completion.log_probs - expected).abs().max()))
+        if params.num_topk_log_probs:
+            assert completion.topk is not None
+            found = completion.topk.log_probs
+            best = log_probs.topk(params.num_topk_log_probs).values
+            worst_topk = max(worst_topk, float((found - best).abs().max()))
+            by_id = log_probs.gather(1, completion.topk.ids.long())
+            worst_topk = max(worst_topk, float((found - by_id).abs().max()))
+        if params.capture_routes:
+            assert completion.routed_experts is not None
+            chosen = torch.stack([layer.topk(TOP_K).indices for layer in out.router_logits], dim=1)
+            assert torch.equal(completion.routed_experts.indices.long(), chosen[:-1])
+    return worst, worst_topk

@@ -1,0 +1,82 @@
+"""What is sent of a response that goes on, and how its parts become one."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.sglang.partials import aborted, joined
+from megatron_dppo.rollout.sglang.protocol import GENERATIONS, ServedModel
+from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
+
+MODEL = ServedModel(97, 3, (0,), ModelRouting((0, 1, 2), 8, 2))
+PARAMS = SamplingParams(10, num_topk_log_probs=2, capture_routes=True)
+
+
+def _part(
+    first: int, count: int, num_rows: int, spans: tuple[WeightVersionSpan, ...], **changes: Any
+) -> Completion:
+    """Tokens `first`, `first` + 1, ..., whose log-probs, top-K and routes tell them apart."""
+    tokens = torch.arange(first, first + count)
+    rows = torch.arange(first, first + num_rows, dtype=torch.uint8)[:, None, None].expand(-1, 3, 2)
+    topk = RolloutTopK(tokens[:, None].expand(-1, 2).int(), -tokens[:, None].expand(-1, 2).float())
+    routes = RoutedExperts(rows, (0, 1, 2), 255)
+    part = Completion("g+0", tokens, -tokens.float(), "abort", topk, routes, spans)
+    return dataclasses.replace(part, **changes)
+
+
+OLD = _part(
+    10, 3, num_rows=4, spans=(WeightVersionSpan(0, 1, 4), WeightVersionSpan(1, 3, 5))
+)  # of two prompt tokens
+NEW = _part(20, 2, num_rows=2, spans=(WeightVersionSpan(0, 2, 6),), finish_reason="stop", num_moves=1)
+REQUEST = Request("g+0", (1, 2), (0, 0, 0), partial=OLD)
+
+
+def test_old_and_new_are_one() -> None:
+    whole = joined(OLD, NEW)
+    assert whole.tokens.tolist() == [10, 11, 12, 20, 21]
+    assert whole.log_probs.tolist() == [-10, -11, -12, -20, -21]
+    assert whole.topk is not None and whole.routed_experts is not None
+    assert whole.topk.ids[:, 0].tolist() == [10, 11, 12, 20, 21]
+    assert whole.topk.log_probs[:, 1].tolist() == [-10, -11, -12, -20, -21]
+    assert whole.routed_experts.indices.shape == (2 + 5 - 1, 3, 2)
+    assert whole.routed_experts.indices[:, 1, 1].tolist() == [10, 11, 12, 13, 20, 21]
+    assert (whole.finish_reason, whole.num_moves) == ("stop", 1)
+    spans = [(span.start, span.stop, span.version) for span in whole.weight_versions]
+    assert spans == [(0, 1, 4), (1, 3, 5), (3, 5, 6)]
+
+
+def test_spans_of_one_version_become_one() -> None:
+    again = dataclasses.replace(NEW, weight_versions=(WeightVersionSpan(0, 1, 5), WeightVersionSpan(1, 2, 6)))
+    spans = [(span.start, span.stop, span.version) for span in joined(OLD, again).weight_versions]
+    assert spans == [(0, 1, 4), (1, 4, 5), (4, 5, 6)]
+
+
+def test_what_a_part_lacks_the_whole_lacks() -> None:
+    assert joined(dataclasses.replace(OLD, routed_experts=None), NEW).routed_experts is None
+    assert joined(OLD, dataclasses.replace(NEW, topk=None)).topk is None
+
+
+@pytest.mark.parametrize("version", GENERATIONS)
+def test_the_rest_is_asked_for(version: str) -> None:
+    body = GENERATIONS[version].generate_body(REQUEST, PARAMS, MODEL)
+    assert body["input_ids"] == [1, 2, 10, 11, 12]
+    assert body["sampling_params"]["max_new_tokens"] == 7
+    assert body["routed_experts_start_len"] == 4  # the row of token 12
+    fresh = GENERATIONS[version].generate_body(dataclasses.replace(REQUEST, partial=None), PARAMS, MODEL)
+    assert (fresh["input_ids"], fresh["routed_experts_start_len"]) == ([1, 2], 0)
+
+
+@pytest.mark.parametrize("version", GENERATIONS)
+def test_an_answer_from_the_queue_leaves_what_there_was(version: str) -> None:
+    body = {
+        "output_ids": [],
+        "meta_info": {"id": "g+0", "finish_reason": {"type": "abort"}, "completion_tokens": 0},
+    }
+    assert GENERATIONS[version].read_reply(body, REQUEST, PARAMS, MODEL).completion is OLD
+    fresh = dataclasses.replace(REQUEST, partial=None)
+    nothing = GENERATIONS[version].read_reply(body, fresh, PARAMS, MODEL).completion
+    assert (nothing.finish_reason, nothing.tokens.numel(), nothing.topk) == ("abort", 0, None)
+    assert aborted(fresh).tokens.dtype == torch.int64

@@ -14,7 +14,7 @@ from megatron_dppo.errors import CheckpointError, TrainingError
 from megatron_dppo.journal import Journal
 from megatron_dppo.preemption import Preempted, StopRequests
 from megatron_dppo.runtime import Runtime, Stopwatch
-from megatron_dppo.types import OpenRollout, RunState, TrainBatch
+from megatron_dppo.types import DataCursor, OpenRollout, RunState, TrainBatch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Course:
         self.opened: OpenRollout | None = None
         self.watch = Stopwatch(runtime)
 
-    def resume(self, data_cursor: dict[str, int], prompts_digest: str) -> None:
+    def resume(self, data_cursor: DataCursor, prompts_digest: str) -> None:
         """Stand where the latest whole checkpoint stood, or at the beginning with this cursor.
 
         Raises:
@@ -87,7 +87,7 @@ class Course:
         assert result is not None, "only a request to stop leaves the work undone"
         return result
 
-    def open_rollout(self, steps: Sequence[TrainBatch], data_cursor: dict[str, int]) -> None:
+    def open_rollout(self, steps: Sequence[TrainBatch], data_cursor: DataCursor) -> None:
         """A rollout was sampled; what is to be trained on it is `steps`."""
         self._move(data_cursor=data_cursor)
         self.opened = OpenRollout(tuple(steps), num_done=0, metrics={}, seconds={})

@@ -97,7 +97,7 @@ class Training:
         if self.actor.objective.anchor == "recomputed":
             with watch.time("train"):
                 steps = [self.actor.with_old_log_probs(batch) for batch in steps]
-        self.course.open_rollout(steps, self.rollouts.cursor)
+        self.course.open_rollout(steps, self.rollouts.settle(self.runtime.all_gather))
 
     def _train(self) -> None:
         while self.course.opened is not None and self.course.opened.steps:

@@ -17,6 +17,10 @@ FinishReason = Literal["stop", "length", "abort"]
 RoutingReplay = Literal["off", "measure", "replay"]
 
 
+DataCursor = Mapping[str, "int | list[int]"]
+"""Where a stream of prompts stands, as JSON."""
+
+
 class Message(TypedDict):
     """One turn of a chat, as tokenizers' chat templates take it."""
 
@@ -172,6 +176,6 @@ class RunState:
     rollout: int  # rollouts finished
     step: int  # gradient steps finished, skipped ones included
     weight_version: int  # of the weights the engine holds
-    data_cursor: Mapping[str, int]
+    data_cursor: DataCursor
     last_evaluation: int = -1  # rollouts finished when the policy was last evaluated; -1 before the first
     skipped_in_a_row: int = 0  # gradient steps just skipped for values that were not finite

@@ -15,6 +15,7 @@ from megatron_dppo.checks import (
     memory_rules,
     model_rules,
     run_rules,
+    sampling_rules,
     sglang_rules,
 )
 from megatron_dppo.checks.facts import Facts, gather_facts
@@ -39,13 +40,14 @@ __all__ = [
     "not_checked",
     "require_valid",
     "run_rules",
+    "sampling_rules",
     "sglang_rules",
 ]
 
 assert all(
     (
         *(algorithm_rules, data_rules, layer_spec_rules, lora_rules, megatron_rules, memory_rules, model_rules),
-        *(run_rules, sglang_rules),
+        *(run_rules, sampling_rules, sglang_rules),
     )
 ), "importing them registers rules"
 

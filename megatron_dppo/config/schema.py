@@ -164,6 +164,14 @@ class RolloutConfig(Section):
     """The run stops when more samples than this share of a rollout are dropped."""
     max_data_gib: PositiveFloat = 32.0
     """Host memory that a rollout's samples and batches may take on each rank, at worst, in GiB."""
+    over_sampling: float = Field(default=1.0, ge=1)
+    """sglang: prompts begun for each one wanted; once enough groups are whole, the rest is aborted."""
+    keep_partials: bool = True
+    """Go on with aborted groups in the next rollout; false drops and counts them."""
+    refill_zero_variance: bool = False
+    """Dynamic sampling: replace groups whose rewards are all equal by groups of new prompts."""
+    max_refills: PositiveInt = 3
+    """Times that a rollout replaces such groups; those that are left stay."""
     release_trainer: bool = False
     """Free the device memory of parameters, gradients and optimizer states while responses are sampled."""
     transformers: TransformersEngineConfig = TransformersEngineConfig()

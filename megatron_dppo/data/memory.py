@@ -1,5 +1,6 @@
 """How much host memory a rollout takes on a rank: bounded before the run starts, measured while it goes."""
 
+import math
 from collections.abc import Iterable
 
 from megatron_dppo.config.schema import Config
@@ -26,7 +27,9 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
     sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
     packed = num_tokens * (3 * 8 + 1 + 4 * 4 + topk + routes)  # with positions, targets; four float32 per token
-    held = _share(options.prompts_per_rollout, world_size) * options.samples_per_prompt * sample
+    num_refilled = options.max_refills * options.prompts_per_rollout if options.refill_zero_variance else 0
+    num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout) + num_refilled
+    held = _share(num_begun, world_size) * options.samples_per_prompt * sample
     num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
     trained = (_share(num_trained, num_groups) + (num_groups > 1)) * packed
     if world_size == 1:

@@ -2,9 +2,10 @@
 
 import difflib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch
 
 from megatron_dppo.data.jsonl import read_jsonl
 from megatron_dppo.errors import DataError, Problem
-from megatron_dppo.types import Message, Prompt
+from megatron_dppo.types import DataCursor, Message, Prompt
 
 _SUFFIXES = (".jsonl", ".parquet")
 
@@ -73,15 +74,24 @@ def read_columns(path: Path) -> list[str]:
     return columns
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A prompt, and where it stands in the stream."""
+
+    place: int  # prompts of all epochs before it; the same after a resume
+    prompt: Prompt
+
+
 class PromptStream:
     """Prompts without end, epoch after epoch, from any cursor on.
 
     An epoch's order depends on (seed, epoch) only, so a stream made from a cursor continues exactly as the
-    one that left it there. All ranks hold the same stream and take their share of what `next` returns.
+    one that left it there. All ranks hold the same stream and take their share of what `draw` returns. What a
+    rank takes out of turn, of what comes next, `pass_over` tells to the stream of every rank.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], seed: int, shuffle: bool, cursor: Mapping[str, int] | None = None
+        self, prompts: Sequence[Prompt], seed: int, shuffle: bool, cursor: DataCursor | None = None
     ) -> None:
         """Start at `cursor`, or at the beginning.
 
@@ -93,26 +103,58 @@ class PromptStream:
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch, self._index = _read_cursor(cursor, len(prompts))
-        self._order = self._order_of(self._epoch)
+        self._next, again = _read_cursor(cursor, len(prompts))
+        self._again = deque(again)
+        self._orders: dict[int, Sequence[int]] = {}
 
     @property
-    def cursor(self) -> dict[str, int]:
-        """Where the next prompt comes from; as JSON in a checkpoint, all that resuming needs."""
-        return {"epoch": self._epoch, "index": self._index}
+    def cursor(self) -> DataCursor:
+        """Where the next prompts come from; as JSON in a checkpoint, all that resuming needs."""
+        return self.cursor_with(())
+
+    def cursor_with(self, open_places: Iterable[int]) -> DataCursor:
+        """The cursor of a stream that gives these places once more, before all others."""
+        epoch, index = divmod(self._next, len(self._prompts))
+        again = [*sorted(open_places), *self._again]
+        return {"epoch": epoch, "index": index} | ({"again": again} if again else {})
+
+    def draw(self, n: int) -> list[Drawn]:
+        """The next `n` prompts; crosses epochs as often as needed, so one may come more than once."""
+        return [self._drawn(self._take()) for _ in range(n)]
 
     def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; crosses epochs as often as needed, so one may come more than once."""
-        return list(islice(self._endless(), n))
+        """The prompts of `draw`."""
+        return [drawn.prompt for drawn in self.draw(n)]
 
-    def _endless(self) -> Iterator[Prompt]:
-        while True:
-            prompt = self._prompts[self._order[self._index]]
-            self._index += 1
-            if self._index == len(self._prompts):
-                self._epoch, self._index = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
-            yield prompt
+    def ahead(self, distance: int) -> Drawn:
+        """What `draw` gives after `distance` others; stays where it is."""
+        num_again = len(self._again)
+        return self._drawn(self._again[distance] if distance < num_again else self._next + distance - num_again)
+
+    def pass_over(self, places: Iterable[int]) -> None:
+        """Leave out what was taken out of turn by `ahead`, on whatever rank; the others come in their order."""
+        missing, passed = set(places), list[int]()
+        while missing:
+            place = self._take()
+            if place in missing:
+                missing.remove(place)
+            else:
+                passed.append(place)
+        self._again.extendleft(reversed(passed))
+
+    def _take(self) -> int:
+        if self._again:
+            return self._again.popleft()
+        self._next += 1
+        return self._next - 1
+
+    def _drawn(self, place: int) -> Drawn:
+        epoch, index = divmod(place, len(self._prompts))
+        if epoch not in self._orders:
+            if len(self._orders) == 2:  # one, but where epochs meet
+                self._orders.clear()
+            self._orders[epoch] = self._order_of(epoch)
+        return Drawn(place, self._prompts[self._orders[epoch][index]])
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
@@ -123,15 +165,19 @@ class PromptStream:
         return cast(list[int], order.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def _read_cursor(cursor: Mapping[str, int] | None, num_prompts: int) -> tuple[int, int]:
+def _read_cursor(cursor: DataCursor | None, num_prompts: int) -> tuple[int, Sequence[int]]:
+    """Place of the next prompt, and those that come before it once more."""
     if cursor is None:
-        return 0, 0
+        return 0, ()
+    epoch, index, again = cursor.get("epoch"), cursor.get("index"), cursor.get("again", [])
+    if isinstance(epoch, int) and isinstance(index, int) and epoch >= 0 and 0 <= index < num_prompts:
+        place = epoch * num_prompts + index
+        is_known = set(cursor) <= {"epoch", "index", "again"} and bool not in {type(epoch), type(index)}
+        if is_known and isinstance(again, list) and all(type(a) is int and 0 <= a < place for a in again):
+            return place, again
     expected = f"{{'epoch': 0 or more, 'index': 0 to {num_prompts - 1}}} for {num_prompts} prompts"
-    is_cursor = set(cursor) == {"epoch", "index"} and all(type(value) is int for value in cursor.values())
-    if not is_cursor or cursor["epoch"] < 0 or not 0 <= cursor["index"] < num_prompts:
-        action = "Resume with the prompt file that the run started with, or start a new run folder."
-        raise _error("data cursor", repr(dict(cursor)), expected, action)
-    return cursor["epoch"], cursor["index"]
+    action = "Resume with the prompt file that the run started with, or start a new run folder."
+    raise _error("data cursor", repr(dict(cursor)), expected, action)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:

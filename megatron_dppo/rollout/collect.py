@@ -6,15 +6,16 @@ over ranks and then calls `refuse_if_too_many_dropped`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from megatron_dppo.data.jsonl import write_jsonl
-from megatron_dppo.errors import RolloutError
+from megatron_dppo.data.prompts import Drawn
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.rollout.groups import GroupMaker, OpenGroup, sample
 from megatron_dppo.rollout.judge import Fault, Judge, RouteValidator, Scorer, Tokenizer, as_text
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
@@ -80,27 +81,15 @@ def collect(
         RolloutError: The engine's completions do not answer the requests one for one.
         RewardError: The reward cannot be loaded, or its workers cannot start.
     """
-    asked: list[tuple[int, Prompt]] = []
-    requests: list[Request] = []
     places = range(len(prompts)) if indices is None else indices
-    for index, prompt in zip(places, prompts, strict=True):
-        tokens = _tokenize(tokenizer, prompt)
-        if len(tokens) <= max_prompt_tokens:
-            asked.append((index, prompt))
-            start = index * samples_per_prompt
-            requests += _requests(prompt, tokens, (seed, rollout, start), samples_per_prompt)
-    completions = _checked(requests, engine.generate(requests, params) if requests else [], params)
-    samples = [_sample(*pair) for pair in zip(requests, completions, strict=True)]
+    maker = GroupMaker(tokenizer, samples_per_prompt, max_prompt_tokens, seed)
+    drawn = [(index, Drawn(index, prompt)) for index, prompt in zip(places, prompts, strict=True)]
+    groups = maker.begin(rollout, drawn)
     judge = Judge(tokenizer, scorer, params.capture_routes, validate_routes)
-    of_samples = [prompt for _, prompt in asked for _ in range(samples_per_prompt)]
-    verdicts = judge(list(zip(of_samples, samples, strict=True)))
-    judged = [
-        _JudgedGroup(index, prompt, verdicts[i * samples_per_prompt : (i + 1) * samples_per_prompt])
-        for i, (index, prompt) in enumerate(asked)
-    ]
-    kept = [group for group in judged if len(group.samples) >= min(smallest_group, samples_per_prompt)]
-    counts = _count(len(prompts), samples, judged, kept)
-    return RolloutBatch(tuple(SampleGroup(group.prompt, group.samples, group.index) for group in kept), counts)
+    judged = judge_groups(judge, sample(engine, groups, params, len(groups)))
+    num_too_long = len(prompts) - len(groups)
+    smallest = min(smallest_group, samples_per_prompt)
+    return batch_of(judged, [], smallest, num_too_long=num_too_long, weight_version=engine.weight_version)
 
 
 def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
@@ -110,84 +99,90 @@ def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None
 
 
 @dataclass(frozen=True)
-class _JudgedGroup:
-    index: int
+class JudgedGroup:
+    """A group whose responses were scored, or found faulty."""
+
+    index: int  # the prompt's place in the rollout that trains on it, over all ranks
     prompt: Prompt
-    verdicts: Sequence[Sample | Fault]
+    answers: Sequence[tuple[Request, Completion]]
+    verdicts: Sequence[Sample | Fault]  # one for each answer
 
     @property
     def samples(self) -> tuple[Sample, ...]:
+        """Those that can be trained on."""
         return tuple(verdict for verdict in self.verdicts if isinstance(verdict, Sample))
 
     @property
     def faults(self) -> list[Fault]:
+        """Why the others cannot."""
         return [verdict for verdict in self.verdicts if isinstance(verdict, Fault)]
 
+    @property
+    def has_zero_variance(self) -> bool:
+        """Whether all rewards are equal, so that no sample learns."""
+        return len({sample.reward for sample in self.samples}) == 1
 
-def _count(
-    num_prompts: int, samples: Sequence[Sample], judged: Sequence[_JudgedGroup], kept: Sequence[_JudgedGroup]
-) -> RolloutCounts:
-    faults = [fault for group in judged for fault in group.faults]
-    num_kept = sum(len(group.samples) for group in kept)
-    return RolloutCounts(
-        num_prompts=num_prompts,
-        num_prompts_too_long=num_prompts - len(judged),
-        num_samples=len(samples),
-        num_truncated=sum(sample.finish_reason == "length" for sample in samples),
-        num_response_tokens=sum(sample.response_length for sample in samples),
+
+def judge_groups(judge: Judge, groups: Sequence[OpenGroup]) -> list[JudgedGroup]:
+    """Score whole groups, all at once."""
+    answers = [group.answers for group in groups]
+    pairs = zip(groups, answers, strict=True)
+    samples = [(group.drawn.prompt, _sample(*answer)) for group, own in pairs for answer in own]
+    verdicts = iter(judge(samples))
+    return [
+        JudgedGroup(group.index, group.drawn.prompt, own, list(islice(verdicts, len(own))))
+        for group, own in zip(groups, answers, strict=True)
+    ]
+
+
+def batch_of(
+    judged: Sequence[JudgedGroup],
+    replaced: Sequence[JudgedGroup],
+    smallest_group: int,
+    *,
+    num_too_long: int,
+    weight_version: int,
+    rest: Sequence[OpenGroup] = (),
+    keeps_rest: bool = True,
+) -> RolloutBatch:
+    """What is trained on, and what became of everything that was sampled for it.
+
+    Args:
+        judged: Groups to train on, once they are large enough.
+        replaced: Those in whose place others of them came.
+        smallest_group: Smaller ones are left out.
+        num_too_long: Prompts that were not asked for.
+        weight_version: Of the weights that sample now.
+        rest: Groups that were begun and are not whole, or not needed.
+        keeps_rest: Whether the next rollout goes on with them.
+    """
+    kept = [group for group in judged if len(group.samples) >= smallest_group]
+    everything = [*judged, *replaced]
+    answers = [answer for group in everything for answer in group.answers]
+    faults = [fault for group in everything for fault in group.faults]
+    num_partials = sum(group.num_partials for group in rest)
+    counts = RolloutCounts(
+        num_prompts=len(everything) + num_too_long,
+        num_prompts_too_long=num_too_long,
+        num_samples=len(answers),
+        num_truncated=sum(completion.finish_reason == "length" for _, completion in answers),
+        num_response_tokens=sum(completion.tokens.numel() for _, completion in answers),
+        num_old_tokens=sum(_num_old_tokens(completion, weight_version) for _, completion in answers),
+        num_requeued=sum(completion.num_moves for _, completion in answers),
+        num_continued=sum(request.partial is not None for request, _ in answers),
+        num_kept_partials=num_partials if keeps_rest else 0,
+        num_discarded_partials=0 if keeps_rest else num_partials,
+        num_replaced_groups=len(replaced),
         num_dropped_groups=len(judged) - len(kept),
-        num_left_alone=len(samples) - len(faults) - num_kept,
+        num_left_alone=sum(len(group.samples) for group in judged) - sum(len(group.samples) for group in kept),
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )
+    return RolloutBatch(tuple(SampleGroup(group.prompt, group.samples, group.index) for group in kept), counts)
 
 
-def _tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    if prompt.text is not None:
-        tokens = tokenizer.encode(prompt.text, add_special_tokens=True)
-    else:
-        assert prompt.messages is not None
-        tokens = tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    return tuple(cast(list[int], tokens))
-
-
-def _requests(
-    prompt: Prompt, tokens: tuple[int, ...], first_key: tuple[int, int, int], count: int
-) -> list[Request]:
-    """Requests `<group>+0`, `<group>+1`, ... of one group.
-
-    The group's id holds rollout, prompt and first sample: a prompt may come twice in one rollout.
-    """
-    seed, rollout, start = first_key
-    group = f"rollout{rollout}/{prompt.id}/{start}"
-    return [Request(f"{group}+{k}", tokens, (seed, rollout, start + k)) for k in range(count)]
-
-
-def _checked(
-    requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
-) -> Sequence[Completion]:
-    """The completions, once they are known to answer the requests in order, with one log-prob per token."""
-    wanted, given = [r.id for r in requests], [c.request_id for c in completions]
-    if wanted != given:
-        first = next((pair for pair in zip(wanted, given, strict=False) if pair[0] != pair[1]), None)
-        found = f"{first[1]!r} where {first[0]!r} was due" if first else f"{len(given)} of them"
-        raise RolloutError(
-            f"engine's completions: found {found}; expected one for each of {len(wanted)} requests, in order. "
-            "This is a fault of the engine: report it."
-        )
-    for completion in completions:
-        num_tokens = completion.tokens.numel()
-        num_rows = {"log_probs": completion.log_probs.numel()}
-        if params.num_topk_log_probs:
-            num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
-        if any(count != num_tokens for count in num_rows.values()):
-            raise RolloutError(
-                f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
-                "token. This is a fault of the engine: report it."
-            )
-    return completions
+def _num_old_tokens(completion: Completion, weight_version: int) -> int:
+    return sum(span.stop - span.start for span in completion.weight_versions if span.version != weight_version)
 
 
 def _sample(request: Request, completion: Completion) -> Sample:

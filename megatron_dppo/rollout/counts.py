@@ -28,7 +28,7 @@ class RolloutCounts:
 
     Prompts that are too long are a property of the data, not a fault of the run: they are counted apart, ask
     for no samples, and never stop the run. Truncated responses and response tokens are counted over all that
-    the engine returned, dropped samples too.
+    the engine returned, dropped samples and replaced groups too.
     """
 
     num_prompts: int
@@ -36,6 +36,12 @@ class RolloutCounts:
     num_samples: int  # asked of the engine
     num_truncated: int
     num_response_tokens: int
+    num_old_tokens: int  # of them, those that older weights sampled, before the response was aborted
+    num_requeued: int  # times that a request went to another server, since one had failed
+    num_continued: int  # samples that an earlier rollout began
+    num_kept_partials: int  # responses that were begun, and aborted once enough groups were whole
+    num_discarded_partials: int  # such responses that no rollout goes on with
+    num_replaced_groups: int  # whose rewards were all equal, and that others came in the place of
     num_dropped_groups: int  # left with fewer than two samples
     num_left_alone: int  # sound samples that went with their group
     num_dropped: Mapping[DropReason, int]  # samples with a fault of their own; every reason has an entry
@@ -68,6 +74,12 @@ class RolloutCounts:
             "rollout/prompts_too_long": float(self.num_prompts_too_long),
             "rollout/dropped_samples": float(self.num_dropped_samples),
             "rollout/dropped_groups": float(self.num_dropped_groups),
+            "rollout/replaced_groups": float(self.num_replaced_groups),
+            "rollout/kept_partials": float(self.num_kept_partials),
+            "rollout/discarded_partials": float(self.num_discarded_partials),
+            "rollout/continued_samples": float(self.num_continued),
+            "rollout/old_token_fraction": self.num_old_tokens / max(self.num_response_tokens, 1),
+            "rollout/requeued_requests": float(self.num_requeued),
         }
         return metrics | {f"rollout/dropped_{reason}": float(n) for reason, n in self.num_dropped.items()}
 

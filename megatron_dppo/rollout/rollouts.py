@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,16 @@ from megatron_dppo.errors import ServerError
 from megatron_dppo.rewards import RewardPool
 from megatron_dppo.rollout.collect import RolloutBatch, collect
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.judge import Judge
+from megatron_dppo.rollout.rounds import RankPlaces, Rounds
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.rollout.transformers_engine import TransformersEngine
 from megatron_dppo.routing_replay.capture import validate_routes
-from megatron_dppo.types import ModelRouting
+from megatron_dppo.types import DataCursor, ModelRouting
 
 _EVALUATION = 1 << 40  # rollout numbers above it key the noise of evaluations, which training never draws
 
@@ -111,8 +114,24 @@ class Rollouts:
         held_out = config.evaluation.prompts
         self._held_out = load_prompts(held_out, *columns) if held_out is not None else []
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
-        self._validate = partial(validate_routes, routing=routing) if routing is not None else None
+        self._rounds = self._make_rounds(routing)
         self._rewards.start()
+
+    def _make_rounds(self, routing: ModelRouting | None) -> Rounds:
+        options, config = self._config.rollout, self._config
+        params = SamplingParams(
+            max_response_tokens=options.max_response_tokens,
+            temperature=options.temperature,
+            num_topk_log_probs=options.num_topk_log_probs,
+            capture_routes=options.routing_replay != "off",
+        )
+        validate = None
+        if routing is not None and params.capture_routes:
+            validate = partial(validate_routes, routing=routing)
+        limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
+        maker = GroupMaker(self.tokenizer, *limits)
+        judge = Judge(self.tokenizer, self._rewards, params.capture_routes, validate)
+        return Rounds(options, self._share, self._engine, maker, judge, params)
 
     @property
     def prompts_digest(self) -> str:
@@ -123,37 +142,22 @@ class Rollouts:
         return digest.hexdigest()
 
     @property
-    def cursor(self) -> dict[str, int]:
-        """Where the next prompt comes from."""
+    def cursor(self) -> DataCursor:
+        """Where the next prompt comes from, while no group is open."""
         return self._stream.cursor
 
-    def seek(self, cursor: Mapping[str, int]) -> None:
-        """Go on from a cursor that a checkpoint kept."""
+    def seek(self, cursor: DataCursor) -> None:
+        """Go on from a cursor that a checkpoint kept, without groups that are open."""
+        self._rounds.forget()
         self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
 
     def next(self, rollout: int) -> RolloutBatch:
-        """This rank's share of the next rollout."""
-        options, (rank, size) = self._config.rollout, self._share
-        prompts = self._stream.next(options.prompts_per_rollout)
-        params = SamplingParams(
-            max_response_tokens=options.max_response_tokens,
-            temperature=options.temperature,
-            num_topk_log_probs=options.num_topk_log_probs,
-            capture_routes=options.routing_replay != "off",
-        )
-        return collect(
-            self._engine,
-            prompts[rank::size],
-            self.tokenizer,
-            self._rewards,
-            params,
-            samples_per_prompt=options.samples_per_prompt,
-            max_prompt_tokens=self._config.data.max_prompt_tokens,
-            seed=self._config.run.seed,
-            rollout=rollout,
-            indices=range(rank, len(prompts), size),
-            validate_routes=self._validate if params.capture_routes else None,
-        )
+        """This rank's share of the next rollout; `settle` comes after it."""
+        return self._rounds.run(rollout, self._stream)
+
+    def settle(self, all_gather: Callable[[RankPlaces], Sequence[RankPlaces]]) -> DataCursor:
+        """The cursor after a rollout, the same on every rank; all call it together, after `next`."""
+        return self._rounds.settle(self._stream, all_gather(self._rounds.places))
 
     def evaluate(self, rollout: int) -> tuple[str, float, int]:
         """(metric name, sum of rewards, number of responses) of this rank's share of the held-out prompts.

@@ -11,16 +11,21 @@ from comparing import FULL, PARITY, compare, requests_of
 from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tiny import VOCAB, write_model
 
+from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.data.prompts import PromptStream
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.collect import collect
-from megatron_dppo.rollout.engine import Request, RolloutEngine, SamplingParams
+from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.judge import Judge
 from megatron_dppo.rollout.rollouts import build_engine
+from megatron_dppo.rollout.rounds import Rounds
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.routing_replay.capture import validate_routes
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import Prompt, Sample
 
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
 
@@ -98,6 +103,54 @@ def test_it_is_an_engine_that_a_run_builds_and_collects_from(served: Served) -> 
     assert batch.counts.num_dropped_samples == 0
     assert [len(group.samples) for group in batch.groups] == [4] * 4
     assert all(sample.topk is not None and sample.reward is not None for sample in batch.samples)
+
+
+def test_over_sampling_leaves_groups_half_done_and_goes_on_with_them(
+    served: Served, engine: SglangEngine
+) -> None:
+    options = {"prompts_per_rollout": 2, "samples_per_prompt": 4, "over_sampling": 4.0}
+    params = SamplingParams(400, num_topk_log_probs=20, capture_routes=True)
+    routing = MODEL.routing
+    assert routing is not None
+    judge = Judge(_Letters(), _Lengths(), True, partial(validate_routes, routing=routing))
+    rounds = Rounds(
+        RolloutConfig.model_validate(options),
+        (0, 1),
+        engine,
+        GroupMaker(_Letters(), 4, 64, seed=0),
+        judge,
+        params,
+    )
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    stream = PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False)
+    batches = [rounds.run(0, stream)]
+    kept = set(rounds.places.open)
+    assert batches[0].counts.num_continued == 0 < batches[0].counts.num_kept_partials
+    while kept & set(rounds.places.open):  # each rollout brings open responses nearer to their end
+        assert len(rounds.places.open) == 6
+        batches.append(rounds.run(len(batches), stream))
+    for batch in batches:
+        assert [len(group.samples) for group in batch.groups] == [4, 4]
+        assert batch.counts.num_dropped_samples == 0
+        assert max(compare(served, *_as_answered(batch.samples), params)) <= PARITY
+    num_continued = sum(batch.counts.num_continued for batch in batches)
+    print(f"{num_continued} samples of {len(batches)} rollouts were begun in earlier ones")
+    assert num_continued > 0
+    ids = [sample.id for batch in batches for sample in batch.samples]
+    assert len(ids) == len(set(ids))
+
+
+def _as_answered(samples: Sequence[Sample]) -> tuple[list[Request], list[Completion]]:
+    """Samples as the requests and completions that they were made of."""
+    split = [sample.tokens.tensor_split([sample.prompt_length]) for sample in samples]
+    requests = [
+        Request(s.id, tuple(prompt.tolist()), (0, 0, 0)) for s, (prompt, _) in zip(samples, split, strict=True)
+    ]
+    completions = [
+        Completion(s.id, response, s.rollout_log_probs, s.finish_reason, s.topk, s.routed_experts, ())
+        for s, (_, response) in zip(samples, split, strict=True)
+    ]
+    return requests, completions
 
 
 class _Letters:

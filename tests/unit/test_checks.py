@@ -273,6 +273,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("run.folder", {"run.folder": "prompts.jsonl"}),
         Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
     ],
+    "over_sampling": [Example("rollout.over_sampling", {"rollout.over_sampling": 1.5})],
     "finite_numbers": [
         Example("optimizer.lr", {"optimizer.lr": float("inf")}),
         Example("rollout.temperature", {"rollout.temperature": float("inf")}),

@@ -1,6 +1,7 @@
 """The bound on a rollout's bytes holds, and is met where every response is as long as allowed."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +60,14 @@ def test_routes_and_topk_are_counted_in_samples_and_micro_batches() -> None:
     packed = pack([WeightedSample(sample, torch.ones(6))])
     assert bytes_of_routes_and_topk(packed) == 10 * 2 * 2 + 10 * 2 * 8
     assert bytes_of_routes_and_topk(replace(packed, topk=None, routed_experts=None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "num_more"),
+    [({"over_sampling": 2.5}, 6), ({"refill_zero_variance": True, "max_refills": 2}, 8)],
+)
+def test_groups_beyond_those_that_are_wanted_count(options: dict[str, Any], num_more: int) -> None:
+    config, one = run(1), bytes_of_samples([make_sample(list(range(PROMPT + RESPONSE)), PROMPT)])
+    more = config.model_copy(update={"rollout": config.rollout.model_copy(update=options)})
+    bounds = [rollout_bytes_bound(each, 1, 1, ROUTING) for each in (config, more)]
+    assert bounds[1] - bounds[0] == pytest.approx(num_more * SAMPLES * one, rel=0.02)

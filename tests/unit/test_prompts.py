@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.data.prompts import PromptStream, load_prompts, read_columns
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import DataCursor, Prompt
 
 ROWS: list[dict[str, object]] = [
     {"id": "first", "prompt": "1 + 1 =", "answer": "2"},
@@ -192,7 +192,7 @@ def test_a_stream_from_a_cursor_continues_the_uninterrupted_one(
     whole = PromptStream(prompts, seed, shuffle)
     for n in before:
         whole.next(n)
-    saved: dict[str, int] = json.loads(json.dumps(whole.cursor))
+    saved: DataCursor = json.loads(json.dumps(whole.cursor))
     resumed = PromptStream(prompts, seed, shuffle, saved)
     for n in after:
         assert whole.next(n) == resumed.next(n)
@@ -225,9 +225,13 @@ def test_an_epochs_order_depends_on_seed_and_epoch_only() -> None:
         {"epoch": -1, "index": 0},
         {"epoch": 0},
         {"epoch": 0, "index": 0, "x": 0},
+        {"epoch": 0, "index": True},
+        {"epoch": 0, "index": 2, "again": [2]},
+        {"epoch": 0, "index": 2, "again": [-1]},
+        {"epoch": 0, "index": 2, "again": 1},
     ],
 )
-def test_a_cursor_that_does_not_fit(cursor: dict[str, int]) -> None:
+def test_a_cursor_that_does_not_fit(cursor: DataCursor) -> None:
     with pytest.raises(DataError, match=r"data cursor: found .*'index': 0 to 2.* for 3 prompts"):
         PromptStream(many(3), 0, True, cursor)
 
@@ -235,3 +239,30 @@ def test_a_cursor_that_does_not_fit(cursor: dict[str, int]) -> None:
 def test_no_prompts() -> None:
     with pytest.raises(DataError, match="found none"):
         PromptStream([], 0, True)
+
+
+def test_what_is_ahead_is_what_comes() -> None:
+    stream = PromptStream(many(5), 0, True, {"epoch": 1, "index": 3, "again": [2, 6]})
+    ahead = [stream.ahead(distance) for distance in range(12)]
+    assert [drawn.place for drawn in ahead] == [2, 6, *range(8, 18)]
+    assert stream.draw(12) == ahead
+    assert stream.cursor == {"epoch": 3, "index": 3}
+
+
+def test_what_was_taken_out_of_turn_does_not_come_again() -> None:
+    stream = PromptStream(many(5), 0, True, {"epoch": 1, "index": 3, "again": [2, 6]})
+    stream.pass_over([6, 10])
+    assert stream.cursor == {"epoch": 2, "index": 1, "again": [2, 8, 9]}
+    assert [drawn.place for drawn in stream.draw(4)] == [2, 8, 9, 11]
+    stream.pass_over([])
+    assert stream.cursor == {"epoch": 2, "index": 2}
+
+
+def test_open_places_come_once_more_before_all_others() -> None:
+    stream = PromptStream(many(5), 0, True)
+    first = stream.draw(7)
+    stream.pass_over([8])
+    cursor = json.loads(json.dumps(stream.cursor_with([5, 1])))
+    again = PromptStream(many(5), 0, True, cursor).draw(4)
+    assert [drawn.place for drawn in again] == [1, 5, 7, 9]
+    assert again[:2] == [first[1], first[5]]

@@ -1,0 +1,182 @@
+"""Groups of responses that are asked for: begun, sampled until enough are whole, and gone on with."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from megatron_dppo.data.prompts import Drawn
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.rollout.engine import (
+    Completion,
+    InterruptibleEngine,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+)
+from megatron_dppo.rollout.judge import Tokenizer
+from megatron_dppo.types import Prompt
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A prompt whose responses are asked for; some may be here."""
+
+    drawn: Drawn
+    index: int  # the prompt's place in the rollout that began it, over all ranks
+    requests: tuple[Request, ...]  # those of aborted responses hold what there is of them
+    completions: tuple[Completion | None, ...]  # one for each; none while it is to be sampled
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each response is here, or was given up."""
+        return None not in self.completions
+
+    @property
+    def answers(self) -> list[tuple[Request, Completion]]:
+        """The responses that are here."""
+        pairs = zip(self.requests, self.completions, strict=True)
+        return [(request, completion) for request, completion in pairs if completion is not None]
+
+    @property
+    def missing(self) -> list[Request]:
+        """Requests of responses that are not here."""
+        pairs = zip(self.requests, self.completions, strict=True)
+        return [request for request, completion in pairs if completion is None]
+
+    @property
+    def num_partials(self) -> int:
+        """Responses that were aborted after some tokens."""
+        return sum(request.partial is not None for request in self.missing)
+
+
+@dataclass(frozen=True)
+class GroupMaker:
+    """Asks for groups, all in one way."""
+
+    tokenizer: Tokenizer
+    samples_per_prompt: int
+    max_prompt_tokens: int
+    seed: int
+
+    def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[OpenGroup]:
+        """Groups of nothing yet, for prompts and their places in the rollout; prompts too long are left out."""
+        return list(self._groups(rollout, places))
+
+    def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[OpenGroup]:
+        for index, drawn in places:
+            tokens = _tokenize(self.tokenizer, drawn.prompt)
+            if len(tokens) <= self.max_prompt_tokens:
+                first_key = (self.seed, rollout, index * self.samples_per_prompt)
+                requests = _requests(drawn.prompt, tokens, first_key, self.samples_per_prompt)
+                yield OpenGroup(drawn, index, tuple(requests), (None,) * len(requests))
+
+
+def sample(
+    engine: RolloutEngine, groups: Sequence[OpenGroup], params: SamplingParams, num_wanted: int
+) -> list[OpenGroup]:
+    """The groups, in their order, once `num_wanted` of them are whole; all are, where no more were given.
+
+    Raises:
+        RolloutError: The engine's completions do not answer the requests one for one.
+    """
+    requests = [request for group in groups for request in group.missing]
+    num_missing = num_wanted - sum(group.is_whole for group in groups)
+    if num_missing <= 0 or not requests:
+        return list(groups)
+    if num_wanted >= len(groups):
+        completions = _checked(requests, engine.generate(requests, params), params)
+        return _updated(groups, {completion.request_id: completion for completion in completions}, {})
+    is_enough = _Enough(groups, num_missing)
+    interruptible = cast(InterruptibleEngine, engine)  # checks.sampling_rules demands it
+    completions = _checked(requests, interruptible.generate_until(requests, params, is_enough), params)
+    finished, partials = dict[str, Completion](), dict[str, Completion]()
+    for completion in completions:
+        num_tokens = completion.tokens.numel()
+        if completion.finish_reason != "abort" or completion.request_id in is_enough.told:
+            finished[completion.request_id] = completion
+        elif num_tokens >= params.max_response_tokens:  # aborted just after its last token
+            finished[completion.request_id] = replace(completion, finish_reason="length")
+        elif num_tokens:
+            partials[completion.request_id] = completion
+    return _updated(groups, finished, partials)
+
+
+class _Enough:
+    """Counts down the groups that are still to become whole; a part of `sample`."""
+
+    def __init__(self, groups: Sequence[OpenGroup], num_missing: int) -> None:
+        self.told: set[str] = set()  # requests that were answered, or given up, before it was enough
+        self._num_missing = num_missing
+        self._group_of = {request.id: at for at, group in enumerate(groups) for request in group.missing}
+        self._left = Counter(self._group_of.values())
+
+    def __call__(self, completion: Completion) -> bool:
+        self.told.add(completion.request_id)
+        group = self._group_of[completion.request_id]
+        self._left[group] -= 1
+        self._num_missing -= self._left[group] == 0
+        return self._num_missing <= 0
+
+
+def _updated(
+    groups: Sequence[OpenGroup], finished: Mapping[str, Completion], partials: Mapping[str, Completion]
+) -> list[OpenGroup]:
+    """The groups with what is finished, and with what to go on with."""
+
+    def update(group: OpenGroup) -> OpenGroup:
+        old = zip(group.requests, group.completions, strict=True)
+        requests = [replace(r, partial=partials.get(r.id, r.partial)) for r in group.requests]
+        completions = [completion or finished.get(request.id) for request, completion in old]
+        return replace(group, requests=tuple(requests), completions=tuple(completions))
+
+    return [update(group) for group in groups]
+
+
+def _tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+    if prompt.text is not None:
+        tokens = tokenizer.encode(prompt.text, add_special_tokens=True)
+    else:
+        assert prompt.messages is not None
+        tokens = tokenizer.apply_chat_template(
+            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    return tuple(cast(list[int], tokens))
+
+
+def _requests(
+    prompt: Prompt, tokens: tuple[int, ...], first_key: tuple[int, int, int], count: int
+) -> list[Request]:
+    """Requests `<group>+0`, `<group>+1`, ... of one group.
+
+    The group's id holds rollout, prompt and first sample: a prompt may come twice in one rollout. No id begins
+    with another, since SGLang aborts all requests whose ids begin with the one that is named.
+    """
+    seed, rollout, start = first_key
+    group, width = f"rollout{rollout}/{prompt.id}/{start}", len(str(count - 1))
+    return [Request(f"{group}+{k:0{width}d}", tokens, (seed, rollout, start + k)) for k in range(count)]
+
+
+def _checked(
+    requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
+) -> Sequence[Completion]:
+    """The completions, once they are known to answer the requests in order, with one log-prob per token."""
+    wanted, given = [r.id for r in requests], [c.request_id for c in completions]
+    if wanted != given:
+        first = next((pair for pair in zip(wanted, given, strict=False) if pair[0] != pair[1]), None)
+        found = f"{first[1]!r} where {first[0]!r} was due" if first else f"{len(given)} of them"
+        raise RolloutError(
+            f"engine's completions: found {found}; expected one for each of {len(wanted)} requests, in order. "
+            "This is a fault of the engine: report it."
+        )
+    for completion in completions:
+        num_tokens = completion.tokens.numel()
+        num_rows = {"log_probs": completion.log_probs.numel()}
+        if params.num_topk_log_probs:
+            num_rows["topk"] = completion.topk.ids.shape[0] if completion.topk is not None else 0
+        if any(count != num_tokens for count in num_rows.values()):
+            raise RolloutError(
+                f"completion {completion.request_id}: found rows {num_rows}; expected {num_tokens}, one per "
+                "token. This is a fault of the engine: report it."
+            )
+    return completions

@@ -84,15 +84,19 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+_REFILLED = {"samples_per_prompt": 2, "refill_zero_variance": True}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "world_size", "stop_after"), [("float32", 1, 3), ("bfloat16", 1, 4), ("float32", 2, 3)]
+    ("dtype", "world_size", "stop_after", "rollout"),
+    [("float32", 1, 3, {}), ("bfloat16", 1, 4, {}), ("float32", 2, 3, {}), ("float32", 2, 4, _REFILLED)],
 )
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
-    task: Path, tmp_path: Path, dtype: str, world_size: int, stop_after: int
+    task: Path, tmp_path: Path, dtype: str, world_size: int, stop_after: int, rollout: dict[str, Any]
 ) -> None:
     """Stopped after an odd number of steps it stands in the middle of a rollout, else between two."""
-    whole_name, halved_name = (f"{name}_{dtype}_{world_size}" for name in ("whole", "halved"))
-    changes: Any = {"model": {"dtype": dtype}, "parallel": {"expert": world_size}}
+    whole_name, halved_name = (f"{name}_{dtype}_{world_size}_{stop_after}" for name in ("whole", "halved"))
+    changes: Any = {"model": {"dtype": dtype}, "parallel": {"expert": world_size}, "rollout": rollout}
     whole = run_ranks(train, world_size, tmp_path, with_data(task, whole_name, **changes))[0]
     stopped = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes), stop_after)[0]
     assert stopped["state"].step == stop_after
@@ -111,6 +115,8 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(8))
     assert [row["rollout"] for row in rows if row["kind"] == "rollout"] == list(range(4))
     assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
+    replaced = [row["rollout/replaced_groups"] for row in rows if row["kind"] == "rollout"]
+    assert any(replaced[:2]) == any(replaced[2:]) == bool(rollout)  # before it was stopped, and after
 
 
 _ONE_ROLLOUT: dict[str, Any] = {

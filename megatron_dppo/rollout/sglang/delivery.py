@@ -124,10 +124,9 @@ class Delivery:
         fault = await self._fault_of_server(flight.url, answer)
         if fault is not None:
             self._drain(flight.url, fault)
-            if self._num_moves[flight.index] < _MAX_SERVERS - 1:
-                self._send_again([flight])
-                return
-        self._keep(flight.index, fault or answer)
+            self._send_again([flight], fault)
+        else:
+            self._keep(flight.index, answer)
 
     def _keep(self, index: int, answer: Reply | RolloutError) -> None:
         """The answer stands; once enough of them came, abort the rest."""
@@ -182,15 +181,18 @@ class Delivery:
             del self._flights[task]
             task.cancel()
             self._dispatch.give_back(url)
-        self._send_again(list(lost.values()))
+        self._send_again(list(lost.values()), fault)
 
-    def _send_again(self, flights: Sequence[_Flight]) -> None:
-        """Queue requests before those that were never sent."""
-        if self._is_over:
-            return
-        for flight in flights:
-            self._num_moves[flight.index] += 1
-        self._waiting.extendleft(flight.index for flight in reversed(flights))
+    def _send_again(self, flights: Sequence[_Flight], fault: ServerError) -> None:
+        """Queue requests before those that were never sent; give up those that too many servers failed at."""
+        for flight in reversed(flights):
+            if self._is_over:
+                return
+            if self._num_moves[flight.index] == _MAX_SERVERS - 1:
+                self._keep(flight.index, fault)
+            else:
+                self._num_moves[flight.index] += 1
+                self._waiting.appendleft(flight.index)
 
     async def _ask_loads(self) -> None:
         """Keep up with what others send to the servers, and with which of them still answer."""

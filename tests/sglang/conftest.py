@@ -1,5 +1,6 @@
 """One server for the whole session, and the model that it serves."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from serving import KEY, START_TIMEOUT_S, Served, served_config, write_served_model
 from transformers import Qwen3MoeForCausalLM
 
+from megatron_dppo.rollout.sglang.client import SglangClient
 from megatron_dppo.rollout.sglang.server import API_KEY, Server, plan_launch
+from megatron_dppo.rollout.sglang.update_calls import Call
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,3 +35,16 @@ def served(tmp_path_factory: pytest.TempPathFactory, environment: None) -> Itera
         yield Served(record.url, folder, model, run)
     finally:
         server.stop(grace_s=0)
+
+
+@pytest.fixture(scope="module")
+def changes_weights(served: Served) -> Iterator[None]:
+    """For modules that push to the shared server: it holds its own weights again when they are done."""
+    yield
+    original = Call("/update_weights_from_disk", {"model_path": str(served.folder), "weight_version": "0"})
+
+    async def restore() -> None:
+        async with SglangClient(served.url, api_key=KEY) as client:
+            await client.command(original, timeout_s=60)
+
+    asyncio.run(restore())

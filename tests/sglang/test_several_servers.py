@@ -186,10 +186,11 @@ def test_requests_go_to_servers_with_the_right_weights(
     try:
         assert versions() == {0}
         assert f"{other.url}: found weights of version 1; expected 0" in caplog.text
-        with pytest.raises(
-            ServerError, match=r"found weights of versions 0 at .*, 1 at .*; expected one version"
-        ):
-            _engine(served, other)
+        undecided = _engine(served, other)
+        with pytest.raises(ServerError, match=r"found weights of version 0; expected -2"):
+            undecided.generate(requests, SamplingParams(8))
+        undecided.admit([served.url], version=0)
+        assert len(undecided.generate(requests, SamplingParams(8))) == len(requests)
         caplog.clear()
         engine.admit([other.url], version=1)
         assert engine.weight_version == 1
@@ -204,12 +205,18 @@ def test_requests_go_to_servers_with_the_right_weights(
     assert versions() == {0}
 
 
-def test_only_known_servers_are_admitted(served: Served, other: Other) -> None:
-    engine = _engine(served, other)
-    for urls in ([], ["http://127.0.0.1:1"]):
-        with pytest.raises(ServerError, match=r"weight version 3: found .*; expected at least one of"):
-            engine.admit(urls, version=3)
-    assert engine.weight_version == 0
+def test_a_server_that_registered_later_can_be_admitted(served: Served, other: Other) -> None:
+    engine = SglangEngine(served.url, MODEL, PATIENCE, api_key=KEY)
+    engine.admit([other.url], version=0)
+    assert engine.urls == (served.url, other.url)
+    requests = _requests("later", 2, 2)
+    assert _is_whole(requests, engine.generate(requests, SamplingParams(8)))
+
+
+def test_a_server_that_is_gone_at_the_start_is_left_out(served: Served) -> None:
+    engine = SglangEngine(["http://127.0.0.1:1", served.url], MODEL, PATIENCE, api_key=KEY)
+    requests = _requests("gone", 2, 2)
+    assert _is_whole(requests, engine.generate(requests, SamplingParams(8)))
 
 
 def test_a_server_that_dies_gives_its_requests_to_others(

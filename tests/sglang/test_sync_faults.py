@@ -14,6 +14,8 @@ from sync_job import die_in_the_middle, lose_a_server, push_once
 
 from megatron_dppo.rollout.sglang.server import Server, ServerRecord, plan_launch
 
+pytestmark = pytest.mark.usefixtures("changes_weights")
+
 
 @pytest.fixture
 def second(served: Served) -> Iterator[ServerRecord]:

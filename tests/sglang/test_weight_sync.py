@@ -8,6 +8,8 @@ from ranks import run_ranks
 from serving import Served, served_config
 from sync_job import WAYS, perturb_each_tensor, push_every_way
 
+pytestmark = pytest.mark.usefixtures("changes_weights")
+
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one process": (1, {}),
     "tensor 2": (2, {"tensor": 2}),

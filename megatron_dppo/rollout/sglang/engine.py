@@ -18,6 +18,8 @@ from megatron_dppo.rollout.sglang.refusals import refuse_requests
 
 logger = logging.getLogger(__name__)
 
+_NO_VERSION = -2  # -1 is that of weights which were never loaded
+
 
 @dataclass(frozen=True)
 class AnswerCounts:
@@ -62,14 +64,13 @@ class SglangEngine:
             api_key: What the servers were started with.
 
         Raises:
-            ServerError: A server does not answer, is of an unknown version, or has options that we refuse; or
-                the servers hold weights of different versions.
+            ServerError: No server answers, is of a known version, and has no options that we refuse.
         """
         self._urls = (urls,) if isinstance(urls, str) else tuple(dict.fromkeys(urls))
         self._model, self._patience = model, patience or Patience()
         self._max_concurrent, self._api_key = max_concurrent_requests, api_key
         self._admitted = self._urls
-        self._weight_version = _common_version(self._urls, asyncio.run(self._all_facts()))
+        self._weight_version = _common_version(asyncio.run(self._all_facts()))
         self.counts: AnswerCounts | None = None
 
     @property
@@ -79,24 +80,18 @@ class SglangEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that servers must hold to be given requests."""
+        """Version of the weights that servers must hold to be given requests; -2 until servers agree on one."""
         return self._weight_version
 
     def admit(self, urls: Sequence[str], version: int) -> None:
-        """From now on, send requests to these servers, which hold weights of this version, and to no others.
+        """From now on, send requests to these servers, at least one, and to no others.
 
-        Raises:
-            ServerError: None is named, or one that this engine does not know.
+        Args:
+            urls: They hold weights of this version; one that registered since is known from now on.
+            version: What they must report.
         """
-        unknown = sorted(set(urls) - set(self._urls))
-        if unknown or not urls:
-            found = (
-                f"{', '.join(unknown)}, which the engine does not know" if unknown else "no servers to admit"
-            )
-            raise ServerError(
-                f"weight version {version}: found {found}; expected at least one of {', '.join(self._urls)}. "
-                "Start the run again to use servers that registered since."
-            )
+        assert urls, "a push that reached no server raises"
+        self._urls = tuple(dict.fromkeys([*self._urls, *urls]))
         self._admitted, self._weight_version = tuple(dict.fromkeys(urls)), version
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -106,8 +101,8 @@ class SglangEngine:
             WeightSyncError: Always.
         """
         raise WeightSyncError(
-            f"weight version {version}: found an SGLang server, whose weights no weight sync of this version "
-            "reaches; expected the embedded engine. Set rollout.engine = 'transformers' to train."
+            f"weight version {version}: found tensors given to an engine whose servers hold the weights; expected "
+            "a push by weight_sync, and then admit. This is a fault of the caller: report it."
         )
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
@@ -137,11 +132,20 @@ class SglangEngine:
         return SglangClient(url, self._patience, api_key=self._api_key)
 
     async def _all_facts(self) -> list[ServerFacts]:
-        async def facts_of(url: str) -> ServerFacts:
-            async with self._client(url) as client:
-                return (await client.connect())[1]
+        """Of those that answer; the others are drained when requests are to go to them."""
 
-        return await asyncio.gather(*(facts_of(url) for url in self._urls))
+        async def facts_of(url: str) -> ServerFacts | RolloutError:
+            try:
+                async with self._client(url) as client:
+                    return (await client.connect())[1]
+            except (ServerError, ReplyError) as error:
+                return error
+
+        found = await asyncio.gather(*(facts_of(url) for url in self._urls))
+        facts = [each for each in found if isinstance(each, ServerFacts)]
+        if not facts:
+            raise next(each for each in found if isinstance(each, RolloutError))
+        return facts
 
     async def _generate(
         self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough | None
@@ -187,15 +191,10 @@ class SglangEngine:
         return links
 
 
-def _common_version(urls: Sequence[str], facts: Sequence[ServerFacts]) -> int:
-    versions = {url: each.weight_version for url, each in zip(urls, facts, strict=True)}
-    if len(set(versions.values())) != 1:
-        found = ", ".join(f"{version} at {url}" for url, version in versions.items())
-        raise ServerError(
-            f"SGLang servers: found weights of versions {found or 'of no server'}; expected one version "
-            "everywhere. Start the servers again, all of them."
-        )
-    return next(iter(versions.values()))
+def _common_version(facts: Sequence[ServerFacts]) -> int:
+    """What all of them hold; servers that differ wait for a push."""
+    versions = {each.weight_version for each in facts}
+    return versions.pop() if len(versions) == 1 else _NO_VERSION
 
 
 def _count(

@@ -78,8 +78,9 @@ def test_an_aborted_request_keeps_what_it_has(served: Served) -> None:
     assert aborted  # whichever did not end by itself before
     for completion in aborted:
         assert completion.tokens.numel() == completion.log_probs.numel() < 400
-        assert completion.routed_experts is not None
-        assert completion.routed_experts.indices.shape[0] == len(PROMPT) + completion.tokens.numel() - 1
+        if completion.tokens.numel():  # none of a request that was aborted while it waited
+            assert completion.routed_experts is not None
+            assert completion.routed_experts.indices.shape[0] == len(PROMPT) + completion.tokens.numel() - 1
 
 
 def test_many_requests_at_once(served: Served) -> None:

@@ -1,0 +1,95 @@
+"""`megatron-dppo train` with a server of its own: Top-K masks, R3, over-sampling; killed, and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from sanity_run import make_task, settings
+from serving import OPTIONS, ROOT
+
+ROLLOUTS = 3
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A run of three rollouts, saved after each."""
+    tables = settings(
+        make_task(tmp_path),
+        "run",
+        run={"num_rollouts": ROLLOUTS},
+        rollout={
+            "engine": "sglang",
+            "over_sampling": 1.5,
+            "sglang": {"num_own_servers": 1, "sync_bucket_bytes": 50_000},
+        },
+        data={"reward": "tests.faults.rewards:digits"},
+        checkpoint={"every": 1, "asynchronous": False},
+        sglang=OPTIONS | {"context_length": 64},
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(tables))
+    return file
+
+
+def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The whole rows of metrics.jsonl of a kind."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    read = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in read if row["kind"] == kind]
+
+
+def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "megatron_dppo", "train", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("wb") as stream:
+        return subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, cwd=ROOT)
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"it did not happen within {timeout_s} s"
+        time.sleep(0.1)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> None:
+    folder, log = config.parent / "run", config.parent / "train.log"
+    trainer = start(config, log)
+    try:
+        wait_until(lambda: len(rows(folder, "rollout")) == 1 or trainer.poll() is not None, 300)
+        assert trainer.poll() is None, log.read_text()
+        server = json.loads((folder / "servers" / "own-0.json").read_text())["pid"]
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    wait_until(lambda: not is_alive(server), 30)  # it ends with its trainer
+
+    assert start(config, log).wait(300) == 0, log.read_text()
+    rollouts = rows(folder, "rollout")
+    assert [row["rollout"] for row in rollouts] == list(range(ROLLOUTS))
+    for row in rollouts:
+        assert row["mismatch/abs_prob_diff_mean"] <= 1e-6
+        assert row["routing/agreement_mean"] == 1.0
+        assert row["sync/probe_abs_diff_max"] <= 5e-5
+        assert row["rollout/dropped_samples"] == 0
+    steps = rows(folder, "step")
+    assert len(steps) == 2 * ROLLOUTS
+    assert any(row["optimizer/grad_norm"] > 0 for row in steps)
+    assert list((folder / "servers").glob("*.json")) == []

@@ -95,7 +95,7 @@ class DistributedTransport:
         with fleet.telling(lambda member: member.calls.from_group(group.name, tensors, version)):
             try:
                 dist.broadcast(bucket.flat, group=group.handle, group_src=0)
-            except dist.DistError as error:
+            except RuntimeError as error:  # gloo raises nothing narrower
                 logger.warning("weights: the group broke (%s)", str(error).splitlines()[0])
                 self._leave()
         if self._group is None or len(fleet.members) < before:
@@ -125,7 +125,7 @@ class DistributedTransport:
             try:
                 handle = _rank_zero_of(name, num_ranks, backend, store, timeout)
                 self._group = _Group(name, handle, store, members)
-            except dist.DistError as error:
+            except RuntimeError as error:
                 logger.warning("weights: servers did not join (%s)", str(error).splitlines()[0])
         if tuple(fleet.members) != members or self._group is None:
             fleet.fail_all("another server did not join the group that weights go through")

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.sglang.client import SglangClient
-from megatron_dppo.rollout.sglang.protocol import ServerFacts
+from megatron_dppo.rollout.sglang.client import Patience, SglangClient
 from megatron_dppo.rollout.sglang.update_calls import Call, UpdateCalls0521, update_calls_of
 
 
@@ -95,13 +94,14 @@ def run_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
 
 
-async def describe(url: str, pid: int, api_key: str | None) -> tuple[Member, ServerFacts]:
-    """A member by what its server says of itself.
+async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) -> Member:
+    """A member by what its server says of itself, within `timeout_s` or, asked once more, twice that.
 
     Raises:
         ServerError: It does not answer, or is of a version whose updates were never run.
     """
-    async with SglangClient(url, api_key=api_key) as client:
+    patience = Patience(control_timeout_s=min(timeout_s, 30.0), max_attempts=2)
+    async with SglangClient(url, patience, api_key=api_key) as client:
         _, facts = await client.connect()
     update_calls_of(facts.version)
-    return Member(url, pid, facts.num_ranks, facts.version), facts
+    return Member(url, pid, facts.num_ranks, facts.version)

@@ -116,7 +116,7 @@ class SglangSync:
         absent: dict[str, str] = {}
         for record in self._servers():
             try:
-                member, _ = asyncio.run(describe(record.url, record.pid, self._api_key))
+                member = asyncio.run(describe(record.url, record.pid, self._api_key, self._timeout_s))
             except ServerError as error:
                 absent[record.url] = str(error)
                 continue

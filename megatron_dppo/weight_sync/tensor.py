@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dppo.rollout.sglang.update_calls import Call
 from megatron_dppo.runtime import Runtime
 from megatron_dppo.weight_sync.base import Weights
-from megatron_dppo.weight_sync.buckets import Buffer
+from megatron_dppo.weight_sync.buckets import Bucket, Buffer
 from megatron_dppo.weight_sync.fleet import Fleet, Member
 
 
@@ -46,22 +46,27 @@ class TensorTransport:
         num_left = self._num_tensors
         for bucket in self._buffer.fill(self._weights()):
             num_left -= len(bucket.names)
-            pickles = self._runtime.all_gather(_pickled(bucket.tensors()))
+            handles = self._handles(bucket, sum(member.num_ranks for member in fleet.members))
             if self._runtime.is_main:
-                fleet.tell(partial(_showing, fleet, pickles, version if not num_left else None))
-            self._runtime.barrier()  # the next bucket overwrites this one
+                fleet.tell(partial(_showing, fleet.members, handles, version if not num_left else None))
+            fleet.agree(self._runtime.all_gather(fleet.failures))  # and the next bucket may overwrite this one
         assert num_left == 0, "as many tensors are sent as were announced"
-        fleet.agree(self._runtime.all_gather(fleet.failures))
+
+    def _handles(self, bucket: Bucket, num_receivers: int) -> list[str]:
+        """One for each receiver, from the rank beside it: a handle is counted, and may be opened once."""
+        rank, size = self._runtime.rank, self._runtime.world_size
+        own = {number: _pickled(bucket.tensors()) for number in range(rank, num_receivers, size)}
+        of_ranks = self._runtime.all_gather(own)
+        return [of_ranks[number % size][number] for number in range(num_receivers)]
 
     def close(self) -> None:
         """Nothing is held but memory."""
 
 
-def _showing(fleet: Fleet, pickles: Sequence[str], version: int | None, member: Member) -> Call:
-    """The call that gives each of a member's ranks the handles of the trainer's rank beside it."""
-    first = sum(other.num_ranks for other in takewhile(lambda other: other != member, fleet.members))
-    own = [pickles[(first + rank) % len(pickles)] for rank in range(member.num_ranks)]
-    return member.calls.from_tensors(own, version)
+def _showing(members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member) -> Call:
+    """The call that gives each of a member's ranks a handle of its own."""
+    first = sum(other.num_ranks for other in takewhile(lambda other: other != member, members))
+    return member.calls.from_tensors(handles[first : first + member.num_ranks], version)
 
 
 def _pickled(tensors: list[tuple[str, Tensor]]) -> str:

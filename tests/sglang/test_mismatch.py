@@ -13,8 +13,8 @@ import tomli_w
 from benchmarking import torchrun
 from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity
 from ranks import run_ranks
-from serving import MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
-from tiny import LAYERS, write_model
+from serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
+from tiny import write_model
 
 from megatron_dppo.data import sanity_task
 

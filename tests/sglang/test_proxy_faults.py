@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from fault_proxy import Fault, FaultProxy, of_routes
-from serving import KEY, MODEL, Served
-from tiny import EXPERTS, LAYERS, TOP_K, VOCAB
+from serving import KEY, LAYERS, MODEL, Served
+from tiny import EXPERTS, TOP_K, VOCAB
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult

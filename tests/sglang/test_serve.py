@@ -147,7 +147,9 @@ def test_what_cannot_be_launched_is_refused(served: Served, tmp_path: Path) -> N
         ConfigError, match=r"without SGLang; expected an interpreter with it\. Run make sglang-venv"
     ):
         plan_launch(served_config(served.folder, tmp_path, python=sys.executable))
-    with pytest.raises(ConfigError, match="expected a Hugging Face folder with weights"):
+    with pytest.raises(
+        ConfigError, match=r"expected a Hugging Face folder \(config\.json\) or a Megatron checkpoint"
+    ):
         plan_launch(served_config(tmp_path, tmp_path))
     with pytest.raises(ConfigError, match=r"Remove it from \[sglang\]; it is set by the weight sync"):
         plan_launch(served_config(served.folder, tmp_path, weight_version="7"))

@@ -84,9 +84,10 @@ def test_a_run_with_servers_of_its_own_survives_being_killed(config: Path) -> No
     assert start(config, log).wait(300) == 0, log.read_text()
     rollouts = rows(folder, "rollout")
     assert [row["rollout"] for row in rollouts] == list(range(ROLLOUTS))
+    assert rollouts[0]["mismatch/abs_prob_diff_mean"] <= 1e-6
+    assert rollouts[0]["routing/agreement_mean"] == 1.0
+    assert rollouts[-1]["rollout/old_token_fraction"] > 0  # begun before, with older weights
     for row in rollouts:
-        assert row["mismatch/abs_prob_diff_mean"] <= 1e-6
-        assert row["routing/agreement_mean"] == 1.0
         assert row["sync/probe_abs_diff_max"] <= 5e-5
         assert row["rollout/dropped_samples"] == 0
     steps = rows(folder, "step")

@@ -101,8 +101,8 @@ class SglangEngine:
             WeightSyncError: Always.
         """
         raise WeightSyncError(
-            f"weight version {version}: found tensors given to an engine whose servers hold the weights; expected "
-            "a push by weight_sync, and then admit. This is a fault of the caller: report it."
+            f"weight version {version}: found tensors for an engine whose servers hold the weights; "
+            "expected a push by weight_sync, and then admit. This is a fault of the caller: report it."
         )
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,26 +14,38 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dppo.errors import ConversionError
+from megatron_dppo.models.hf_layouts import StoredTensor, dequantized, in_table_spelling
 
 INDEX = "model.safetensors.index.json"
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 
 
 class HFWeights:
-    """The tensors of a Hugging Face folder, read by name through memory maps."""
+    """The tensors of a Hugging Face folder, read by name through memory maps; threads may share it.
 
-    def __init__(self, folder: Path) -> None:
-        """Open the folder and map its files; tensors are read when asked for.
+    Names are the weight table's whichever way experts are stored, and block-wise 8-bit weights are read as
+    bfloat16 (`hf_layouts.py`).
+    """
+
+    def __init__(self, folder: Path, num_mapped: int = 4) -> None:
+        """Read the headers of all files; tensors are read when asked for.
+
+        Args:
+            folder: With safetensors, and an index where there are several.
+            num_mapped: Files that are mapped at a time: what was read of others leaves this process's memory.
 
         Raises:
             ConversionError: There are no safetensors, a file of the index is missing, a file or the index is
                 torn, a tensor is not in the file that the index names, or two files without an index have it.
         """
         self.folder = folder
-        self._open: dict[str, safe_open] = {}
-        self._file_of = self._read_index() if (folder / INDEX).is_file() else self._read_headers()
+        self._num_mapped = num_mapped
+        self._mapped: OrderedDict[str, safe_open] = OrderedDict()
+        self._lock = threading.Lock()
+        stored = self._read_index() if (folder / INDEX).is_file() else self._read_headers()
+        self._stored = in_table_spelling(stored)
 
-    def _read_index(self) -> dict[str, str]:
+    def _read_index(self) -> dict[str, StoredTensor]:
         try:
             weight_map: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
             file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
@@ -51,67 +66,106 @@ class HFWeights:
                 f"{self.folder}: {INDEX} names {missing[:3]}, which are not there. "
                 "Download the checkpoint again."
             )
-        names_in = {file: self._map(file) for file in files}
-        absent = sorted(name for name, file in file_of.items() if name not in names_in[file])
+        found = {file: self._header(file) for file in files}
+        absent = sorted(name for name, file in file_of.items() if name not in found[file])
         if absent:
             raise ConversionError(
                 f"{self.folder}: {len(absent)} tensors (first: {absent[:3]}) are not in the files that {INDEX} "
                 "names for them. Index and files are of different checkpoints; download them again."
             )
-        return file_of
+        return {name: found[file][name] for name, file in file_of.items()}
 
-    def _read_headers(self) -> dict[str, str]:
+    def _read_headers(self) -> dict[str, StoredTensor]:
         files = sorted(file.name for file in self.folder.glob("*.safetensors"))
         if not files:
             raise ConversionError(
                 f"{self.folder}: no *.safetensors files. Expected a Hugging Face checkpoint in that format; "
                 "save it again with save_pretrained (pickled .bin files are not read)."
             )
-        file_of: dict[str, str] = {}
+        stored: dict[str, StoredTensor] = {}
         for file in files:
-            for name in self._map(file):
-                if name in file_of:
+            for name, tensor in self._header(file).items():
+                if name in stored:
                     raise ConversionError(
-                        f"{self.folder}: {file_of[name]} and {file} both have {name!r}, and there is no "
+                        f"{self.folder}: {stored[name].file} and {file} both have {name!r}, and there is no "
                         f"{INDEX} to choose. Keep the files of one checkpoint only."
                     )
-                file_of[name] = file
-        return file_of
+                stored[name] = tensor
+        return stored
 
-    def _map(self, file: str) -> set[str]:
-        """Open a file; the names of the weights in it."""
-        try:
-            self._open[file] = safe_open(self.folder / file, "pt")
-        except SafetensorError as error:
-            raise ConversionError(
-                f"{self.folder / file}: torn or not safetensors ({error}). Download it again."
-            ) from error
-        return {name for name in list(self._open[file].keys()) if not name.endswith(_NOT_WEIGHTS)}
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        """The weights in a file."""
+        mapped = self._map(file)
+        slices = ((name, mapped.get_slice(name)) for name in list(mapped.keys()))
+        return {
+            name: StoredTensor(file, name, str(part.get_dtype()), tuple(part.get_shape()))
+            for name, part in slices
+            if not name.endswith(_NOT_WEIGHTS)
+        }
+
+    def _map(self, file: str) -> safe_open:
+        """A file, mapped; the one that was asked for longest ago goes where there are too many."""
+        with self._lock:
+            if file not in self._mapped:
+                try:
+                    self._mapped[file] = safe_open(self.folder / file, "pt")
+                except (SafetensorError, OSError) as error:
+                    raise ConversionError(
+                        f"{self.folder / file}: torn or not safetensors ({error}). Download it again."
+                    ) from error
+            self._mapped.move_to_end(file)
+            if len(self._mapped) > self._num_mapped:
+                self._mapped.popitem(last=False)
+            return self._mapped[file]
 
     @property
     def names(self) -> set[str]:
         """All tensor names."""
-        return set(self._file_of)
+        return set(self._stored)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold them."""
+        names = {part.file for tensor in self._stored.values() for part in (tensor, tensor.scales) if part}
+        return [self.folder / name for name in sorted(names)]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, whole.
+        """One tensor, a view of its file where it stands there as it is: what is not touched is not read.
 
         Raises:
             ConversionError: It is not in the checkpoint.
         """
-        return self._opened(name).get_tensor(name)
+        if name not in self._stored:
+            raise ConversionError(
+                f"{self.folder}: tensor {name!r} is missing; it has {len(self._stored)} others. "
+                "The checkpoint is of another architecture, or incomplete."
+            )
+        stored = self._stored[name]
+        weight = self._part(stored)
+        if stored.scales is None:
+            return weight
+        first_row = stored.rows[0] if stored.rows is not None else 0
+        return dequantized(weight, self._part(replace(stored.scales, expert=stored.expert)), first_row)
+
+    def _part(self, stored: StoredTensor) -> Tensor:
+        mapped = self._map(stored.file)
+        if stored.expert is None and stored.rows is None:
+            return mapped.get_tensor(stored.name)
+        rows = slice(*stored.rows) if stored.rows is not None else slice(None)
+        whole = mapped.get_slice(stored.name)
+        return whole[rows] if stored.expert is None else whole[stored.expert, rows]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor, read from the headers alone."""
+        return {name: stored.shape for name, stored in self._stored.items()}
 
     def dtypes(self) -> dict[str, str]:
         """Safetensors' name of each tensor's dtype ("BF16"), read from the headers alone."""
-        return {name: str(self._opened(name).get_slice(name).get_dtype()) for name in self._file_of}
+        return {name: stored.shown_dtype for name, stored in self._stored.items()}
 
-    def _opened(self, name: str) -> safe_open:
-        if name not in self._file_of:
-            raise ConversionError(
-                f"{self.folder}: tensor {name!r} is missing; it has {len(self._file_of)} others. "
-                "The checkpoint is of another architecture, or incomplete."
-            )
-        return self._open[self._file_of[name]]
+    def file_of(self, name: str) -> Path:
+        """Where a tensor is."""
+        return self.folder / self._stored[name].file
 
 
 def write_hf_checkpoint(

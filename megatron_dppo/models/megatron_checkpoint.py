@@ -152,7 +152,7 @@ class PendingSave:
             folder: Where to write.
             is_copied: Hold copies, so that training may change the tensors before they are written.
         """
-        with _results_in_this_process():
+        with results_in_this_process():
             self._request: Any = plan_save(state, folder)
         self._buckets: list[Any] = []
         if self._request.async_fn is not None:
@@ -193,16 +193,25 @@ class PendingSave:
             CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
         """
         self._buckets = []
-        with _disk_errors_kept() as errors:
-            try:
-                for finalize in self._request.finalize_fns:
-                    finalize()
-            except CheckpointException as error:
-                raise CheckpointError(f"the checkpoint's metadata could not be written: {error}") from error
-        reason: list[Any] = [str(errors[0]) if errors else None]
-        dist.broadcast_object_list(reason, src=0)
-        if reason[0] is not None:
-            raise CheckpointError(f"the checkpoint's metadata could not be written: {reason[0]}")
+        finish_save(self._request)
+
+
+def finish_save(request: Any) -> None:
+    """Write a planned save's metadata; every rank calls this, after all have written.
+
+    Raises:
+        CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
+    """
+    with _disk_errors_kept() as errors:
+        try:
+            for finalize in request.finalize_fns:
+                finalize()
+        except CheckpointException as error:
+            raise CheckpointError(f"the checkpoint's metadata could not be written: {error}") from error
+    reason: list[Any] = [str(errors[0]) if errors else None]
+    dist.broadcast_object_list(reason, src=0)
+    if reason[0] is not None:
+        raise CheckpointError(f"the checkpoint's metadata could not be written: {reason[0]}")
 
 
 @contextmanager
@@ -245,7 +254,7 @@ def save_sharded(state: dict[str, Any], folder: Path) -> None:
 
 
 @contextmanager
-def _results_in_this_process() -> Iterator[None]:
+def results_in_this_process() -> Iterator[None]:
     """Let a save hand over what it wrote in a plain queue.
 
     Megatron otherwise starts a manager process by spawning, which takes seconds and runs the main module again.

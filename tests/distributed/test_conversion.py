@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from converting import convert, differences
 from tiny import write_model
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.models.hf_checkpoint import HFWeights
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-
-
-def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +24,23 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "first", mlp_only_layers=[1])
     model = Qwen3MoeForCausalLM.from_pretrained(folder / "first", dtype=torch.bfloat16)
     model.save_pretrained(folder / "hf", max_shard_size="50KB")
-    done = convert("to-megatron", "--hf", folder / "hf", "--out", folder / "megatron")
+    command = [sys.executable, TOOL, "to-megatron", "--hf", folder / "hf", "--out", folder / "megatron"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_there_and_back_is_bit_exact(converted: Path) -> None:
     done = convert("to-hf", "--megatron", converted / "megatron", "--out", converted / "back")
-    assert done.returncode == 0, done.stderr
-    before, after = HFWeights(converted / "hf"), HFWeights(converted / "back")
-    assert before.names == after.names
-    for name in before.names:
-        assert after.tensor(name).dtype == torch.bfloat16
-        assert torch.equal(before.tensor(name).view(torch.int16), after.tensor(name).view(torch.int16)), name
+    assert done.exit_code == 0, done.stderr
+    assert set(HFWeights(converted / "back").dtypes().values()) == {"BF16"}
+    assert differences(converted / "hf", converted / "back") == []
     assert (converted / "back" / "config.json").read_bytes() == (converted / "hf" / "config.json").read_bytes()
 
 
 def test_an_existing_output_is_refused(converted: Path) -> None:
     done = convert("to-megatron", "--hf", converted / "hf", "--out", converted / "megatron")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "exists" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -55,7 +49,7 @@ def test_an_existing_output_is_refused(converted: Path) -> None:
     [
         ("architectures", ["MixtralForCausalLM"], "MixtralForCausalLM"),
         ("norm_topk_prob", False, "norm_topk_prob"),
-        ("hidden_size", 64, "Megatron expects"),
+        ("hidden_size", 64, "has shape"),
         ("num_hidden_layers", 2, "left over"),
     ],
 )
@@ -66,7 +60,7 @@ def test_weights_and_config_that_do_not_fit_are_refused(
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     done = convert("to-megatron", "--hf", tmp_path / "hf", "--out", tmp_path / "out")
-    assert done.returncode == 2, done.stderr
+    assert done.exit_code == 2, done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -76,7 +70,7 @@ def test_a_torn_megatron_checkpoint_is_refused(converted: Path, tmp_path: Path) 
     for file in (tmp_path / "torn" / "megatron").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:50])
     done = convert("to-hf", "--megatron", tmp_path / "torn", "--out", tmp_path / "out")
-    assert done.returncode == 2, done.stderr
-    assert "cannot be loaded" in done.stderr
+    assert done.exit_code == 2, done.stderr
+    assert "torn" in done.stderr
     done = convert("to-hf", "--megatron", tmp_path / "nowhere", "--out", tmp_path / "out")
-    assert done.returncode == 2
+    assert done.exit_code == 2

@@ -1,0 +1,59 @@
+"""What stands beside a checkpoint's weights: config.json and tokenizer, of the weights as they are written."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.actor.layout import read_model_config
+from megatron_dppo.errors import ConfigError, ConversionError
+from megatron_dppo.models.architectures import variant_problems
+from megatron_dppo.models.hf_checkpoint import copy_model_files
+from megatron_dppo.models.hf_layouts import BLOCK
+
+_QUANTIZED = "quantization_config"
+
+
+def read_convertible_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder to convert, as that of the weights that come out.
+
+    Block-wise 8-bit weights become bfloat16 when they are read, so the entry that describes them is left out.
+
+    Raises:
+        ConfigError: There is none, it is torn, or it describes a model that we would compute wrongly.
+    """
+    path, content = read_model_config(folder)
+    hf = _of_dequantized(content, path)
+    problems = list(variant_problems(hf))
+    if problems:
+        raise ConfigError(problems)
+    return hf
+
+
+def write_description(template: Path, out: Path) -> None:
+    """Copy config, tokenizer and licence; config.json byte for byte, unless the weights were dequantised.
+
+    Args:
+        template: A Hugging Face folder, or a Megatron checkpoint's `hf/`.
+        out: A folder, made where it is missing.
+    """
+    copy_model_files(template, out)
+    path = out / "config.json"
+    content = json.loads(path.read_text())
+    if _QUANTIZED in content:
+        path.write_text(json.dumps(_of_dequantized(content, path), indent=2) + "\n")
+
+
+def _of_dequantized(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    quantized = content.get(_QUANTIZED)
+    if quantized is None:
+        return dict(content)
+    table: Mapping[str, Any] = quantized if isinstance(quantized, Mapping) else {}
+    found = (table.get("quant_method"), table.get("weight_block_size"))
+    if found != ("fp8", [BLOCK, BLOCK]):
+        raise ConversionError(
+            f"{path}: {_QUANTIZED} with quant_method {found[0]!r} and weight_block_size {found[1]!r}. Expected "
+            f"'fp8' with [{BLOCK}, {BLOCK}], or unquantised weights: convert the model's bfloat16 checkpoint."
+        )
+    rest = {key: value for key, value in content.items() if key != _QUANTIZED}
+    return rest | {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in rest}

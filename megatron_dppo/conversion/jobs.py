@@ -1,0 +1,37 @@
+"""Work in threads and over processes: each job once, and an error of one known to all."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from megatron_dppo.errors import ConversionError
+from megatron_dppo.runtime import Runtime
+
+T = TypeVar("T")
+
+
+def run_jobs(runtime: Runtime, jobs: Sequence[T], work: Callable[[T], None], num_threads: int) -> None:
+    """Do this process's jobs, and wait for the other processes'; all of them call this together.
+
+    Args:
+        runtime: This process.
+        jobs: Of this process.
+        work: Does one; called in several threads.
+        num_threads: How many jobs are done at a time.
+
+    Raises:
+        ConversionError: A job of another process failed. What one of this process raised is raised as it was.
+    """
+    own: BaseException | None = None
+    with ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(work, job) for job in jobs]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        own = next((error for future in done if (error := future.exception()) is not None), None)
+        if own is not None:
+            pool.shutdown(cancel_futures=True)
+    failures = runtime.all_gather(None if own is None else f"{type(own).__name__}: {own}")
+    if own is not None:
+        raise own
+    other = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
+    if other is not None:
+        raise ConversionError(f"rank {other[0]}: {other[1]}")

@@ -1,0 +1,200 @@
+"""Checkpoints of either kind as Hugging Face tensors, by name and in parts that are read at once."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.conversion.pieces import Piece, pieces_of
+from megatron_dppo.conversion.stored_tensors import StoredTensors
+from megatron_dppo.errors import CheckpointError, ConversionError
+from megatron_dppo.models.family import HFConfig, family_of, read_hf_config
+from megatron_dppo.models.hf_checkpoint import HFWeights
+from megatron_dppo.models.weight_map import ADAPTER_SUFFIX
+
+WEIGHTS = "megatron"
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Source(Protocol):
+    """Tensors under Hugging Face names; threads may share one."""
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        ...
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that hold them."""
+        ...
+
+    def outline(self) -> dict[str, Tensor]:
+        """Each tensor's shape and dtype, on the meta device, in the order in which reading is fastest."""
+        ...
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Names that are best read together; each name is in one group."""
+        ...
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of these names, which are of one group."""
+        ...
+
+
+class HuggingFaceSource:
+    """A folder of safetensors."""
+
+    def __init__(self, weights: HFWeights) -> None:
+        self.weights = weights
+        self.folder = weights.folder
+        self.files = weights.files
+
+    def outline(self) -> dict[str, Tensor]:
+        """Names, shapes and dtypes, file by file."""
+        dtypes, shapes = self.weights.dtypes(), self.weights.shapes()
+        odd = next((name for name, dtype in dtypes.items() if dtype not in SAFETENSORS_DTYPES), None)
+        if odd is not None:
+            raise ConversionError(
+                f"{self.weights.file_of(odd)}: {odd!r} is of type {dtypes[odd]}; expected one of "
+                f"{', '.join(SAFETENSORS_DTYPES)}."
+            )
+        names = sorted(shapes, key=lambda name: (self.weights.file_of(name), name))
+        return {
+            name: torch.empty(shapes[name], dtype=SAFETENSORS_DTYPES[dtypes[name]], device="meta")
+            for name in names
+        }
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """One tensor each."""
+        return [(name,) for name in self.outline()]
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Views of the mapped files where they hold the tensors as they are."""
+        for name in names:
+            yield name, self.weights.tensor(name)
+
+
+class MegatronSource:
+    """A Megatron checkpoint of ours, from a conversion or a run of any layout; LoRA's updates are added."""
+
+    def __init__(self, folder: Path, hf: HFConfig | None = None) -> None:
+        """Compare what is stored with what the model needs.
+
+        Args:
+            folder: With `megatron/` and `hf/`.
+            hf: The model's config.json; none reads `hf/config.json`.
+
+        Raises:
+            CheckpointError: It is torn, of another model, or holds code.
+            ConfigError: The config is of no supported model.
+        """
+        if not (folder / WEIGHTS / "metadata.json").is_file():
+            raise CheckpointError(
+                f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from "
+                "tools/convert_checkpoint.py or from a run's checkpoints/; check the path."
+            )
+        self.folder = folder
+        self.hf = hf if hf is not None else read_hf_config(folder)
+        self.stored = StoredTensors(folder / WEIGHTS)
+        self.files = self.stored.files
+        self._table = family_of(self.hf).weight_table(self.hf)
+        self._pieces = list(pieces_of(self.hf))
+        self._piece_of = {name: piece for piece in self._pieces for name in piece.hf}
+        self._require_fit()
+
+    def _require_fit(self) -> None:
+        shapes = self.stored.shapes
+        for piece in self._pieces:
+            found = shapes.get(piece.key, ())
+            is_padded = piece.rule.is_vocabulary and found[1:] == piece.whole[1:] and found > piece.whole
+            if found != piece.whole and not is_padded:
+                raise CheckpointError(
+                    f"{self.stored.folder}: {piece.key!r} is {found or 'missing'}; expected "
+                    f"shape {piece.whole}. The checkpoint is of another model than its config.json says."
+                )
+        weights = {key for key in shapes if not key.startswith("optimizer.")}
+        known = {piece.key for piece in self._pieces}
+        extra = sorted(key for key in weights - known if f"{ADAPTER_SUFFIX}." not in key)
+        if extra:
+            raise CheckpointError(
+                f"{self.stored.folder}: {len(extra)} tensors are left over (first: {extra[:3]}). "
+                "The checkpoint is of another model than its config.json says."
+            )
+
+    def outline(self) -> dict[str, Tensor]:
+        """Names, shapes and dtypes, in the order of the layers."""
+        dtypes = self.stored.dtypes
+        return {
+            name: torch.empty(shape, dtype=dtypes[piece.key], device="meta")
+            for piece in self._pieces
+            for name, shape in zip(piece.hf, piece.hf_shapes, strict=True)
+        }
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """All experts' tensors of one linear, or queries, keys and values, or one tensor."""
+        return [piece.hf for piece in self._pieces]
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Views of a block that is read once."""
+        piece = self._piece_of[names[0]]
+        block = self.stored.region(piece.key, piece.offset, piece.shape)
+        wanted, adapters = set(names), dict[str, _Adapter | None]()
+        for index, (name, tensor) in enumerate(zip(piece.hf, piece.unfuse(block, self._table), strict=True)):
+            if name not in wanted:
+                continue
+            linear = name.split(".")[-2]
+            if linear not in adapters:
+                adapters[linear] = self._adapter(piece, linear)
+            adapter = adapters[linear]
+            yield name, tensor if adapter is None else adapter.merged(tensor, index)
+
+    def _adapter(self, piece: Piece, linear: str) -> "_Adapter | None":
+        """What is stored beside a linear of the piece's layer."""
+        if piece.layer is None:
+            return None
+        module = piece.key.rpartition(".")[0]
+        if piece.rule.is_expert:
+            module = piece.key.replace(".mlp.experts.experts.linear_", ".mlp.experts_").removesuffix(".weight")
+        module += ADAPTER_SUFFIX
+        if f"{module}.{linear}.lora_A" not in self.stored.shapes:
+            return None
+        alpha = int(self._of_layer(f"{module}.alpha", piece).flatten()[0])
+        factors = [self._of_layer(f"{module}.{linear}.{name}", piece) for name in ("lora_A", "lora_B")]
+        return _Adapter(alpha, factors[0], factors[1])
+
+    def _of_layer(self, key: str, piece: Piece) -> Tensor:
+        shape = self.stored.shapes[key]
+        if not piece.has_layer_axis:
+            return self.stored.region(key, (0,) * len(shape), shape)
+        assert piece.layer is not None
+        offset = (piece.layer, *(0 for _ in shape[1:]))
+        return self.stored.region(key, offset, (1, *shape[1:]))[0]
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """LoRA's factors of a linear, or of one linear of all experts."""
+
+    alpha: int
+    lora_a: Tensor  # [(experts,) rank, in]
+    lora_b: Tensor  # [(experts,) out, rank]
+
+    def merged(self, weight: Tensor, index: int) -> Tensor:
+        """The weight, of the `index`th expert where there are some, with its update, added in float32."""
+        lora_a, lora_b = (x[index] if x.dim() > 2 else x for x in (self.lora_a, self.lora_b))
+        update = self.alpha / lora_a.shape[0] * (lora_b.float() @ lora_a.float())
+        return (weight.float() + update).to(weight.dtype)

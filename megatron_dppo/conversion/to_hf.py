@@ -1,0 +1,128 @@
+"""Any source -> a Hugging Face folder that transformers and SGLang read, file by file."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_dppo.conversion.description import write_description
+from megatron_dppo.conversion.jobs import run_jobs
+from megatron_dppo.conversion.options import Options
+from megatron_dppo.conversion.sources import Source
+from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
+from megatron_dppo.models.hf_checkpoint import INDEX
+from megatron_dppo.runtime import Runtime
+
+
+@dataclass
+class Shard:
+    """What comes into one file: names that are read together, in their order."""
+
+    groups: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    num_bytes: int = 0
+
+
+def write_hf(source: Source, template: Path, out: Path, options: Options, runtime: Runtime) -> None:
+    """Write a Hugging Face folder, whole or not at all; every process calls this together.
+
+    An earlier start that was interrupted is gone on with, where source and options are the same. A process
+    holds one file's tensors for each of its writers.
+
+    Args:
+        source: What to write.
+        template: Folder whose config, tokenizer and licence are copied.
+        out: The folder to make.
+        options: How.
+        runtime: This process.
+
+    Raises:
+        ConversionError: `out` exists or cannot be written.
+        CheckpointError: The source is torn.
+    """
+    sizes = {name: _num_bytes(tensor, options.dtype) for name, tensor in source.outline().items()}
+    shards = plan_shards(source.groups(), sizes, options.file_bytes)
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    plan = {
+        "from": fingerprint(source.files),
+        "dtype": str(options.dtype),
+        "files": [[name for group in shard.groups for name in group] for shard in shards],
+    }
+    output = runtime.on_main(lambda: UnfinishedOutput(out, plan, sum(sizes.values())))
+    writer = _ShardWriter(source, output, options)
+    jobs = list(zip(files, shards, strict=True))[runtime.rank :: runtime.world_size]
+    run_jobs(runtime, jobs, writer.write, options.num_writers)
+
+    def publish() -> None:
+        file_of = {
+            name: file
+            for file, shard in zip(files, shards, strict=True)
+            for group in shard.groups
+            for name in group
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
+        output.write(INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
+        with disk_errors(output.folder):
+            write_description(template, output.folder)
+            output.publish()
+
+    runtime.on_main(publish)
+
+
+def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], file_bytes: int) -> list[Shard]:
+    """Which names come into which file: a group is divided only where it is larger than a file.
+
+    Args:
+        groups: Names that are read together.
+        sizes: Bytes of each tensor.
+        file_bytes: Most bytes of a file, unless one tensor alone is larger.
+    """
+    shards = [Shard()]
+    for group in groups:
+        whole = sum(sizes[name] for name in group)
+        parts = [group] if whole <= file_bytes else list(_divided(group, sizes, file_bytes))
+        for part in parts:
+            size = sum(sizes[name] for name in part)
+            if shards[-1].groups and shards[-1].num_bytes + size > file_bytes:
+                shards.append(Shard())
+            shards[-1].groups.append(part)
+            shards[-1].num_bytes += size
+    return shards
+
+
+def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) -> Iterator[tuple[str, ...]]:
+    part: list[str] = []
+    for name in group:
+        if part and sum(sizes[other] for other in part) + sizes[name] > file_bytes:
+            yield tuple(part)
+            part = []
+        part.append(name)
+    yield tuple(part)
+
+
+def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+
+class _ShardWriter:
+    """Writes the files that an earlier start has not written."""
+
+    def __init__(self, source: Source, output: UnfinishedOutput, options: Options) -> None:
+        self._source, self._output, self._options = source, output, options
+
+    def write(self, job: tuple[str, Shard]) -> None:
+        """Read a file's tensors, then write them."""
+        file, shard = job
+        if self._output.file(file).is_file():
+            self._options.on_bytes(shard.num_bytes)
+            return
+        tensors: dict[str, Tensor] = {}
+        for group in shard.groups:
+            for name, tensor in self._source.read(group):
+                own = tensor.to(self._options.dtype or tensor.dtype, copy=True)
+                tensors[name] = own.contiguous()
+                self._options.on_bytes(own.numel() * own.itemsize)
+        self._output.write(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))

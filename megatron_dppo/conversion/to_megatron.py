@@ -1,0 +1,212 @@
+"""Hugging Face tensors -> a Megatron checkpoint that any parallel layout loads."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.actor import cpu, mcore_fixes
+from megatron_dppo.conversion.description import write_description
+from megatron_dppo.conversion.jobs import run_jobs
+from megatron_dppo.conversion.options import Options
+from megatron_dppo.conversion.pieces import Piece, hf_shapes, pieces_of
+from megatron_dppo.conversion.sources import WEIGHTS, Source
+from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
+from megatron_dppo.errors import ConversionError
+from megatron_dppo.models.family import HFConfig, family_of
+from megatron_dppo.models.megatron_checkpoint import HF
+from megatron_dppo.models.streamed_save import Block, Places, StreamedFile, StreamedSave
+from megatron_dppo.runtime import Runtime
+
+_BLOCK_ELEMENTS = 1 << 25
+"""Of stacked experts: a rank loads few that are not its own, and there are not too many blocks to plan."""
+_PARTS = "parts"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
+    """The outline of a source that holds exactly the tensors of its config.json.
+
+    Raises:
+        ConversionError: A tensor is missing, left over, of another shape, or no floating-point number.
+    """
+    found, expected = source.outline(), hf_shapes(hf)
+    is_tied = bool(hf.get("tie_word_embeddings"))
+    if is_tied and "lm_head.weight" in found:
+        _require_tied(source)
+        del found["lm_head.weight"]
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise ConversionError(
+            f"{source.folder}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are "
+            f"left over (first: {extra[:3]}). The weights are of another config.json."
+        )
+    for name, tensor in found.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise ConversionError(
+                f"{_place(source, name)}: {name!r} has shape {tuple(tensor.shape)}; expected {expected[name]}. "
+                "The weights are of another config.json."
+            )
+        if tensor.dtype not in _FLOATS:
+            raise ConversionError(
+                f"{_place(source, name)}: {name!r} is {tensor.dtype}; expected one of "
+                f"{', '.join(map(str, _FLOATS))}. Download the weights again, or in another format."
+            )
+    return found
+
+
+def _place(source: Source, name: str) -> Path:
+    weights: Any = getattr(source, "weights", None)
+    return source.folder if weights is None else weights.file_of(name)
+
+
+def _require_tied(source: Source) -> None:
+    pair = [dict(source.read((name,)))[name] for name in ("lm_head.weight", "model.embed_tokens.weight")]
+    if not torch.equal(*pair):
+        raise ConversionError(
+            f"{source.folder}: 'lm_head.weight' differs from 'model.embed_tokens.weight', while config.json "
+            "says tie_word_embeddings. Correct config.json, or remove the tensor that is wrong."
+        )
+
+
+def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
+    """The type of all tensors.
+
+    Raises:
+        ConversionError: There are several.
+    """
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in outline.items():
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    if len(by_dtype) != 1:
+        found = ", ".join(f"{len(names)} x {dtype} ({names[0]}, …)" for dtype, names in by_dtype.items())
+        raise ConversionError(f"{folder}: tensors of {found}. Expected one type; --dtype makes them one.")
+    return next(iter(by_dtype))
+
+
+def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, runtime: Runtime) -> None:
+    """Write a Megatron checkpoint, whole or not at all; every process calls this together.
+
+    An earlier start that was interrupted is gone on with, where source and options are the same.
+
+    Args:
+        source: What to convert.
+        hf: Its config.json.
+        out: The folder to make.
+        options: How.
+        runtime: This process.
+
+    Raises:
+        ConversionError: The source does not fit `hf`, or `out` exists or cannot be written.
+        CheckpointError: The metadata cannot be written.
+    """
+    cpu.install()
+    mcore_fixes.apply()
+    outline = require_fit(source, hf)
+    dtype = options.dtype or one_dtype(outline, source.folder)
+    pieces = {_key_of(piece): piece for piece in pieces_of(hf, _BLOCK_ELEMENTS)}
+    total = sum(piece.num_elements for piece in pieces.values()) * dtype.itemsize
+    plan = {
+        "from": fingerprint(source.files),
+        "config": dict(hf),
+        "dtype": str(dtype),
+        "file_bytes": options.file_bytes,
+        "processes": runtime.world_size,
+    }
+    output = runtime.on_main(lambda: _begin(out, plan, total))
+    blocks = [Block(p.key, p.whole, p.offset, p.shape, dtype) for p in pieces.values()]
+    save = StreamedSave(_share(blocks, runtime), output.file(WEIGHTS), runtime.rank, options.file_bytes)
+    table = family_of(hf).weight_table(hf)
+
+    def tensor_of(block: Block) -> Tensor:
+        piece = pieces[block.key, block.offset]
+        tensors = [tensor.to(dtype) for name in piece.hf for _, tensor in source.read((name,))]
+        return piece.fuse(tensors, table)
+
+    writer = _FileWriter(output, save, tensor_of, options.on_bytes)
+    run_jobs(runtime, save.files, writer.write, options.num_writers)
+    runtime.on_main(lambda: _gather_parts(output))
+    save.finish({file.name: writer.places(file) for file in save.files})
+    runtime.on_main(lambda: _publish(output, source.folder))
+
+
+def _begin(out: Path, plan: dict[str, Any], total: int) -> UnfinishedOutput:
+    output = UnfinishedOutput(out, plan, total)
+    with disk_errors(output.folder):
+        _scatter_parts(output)
+        output.file(WEIGHTS).mkdir()
+        output.file(_PARTS).mkdir(exist_ok=True)
+    return output
+
+
+def _key_of(piece: Piece) -> tuple[str, tuple[int, ...]]:
+    return piece.key, piece.offset
+
+
+def _share(blocks: list[Block], runtime: Runtime) -> list[Block]:
+    """This process's run of the blocks, by bytes."""
+    total, before, own = sum(block.num_bytes for block in blocks), 0, list[Block]()
+    for block in blocks:
+        if before * runtime.world_size // total == runtime.rank:
+            own.append(block)
+        before += block.num_bytes
+    return own
+
+
+class _FileWriter:
+    """Writes the files of a save that an earlier start has not written."""
+
+    def __init__(
+        self,
+        output: UnfinishedOutput,
+        save: StreamedSave,
+        tensor_of: Callable[[Block], Tensor],
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self._output, self._save, self._tensor_of, self._on_bytes = output, save, tensor_of, on_bytes
+
+    def write(self, file: StreamedFile) -> None:
+        """Write one, and beside it where its items are."""
+        if self._output.file(f"{_PARTS}/{file.name}.json").is_file():
+            self._on_bytes(file.num_bytes)
+            return
+        places: Places = []
+
+        def counted(block: Block) -> Tensor:
+            tensor = self._tensor_of(block)
+            self._on_bytes(block.num_bytes)
+            return tensor
+
+        def write(path: Path) -> None:
+            places.extend(self._save.write(file, path, counted))
+
+        self._output.write(f"{_PARTS}/{file.name}", write)
+        self._output.write(f"{_PARTS}/{file.name}.json", lambda path: path.write_text(json.dumps(places)))
+
+    def places(self, file: StreamedFile) -> Places:
+        """Where the items of a written file are."""
+        written = self._output.file(f"{_PARTS}/{file.name}.json")
+        return [(offset, length) for offset, length in json.loads(written.read_text())]
+
+
+def _gather_parts(output: UnfinishedOutput) -> None:
+    for file in output.file(_PARTS).glob("*.distcp"):
+        file.rename(output.file(WEIGHTS) / file.name)
+
+
+def _scatter_parts(output: UnfinishedOutput) -> None:
+    """Undo `_gather_parts` of a start that was interrupted after it."""
+    for file in output.file(WEIGHTS).glob("*.distcp"):
+        file.rename(output.file(_PARTS) / file.name)
+    shutil.rmtree(output.file(WEIGHTS), ignore_errors=True)
+
+
+def _publish(output: UnfinishedOutput, template: Path) -> None:
+    with disk_errors(output.folder):
+        write_description(template, output.file(HF))
+        shutil.rmtree(output.file(_PARTS))
+        output.publish()

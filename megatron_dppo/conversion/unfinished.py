@@ -1,0 +1,131 @@
+"""Outputs that appear whole or not at all, and go on where an interrupted conversion stopped."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from megatron_dppo.errors import ConversionError
+
+_PLAN = "conversion.json"
+
+
+class UnfinishedOutput:
+    """A folder beside the output, under another name until it is complete.
+
+    What has been written in it stays when the conversion stops; the same conversion, started again, goes on
+    with it, and any other begins anew.
+    """
+
+    def __init__(self, out: Path, plan: dict[str, Any], num_bytes: int) -> None:
+        """Find what an earlier start left, or begin.
+
+        Args:
+            out: The folder to make.
+            plan: What is converted into what; equal plans write equal files.
+            num_bytes: About how large the output becomes.
+
+        Raises:
+            ConversionError: `out` exists, its parent does not or cannot be written to, or is too full.
+        """
+        refuse_existing(out)
+        self.out = out
+        self.folder = out.with_name(f".{out.name}.unfinished")
+        plan_file = self.folder / _PLAN
+        text = json.dumps(plan, indent=1, sort_keys=True)
+        try:
+            if not (plan_file.is_file() and plan_file.read_text() == text):
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir(parents=True)
+            written = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+            self._require_free(num_bytes - written)
+            plan_file.write_text(text)
+        except OSError as error:
+            raise ConversionError(
+                f"{self.folder}: {error}. Expected a folder that can be written to; give another --out."
+            ) from error
+
+    def _require_free(self, num_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if num_bytes > free:
+            raise ConversionError(
+                f"{self.out}: {free / 1e9:.2f} GB are free on its disk; expected at least "
+                f"{num_bytes / 1e9:.2f} GB. Make room, or give an --out on another disk."
+            )
+
+    def file(self, name: str) -> Path:
+        """Where a file of the output stands for now."""
+        return self.folder / name
+
+    def write(self, name: str, write: Callable[[Path], Any]) -> None:
+        """Write a file that appears under its name when all of it is on disk.
+
+        Raises:
+            ConversionError: The disk is full, or fails in another way.
+        """
+        file = self.file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.partial")
+        with disk_errors(file):
+            write(partial)
+            sync(partial)
+            partial.rename(file)
+
+    def publish(self) -> None:
+        """Give the output its name."""
+        (self.folder / _PLAN).unlink()
+        refuse_existing(self.out)
+        for folder in {file.parent for file in self.folder.rglob("*")}:
+            sync(folder)
+        self.folder.rename(self.out)
+        sync(self.out.parent)
+
+
+@contextmanager
+def disk_errors(file: Path) -> Iterator[None]:
+    """Raise what a disk refuses as an error that names the file.
+
+    Raises:
+        ConversionError: In the place of an OSError, or of what safetensors makes of one.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConversionError(
+            f"{file}: {error}. Is the disk full? Nothing has the output's name yet. Make room and start the "
+            f"same command again, which goes on with {file.parent}; or remove that folder."
+        ) from error
+
+
+def refuse_existing(out: Path) -> None:
+    """Go on only with an output that is not there.
+
+    Raises:
+        ConversionError: It is.
+    """
+    if out.exists():
+        raise ConversionError(f"--out: {out} exists. Give a new folder, or remove that one first.")
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Changes when one of the files does: names, sizes and times of change."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        found = file.stat()
+        digest.update(f"{file.resolve()}\0{found.st_size}\0{found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,39 @@
+"""The conversion tool in this process, and checkpoints compared bit for bit."""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from megatron_dppo.models.hf_checkpoint import HFWeights
+
+
+def convert(*arguments: object) -> Result:
+    """Run tools/convert_checkpoint.py without starting an interpreter for it."""
+    app = importlib.import_module("convert_checkpoint").app
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def converted(*arguments: object) -> None:
+    """Run it and expect that it succeeds."""
+    done = convert(*arguments)
+    assert done.exit_code == 0, done.output + repr(done.exception)
+
+
+def differences(folder: Path, tensors: Mapping[str, Tensor] | Path) -> list[str]:
+    """Names of a folder's tensors that are missing, left over, or not the same bits in the other."""
+    first = HFWeights(folder)
+    other = HFWeights(tensors) if isinstance(tensors, Path) else tensors
+    names = other.names if isinstance(other, HFWeights) else set(other)
+    tensor_of = other.tensor if isinstance(other, HFWeights) else other.__getitem__
+
+    def is_changed(name: str) -> bool:
+        pair = first.tensor(name), tensor_of(name)
+        kinds = {(tensor.dtype, tensor.shape) for tensor in pair}
+        return len(kinds) > 1 or not torch.equal(*(t.contiguous().view(torch.uint8) for t in pair))
+
+    changed = [name for name in first.names & names if is_changed(name)]
+    return sorted((first.names ^ names) | set(changed))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from converting import converted
 from ranks import run_ranks
 from tiny import logits_of, random_groups
 from tiny_families import write_family
@@ -39,7 +40,7 @@ def measure_all(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
-    """An actor with the model of `folder`, against transformers with the same."""
+    """An actor with what the tool makes of `folder`, against transformers with the folder itself."""
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor
@@ -49,7 +50,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
     config = Config.model_validate(
         {
-            "model": {"load": str(folder), "dtype": "float32"},
+            "model": {"load": str(_converted(folder)), "dtype": "float32"},
             "parallel": {"max_tokens_per_microbatch": 60},
             "algorithm": {"preset": "dppo_binary_tv"},
             "optimizer": {"distributed": False},
@@ -77,6 +78,10 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
         "changed": _changed_by_conversion(actor, folder),
         "generation_error": _generation_error(actor, model),
     }
+
+
+def _converted(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name} converted")
 
 
 def _logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
@@ -157,6 +162,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     folder = tmp_path_factory.mktemp("families")
     for case, (architecture, changes) in CASES.items():
         write_family(folder / case, architecture, **changes)
+        converted("to-megatron", "--hf", folder / case, "--out", _converted(folder / case))
     return run_ranks(measure_all, 1, folder, str(folder))[0]
 
 

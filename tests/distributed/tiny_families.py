@@ -26,7 +26,7 @@ EXPERT_SIZES: dict[str, Any] = dict(
 )
 
 
-def write_family(folder: Path, architecture: str, **changes: Any) -> Path:
+def write_family(folder: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """Save a random model whose distributions and routers are far from flat, norms and biases included."""
     model_class = getattr(transformers, architecture)
     config_class = model_class.config_class
@@ -37,5 +37,5 @@ def write_family(folder: Path, architecture: str, **changes: Any) -> Path:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder

@@ -1,0 +1,135 @@
+"""Hugging Face -> Megatron -> Hugging Face changes no bit, whichever layout loads and saves in between."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converting import converted, differences
+from ranks import run_ranks
+from test_resharding import NUM_LAYERS, build, losses
+from tiny_families import write_family
+
+from megatron_dppo.runtime import Runtime
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("Qwen3MoeForCausalLM", {}),
+    "experts, tied, and a dense layer": (
+        "Qwen3MoeForCausalLM",
+        {"mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "Qwen3": ("Qwen3ForCausalLM", {}),
+    "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "Qwen2, biases": ("Qwen2ForCausalLM", {}),
+    "Qwen2, tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "Llama": ("LlamaForCausalLM", {}),
+    "Llama, tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+}
+WITH_EXPERTS = [name for name, (architecture, _) in MODELS.items() if "Moe" in architecture]
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one process": (1, {}),
+    "TP2": (2, {"tensor": 2}),
+    "PP2": (2, {"pipeline": 2}),
+    "EP2": (2, {"expert": 2}),
+    "EP2 ETP2": (4, {"expert": 2, "expert_tensor": 2}),
+    "TP2 PP2": (4, {"tensor": 2, "pipeline": 2}),
+    "TP2 PP2 EP2": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1}),
+}
+layouts = pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if size > 2 else ()) for name, (size, _) in LAYOUTS.items()],
+)
+
+
+def models_of(layout: str) -> list[str]:
+    """Those that have what the layout splits."""
+    return WITH_EXPERTS if "expert" in LAYOUTS[layout][1] else list(MODELS)
+
+
+def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> None:
+    """Load each converted checkpoint on a layout, save it from there, and load what was saved once more."""
+    from megatron_dppo.actor import cpu, mcore_fixes
+    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
+    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.config.schema import ParallelConfig
+    from megatron_dppo.models.build import build_model, transformer_config
+    from megatron_dppo.models.convert import export_hf_weights
+    from megatron_dppo.models.family import read_hf_config
+    from megatron_dppo.models.hf_checkpoint import copy_model_files, write_hf_checkpoint
+    from megatron_dppo.models.megatron_checkpoint import (
+        HF,
+        WEIGHTS,
+        load_weights,
+        model_states,
+        save_sharded,
+    )
+
+    cpu.install()
+    mcore_fixes.apply()
+    parallel = Layout.of(ParallelConfig(**LAYOUTS[layout][1]), runtime.world_size)
+    initialize_groups(parallel, seed=0)
+    for name in names:
+        model, source = Path(folder, name), Path(folder, f"{name}.megatron")
+        out, exported = Path(folder, f"{name}.{layout}"), Path(folder, f"{name}.{layout}.exported")
+        hf = read_hf_config(source)
+        chunks = build_model(hf, transformer_config(hf, torch.bfloat16, megatron_sizes(parallel), {}))
+        load_weights(chunks, source, hf)
+        runtime.on_main(lambda out=out, model=model: copy_model_files(model, out / HF))
+        runtime.on_main(lambda out=out: (out / WEIGHTS).mkdir())
+        save_sharded(model_states(chunks), out / WEIGHTS)
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.fill_(float("nan"))
+        load_weights(chunks, model, hf)
+        weights = export_hf_weights(chunks, hf)
+        if runtime.is_main:
+            write_hf_checkpoint(weights, exported, model)
+        else:
+            list(weights)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every model in bfloat16, with a Megatron checkpoint of each."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (architecture, changes) in MODELS.items():
+        write_family(folder / name, architecture, torch.bfloat16, num_hidden_layers=NUM_LAYERS, **changes)
+        converted("to-megatron", "--hf", folder / name, "--out", folder / f"{name}.megatron")
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_changes_no_bit(models: Path, tmp_path: Path, name: str) -> None:
+    source = models / f"{name}.megatron"
+    converted("to-hf", "--megatron", source, "--out", tmp_path / "hf", "--shard-size", "0.05MB", "--writers", 2)
+    assert differences(models / name, tmp_path / "hf") == []
+    converted("verify", models / name, source)
+    converted("verify", source, tmp_path / "hf")
+
+
+@layouts
+def test_what_a_layout_loads_and_saves_is_the_same_to_the_bit(
+    models: Path, tmp_path: Path, layout: str
+) -> None:
+    names = models_of(layout)
+    run_ranks(save_again, LAYOUTS[layout][0], tmp_path, str(models), layout, names)
+    for name in names:
+        assert differences(models / name, models / f"{name}.{layout}.exported") == [], "read directly"
+        converted("to-hf", "--megatron", models / f"{name}.{layout}", "--out", tmp_path / name)
+        assert differences(models / name, tmp_path / name) == [], "converted, loaded, saved, converted"
+
+
+def train_both(runtime: Runtime, folder: str) -> list[list[float]]:
+    """Losses of two steps from the Hugging Face folder, and from its conversion."""
+    return [
+        losses(runtime, build(runtime, str(Path(folder, name)), "one process"), 2)
+        for name in ("hf", "megatron")
+    ]
+
+
+def test_a_converted_checkpoint_trains_as_the_original_does(tmp_path: Path) -> None:
+    write_family(tmp_path / "hf", "Qwen3MoeForCausalLM", num_hidden_layers=NUM_LAYERS)
+    converted("to-megatron", "--hf", tmp_path / "hf", "--out", tmp_path / "megatron")
+    (before, after) = run_ranks(train_both, 1, tmp_path, str(tmp_path))[0]
+    assert before == after and before[0] != before[1]

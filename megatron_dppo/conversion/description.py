@@ -8,6 +8,7 @@ from typing import Any
 from megatron_dppo.actor.layout import read_model_config
 from megatron_dppo.errors import ConfigError, ConversionError
 from megatron_dppo.models.architectures import variant_problems
+from megatron_dppo.models.family import family_of
 from megatron_dppo.models.hf_checkpoint import copy_model_files
 from megatron_dppo.models.hf_layouts import BLOCK
 
@@ -24,6 +25,7 @@ def read_convertible_config(folder: Path) -> dict[str, Any]:
     """
     path, content = read_model_config(folder)
     hf = _of_dequantized(content, path)
+    family_of(hf)
     problems = list(variant_problems(hf))
     if problems:
         raise ConfigError(problems)

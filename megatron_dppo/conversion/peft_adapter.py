@@ -87,9 +87,8 @@ def _pairs(weights: HFWeights) -> dict[str, tuple[str, str]]:
         factors.setdefault(match[1].removeprefix(_PREFIX) + ".weight", {})[match[2]] = name
     for name, pair in factors.items():
         if len(pair) != 2:
-            raise ConversionError(
-                f"{weights.folder}: {name!r} has {sorted(pair)} alone; expected both factors."
-            )
+            found = f"{weights.folder}: {name!r} has {next(iter(pair))} alone"
+            raise ConversionError(f"{found}; expected both factors. Copy or download the adapter again.")
     return {name: (pair["lora_A"], pair["lora_B"]) for name, pair in factors.items()}
 
 

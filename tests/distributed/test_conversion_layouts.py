@@ -66,7 +66,7 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
 
     cpu.install()
     mcore_fixes.apply()
-    parallel = Layout.of(ParallelConfig(**LAYOUTS[layout][1]), runtime.world_size)
+    parallel = Layout.of(ParallelConfig.model_validate(LAYOUTS[layout][1]), runtime.world_size)
     initialize_groups(parallel, seed=0)
     for name in names:
         model, source = Path(folder, name), Path(folder, f"{name}.megatron")

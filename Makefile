@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 TRL_VENV := .venv-trl
+MBRIDGE_VENV := .venv-mbridge
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.21
 
-.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-trl gpu chromium
+.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -24,6 +25,7 @@ help:
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
 	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
+	@echo "make bench-convert  conversion of a 3 GB model beside a copy of the files and mbridge (own environment)"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
 	@echo "make gpu         the tests and benchmarks that need a GPU"
 	@echo "make venv        only the environment, .venv; PYTHON=python3.11 picks the interpreter"
@@ -114,6 +116,17 @@ bench-loss: venv
 
 bench-save: venv
 	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_save.py
+
+bench-convert: venv $(MBRIDGE_VENV)/.stamp
+	$(RUN) tools/benchmark_convert.py --mbridge-python $(MBRIDGE_VENV)/bin/python
+
+# mbridge names its dependencies as an extra, Megatron-Core of any version among them: ours are there, and einops.
+$(MBRIDGE_VENV)/.stamp: setup.py constraints.txt Makefile
+	test -x $(MBRIDGE_VENV)/bin/python || $(PYTHON) -m venv $(MBRIDGE_VENV)
+	$(MBRIDGE_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(MBRIDGE_VENV)/bin/python -m pip install --quiet -c constraints.txt -e .
+	$(MBRIDGE_VENV)/bin/python -m pip install --quiet --no-deps mbridge==0.15.1 einops==0.8.2
+	@touch $@
 
 bench-trl: venv $(TRL_VENV)/.stamp
 	$(RUN) tools/benchmark_trl.py --trl-python $(TRL_VENV)/bin/python

@@ -133,3 +133,28 @@ def test_a_converted_checkpoint_trains_as_the_original_does(tmp_path: Path) -> N
     converted("to-megatron", "--hf", tmp_path / "hf", "--out", tmp_path / "megatron")
     (before, after) = run_ranks(train_both, 1, tmp_path, str(tmp_path))[0]
     assert before == after and before[0] != before[1]
+
+
+def convert_together(runtime: Runtime, folder: str) -> None:
+    """Both ways, as the tool does under torchrun."""
+    from megatron_dppo.conversion.description import read_convertible_config
+    from megatron_dppo.conversion.options import Options
+    from megatron_dppo.conversion.sources import HuggingFaceSource, MegatronSource
+    from megatron_dppo.conversion.to_hf import write_hf
+    from megatron_dppo.conversion.to_megatron import write_megatron
+    from megatron_dppo.models.hf_checkpoint import HFWeights
+
+    source, out = Path(folder, "experts"), Path(folder, "shared")
+    options = Options(file_bytes=20_000)
+    config = read_convertible_config(source)
+    write_megatron(HuggingFaceSource(HFWeights(source)), config, out / "megatron", options, runtime)
+    write_hf(MegatronSource(out / "megatron"), source, out / "hf", options, runtime)
+
+
+def test_two_processes_share_a_conversion(models: Path, tmp_path: Path) -> None:
+    run_ranks(convert_together, 2, tmp_path, str(models))
+    shared = models / "shared"
+    assert differences(models / "experts", shared / "hf") == []
+    writers = {file.name.split("_")[2] for file in (shared / "megatron" / "megatron").glob("*.distcp")}
+    assert writers == {"0", "1"}, "each process has written files"
+    assert list(models.glob(".*")) + list(shared.glob(".*")) == []

@@ -1,0 +1,79 @@
+"""A conversion's own memory does not grow with the model: it is a few files' and a few pieces'."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from convert_jobs import GB, memory_gb
+from converting import converted
+
+from megatron_dppo.conversion.pieces import hf_shapes
+from megatron_dppo.models.hf_checkpoint import write_hf_checkpoint
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "vocab_size": 1000,
+    "max_position_embeddings": 64,
+}
+MODEL_BYTES = 100_000_000
+OWN_BYTES = 40_000_000
+
+
+def write_random(folder: Path, config: dict[str, Any]) -> int:
+    """A model of random weights; its bytes."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = hf_shapes(config)
+    weights = ((name, torch.randn(shape).bfloat16()) for name, shape in shapes.items())
+    write_hf_checkpoint(weights, folder / "hf", folder, 8_000_000)
+    return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+@contextmanager
+def peak_of_own_memory() -> Iterator[list[float]]:
+    """How much memory this process takes at most beyond what it has before, in bytes; mapped files left out."""
+    before, grown, is_over = memory_gb("RssAnon"), [0.0], threading.Event()
+
+    def sample() -> None:
+        while not is_over.wait(0.005):
+            grown[0] = max(grown[0], (memory_gb("RssAnon") - before) * GB)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield grown
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_own_memory_stays_far_below_the_model(tmp_path: Path) -> None:
+    write_random(tmp_path / "small", CONFIG | {"num_hidden_layers": 1, "num_experts": 2})
+    model, options = tmp_path / "large", ("--shard-size", "4MB", "--writers", 2)
+    assert write_random(model, CONFIG) > MODEL_BYTES
+    for folder in (tmp_path / "small", model):  # the first one imports what the second one's memory is without
+        peaks: dict[str, float] = {}
+        with peak_of_own_memory() as grown:
+            converted("to-megatron", "--hf", folder / "hf", "--out", folder / "megatron", *options)
+        peaks["to-megatron"] = grown[0]
+        with peak_of_own_memory() as grown:
+            converted("to-hf", "--megatron", folder / "megatron", "--out", folder / "back", *options)
+        peaks["to-hf"] = grown[0]
+        with peak_of_own_memory() as grown:
+            converted("verify", folder / "hf", folder / "back")
+        peaks["verify"] = grown[0]
+    assert {way: peak for way, peak in peaks.items() if peak > OWN_BYTES} == {}

@@ -1,0 +1,136 @@
+"""Time and memory of conversion beside a plain copy of the files and beside mbridge.
+
+    make bench-convert                                        # sets up mbridge's own environment first
+    python tools/benchmark_convert.py --gb 10 --mbridge-python .venv-mbridge/bin/python
+
+A synthetic Qwen3-MoE of random bfloat16 weights is converted from folder to folder, and loaded into a model on
+one process and saved from it, by us and by mbridge. Each job is a process of its own; jobs alternate. Memory is
+the process's own, without mapped files (which the system drops when it wants to), and the peak with them.
+Time is until files are on disk; what is read is in the system's cache. What was written is compared with the
+source, bit for bit. Results go to runs/bench/convert.json. Run it on an idle machine; it warns of a busy one.
+"""
+
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, warn_if_busy, write_json
+from convert_jobs import GB, WRITERS
+
+from megatron_dppo.conversion.compare import compare
+from megatron_dppo.conversion.pieces import hf_shapes
+from megatron_dppo.conversion.sources import HuggingFaceSource
+from megatron_dppo.models.hf_checkpoint import HFWeights, write_hf_checkpoint
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+def main(
+    gb: Annotated[float, typer.Option(min=0.1, help="About how large the model is, in 1e9 bytes.")] = 3.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each job; medians are printed.")] = 3,
+    mbridge_python: Annotated[
+        Path | None, typer.Option(help="Python of an environment with mbridge==0.15.1 beside ours.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where to write; on the disk to measure.")] = None,
+) -> None:
+    """Measure, print and keep the figures."""
+    ours: list[str] = ["copy", "through files", "through a model"]
+    jobs = dict.fromkeys(ours, sys.executable)
+    if mbridge_python is not None:
+        jobs["mbridge"] = str(mbridge_python)
+    others = OtherPrograms()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark_convert.") as made:
+        source = Path(made, "model")
+        size = write_model(source, gb)
+        typer.echo(f"{size / GB:.2f} GB in {len(hf_shapes(read(source)))} tensors, {WRITERS} writers")
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
+        for _ in range(repeats):
+            for name, python in jobs.items():
+                found[name].append(run(name, python, source, Path(made, "out")))
+    header = ["job", "part", "seconds", "own GB", "GB with mapped files", "exact"]
+    show_table("conversion, medians", header, list(rows(found)))
+    warn_if_busy("conversion", others.cores())
+    write_json(OUT / "convert.json", {"machine": machine(), "bytes": size, "writers": WRITERS, "runs": found})
+
+
+def rows(found: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
+    """Job, part, and medians of seconds and of memory; the peak with mapped files is the whole job's."""
+    for name, runs in found.items():
+        resident = statistics.median(run["resident_gb"] for run in runs)
+        is_equal = all(run["is_equal"] for run in runs)
+        for part in runs[0]["parts"]:
+            of = [run["parts"][part] for run in runs]
+            seconds, own = (statistics.median(x[key] for x in of) for key in ("seconds", "anonymous_gb"))
+            yield [name, part, f"{seconds:.1f}", f"{own:.2f}", f"{resident:.2f}", "yes" if is_equal else "NO"]
+
+
+def read(source: Path) -> dict[str, Any]:
+    """config.json."""
+    return json.loads((source / "config.json").read_text())
+
+
+def write_model(out: Path, gb: float) -> int:
+    """A random model of about that size; its bytes."""
+    sizes = [sum(map(math.prod, hf_shapes(CONFIG | {"num_hidden_layers": n}).values())) * 2 for n in (1, 2)]
+    num_layers = max(1, round((gb * GB - sizes[0]) / (sizes[1] - sizes[0])) + 1)
+    config = CONFIG | {"num_hidden_layers": num_layers}
+    template = out.with_name("template")
+    template.mkdir()
+    (template / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = hf_shapes(config)
+    weights = (
+        (name, torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator))
+        for name, shape in shapes.items()
+    )
+    write_hf_checkpoint(weights, out, template, GB // 2)
+    return sum(map(math.prod, shapes.values())) * 2
+
+
+def run(job: str, python: str, source: Path, out: Path) -> dict[str, Any]:
+    """One job in its own process; what it wrote is compared with the source, and removed."""
+    command = [python, "-W", "ignore", str(ROOT / "tools" / "convert_jobs.py"), job, str(source), str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    if done.returncode:
+        raise typer.BadParameter(f"{job} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    written = out if job == "copy" else out / "hf"
+    result = compare(HuggingFaceSource(HFWeights(source)), HuggingFaceSource(HFWeights(written)))
+    shutil.rmtree(out)
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report | {"is_equal": result.is_equal}
+
+
+if __name__ == "__main__":
+    cli(main, __doc__)

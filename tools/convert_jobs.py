@@ -1,0 +1,181 @@
+"""What benchmark_convert.py times, each in a process of its own: python tools/convert_jobs.py JOB SOURCE OUT.
+
+The last line of output is JSON: seconds and peak memory of each part. mbridge's job runs in its environment.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GB = 10**9
+WRITERS = 2
+
+
+def memory_gb(kind: str) -> float:
+    """VmHWM (peak resident memory, mapped files included) or RssAnon (now, without them) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / GB for line in lines if line.startswith(f"{kind}:"))
+
+
+class Watch:
+    """Seconds and peak memory of named parts."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, dict[str, float]] = {}
+        self._peak = 0.0
+        self._is_over = threading.Event()
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(0.01):
+            self._peak = max(self._peak, memory_gb("RssAnon"))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[float]:
+        """Time the body, until its files are on disk; gives the memory before it, mapped files left out."""
+        before, started = memory_gb("RssAnon"), time.perf_counter()
+        self._peak = before
+        yield before
+        os.sync()
+        seconds = time.perf_counter() - started
+        self.parts[name] = {"seconds": seconds, "anonymous_gb": self._peak}
+
+    def report(self) -> None:
+        """Print all parts."""
+        self._is_over.set()
+        print(json.dumps({"parts": self.parts, "resident_gb": memory_gb("VmHWM")}))
+
+
+def copy(source: Path, out: Path, watch: Watch) -> None:
+    """The files, byte for byte."""
+    out.mkdir(parents=True)
+    with watch.part("copy"):
+        for file in sorted(source.iterdir()):
+            shutil.copyfile(file, out / file.name)
+
+
+def through_files(source: Path, out: Path, watch: Watch) -> None:
+    """The tool's two ways, from folder to folder."""
+    from megatron_dppo import runtime
+    from megatron_dppo.actor import cpu, mcore_fixes
+    from megatron_dppo.conversion.description import read_convertible_config
+    from megatron_dppo.conversion.options import Options
+    from megatron_dppo.conversion.sources import HuggingFaceSource, MegatronSource
+    from megatron_dppo.conversion.to_hf import write_hf
+    from megatron_dppo.conversion.to_megatron import write_megatron
+    from megatron_dppo.models.hf_checkpoint import HFWeights
+
+    this = runtime.start(num_threads=torch.get_num_threads())
+    cpu.install()
+    mcore_fixes.apply()
+    options = Options(file_bytes=GB // 2, num_writers=WRITERS)
+    with watch.part("to-megatron"):
+        config, weights = read_convertible_config(source), HFWeights(source)
+        write_megatron(HuggingFaceSource(weights), config, out / "megatron", options, this)
+    with watch.part("to-hf"):
+        write_hf(MegatronSource(out / "megatron"), source, out / "hf", options, this)
+    runtime.stop()
+
+
+def through_model(source: Path, out: Path, watch: Watch) -> None:
+    """A model on one process, filled and written: what training does."""
+    from megatron_dppo.models.convert import export_hf_weights, load_hf_weights
+    from megatron_dppo.models.hf_checkpoint import HFWeights, write_hf_checkpoint
+
+    chunks, hf = built(source)
+    with watch.part("load"):
+        load_hf_weights(chunks, HFWeights(source), hf)
+    out.mkdir(parents=True)
+    with watch.part("save"):
+        write_hf_checkpoint(export_hf_weights(chunks, hf), out / "hf", source, GB // 2)
+
+
+def mbridge(source: Path, out: Path, watch: Watch) -> None:
+    """The same model filled and written by mbridge, which sees Transformer Engine's names."""
+    auto_bridge: Any = importlib.import_module("mbridge").AutoBridge  # of its own environment
+
+    chunks, hf = built(source)
+    bridge: Any = auto_bridge.from_pretrained(str(source))
+    bridge.vocab_size = bridge.padded_vocab_size = hf["vocab_size"]
+    view = EngineNames(chunks[0], hf)
+    with torch.no_grad(), watch.part("load"):
+        bridge.load_weights([view], str(source))
+    out.mkdir(parents=True)
+    with torch.no_grad(), watch.part("save"):
+        bridge.save_weights([view], str(out / "hf"))
+
+
+def built(source: Path) -> tuple[list[Any], dict[str, Any]]:
+    """A model on one process; each page of its memory is there."""
+    from megatron_dppo import runtime
+    from megatron_dppo.actor import cpu, mcore_fixes
+    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
+    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.models.build import build_model, transformer_config
+    from megatron_dppo.models.family import read_hf_config
+
+    runtime.start(num_threads=torch.get_num_threads())
+    cpu.install()
+    mcore_fixes.apply()
+    layout, hf = Layout(world_size=1), read_hf_config(source)
+    initialize_groups(layout, seed=0)
+    chunks = build_model(hf, transformer_config(hf, torch.bfloat16, megatron_sizes(layout), {}))
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.fill_(1)
+    return chunks, hf
+
+
+class EngineNames:
+    """Our model's parameters, an expert each, under the names of Transformer Engine's spec."""
+
+    def __init__(self, chunk: Any, hf: dict[str, Any]) -> None:
+        from megatron_dppo.models.family import family_of
+
+        self.config, self.decoder = chunk.config, chunk.decoder
+        table = family_of(hf).weight_table(hf)
+        self._parameters: dict[str, Any] = {}
+        for name, parameter in chunk.named_parameters():
+            entry = table.entry(name)
+            rule, layer = entry.rule, entry.layer
+            engine = rule.transformer_engine or name
+            if rule.is_expert:
+                for local, expert in enumerate(parameter.detach().unbind()):
+                    self._parameters[engine.format(layer=layer, local=local)] = expert
+            elif ".mlp." in engine:  # layers with experts keep their norm's name
+                self._parameters[name] = parameter.detach()
+            else:
+                self._parameters[engine.format(layer=layer)] = parameter.detach()
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Names and views."""
+        yield from self._parameters.items()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same as a dict."""
+        return self._parameters
+
+
+JOBS: dict[str, Callable[[Path, Path, Watch], None]] = {
+    "copy": copy,
+    "through files": through_files,
+    "through a model": through_model,
+    "mbridge": mbridge,
+}
+
+if __name__ == "__main__":
+    watch = Watch()
+    JOBS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), watch)
+    watch.report()
+    sys.stdout.flush()
+    os._exit(0)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.conversion.unfinished import sync
+
 GB = 10**9
 WRITERS = 2
 
@@ -41,12 +43,12 @@ class Watch:
             self._peak = max(self._peak, memory_gb("RssAnon"))
 
     @contextmanager
-    def part(self, name: str) -> Iterator[float]:
-        """Time the body, until its files are on disk; gives the memory before it, mapped files left out."""
-        before, started = memory_gb("RssAnon"), time.perf_counter()
-        self._peak = before
-        yield before
-        os.sync()
+    def part(self, name: str, written: Path | None = None) -> Iterator[None]:
+        """Time the body, until what it has written to a folder is on disk."""
+        self._peak, started = memory_gb("RssAnon"), time.perf_counter()
+        yield
+        for file in written.rglob("*") if written is not None else ():
+            sync(file)
         seconds = time.perf_counter() - started
         self.parts[name] = {"seconds": seconds, "anonymous_gb": self._peak}
 
@@ -59,7 +61,7 @@ class Watch:
 def copy(source: Path, out: Path, watch: Watch) -> None:
     """The files, byte for byte."""
     out.mkdir(parents=True)
-    with watch.part("copy"):
+    with watch.part("copy", out):
         for file in sorted(source.iterdir()):
             shutil.copyfile(file, out / file.name)
 
@@ -79,10 +81,10 @@ def through_files(source: Path, out: Path, watch: Watch) -> None:
     cpu.install()
     mcore_fixes.apply()
     options = Options(file_bytes=GB // 2, num_writers=WRITERS)
-    with watch.part("to-megatron"):
+    with watch.part("to-megatron", out):
         config, weights = read_convertible_config(source), HFWeights(source)
         write_megatron(HuggingFaceSource(weights), config, out / "megatron", options, this)
-    with watch.part("to-hf"):
+    with watch.part("to-hf", out):
         write_hf(MegatronSource(out / "megatron"), source, out / "hf", options, this)
     runtime.stop()
 
@@ -96,8 +98,8 @@ def through_model(source: Path, out: Path, watch: Watch) -> None:
     with watch.part("load"):
         load_hf_weights(chunks, HFWeights(source), hf)
     out.mkdir(parents=True)
-    with watch.part("save"):
-        write_hf_checkpoint(export_hf_weights(chunks, hf), out / "hf", source, GB // 2)
+    with watch.part("save", out):
+        write_hf_checkpoint(export_hf_weights(chunks, hf), out / "hf", source, GB // 4)  # two are held
 
 
 def mbridge(source: Path, out: Path, watch: Watch) -> None:
@@ -111,7 +113,7 @@ def mbridge(source: Path, out: Path, watch: Watch) -> None:
     with torch.no_grad(), watch.part("load"):
         bridge.load_weights([view], str(source))
     out.mkdir(parents=True)
-    with torch.no_grad(), watch.part("save"):
+    with torch.no_grad(), watch.part("save", out):
         bridge.save_weights([view], str(out / "hf"))
 
 
@@ -174,6 +176,10 @@ JOBS: dict[str, Callable[[Path, Path, Watch], None]] = {
 }
 
 if __name__ == "__main__":
+    for file in Path(sys.argv[2]).iterdir():  # every job finds it in the system's cache
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
     watch = Watch()
     JOBS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), watch)
     watch.report()

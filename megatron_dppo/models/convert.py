@@ -132,14 +132,18 @@ def _fill(
 ) -> None:
     hf_names = entry.hf_names(expert)
     rank, size = _tensor_parallel_group(entry.rule).rank(), _num_shards(entry.rule)
-    whole = [weights.tensor(hf_name) for hf_name in hf_names]
-    value = table.fuse(entry.rule, [_shard(t, entry.rule, rank, size) for t in whole], size)
-    if value.shape != target.shape:
-        raise ConversionError(
-            f"{name}: Megatron expects {tuple(target.shape)}, {' + '.join(hf_names)} give "
-            f"{tuple(value.shape)} for one of {size} ranks. The weights are of another config.json."
-        )
-    target.copy_(value)
+    parts = [_shard(weights.tensor(hf_name), entry.rule, rank, size) for hf_name in hf_names]
+    if entry.rule.fusion == "qkv":
+        parts, places = [table.fuse(entry.rule, parts, size)], [target]
+    else:
+        places = table.unfuse(entry.rule, target)  # views: no byte is copied twice
+    for part, place in zip(parts, places, strict=True):
+        if part.shape != place.shape:
+            raise ConversionError(
+                f"{name}: Megatron expects {tuple(place.shape)}, {' + '.join(hf_names)} give "
+                f"{tuple(part.shape)} for one of {size} ranks. The weights are of another config.json."
+            )
+        place.copy_(part)
 
 
 def _tensor_parallel_group(rule: WeightRule) -> dist.ProcessGroup:

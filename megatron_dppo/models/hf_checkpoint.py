@@ -4,7 +4,8 @@ import json
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,9 +170,11 @@ class HFWeights:
 
 
 def write_hf_checkpoint(
-    weights: Iterable[tuple[str, Tensor]], out: Path, template: Path, shard_bytes: int = 4 << 30
+    weights: Iterable[tuple[str, Tensor]], out: Path, template: Path, shard_bytes: int = 2 << 30
 ) -> None:
     """Write a Hugging Face folder that appears whole or not at all.
+
+    A file is written while the next one's tensors come, so that those of two files are held.
 
     Args:
         weights: Names and tensors in checkpoint spelling.
@@ -188,32 +191,43 @@ def write_hf_checkpoint(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     copy_model_files(template, unfinished)
-    weight_map: dict[str, str] = {}
+    file_of: dict[str, str] = {}
+    total = 0
+    with ThreadPoolExecutor(1) as pool:
+        underway: Future[None] | None = None
+        for index, shard in enumerate(_shards(weights, out, shard_bytes), 1):
+            file = f"model-{index:05d}.safetensors"
+            file_of |= dict.fromkeys(shard, file)
+            total += sum(tensor.nbytes for tensor in shard.values())
+            if underway is not None:
+                underway.result()
+            underway = pool.submit(save_file, shard, unfinished / file, metadata={"format": "pt"})
+            del shard
+        if underway is not None:
+            underway.result()
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+    (unfinished / INDEX).write_text(json.dumps(content, indent=1))
+    unfinished.rename(out)
+
+
+def _shards(weights: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Copies of the tensors, in runs that fit into a file."""
+    names: set[str] = set()
     shard: dict[str, Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal shard, size
-        if shard:
-            file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-            save_file(shard, unfinished / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(shard, file))
-        shard, size = {}, 0
-
+    size = 0
     for name, tensor in weights:
-        if name in shard or name in weight_map:
+        if name in names:
             raise ConversionError(
                 f"{out}: tensor {name!r} came twice. Two weight rules name it; correct the table."
             )
-        num_bytes = tensor.numel() * tensor.element_size()
-        if size + num_bytes > shard_bytes:
-            flush()
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        names.add(name)
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size, total = size + num_bytes, total + num_bytes
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (unfinished / INDEX).write_text(json.dumps(index, indent=1))
-    unfinished.rename(out)
+        size += tensor.nbytes
+    if shard:
+        yield shard
 
 
 _BESIDE_WEIGHTS = (

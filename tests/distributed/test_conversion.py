@@ -31,10 +31,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_and_back_is_bit_exact(converted: Path) -> None:
-    done = convert("to-hf", "--megatron", converted / "megatron", "--out", converted / "back")
+    done = convert(
+        *("to-hf", "--megatron", converted / "megatron", "--out", converted / "back", "--shard-size", "0.05MB")
+    )
     assert done.exit_code == 0, done.stderr
     assert set(HFWeights(converted / "back").dtypes().values()) == {"BF16"}
     assert differences(converted / "hf", converted / "back") == []
+    model = Qwen3MoeForCausalLM.from_pretrained(converted / "back", dtype=torch.bfloat16)
+    original = Qwen3MoeForCausalLM.from_pretrained(converted / "hf", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items())
     assert (converted / "back" / "config.json").read_bytes() == (converted / "hf" / "config.json").read_bytes()
 
 

@@ -226,6 +226,25 @@ def test_an_interrupted_conversion_goes_on_with_what_is_whole(
     converted("verify", models / "hf", tmp_path / "out")
 
 
+def test_an_end_that_was_interrupted_is_made_up_for(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files stand in their place, and the metadata is missing."""
+    from megatron_dppo.models.streamed_save import StreamedSave
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    arguments = ("to-megatron", "--hf", models / "hf", "--out", tmp_path / "out", *SMALL)
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamedSave, "finish", interrupted)
+        assert convert(*arguments).exit_code != 0
+    before = written(tmp_path / ".out.unfinished")
+    converted(*arguments)
+    assert written(tmp_path / "out") == before
+    converted("verify", models / "hf", tmp_path / "out")
+
+
 @ways
 def test_another_conversion_does_not_use_what_is_left(models: Path, tmp_path: Path, way: str) -> None:
     kind, source = WAYS[way]

@@ -28,7 +28,7 @@ class HFWeights:
     bfloat16 (`hf_layouts.py`).
     """
 
-    def __init__(self, folder: Path, num_mapped: int = 4) -> None:
+    def __init__(self, folder: Path, num_mapped: int = 2) -> None:
         """Read the headers of all files; tensors are read when asked for.
 
         Args:

@@ -88,6 +88,8 @@ _LOADERS = {"load", "loads", "Unpickler", "_Unpickler"}
 _RUN_CODE = {"eval", "exec", "torch.jit.load", "torch.hub.load", "pd.read_pickle", "pandas.read_pickle"}
 # Their own unpickler; Megatron's loading, after `refuse_code`.
 _EXCEPTIONS = {
+    # After `refuse_code` on the same folder.
+    "megatron_dppo/conversion/stored_tensors.py": {"FileSystemReader"},
     "megatron_dppo/models/metadata_pickle.py": {"pickle.Unpickler"},
     "megatron_dppo/models/megatron_checkpoint.py": {
         "dist_checkpointing.load",

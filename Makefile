@@ -10,7 +10,7 @@ MEGATRON312 := 0.19.2
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.21
 
-.PHONY: help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: bench-sglang help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -24,6 +24,7 @@ help:
 	@echo "make lint        ruff, pyright, import-linter, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
+	@echo "make bench-sglang  weights pushed to a real SGLang server, and responses read from it, against copies and plain HTTP"
 	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
 	@echo "make bench-convert  conversion of a 3 GB model beside a copy of the files and mbridge (own environment)"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
@@ -113,6 +114,9 @@ bench: venv
 
 bench-loss: venv
 	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_loss.py
+
+bench-sglang: venv sglang-venv
+	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_sglang.py
 
 bench-save: venv
 	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_save.py

@@ -93,7 +93,7 @@ def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_experts_is_forwarded_once(task: Path, tmp_path: Path) -> None:
     end = sanity_task.VOCABULARY[sanity_task.EOS]
-    sizes = {"vocab_size": len(sanity_task.TOKENS), "eos_token_id": end}
+    sizes: dict[str, Any] = {"vocab_size": len(sanity_task.TOKENS), "eos_token_id": end}
     model = write_family(tmp_path / "dense", "Qwen3ForCausalLM", **sizes)
     for file in (task / "model").glob("token*"):
         shutil.copy(file, model)

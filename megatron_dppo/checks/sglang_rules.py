@@ -25,9 +25,12 @@ def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sglang_parts")
 def _sglang_parts(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Weights reach every part of a server."""
+    """Weights reach every part of a server, and several servers do not share a port."""
     if config.rollout.engine != "sglang":
         return
+    if config.rollout.sglang.num_own_servers > 1 and "port" in config.sglang:
+        found = f"{config.sglang['port']!r} with rollout.sglang.num_own_servers > 1"
+        yield Problem("sglang.port", found, "none: each server takes a free one", "Remove it.")
     for name in ("pp_size", "dp_size"):
         value = config.sglang.get(name, 1)
         if isinstance(value, int) and value > 1:

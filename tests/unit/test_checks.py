@@ -290,6 +290,10 @@ EXAMPLES: dict[str, list[Example]] = {
     "sglang_parts": [
         Example("sglang.pp_size", {"rollout.engine": "sglang", "sglang.pp_size": 2}),
         Example("sglang.dp_size", {"rollout.engine": "sglang", "sglang.dp_size": 2}),
+        Example(
+            "sglang.port",
+            {"rollout.engine": "sglang", "sglang.port": 30000, "rollout.sglang": {"num_own_servers": 2}},
+        ),
     ],
     "sglang_weight_sync": [
         Example("rollout.sglang.weight_sync", {"rollout.engine": "sglang", "sglang.quantization": "fp8"}),

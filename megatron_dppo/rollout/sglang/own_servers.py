@@ -41,7 +41,7 @@ def _start(config: Config, num_servers: int, threads: ThreadPoolExecutor, ended:
     options, folder = config.rollout.sglang, config.run.folder / "servers"
     logger.info("starting %d SGLang servers; their logs are %s/own-*.log", num_servers, folder)
     running: list[Future[None]] = []
-    servers = [Server(plan_launch(config), folder, f"own-{index}") for index in range(num_servers)]
+    servers = [Server(plan_launch(config, index), folder, f"own-{index}") for index in range(num_servers)]
     for server in servers:
         server.record.unlink(missing_ok=True)  # of a run that was killed
         limits = {"start_timeout_s": options.start_timeout_s, "max_restarts": options.max_restarts}

@@ -79,8 +79,12 @@ class Launch:
     url: str
 
 
-def plan_launch(config: Config) -> Launch:
+def plan_launch(config: Config, index: int = 0) -> Launch:
     """The command for a server of this run, on a port that is free now unless sglang.port names one.
+
+    Args:
+        config: The run's.
+        index: Of the server among several on one host; each takes the GPUs after those of the one before.
 
     Raises:
         ConfigError: SGLang is not installed in sglang.python, is of a version that was never run against, the
@@ -103,6 +107,8 @@ def plan_launch(config: Config) -> Launch:
         table.setdefault("load_format", "dummy")  # the trainer's first push brings them
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
     host, port = str(table.setdefault("host", "127.0.0.1")), int(table.setdefault("port", free_port()))
+    if index and not is_on_cpu:
+        table["base_gpu_id"] = int(table.get("base_gpu_id", 0)) + index * int(table.get("tp_size", 1))
     if replay and not is_on_cpu:
         table.setdefault("moe_runner_backend", "triton")  # others choose experts where no capture sees it
     owned = {

@@ -1,0 +1,52 @@
+"""What a push does to requests on their way: a pause ends them with what they have, and holds new ones."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from comparing import compare
+from serving import KEY, MODEL, Served
+
+from megatron_dppo.rollout.engine import Request, SamplingParams
+from megatron_dppo.rollout.sglang.client import Patience
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.weight_sync.fleet import Fleet, Member
+
+LONG = SamplingParams(400, num_topk_log_probs=5, capture_routes=True)
+
+
+def _requests(name: str, count: int) -> list[Request]:
+    return [Request(f"{name}+{i:02}", (5 + i, 6, 7, 8), (0, 0, i)) for i in range(count)]
+
+
+@pytest.fixture
+def engine(served: Served) -> SglangEngine:
+    endless = replace(MODEL, end_tokens=())
+    return SglangEngine(served.url, endless, Patience(generate_timeout_s=60), api_key=KEY)
+
+
+def test_a_pause_ends_requests_with_what_they_have_and_holds_new_ones(
+    served: Served, engine: SglangEngine
+) -> None:
+    fleet = Fleet([Member(served.url, 0, 1, "0.5.21")], KEY, 30)
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(engine.generate, _requests("before", 16), LONG)
+        time.sleep(1.0)
+        fleet.tell(lambda member: member.calls.pause)
+        try:
+            begun = running.result(30)
+            held = threads.submit(engine.generate, _requests("held", 4), SamplingParams(4))
+            with suppress(TimeoutError):
+                held.result(2)
+            assert not held.done()
+        finally:
+            fleet.tell(lambda member: member.calls.go_on)
+        assert [completion.tokens.numel() for completion in held.result(30)] == [4] * 4
+    assert not fleet.failures
+    assert "abort" in {completion.finish_reason for completion in begun}
+    whole = [(r, c) for r, c in zip(_requests("before", 16), begun, strict=True) if c.tokens.numel() > 1]
+    assert whole
+    asked, answered = zip(*whole, strict=True)
+    assert max(compare(served, asked, answered, LONG)) <= 5e-5

@@ -14,7 +14,7 @@ import typer
 from megatron_dppo.checks import check as find_problems
 from megatron_dppo.checks import not_checked, require_valid
 from megatron_dppo.config.load import dump_config, load_config
-from megatron_dppo.errors import ConfigError, MegatronDppoError
+from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem
 from megatron_dppo.plan import Machine, Options, as_json, as_text, make_plan, parse_bytes
 from megatron_dppo.plan.options import Granularity, LayerSpec, LossFrom, Moments
 from megatron_dppo.runtime import gpu_libraries, quiet_library_warnings, world_size_from_launcher
@@ -45,7 +45,16 @@ def main() -> None:
 
 
 @app.command()
-def train(configs: Configs, overrides: Overrides = None) -> None:
+def train(
+    configs: Configs,
+    overrides: Overrides = None,
+    rollout_only: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only sample, and keep the gradient steps in DIR.")
+    ] = None,
+    train_only: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only train, on what --rollout-only kept in DIR.")
+    ] = None,
+) -> None:
     """Train a model, as the config says.
 
     One process per GPU (or per CPU rank), started by torchrun or srun:
@@ -56,15 +65,30 @@ def train(configs: Configs, overrides: Overrides = None) -> None:
 
     A run folder that holds a checkpoint is gone on with, unless checkpoint.resume is false. SIGTERM and SIGUSR1
     save the run and end it with status 75: start the same command again. Errors in what you gave end with 2.
+
+    --rollout-only and --train-only run one half of the loop, to find out which one goes wrong. Give each a
+    run.folder of its own.
     """
     with _user_errors():
         config = load_config(configs, overrides or ())
+        if rollout_only is not None and train_only is not None:
+            action = "Run the command twice."
+            raise ConfigError(Problem("--rollout-only", "--train-only too", "one of them", action))
         require_valid(config, world_size_from_launcher())
         quiet_library_warnings()
         gpu_libraries()
-        from megatron_dppo.train import main as run
+        if rollout_only is not None:
+            from megatron_dppo.halves import roll_out_only
 
-        run(config)
+            roll_out_only(config, rollout_only)
+        elif train_only is not None:
+            from megatron_dppo.halves import train_only as train_on
+
+            train_on(config, train_only)
+        else:
+            from megatron_dppo.train import main as run
+
+            run(config)
 
 
 @app.command()

@@ -4,17 +4,15 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from megatron_dppo.actor.actor import Actor
-from megatron_dppo.checks import require_valid
 from megatron_dppo.config.schema import Config
 from megatron_dppo.course import Course
 from megatron_dppo.data.batches import gradient_steps, with_advantages
+from megatron_dppo.job import Job, joined
 from megatron_dppo.journal import Journal
 from megatron_dppo.models.megatron_checkpoint import hf_files
-from megatron_dppo.preemption import StopRequests
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.rollout.sglang.own_servers import own_servers
-from megatron_dppo.runtime import Runtime, Stopwatch, start, stop
-from megatron_dppo.watch import watching
+from megatron_dppo.runtime import Runtime, Stopwatch
 from megatron_dppo.weight_sync.factory import WeightSync, build_sync
 
 
@@ -25,16 +23,10 @@ def main(config: Config) -> None:
         ConfigError: The configuration cannot work; raised before any model loads.
         Preempted: A signal asked the run to stop, and it has saved.
     """
-    runtime = start(config.run.num_threads, config.run.timeout_s)
-    try:
-        with StopRequests.handled() as requests, watching(runtime):
-            require_valid(config, runtime.world_size)
-            with Journal.open(config, runtime) as journal, own_servers(config, runtime):
-                training = Training.prepare(config, runtime, journal, requests)
-                with closing(training.rollouts), closing(training.sync):
-                    training.run()
-    finally:
-        stop()
+    with joined(config) as job, own_servers(config, job.runtime):
+        training = Training.prepare(config, job)
+        with closing(training.rollouts), closing(training.sync):
+            training.run()
 
 
 @dataclass
@@ -50,12 +42,13 @@ class Training:
     course: Course
 
     @classmethod
-    def prepare(cls, config: Config, runtime: Runtime, journal: Journal, requests: StopRequests) -> "Training":
+    def prepare(cls, config: Config, job: Job) -> "Training":
         """Load model, engine and prompts, and stand where the latest checkpoint stood."""
+        runtime, journal = job.runtime, job.journal
         actor, folder = Actor(config, runtime), hf_files(config.model.load)
         engine = build_engine(config, folder, runtime.device)
         rollouts = Rollouts(config, folder, engine, actor.routing, share=(runtime.rank, runtime.world_size))
-        course = Course(config, runtime, journal, actor, requests)
+        course = Course(config, runtime, journal, actor, job.requests)
         course.resume(rollouts.cursor, rollouts.prompts_digest)
         rollouts.seek(course.state.data_cursor)
         sync = build_sync(config, actor, engine, runtime)
@@ -71,12 +64,13 @@ class Training:
                 self.course.save_if_due()
                 if self.course.is_over:
                     break
-                self._roll_out()
+                self.roll_out()
             self._train()
             self._sync()
         self.course.finish()
 
-    def _roll_out(self) -> None:
+    def roll_out(self) -> None:
+        """Sample the next rollout, and make its gradient steps."""
         rollout, watch = self.course.state.rollout, Stopwatch(self.runtime)
         self.course.watch = watch
         with watch.time("rollout"):

@@ -33,12 +33,13 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
     """
     import megatron_dppo.train as loop
     from megatron_dppo.config.schema import Config
+    from megatron_dppo.job import Job
     from megatron_dppo.journal import Journal
     from megatron_dppo.preemption import Preempted, StopRequests
 
     config = Config.model_validate(tables)
     with StopRequests.handled() as requests, Journal.open(config, runtime) as journal:
-        training = loop.Training.prepare(config, runtime, journal, requests)
+        training = loop.Training.prepare(config, Job(runtime, journal, requests))
         forwards = count_forwards(training.actor)
         if stop_after is not None and runtime.is_main:
             signal_at_step(training.actor, stop_after)

@@ -10,7 +10,7 @@ MEGATRON312 := 0.19.2
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.21
 
-.PHONY: bench-sglang help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-convert  conversion of a 3 GB model beside a copy of the files and mbridge (own environment)"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
 	@echo "make gpu         the tests and benchmarks that need a GPU"
+	@echo "make gpu-sglang  pushes to an SGLang server on the trainer's GPU, and their benchmark; installs SGLang for GPUs"
 	@echo "make venv        only the environment, .venv; PYTHON=python3.11 picks the interpreter"
 
 venv: $(VENV)/.stamp
@@ -148,6 +149,12 @@ gpu: venv
 	$(RUN) tools/benchmark_gpu_step.py
 	$(RUN) tools/benchmark_loop.py
 	$(RUN) tools/benchmark_save.py
+
+# As make gpu, with SGLang's GPU packages, which need a network.
+gpu-sglang: venv sglang-venv
+	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-sglang needs a GPU, and torch sees none here")'
+	$(RUN) -m pytest tests/gpu/test_sglang_on_gpu.py -m gpu
+	$(RUN) tools/benchmark_sglang.py
 
 # The report is tested in a real browser.
 chromium:

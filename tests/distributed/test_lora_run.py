@@ -24,7 +24,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("lora_task"))
 
 
-@pytest.mark.parametrize(("dtype", "world_size"), [("float32", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "world_size"), [pytest.param("float32", 1, marks=pytest.mark.slow), ("bfloat16", 2)]
+)
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     task: Path, tmp_path: Path, dtype: str, world_size: int
 ) -> None:

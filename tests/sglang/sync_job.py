@@ -1,6 +1,7 @@
 """A trainer's processes that push weights to a server: what tests/sglang runs with `ranks.run_ranks`."""
 
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,9 @@ def change(actor: Any, factor: float) -> None:
                 parameter.mul_(factor)
 
 
-def push_every_way(runtime: Runtime, settings: dict[str, Any], first_version: int) -> dict[str, Any]:
+def push_every_way(
+    runtime: Runtime, settings: dict[str, Any], first_version: int, ways: tuple[str, ...] = WAYS
+) -> dict[str, Any]:
     """Change the weights and push them, once for each way; the probe must fail before and not after."""
     from megatron_dppo.errors import WeightSyncError
     from megatron_dppo.rollout.engine import Request, SamplingParams
@@ -38,7 +41,7 @@ def push_every_way(runtime: Runtime, settings: dict[str, Any], first_version: in
 
     config, actor, engine = connect(runtime, settings)
     results: dict[str, Any] = {}
-    for version, way in enumerate(WAYS, first_version):
+    for version, way in enumerate(ways, first_version):
         of_way = config.rollout.sglang.model_copy(update={"weight_sync": way, "sync_bucket_bytes": 40_000})
         rollout = config.rollout.model_copy(update={"sglang": of_way})
         sync: Any = build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)
@@ -140,6 +143,16 @@ def die_in_the_middle(runtime: Runtime, settings: dict[str, Any]) -> None:
     sync.push(51)
 
 
+def die_while_sampling(runtime: Runtime, settings: dict[str, Any]) -> None:
+    """End without a word while the server works on requests of this process."""
+    from megatron_dppo.rollout.engine import Request, SamplingParams
+
+    _, _, engine = connect(runtime, settings)
+    threading.Timer(1.0, os._exit, [7]).start()
+    requests = [Request(f"dies+{i:03}", (5 + i % 80, 6, 7), (0, 0, i)) for i in range(512)]
+    engine.generate(requests, SamplingParams(400, temperature=0.5))
+
+
 def push_once(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, float]:
     """One push of changed weights, with its proof."""
     from megatron_dppo.weight_sync.factory import build_sync
@@ -147,3 +160,23 @@ def push_once(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[
     config, actor, engine = connect(runtime, settings)
     change(actor, 1.02)
     return build_sync(config, actor, engine, runtime).push(version)
+
+
+def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, Any]:
+    """Let a colocated server release its memory, then push; free bytes of the device before, between, after."""
+    from megatron_dppo.weight_sync.factory import build_sync
+
+    config, actor, engine = connect(runtime, settings)
+    sync = build_sync(config, actor, engine, runtime)
+
+    def free() -> int:
+        runtime.synchronize()
+        return torch.cuda.mem_get_info(runtime.device)[0]
+
+    found: dict[str, Any] = {"free_before": free()}
+    sync.release_engine()
+    found["free_after_release"] = free()
+    change(actor, 1.05)
+    found["metrics"] = sync.push(version)
+    found["free_after_push"] = free()
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from serving import START_TIMEOUT_S, Served, served_config
-from sync_job import die_in_the_middle, lose_a_server, push_once
+from sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
 from megatron_dppo.rollout.sglang.server import Server, ServerRecord, plan_launch
 
@@ -50,6 +50,14 @@ def test_the_other_server_gets_all_weights_and_all_requests(
     assert result["versions"] == {41}
     log = (tmp_path / "rank0.log").read_text()
     assert f"{second.url} gets no requests until a push reaches it" in log
+
+
+def test_a_push_ends_what_a_dead_trainer_asked_for(served: Served, tmp_path: Path) -> None:
+    settings = settings_of(served)
+    with pytest.raises(AssertionError, match=r"ranks ended with \[7\]"):
+        run_ranks(die_while_sampling, 1, tmp_path, settings)
+    (metrics,) = run_ranks(push_once, 1, tmp_path, settings, 61)
+    assert metrics["sync/probe_abs_diff_max"] <= 5e-5
 
 
 @pytest.mark.parametrize("way", ["distributed", "tensor"])

@@ -26,7 +26,6 @@ mismatch.toml (the resolved config). A folder that holds a finished measurement 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -92,12 +91,11 @@ def main(
     try:
         config = measured_config(configs, overrides or (), engine, prompts)
         folder = out or config.run.folder / "mismatch"
-        if serve:
-            config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
+        config = with_servers(config, folder, serve)
         require_possible(config, folder, serve)
         quiet_library_warnings()
         gpu_libraries()
-        run(config, folder, serve)
+        run(config, folder)
     except MegatronDppoError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(2) from None
@@ -126,6 +124,14 @@ def measured_config(
     )
 
 
+def with_servers(config: Config, folder: Path, is_serving: bool) -> Config:
+    """The config with a server of its own in `folder`, or with none: those of the run are somebody else's."""
+    sglang = config.rollout.sglang.model_copy(update={"num_own_servers": int(is_serving)})
+    rollout = config.rollout.model_copy(update={"sglang": sglang})
+    run = config.run.model_copy(update={"folder": folder}) if is_serving else config.run
+    return config.model_copy(update={"rollout": rollout, "run": run})
+
+
 def require_possible(config: Config, folder: Path, is_serving: bool) -> None:
     """Refuse what cannot work, before anything loads.
 
@@ -144,22 +150,23 @@ def require_possible(config: Config, folder: Path, is_serving: bool) -> None:
         raise ConfigError(problems)
 
 
-def run(config: Config, folder: Path, is_serving: bool) -> None:
+def run(config: Config, folder: Path) -> None:
     """Measure, write, and show; every rank of the job calls this.
 
     Raises:
         MegatronDppoError: What a run raises too; with several ranks the job ends instead.
     """
     from mismatch_forwards import measure
-    from mismatch_servers import require_usable_servers, serving
+    from mismatch_servers import require_usable_servers
 
+    from megatron_dppo.rollout.sglang.own_servers import own_servers
     from megatron_dppo.watch import watching
 
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
         with watching(runtime):
             runtime.on_main(lambda: _begin(config, folder))
-            with serving(config, folder / "mismatch.toml", runtime) if is_serving else nullcontext():
+            with own_servers(config, runtime):
                 if config.rollout.engine == "sglang":
                     runtime.on_main(lambda: require_usable_servers(config))
                 found = measure(config, runtime)

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptStream, load_prompts
-from megatron_dppo.errors import ServerError
 from megatron_dppo.rewards import RewardPool
 from megatron_dppo.rollout.collect import RolloutBatch, collect
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
@@ -24,7 +23,7 @@ from megatron_dppo.rollout.rounds import RankPlaces, Rounds
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
-from megatron_dppo.rollout.sglang.server import API_KEY, registered
+from megatron_dppo.rollout.sglang.server import API_KEY, require_registered
 from megatron_dppo.rollout.transformers_engine import TransformersEngine
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting
@@ -52,12 +51,7 @@ def build_engine(config: Config, hf_folder: Path, device: torch.device) -> Rollo
 
 def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
     folder, options = config.run.folder / "servers", config.rollout.sglang
-    records = registered(folder)
-    if not records:
-        raise ServerError(
-            f"{folder}: found no SGLang server; expected one or more. Start them with megatron-dppo serve and "
-            "the config of this run, and wait until they answer."
-        )
+    records = require_registered(folder)
     ids = json.loads((hf_folder / "config.json").read_text()).get("eos_token_id")
     patience = Patience(generate_timeout_s=options.request_timeout_s, max_attempts=options.max_attempts)
     return SglangEngine(

@@ -1,7 +1,7 @@
 """The servers that one push is for, as one rank speaks to them: told together, and left out once they fail."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,18 +40,30 @@ class Fleet:
         """Those that have not failed, always in the same order."""
         return [member for member in self._members if member.url not in self.failures]
 
-    def tell(self, call_of: Callable[[Member], Call], *, may_be_refused: bool = False) -> None:
-        """Make one call to each member at the same time; those that do not do it are left out from now on."""
+    def tell(
+        self,
+        call_of: Callable[[Member], Call],
+        *,
+        only: Collection[Member] | None = None,
+        may_be_refused: bool = False,
+    ) -> None:
+        """Make one call to each member, or to `only` those, at the same time.
+
+        Those that do not do it are left out from now on, unless it `may_be_refused`.
+        """
         before = dict(self.failures)
-        with self.telling(call_of):
+        with self.telling(call_of, only):
             pass
         if may_be_refused:
             self.failures = before
 
     @contextmanager
-    def telling(self, call_of: Callable[[Member], Call]) -> Iterator[None]:
+    def telling(
+        self, call_of: Callable[[Member], Call], only: Collection[Member] | None = None
+    ) -> Iterator[None]:
         """`tell`, with a body that runs while the servers do what they were told."""
-        calls = {member.url: call_of(member) for member in self.members}
+        told = [member for member in self.members if only is None or member in only]
+        calls = {member.url: call_of(member) for member in told}
         with ThreadPoolExecutor(1) as thread:
             answers = thread.submit(run_in_thread, self._all(calls))
             try:

@@ -90,11 +90,13 @@ class Probe:
         differences = [(of_server.log_probs - expected).abs() for of_server in scores]
         for member, difference in zip(members, differences, strict=True):
             self._judge(member, difference)
-        return {
+        found = {
             "sync/probe_abs_diff_mean": max(float(difference.mean()) for difference in differences),
             "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
-            "sync/probe_experts_not_reached": float(_num_not_reached(scores[0])),
         }
+        if scores[0].is_chosen is not None:  # else no server says which experts it went through
+            found["sync/probe_experts_not_reached"] = float(_num_not_reached(scores[0]))
+        return found
 
     def _judge(self, member: Member, difference: Tensor) -> None:
         mean, largest = float(difference.mean()), float(difference.max())

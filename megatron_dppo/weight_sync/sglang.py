@@ -129,8 +129,7 @@ class SglangSync:
         started = time.perf_counter()
         if self._runtime.is_main:
             fleet.tell(lambda member: member.calls.pause)
-            if any(member in self._released for member in fleet.members):
-                fleet.tell(lambda member: member.calls.resume("weights"))
+            fleet.tell(lambda member: member.calls.resume("weights"), only=self._released)
             if self._transport.needs_begin:  # and before it the end of what a trainer before us left open
                 fleet.tell(lambda member: member.calls.end, may_be_refused=True)
                 fleet.tell(lambda member: member.calls.begin)
@@ -139,8 +138,7 @@ class SglangSync:
         if self._runtime.is_main:
             if self._transport.needs_begin:
                 fleet.tell(lambda member: member.calls.end)
-            if any(member in self._released for member in fleet.members):
-                fleet.tell(lambda member: member.calls.resume("kv_cache"))
+            fleet.tell(lambda member: member.calls.resume("kv_cache"), only=self._released)
             fleet.tell(lambda member: member.calls.go_on)
         fleet.agree(self._runtime.all_gather(fleet.failures))
         self._released -= frozenset(fleet.members)

@@ -1,11 +1,13 @@
 """What a server answered, compared with Hugging Face's forward pass of the same weights."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from serving import Served
 from tiny import TOP_K, VOCAB
 
+from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 
 PARITY = 5e-5  # of float32 log-probs
@@ -49,3 +51,23 @@ def compare(
             chosen = torch.stack([layer.topk(TOP_K).indices for layer in out.router_logits], dim=1)
             assert torch.equal(completion.routed_experts.indices.long(), chosen[:-1])
     return worst, worst_topk
+
+
+class Letters:
+    """One token per character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) % (VOCAB - 1) + 1 for letter in text]
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> list[int]:
+        raise AssertionError(conversation)
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Lengths:
+    """Rewards long responses."""
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [RewardResult(float(len(request.response))) for request in requests]

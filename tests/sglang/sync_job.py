@@ -171,7 +171,7 @@ def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -
 
     def free() -> int:
         runtime.synchronize()
-        return torch.cuda.mem_get_info(runtime.device)[0]
+        return torch.cuda.mem_get_info(runtime.device)[0] if runtime.device.type == "cuda" else 0
 
     found: dict[str, Any] = {"free_before": free()}
     sync.release_engine()

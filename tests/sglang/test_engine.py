@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import FULL, PARITY, compare, requests_of
+from comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
 from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tiny import VOCAB, write_model
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts import PromptStream
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
-from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.collect import collect
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
@@ -91,8 +90,8 @@ def test_it_is_an_engine_that_a_run_builds_and_collects_from(served: Served) -> 
     batch = collect(
         engine,
         [Prompt(str(i), "", "test", text="what is " + "abcd"[i] * 9) for i in range(4)],
-        _Letters(),
-        _Lengths(),
+        Letters(),
+        Lengths(),
         FULL,
         samples_per_prompt=4,
         max_prompt_tokens=64,
@@ -112,12 +111,12 @@ def test_over_sampling_leaves_groups_half_done_and_goes_on_with_them(
     params = SamplingParams(400, num_topk_log_probs=20, capture_routes=True)
     routing = MODEL.routing
     assert routing is not None
-    judge = Judge(_Letters(), _Lengths(), True, partial(validate_routes, routing=routing))
+    judge = Judge(Letters(), Lengths(), True, partial(validate_routes, routing=routing))
     rounds = Rounds(
         RolloutConfig.model_validate(options),
         (0, 1),
         engine,
-        GroupMaker(_Letters(), 4, 64, seed=0),
+        GroupMaker(Letters(), 4, 64, seed=0),
         judge,
         params,
     )
@@ -151,26 +150,6 @@ def _as_answered(samples: Sequence[Sample]) -> tuple[list[Request], list[Complet
         for s, (_, response) in zip(samples, split, strict=True)
     ]
     return requests, completions
-
-
-class _Letters:
-    """One token per character."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) % (VOCAB - 1) + 1 for letter in text]
-
-    def apply_chat_template(self, conversation: Any, **_: Any) -> list[int]:
-        raise AssertionError(conversation)
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return " ".join(map(str, token_ids))
-
-
-class _Lengths:
-    """Rewards long responses."""
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        return [RewardResult(float(len(request.response))) for request in requests]
 
 
 @pytest.mark.parametrize(

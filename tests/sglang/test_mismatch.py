@@ -82,7 +82,7 @@ def test_a_server_is_there_for_the_time_of_the_measurement(tables: dict[str, Any
     for routes in ("live", "replayed"):
         assert found[routes]["log_prob_diff_max"] <= PARITY
         assert found[routes]["agreement_mean"] == 1.0
-    assert list((tmp_path / "out" / "servers").iterdir()) == [tmp_path / "out" / "servers" / "measurement.log"]
+    assert list((tmp_path / "out" / "servers").iterdir()) == [tmp_path / "out" / "servers" / "own-0.log"]
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())
     ]

@@ -4,17 +4,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from comparing import PARITY, Lengths, Letters
 from fault_proxy import Fault, FaultProxy, of_routes
 from serving import KEY, LAYERS, MODEL, Served
-from tiny import EXPERTS, TOP_K, VOCAB
+from tiny import EXPERTS, TOP_K
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.collect import RolloutBatch, collect
 from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.sglang.client import Patience
@@ -23,7 +22,6 @@ from megatron_dppo.routing_replay.agreement import overlap
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import Prompt, Sample
 
-PARITY = 5e-5  # of float32 log-probs
 NUM_PROMPTS, NUM_SAMPLES = 3, 4
 ATTEMPTS = 3
 PATIENCE = Patience(
@@ -92,33 +90,13 @@ def proxy(served: Served) -> Iterator[FaultProxy]:
         yield proxy
 
 
-class _Letters:
-    """One token per character."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) % (VOCAB - 1) + 1 for letter in text]
-
-    def apply_chat_template(self, conversation: Any, **_: Any) -> list[int]:
-        raise AssertionError(conversation)
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return " ".join(map(str, token_ids))
-
-
-class _Lengths:
-    """Rewards long responses."""
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        return [RewardResult(float(len(request.response))) for request in requests]
-
-
 def _collected(engine: SglangEngine, rollout: int) -> RolloutBatch:
     assert MODEL.routing is not None
     return collect(
         engine,
         [Prompt(str(i), "", "test", text="what is " + "abcd"[i] * (i + 5)) for i in range(NUM_PROMPTS)],
-        _Letters(),
-        _Lengths(),
+        Letters(),
+        Lengths(),
         PARAMS,
         samples_per_prompt=NUM_SAMPLES,
         max_prompt_tokens=64,

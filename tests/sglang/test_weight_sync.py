@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from serving import Served, served_config
-from sync_job import WAYS, perturb_each_tensor, push_every_way
+from sync_job import WAYS, perturb_each_tensor, push_every_way, release_and_push
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 
@@ -46,3 +46,13 @@ def test_the_probe_finds_every_wrong_tensor(served: Served, tmp_path: Path) -> N
     print(f"{len(found)} tensors, the least visible {min(found.values()):.1e}, restored {restored:.1e}")
     assert not missed
     assert restored <= 5e-5
+
+
+def test_a_colocated_server_is_asked_for_its_memory_and_serves_after_a_push(
+    served: Served, tmp_path: Path
+) -> None:
+    """The calls and their order; on a CPU nothing is released."""
+    settings = settings_of(served, {})
+    settings["rollout"]["sglang"] |= {"colocated": True, "weight_sync": "tensor"}
+    (result,) = run_ranks(release_and_push, 1, tmp_path, settings, 120)
+    assert result["metrics"]["sync/probe_abs_diff_max"] <= 5e-5

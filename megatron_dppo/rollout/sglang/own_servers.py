@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.sglang.server import Server, plan_launch, supervise
+from megatron_dppo.rollout.sglang.server import Server, plan_launch, require_registered, supervise
 from megatron_dppo.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -22,10 +22,14 @@ def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
 
     Raises:
         ConfigError: See `plan_launch`.
-        ServerError: One does not start.
+        ServerError: One does not start; or there are none of its own, and the run's servers/ names none.
     """
-    num_servers = config.rollout.sglang.num_own_servers if config.rollout.engine == "sglang" else 0
+    if config.rollout.engine != "sglang":
+        yield
+        return
+    num_servers = config.rollout.sglang.num_own_servers
     if not num_servers:
+        runtime.on_main(lambda: require_registered(config.run.folder / "servers"))
         yield
         return
     ended = threading.Event()

@@ -280,6 +280,21 @@ def registered(folder: Path) -> list[ServerRecord]:
     return records
 
 
+def require_registered(folder: Path) -> list[ServerRecord]:
+    """The servers that a run's servers/ names, at least one.
+
+    Raises:
+        ServerError: It names none.
+    """
+    records = registered(folder)
+    if not records:
+        raise ServerError(
+            f"{folder}: found no SGLang server; expected one or more. Start them with megatron-dppo serve and "
+            "the config of this run, and wait until they answer; or set rollout.sglang.num_own_servers."
+        )
+    return records
+
+
 async def _is_healthy(url: str) -> bool:
     async with SglangClient(url, Patience(control_timeout_s=5.0), api_key=os.environ.get(API_KEY)) as client:
         return await client.is_healthy()

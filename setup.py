@@ -96,6 +96,9 @@ setup(
         "jinja2>=3.1",
         "plotly>=7.1",
         "httpx2>=2.16",
+        "datasets>=5.2",
+        "math-verify[antlr4_13_2]>=0.9",
+        "matplotlib>=3.11",
     ],
     extras_require={
         "dev": [
@@ -107,6 +110,8 @@ setup(
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",
+            # What the extras below bring, so that their tests run.
+            "megatron_dppo[gem,quantize,track]",
         ],
         # The compiler of the CUDA kernels, for machines without NVIDIA's toolkit.
         "nvcc": [
@@ -117,6 +122,8 @@ setup(
             "nvidia-nvvm==13.0.*; sys_platform == 'linux'",
         ],
         "track": ["tensorboard>=2.20", "wandb>=0.21"],
+        # Tasks of several turns.
+        "gem": ["gem-llm>=0.1"],
         # modelopt imports requests without declaring it.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.32"],
         # Only where CUDA and cuDNN are: without them its import raises instead of being absent.

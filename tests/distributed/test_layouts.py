@@ -174,7 +174,7 @@ def _problems(measured: list[tuple[Case, dict[str, Any]]]) -> Iterator[str]:
     ("world_size", "at_most"),
     [
         (2, None),
-        (4, 2),
+        (4, 1),
         pytest.param(4, None, marks=pytest.mark.slow),
         pytest.param(8, None, marks=pytest.mark.slow),
     ],

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "TP2 PP2": (4, {"tensor": 2, "pipeline": 2}),
 }
 NUM_BEFORE, NUM_AFTER = 2, 3
-# Of all pairs, those that are always tested: to and from one process, and across.
+# Of all pairs, those that are always tested: from each layout to one process, and across to each.
 _ACROSS = (
     ("EP2", "TP2"),
     ("TP2", "CP2 EP2"),
@@ -32,9 +32,11 @@ _ACROSS = (
     ("TP2 PP2", "TP2 EP2 ETP2"),
     ("TP2 EP2 ETP2", "TP2 EP4"),
     ("PP2 VPP2", "DP2"),
+    ("one process", "EP2"),
+    ("DP2", "TP2 PP2"),
 )
 PAIRS = [(source, target) for source in LAYOUTS for target in LAYOUTS]
-QUICK = [(s, t) for s, t in PAIRS if "one process" in (s, t)] + list(_ACROSS)
+QUICK = [(s, t) for s, t in PAIRS if t == "one process"] + list(_ACROSS)
 
 
 def build(runtime: Runtime, model: str, layout: str) -> Any:

@@ -234,6 +234,61 @@ def compare(
     typer.echo(f"wrote {out}")
 
 
+@app.command(name="what-if")
+def what_if(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that kept mini-batches.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights to ask. [default: the run's newest checkpoint]")
+    ] = None,
+    before: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Weights that sampled the rollouts, for anchor = recomputed."),
+    ] = None,
+    rollouts: Annotated[
+        list[int] | None, typer.Option("--rollout", help="Of those kept; many times. [default: the last]")
+    ] = None,
+    presets: Annotated[
+        list[str] | None, typer.Option("--preset", help="Another algorithm; many times. [default: the run's]")
+    ] = None,
+    sweeps: Annotated[
+        list[str] | None, typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Of the presets; many times.")
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="[default: RUN/what_if]")
+    ] = None,
+) -> None:
+    """Ask what other trust regions would have masked in a run's mini-batches.
+
+    No engine samples: the tokens that tracking.batches_every kept are forwarded once with the weights of a
+    checkpoint, with live and with replayed routes where the rollout has them, and each variant judges them:
+
+        megatron-dppo what-if runs/r3 --preset grpo --preset dppo_topk_tv --sweep delta=0.05,0.1,0.2
+
+        megatron-dppo what-if runs/r3 --before runs/r3/checkpoints/step_00000040 --preset minirl
+
+    One process reads the batches of any job; torchrun with the run's layout does, too.
+    """
+    with _user_errors():
+        from megatron_dppo.what_if.question import question_of
+
+        config, question = question_of(
+            run,
+            checkpoint=checkpoint,
+            before=before,
+            rollouts=rollouts or (),
+            presets=presets or (),
+            sweeps=sweeps or (),
+            overrides=overrides or (),
+            world_size=world_size_from_launcher(),
+        )
+        quiet_library_warnings()
+        gpu_libraries()
+        from megatron_dppo.what_if.answer import run as ask
+
+        ask(config, question, out or run / "what_if")
+
+
 def _exit_with_problems(problems: list[str]) -> NoReturn:
     noun = "problem" if len(problems) == 1 else "problems"
     typer.echo(f"{len(problems)} {noun}:", err=True)

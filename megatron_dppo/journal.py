@@ -3,13 +3,15 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from megatron_dppo.actor.actor import Step
 from megatron_dppo.actor.evidence import keep_evidence
+from megatron_dppo.actor.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches import BatchReport
+from megatron_dppo.data.kept_batches import write_group
 from megatron_dppo.data.memory import bytes_of_samples
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.run_lock import locked
@@ -156,6 +158,12 @@ class Journal:
             self._on_main(
                 lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", batch, tokenizer)
             )
+
+    def keep_batches(self, rollout: int, steps: Sequence[TrainBatch]) -> None:
+        """This data-parallel group's gradient steps as tensors, every `tracking.batches_every` rollouts."""
+        every = self._config.tracking.batches_every
+        if every and rollout % every == 0 and speaks_for_its_group():
+            write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
     def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> None:
         """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total"."""

@@ -91,6 +91,7 @@ class Training:
         if self.actor.objective.anchor == "recomputed":
             with watch.time("train"):
                 steps = [self.actor.with_old_log_probs(batch) for batch in steps]
+        self.journal.keep_batches(rollout, steps)
         self.course.open_rollout(steps, self.rollouts.settle(self.runtime.all_gather))
 
     def _train(self) -> None:

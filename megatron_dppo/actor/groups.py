@@ -97,6 +97,11 @@ def speaks_for_its_group() -> bool:
     return speaks_for_its_tokens() and parallel_state.get_context_parallel_rank() == 0
 
 
+def data_parallel_place() -> tuple[int, int]:
+    """(rank, size) of this rank among those that train on other samples."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
 def sequence_parallel_rows(num_tokens: int) -> slice:
     """Which of the tokens of this context-parallel rank the routers of this tensor-parallel rank see."""
     size = parallel_state.get_tensor_model_parallel_world_size()

@@ -319,6 +319,8 @@ class TrackingConfig(Section):
     """Trackers to feed beside metrics.jsonl (extra `track`)."""
     samples_every: NonNegativeInt = 10
     """Write the rollout's samples as text after this many rollouts; 0 never."""
+    batches_every: NonNegativeInt = 0
+    """Keep the rollout's mini-batches as tensors after this many rollouts, for what-if; 0 never."""
     paired_routing_every: NonNegativeInt = 0
     """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
 

@@ -1,0 +1,118 @@
+"""What is asked of kept mini-batches, and how they are judged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
+from megatron_dppo.data.kept_batches import group_files, kept_rollouts
+from megatron_dppo.errors import ConfigError, DataError
+from megatron_dppo.what_if.question import parse_sweeps, question_of
+from megatron_dppo.what_if.variants import JudgedTokens, Variant, judge, require_inputs, variants
+
+BASE = Variant("dppo_topk_tv", {"top_k": 4})
+
+
+def tokens(num: int = 400) -> JudgedTokens:
+    """Random tokens of a policy that has moved."""
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.log_softmax(torch.randn(num, 12, generator=generator) * 2, -1)
+    pi = torch.log_softmax(mu + torch.randn(num, 12, generator=generator), -1)
+    ids = mu.topk(4).indices
+    targets = torch.distributions.Categorical(logits=mu).sample()
+    pick = targets[:, None]
+    return JudgedTokens(
+        log_probs={"live": pi.gather(1, pick)[:, 0]},
+        rollout_log_probs=mu.gather(1, pick)[:, 0],
+        advantages=torch.randn(num, generator=generator),
+        targets=targets,
+        topk_ids=ids.int(),
+        topk_rollout_log_probs=mu.gather(1, ids),
+        topk_log_probs={"live": pi.gather(1, ids)},
+    )
+
+
+def test_each_variant_masks_what_policy_loss_masks() -> None:
+    judged = variants(BASE, ["grpo", "dppo_binary_kl", "dppo_topk_tv"], {"delta": [0.05, 0.3], "top_k": [2]})
+    assert [variant.name for variant in judged] == [
+        "dppo_topk_tv top_k=4",
+        "grpo",
+        "dppo_binary_kl delta=0.05",
+        "dppo_binary_kl delta=0.3",
+        "dppo_topk_tv delta=0.05 top_k=2",
+        "dppo_topk_tv delta=0.3 top_k=2",
+    ]
+    sample = tokens()
+    assert sample.topk_ids is not None and sample.topk_rollout_log_probs is not None
+    topk = TopKLogProbs(sample.topk_ids, sample.topk_rollout_log_probs, sample.topk_log_probs["live"])
+    inputs = PolicyLossInputs(
+        sample.log_probs["live"], sample.rollout_log_probs, sample.advantages, topk=topk, targets=sample.targets
+    )
+    rows = judge(judged, sample)
+    own = policy_loss(preset("dppo_topk_tv", top_k=4), inputs).mask
+    for variant, row in zip(judged, rows, strict=True):
+        out = policy_loss(variant.objective, inputs)
+        negative = sample.advantages < 0
+        assert row["masked_fraction_negative"] == pytest.approx(float((~out.mask)[negative].double().mean()))
+        assert row["agreement"] == pytest.approx(float((out.mask == own).double().mean()))
+        kept = out.coefficient.abs().double().sum()
+        mass = (out.ratio * sample.advantages.abs()).double().sum()
+        assert row["dropped_mass_fraction"] == pytest.approx(float(1 - kept / mass), abs=1e-6)
+    assert all(row["masked_fraction"] > 0 for row in rows)
+
+
+def test_a_variant_that_is_the_runs_own_comes_once() -> None:
+    judged = variants(BASE, [], {"delta": [0.2, 0.4]})
+    assert [variant.name for variant in judged] == ["dppo_topk_tv top_k=4", "dppo_topk_tv top_k=4 delta=0.4"]
+
+
+@pytest.mark.parametrize(
+    ("presets", "sweeps", "message"),
+    [
+        (["grpo"], {"delta": [0.1]}, "found delta of grpo"),
+        (["nonsense"], {}, "found 'nonsense'"),
+        (["dppo_binary_tv"], {"delta": [-1.0]}, "expected a number >= 0"),
+    ],
+)
+def test_what_no_preset_can_do_is_refused(presets: list[str], sweeps: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        variants(BASE, presets, sweeps)
+
+
+def test_variants_without_their_inputs_are_refused_together() -> None:
+    judged = [Variant("dppo_topk_kl"), Variant("minirl")]
+    with pytest.raises(ConfigError, match="at most the 8 that were kept") as caught:
+        require_inputs(judged, num_columns=8, has_old_log_probs=False)
+    assert "--before" in str(caught.value)
+
+
+def test_sweeps_are_values_of_toml() -> None:
+    assert parse_sweeps(["delta=0.1,1", "anchor=rollout,recomputed", "include_other=true,false"]) == {
+        "delta": [0.1, 1],
+        "anchor": ["rollout", "recomputed"],
+        "include_other": [True, False],
+    }
+    for wrong in ("delta", "=1", "delta=1,,2"):
+        with pytest.raises(ConfigError, match="Write for example --sweep"):
+            parse_sweeps([wrong])
+
+
+def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
+    def ask() -> None:
+        given = dict(checkpoint=None, before=None, rollouts=(), presets=(), sweeps=(), overrides=())
+        question_of(tmp_path, **given, world_size=1)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match=r"no config\.toml"):
+        ask()
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"Run with tracking\.batches_every"):
+        ask()
+    of_rollout = tmp_path / "batches" / "rollout_000003"
+    of_rollout.mkdir(parents=True)
+    (of_rollout / "group_1_of_2.safetensors").touch()
+    with pytest.raises(ConfigError, match="Name weights with --checkpoint"):
+        ask()
+    assert kept_rollouts(tmp_path / "batches") == [3]
+    with pytest.raises(DataError, match=r"found group_1_of_2\.safetensors; expected"):
+        group_files(tmp_path / "batches", 3)

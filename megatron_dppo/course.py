@@ -65,7 +65,7 @@ class Course:
     def is_evaluation_due(self) -> bool:
         """Whether the policy as it stands is to be evaluated, and was not yet."""
         options, done = self._config.evaluation, self.state.rollout
-        is_due = options.prompts is not None and (done % options.every == 0 or self.is_over)
+        is_due = bool(options.sets) and (done % options.every == 0 or self.is_over)
         return is_due and self.state.last_evaluation != done
 
     @property

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from megatron_dppo.actor.actor import Step
@@ -20,6 +21,8 @@ from megatron_dppo.errors import TrainingError
 from megatron_dppo.models.spec_choice import choose_layer_spec
 from megatron_dppo.rollout.collect import RolloutBatch, Tokenizer, write_samples
 from megatron_dppo.rollout.counts import refuse_if_too_many_dropped
+from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
+from megatron_dppo.rollout.scores import PromptScore, over_ranks
 from megatron_dppo.runtime import Runtime, gpu_libraries
 from megatron_dppo.types import TrainBatch
 
@@ -79,6 +82,11 @@ class Journal:
     def rollout_metrics(self) -> dict[str, float]:
         """What is known so far of the row of the current rollout, over all ranks."""
         return dict(self._rollout_metrics)
+
+    @property
+    def evaluations(self) -> Path:
+        """Where the responses of evaluations go."""
+        return self._config.run.folder / "evaluations"
 
     def latest(self, metric: str) -> float | None:
         """A metric of the last finished rollout, or of an evaluation since, where it is finite."""
@@ -179,15 +187,20 @@ class Journal:
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
 
-    def write_evaluation(self, rollout: int, name: str, total: float, count: int) -> None:
-        """The row of an evaluation, given each rank's share of it."""
-        metrics = Metrics()
-        metrics.add_mean(name, total, count)
-        values = self._merged(metrics)
+    def write_evaluation(self, rollout: int, scores: Mapping[str, Sequence[PromptScore]]) -> None:
+        """The row of an evaluation and the files of its responses, given each rank's share of every set."""
+        merged, values = over_ranks(self._runtime.all_gather(scores)), dict[str, float]()
+        for each in evaluation_sets(self._config):
+            of_set = each.metrics(merged[each.name], self._config.run.seed)
+            values |= of_set
+            file = responses_file(self.evaluations, each.name, rollout)
+            self._on_main(lambda _, file=file: merge_responses(file, self._runtime.world_size))
+            if self._runtime.is_main:
+                score, low, high = (of_set[name] for name in each.metric_names[:3])
+                name = each.metric_names[0]
+                logger.info("after %d rollouts: %s %.3f [%.3f, %.3f]", rollout, name, score, low, high)
         self._latest |= values
         self._on_main(lambda folder: folder.write_evaluation(rollout, values))
-        if self._runtime.is_main:
-            logger.info("evaluation after %d rollouts: %s %.3f", rollout, name, values.get(name, float("nan")))
 
     def _merged(self, metrics: Metrics) -> dict[str, float]:
         return Metrics().merge(self._runtime.all_gather(metrics.state())).values()

@@ -110,6 +110,7 @@ class Training:
     def _evaluate_if_due(self) -> None:
         if self.course.is_evaluation_due:
             rollout = self.course.state.rollout
-            result = self.course.unless_asked_to_stop(lambda: self.rollouts.evaluate(rollout))
-            self.journal.write_evaluation(rollout, *result)
+            folder = self.journal.evaluations
+            scores = self.course.unless_asked_to_stop(lambda: self.rollouts.evaluate(rollout, folder))
+            self.journal.write_evaluation(rollout, scores)
             self.course.count_evaluation()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from megatron_dppo.checks import (
     algorithm_rules,
     data_rules,
+    evaluation_rules,
     layer_spec_rules,
     lora_rules,
     megatron_rules,
@@ -31,6 +32,7 @@ __all__ = [
     "algorithm_rules",
     "check",
     "data_rules",
+    "evaluation_rules",
     "gather_facts",
     "layer_spec_rules",
     "lora_rules",
@@ -47,7 +49,7 @@ __all__ = [
 assert all(
     (
         *(algorithm_rules, data_rules, layer_spec_rules, lora_rules, megatron_rules, memory_rules, model_rules),
-        *(run_rules, sampling_rules, sglang_rules),
+        *(run_rules, sampling_rules, sglang_rules, evaluation_rules),
     )
 ), "importing them registers rules"
 

@@ -20,7 +20,7 @@ class Facts:
     world_size: int
     model: Mapping[str, Any] | Problem  # config.json
     sizes: ModelSizes | Problem
-    columns: Mapping[str, list[str] | Problem]  # of the files named by data.prompts and evaluation.prompts
+    columns: Mapping[str, list[str] | Problem]  # of the files of prompts, by the key that names one
     transformer_engine: Library | None  # where the config asks for it: importing it takes seconds
 
     @property
@@ -46,8 +46,9 @@ def gather_facts(config: Config, world_size: int) -> Facts:
         sizes = read_model_sizes(config.model.load)
     except ConfigError as error:
         sizes = error.problems[0]
-    files = {"data.prompts": config.data.prompts, "evaluation.prompts": config.evaluation.prompts}
-    columns = {key: _columns(key, path) for key, path in files.items() if path is not None}
+    held_out = {f"evaluation.sets.{name}.prompts": own.prompts for name, own in config.evaluation.sets.items()}
+    files = {"data.prompts": config.data.prompts, **held_out}
+    columns = {key: _columns(key, path) for key, path in files.items()}
     is_asked_for = config.model.layer_spec == "transformer_engine"
     transformer_engine = gpu_libraries().transformer_engine if is_asked_for else None
     return Facts(world_size, model, sizes, columns, transformer_engine)

@@ -7,8 +7,10 @@ from typing import Any
 
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
+from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
+from megatron_dppo.rollout.evaluation import evaluation_sets
 
 
 @rule("run_folder")
@@ -38,14 +40,15 @@ def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("best_metric")
 def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
     """The metric that picks the best checkpoints is one that this run measures."""
-    checkpoint, evaluation = config.checkpoint, config.evaluation
+    checkpoint = config.checkpoint
     if not checkpoint.keep_best or not checkpoint.best_metric.startswith("eval/"):
         return
-    measured = None
-    if evaluation.prompts is not None:
-        measured = f"eval/{evaluation.prompts.stem}/avg_at_{evaluation.samples_per_prompt}"
-    if checkpoint.best_metric != measured:
-        action = f"Write {measured!r}." if measured else "Set evaluation.prompts, or name another metric."
+    measured = [name for each in evaluation_sets(config) for name in each.metric_names]
+    if checkpoint.best_metric not in measured:
+        guess = did_you_mean(checkpoint.best_metric, measured)
+        action = (
+            f"Did you mean {guess!r}?" if guess else "Add the set to evaluation.sets, or name another metric."
+        )
         yield Problem("checkpoint.best_metric", repr(checkpoint.best_metric), "a metric of this run", action)
 
 

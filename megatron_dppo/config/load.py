@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -150,16 +150,19 @@ def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
 
 
 def _section(keys: KeyPath) -> type[BaseModel] | None:
-    """The model of the table at `keys`, if there is one."""
-    model: type[BaseModel] = Config
+    """The model of the table at `keys`, if there is one; tables by name, as evaluation.sets has, are alike."""
+    kind: Any = Config
     for key in keys:
-        field = model.model_fields.get(key)
-        if field is None or not (
-            isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        ):
-            return None
-        model = field.annotation
-    return model
+        if get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            field = kind.model_fields.get(key) if _is_section(kind) else None
+            kind = field.annotation if field is not None else None
+    return kind if _is_section(kind) else None
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:

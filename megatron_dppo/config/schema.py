@@ -297,19 +297,40 @@ class CheckpointConfig(Section):
     """The run stops when so many saves in a row could not be written; the last one of a run may never fail."""
 
 
-class EvaluationConfig(Section):
-    """[evaluation]: pass rate on held-out prompts, with sampling of its own."""
+class EvaluationSetConfig(Section):
+    """[evaluation.sets.<name>]: one set of held-out prompts; what is none here is as in [evaluation]."""
 
-    prompts: Path | None = None
-    """A file like data.prompts; none turns evaluation off."""
+    prompts: Path
+    """A file like data.prompts."""
+    samples_per_prompt: PositiveInt | None = None
+    """Responses to each prompt of this set."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature of this set."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling of this set."""
+    max_response_tokens: PositiveInt | None = None
+    """Where responses of this set are cut."""
+    reward: str | None = None
+    """As data.reward; none: that one."""
+
+
+class EvaluationConfig(Section):
+    """[evaluation]: scores on sets of held-out prompts, with sampling of its own."""
+
+    sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
+    """Tables [evaluation.sets.<name>], each with its prompts; without any there is no evaluation."""
     every: PositiveInt = 10
     """Evaluate after this many rollouts, before the first and after the last."""
-    samples_per_prompt: PositiveInt = 1
-    """Responses averaged per prompt (avg@n)."""
+    samples_per_prompt: PositiveInt = 32
+    """Responses to each prompt: n of avg@n."""
     temperature: NonNegativeFloat = 0.7
     """0 decodes greedily."""
     top_p: float = Field(default=0.95, gt=0, le=1)
     """Nucleus sampling."""
+    max_response_tokens: PositiveInt | None = None
+    """Longer responses are cut and counted as truncated; none: rollout.max_response_tokens."""
+    pass_at: tuple[PositiveInt, ...] | None = None
+    """k of pass@k; none: 1, 2, 4, ... up to a set's samples_per_prompt."""
 
 
 class TrackingConfig(Section):

@@ -57,8 +57,8 @@ def why_missing(run: Run, metric: str) -> str:
     if metric.startswith("routing/"):
         return "not in metrics.jsonl although routes were captured"
     if metric.startswith("eval/"):
-        unset = run.option("evaluation.prompts") is None
-        return "evaluation.prompts is not set" if unset else "this set was not evaluated, or not yet"
+        is_set = metric.split("/")[1] in (run.option("evaluation.sets") or {})
+        return "this set was not evaluated, or not yet" if is_set else "evaluation.sets does not name this set"
     return "not in metrics.jsonl"
 
 

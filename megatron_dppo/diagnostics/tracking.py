@@ -4,6 +4,7 @@
     versions.json   what ran: packages, platform, git commit, command line
     metrics.jsonl   one JSON object per line: "kind" is step, rollout or evaluation
     samples/  checkpoints/  servers/
+    evaluations/    <set>_<rollouts finished>.jsonl: every response of an evaluation
 
 JSON has no NaN or infinity: metrics.jsonl writes them as the strings "NaN", "Infinity" and "-Infinity", and
 `read_run` turns them back. A run resumed with another config or other versions keeps the earlier files as

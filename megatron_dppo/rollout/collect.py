@@ -83,13 +83,33 @@ def collect(
     """
     places = range(len(prompts)) if indices is None else indices
     maker = GroupMaker(tokenizer, samples_per_prompt, max_prompt_tokens, seed)
-    drawn = [(index, Drawn(index, prompt)) for index, prompt in zip(places, prompts, strict=True)]
-    groups = maker.begin(rollout, drawn)
     judge = Judge(tokenizer, scorer, params.capture_routes, validate_routes)
-    judged = judge_groups(judge, sample(engine, groups, params, len(groups)))
-    num_too_long = len(prompts) - len(groups)
+    judged = answers(engine, maker, judge, params, rollout, list(zip(places, prompts, strict=True)))
     smallest = min(smallest_group, samples_per_prompt)
+    num_too_long = len(prompts) - len(judged)
     return batch_of(judged, [], smallest, num_too_long=num_too_long, weight_version=engine.weight_version)
+
+
+def answers(
+    engine: RolloutEngine,
+    maker: GroupMaker,
+    judge: Judge,
+    params: SamplingParams,
+    rollout: int,
+    places: Sequence[tuple[int, Prompt]],
+) -> list["JudgedGroup"]:
+    """Every response to prompts, whatever became of it; prompts that are too long are left out.
+
+    Args:
+        engine: Samples the responses.
+        maker: Says how many, and keys their noise.
+        judge: Scores them.
+        params: How to sample.
+        rollout: Index of the rollout, or a number of an evaluation, that keys the noise.
+        places: The prompts, each with its place among those of all ranks.
+    """
+    groups = maker.begin(rollout, [(index, Drawn(index, prompt)) for index, prompt in places])
+    return judge_groups(judge, sample(engine, groups, params, len(groups)))
 
 
 def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None:

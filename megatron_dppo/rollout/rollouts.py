@@ -1,10 +1,8 @@
 """The rollout side of a run: engine, prompts and reward, and this rank's share of each rollout."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptStream, load_prompts
-from megatron_dppo.rewards import RewardPool
-from megatron_dppo.rollout.collect import RolloutBatch, collect
+from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_dppo.rollout.evaluation import Evaluation, digest_of, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.judge import Judge
+from megatron_dppo.rollout.reward_pools import RewardPools
 from megatron_dppo.rollout.rounds import RankPlaces, Rounds
+from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
@@ -27,8 +27,6 @@ from megatron_dppo.rollout.sglang.server import API_KEY, require_registered
 from megatron_dppo.rollout.transformers_engine import TransformersEngine
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting
-
-_EVALUATION = 1 << 40  # rollout numbers above it key the noise of evaluations, which training never draws
 
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> RolloutEngine:
@@ -97,16 +95,10 @@ class Rollouts:
         """
         self._config, self._engine, self._share = config, engine, share
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
-        self._rewards = RewardPool(
-            config.data.reward,
-            num_workers=config.data.reward_workers,
-            timeout_s=config.data.reward_timeout_s,
-            memory_mb=config.data.reward_memory_mb,
-        )
-        columns = (config.data.prompt_column, config.data.answer_column)
-        self._prompts = load_prompts(config.data.prompts, *columns)
-        held_out = config.evaluation.prompts
-        self._held_out = load_prompts(held_out, *columns) if held_out is not None else []
+        rewards = [config.data.reward, *(each.reward for each in evaluation_sets(config))]
+        self._rewards = RewardPools(config.data, rewards)
+        self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
+        self._evaluation = Evaluation(config, engine, self.tokenizer, self._rewards, share=share)
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
         self._rounds = self._make_rounds(routing)
         self._rewards.start()
@@ -124,16 +116,14 @@ class Rollouts:
             validate = partial(validate_routes, routing=routing)
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
         maker = GroupMaker(self.tokenizer, *limits)
-        judge = Judge(self.tokenizer, self._rewards, params.capture_routes, validate)
+        rewards = self._rewards.of(config.data.reward)
+        judge = Judge(self.tokenizer, rewards, params.capture_routes, validate)
         return Rounds(options, self._share, self._engine, maker, judge, params)
 
     @property
     def prompts_digest(self) -> str:
         """Changes with any prompt, answer or id, and with their order: a cursor into others means nothing."""
-        digest = hashlib.blake2b(digest_size=16)
-        for prompt in self._prompts:
-            digest.update(json.dumps(asdict(prompt), sort_keys=True).encode())
-        return digest.hexdigest()
+        return digest_of(self._prompts)
 
     @property
     def cursor(self) -> DataCursor:
@@ -153,34 +143,16 @@ class Rollouts:
         """The cursor after a rollout, the same on every rank; all call it together, after `next`."""
         return self._rounds.settle(self._stream, all_gather(self._rounds.places))
 
-    def evaluate(self, rollout: int) -> tuple[str, float, int]:
-        """(metric name, sum of rewards, number of responses) of this rank's share of the held-out prompts.
+    def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
+        """The scores of this rank's share of each evaluation set, whose responses go to files in `folder`.
 
         A response that was dropped, because its reward failed or for another reason, earns nothing and is not
         left out: a reward that fails on hard answers must not raise the score.
         """
-        options, (rank, size) = self._config.evaluation, self._share
-        batch = collect(
-            self._engine,
-            self._held_out[rank::size],
-            self.tokenizer,
-            self._rewards,
-            SamplingParams(
-                max_response_tokens=self._config.rollout.max_response_tokens,
-                temperature=options.temperature,
-                top_p=options.top_p,
-            ),
-            samples_per_prompt=options.samples_per_prompt,
-            max_prompt_tokens=self._config.data.max_prompt_tokens,
-            seed=self._config.run.seed,
-            rollout=_EVALUATION + rollout,
-            indices=range(rank, len(self._held_out), size),
-            smallest_group=1,
-        )
-        total = sum(float(sample.reward or 0.0) for sample in batch.samples)
-        assert options.prompts is not None
-        name = f"eval/{options.prompts.stem}/avg_at_{options.samples_per_prompt}"
-        return name, total, batch.counts.num_samples
+        return {
+            each.name: self._evaluation.run(each, rollout, responses_file(folder, each.name, rollout))
+            for each in self._evaluation.prompts
+        }
 
     def close(self) -> None:
         """End the reward's processes."""

@@ -209,8 +209,10 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
         [algorithm]
         minibatches_per_rollout = 2
         [evaluation]
-        prompts = "{task / "prompts.jsonl"}"
         every = 2
+        samples_per_prompt = 1
+        [evaluation.sets.held_out]
+        prompts = "{task / "held_out.jsonl"}"
         [tracking]
         paired_routing_every = 1
         """

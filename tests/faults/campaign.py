@@ -103,7 +103,11 @@ class Campaign:
             "parallel": {"expert": case.num_processes},
             "data": {"reward": "tests.faults.rewards:digits"},
             "checkpoint": {"every": 1, "every_steps": 1, "reserve_gib": 0.0},
-            "evaluation": {"prompts": str(self.folder / "held_out.jsonl"), "every": 2},
+            "evaluation": {
+                "sets": {"held_out": {"prompts": str(self.folder / "held_out.jsonl")}},
+                "samples_per_prompt": 1,
+                "every": 2,
+            },
             "tracking": {"samples_every": 1},
         }
         for section, table in case.config.items():

@@ -61,7 +61,7 @@ def _config(changes: Mapping[str, Any]) -> Config:
     valid: dict[str, Any] = {
         "data.max_prompt_tokens": 16,
         "rollout.max_response_tokens": 32,
-        "evaluation.prompts": "held_out.jsonl",
+        "evaluation.sets": {"held_out": {"prompts": "held_out.jsonl"}},
         "megatron.moe_z_loss_coeff": 0.1,
     }
     tables: dict[str, dict[str, Any]] = {}
@@ -122,6 +122,10 @@ def _sglang() -> None:
         f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo 1.2.3;; esac\n"
     )
     python.chmod(0o755)
+
+
+def _sets(**sets: dict[str, Any]) -> dict[str, Any]:
+    return {"evaluation.sets": {name: {"prompts": "held_out.jsonl"} | own for name, own in sets.items()}}
 
 
 TOPK = {"algorithm.preset": "dppo_topk_kl", "rollout.num_topk_log_probs": 20}
@@ -188,6 +192,16 @@ EXAMPLES: dict[str, list[Example]] = {
             {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval/held_out/avg_at_2"},
         ),
     ],
+    "evaluation_names": [Example("evaluation.sets", _sets(**{"a/b": {}}))],
+    "evaluation_pass_at": [
+        Example("evaluation.pass_at", {"evaluation.pass_at": (1, 33)}),
+        Example("evaluation.pass_at", {"evaluation.pass_at": (1, 8)} | _sets(aime={"samples_per_prompt": 4})),
+    ],
+    "evaluation_positions": [
+        Example("evaluation.max_response_tokens", {"evaluation.max_response_tokens": 60}),
+        Example("evaluation.sets.aime.max_response_tokens", _sets(aime={"max_response_tokens": 60})),
+    ],
+    "evaluation_reward": [Example("evaluation.sets.aime.reward", _sets(aime={"reward": "arithmetics"}))],
     "rollout_memory": [
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 1e-4}),
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.routing_replay": "measure"}),
@@ -208,7 +222,8 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.prompts", {"data.prompts": "none.jsonl"}),
         Example("data.prompts", {"data.prompts": "prompts.csv"}),
         Example("data.prompts", on_disk=lambda: Path("prompts.jsonl").write_text("{")),
-        Example("evaluation.prompts", {"evaluation.prompts": "none.jsonl"}),
+        Example("evaluation.sets.held_out.prompts", _sets(held_out={"prompts": "none.jsonl"})),
+        Example("evaluation.sets.held_out.prompts", on_disk=lambda: Path("held_out.jsonl").write_text("")),
     ],
     "prompt_columns": [
         Example("data.prompt_column", {"data.prompt_column": "promt"}),

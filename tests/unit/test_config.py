@@ -60,11 +60,21 @@ def test_overrides_take_lists_tables_and_infinity() -> None:
 
 
 def test_dump_is_toml_that_loads_to_the_same_config(tmp_path: Path) -> None:
-    overrides = ["algorithm.ratio_cap=inf", "evaluation.prompts=a.jsonl", "tracking.backends=['wandb']"]
+    overrides = ["algorithm.ratio_cap=inf", "evaluation.sets.a.prompts=a.jsonl", "tracking.backends=['wandb']"]
     config = load_config([], [*overrides, "megatron.recompute_modules=['moe']", "optimizer.lr=1.23456789e-07"])
     text = dump_config(config)
     assert load_config([_file(tmp_path, "config.toml", text)]) == config
     assert "delta" not in tomllib.loads(text)["algorithm"]
+
+
+def test_a_misspelt_key_of_an_evaluation_set_is_explained(tmp_path: Path) -> None:
+    file = _file(tmp_path, "config.toml", '[evaluation.sets.aime]\nprompts = "a.jsonl"\ntemprature = 1.0\n')
+    (problem,) = _problems([file]).values()
+    assert problem.where == "evaluation.sets.aime.temprature"
+    assert problem.action == "Did you mean evaluation.sets.aime.temperature?"
+    of_values = _problems([], ("evaluation.sets.aime.top_p=2.0",))
+    assert set(of_values) == {"evaluation.sets.aime.top_p", "evaluation.sets.aime.prompts"}
+    assert of_values["evaluation.sets.aime.prompts"].action == "A file like data.prompts."
 
 
 def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: Path) -> None:

@@ -1,0 +1,183 @@
+"""Evaluation: sets of held-out prompts, sampled with settings of their own, every response written down."""
+
+import hashlib
+import heapq
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.jsonl import read_jsonl, write_jsonl
+from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.rollout.collect import JudgedGroup, answers
+from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.judge import Fault, Judge, Tokenizer, as_text
+from megatron_dppo.rollout.reward_pools import RewardPools
+from megatron_dppo.rollout.scores import (
+    PromptScore,
+    metric_names,
+    not_asked,
+    powers_of_two,
+    score_of,
+    set_metrics,
+)
+from megatron_dppo.types import Prompt
+
+_NOISE = 1 << 36  # rollout numbers above it key the noise of evaluations, which training never draws
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A set with its settings, wherever in [evaluation] they stand."""
+
+    name: str
+    prompts: Path
+    samples_per_prompt: int
+    temperature: float
+    top_p: float
+    max_response_tokens: int
+    reward: str
+    pass_at: tuple[int, ...]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Every metric of the set; the first is its score."""
+        return metric_names(self.name, self.samples_per_prompt, self.pass_at)
+
+    @property
+    def noise_offset(self) -> int:
+        """Keys the noise by the set's name: what is drawn does not depend on which other sets there are."""
+        digest = hashlib.blake2b(self.name.encode(), digest_size=3).digest()
+        return _NOISE * (1 + int.from_bytes(digest, "big"))
+
+    def metrics(self, scores: Sequence[PromptScore], seed: int) -> dict[str, float]:
+        """The set's metrics, given the scores of all its prompts in their order."""
+        n = self.samples_per_prompt
+        return set_metrics(self.name, scores, self.pass_at, samples_per_prompt=n, seed=seed)
+
+
+def evaluation_sets(config: Config) -> list[EvaluationSet]:
+    """The sets of [evaluation], in the config's order."""
+    options = config.evaluation
+    sets: list[EvaluationSet] = []
+    for name, own in options.sets.items():
+        num_samples = own.samples_per_prompt or options.samples_per_prompt
+        longest = own.max_response_tokens or options.max_response_tokens
+        each = EvaluationSet(
+            name=name,
+            prompts=own.prompts,
+            samples_per_prompt=num_samples,
+            temperature=options.temperature if own.temperature is None else own.temperature,
+            top_p=own.top_p or options.top_p,
+            max_response_tokens=longest or config.rollout.max_response_tokens,
+            reward=own.reward or config.data.reward,
+            pass_at=powers_of_two(num_samples) if options.pass_at is None else options.pass_at,
+        )
+        sets.append(each)
+    return sets
+
+
+class Evaluation:
+    """The sets of a run, and this rank's share of each."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: RolloutEngine,
+        tokenizer: Tokenizer,
+        rewards: RewardPools,
+        *,
+        share: tuple[int, int],
+    ) -> None:
+        """Read the prompts.
+
+        Args:
+            config: The run's.
+            engine: Samples, with the weights that it holds when `run` is called.
+            tokenizer: Of the model that the engine holds.
+            rewards: Has a pool for each set's reward; not owned.
+            share: (rank, size) of the job.
+        """
+        self._config, self._engine, self._tokenizer = config, engine, tokenizer
+        self._rewards, self._share = rewards, share
+        columns = (config.data.prompt_column, config.data.answer_column)
+        self._prompts = {each: load_prompts(each.prompts, *columns) for each in evaluation_sets(config)}
+
+    @property
+    def prompts(self) -> Mapping[EvaluationSet, Sequence[Prompt]]:
+        """Each set's prompts, those of all ranks."""
+        return self._prompts
+
+    def run(self, each: EvaluationSet, rollout: int, responses: Path) -> list[PromptScore]:
+        """Sample and score this rank's share of a set; communicates with no other rank.
+
+        What is drawn depends on run.seed, the set's name, `rollout` and a prompt's place in its set: on no
+        other set, not on the number of ranks, and not on what was sampled before.
+
+        Args:
+            each: The set.
+            rollout: Rollouts finished before; keys the noise.
+            responses: The file that `merge_responses` makes of every rank's part, which is written beside it.
+        """
+        (rank, size), prompts = self._share, self._prompts[each]
+        places = [(index, prompts[index]) for index in range(rank, len(prompts), size)]
+        limits = each.samples_per_prompt, self._config.data.max_prompt_tokens, self._config.run.seed
+        maker = GroupMaker(self._tokenizer, *limits)
+        judge = Judge(self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None)
+        params = SamplingParams(each.max_response_tokens, each.temperature, each.top_p)
+        groups = answers(self._engine, maker, judge, params, each.noise_offset + rollout, places)
+        write_jsonl(_part(responses, self._share), _rows(groups, self._tokenizer))
+        scores = {group.index: score_of(group) for group in groups}
+        return [scores.get(index) or not_asked(index, each.samples_per_prompt) for index, _ in places]
+
+
+def responses_file(folder: Path, name: str, rollout: int) -> Path:
+    """Where all responses to a set stand, of the evaluation after so many rollouts."""
+    return folder / f"{name}_{rollout:06d}.jsonl"
+
+
+def merge_responses(responses: Path, num_ranks: int) -> None:
+    """Make one file, in the order of the set's prompts, of the parts that all ranks have written."""
+    parts = [_part(responses, (rank, num_ranks)) for rank in range(num_ranks)]
+    rows = ((row for _, row in read_jsonl(part)) for part in parts)
+    write_jsonl(responses, heapq.merge(*rows, key=lambda row: (row["index"], row["sample"])))
+    for part in responses.parent.glob(f".{responses.name}.rank_*"):  # and those of an interrupted evaluation
+        part.unlink()
+
+
+def digest_of(prompts: Iterable[Prompt]) -> str:
+    """Changes with any prompt, answer or id, and with their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(json.dumps(asdict(prompt), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _part(responses: Path, share: tuple[int, int]) -> Path:
+    return responses.with_name(f".{responses.name}.rank_{share[0]}_of_{share[1]}")
+
+
+def _rows(groups: Sequence[JudgedGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
+    """Every response as text, with its reward, or why it has none."""
+    for group in groups:
+        pairs = zip(group.answers, group.verdicts, strict=True)
+        for number, ((request, completion), verdict) in enumerate(pairs):
+            is_dropped = isinstance(verdict, Fault)
+            yield {
+                "index": group.index,
+                "prompt_id": group.prompt.id,
+                "sample": number,
+                "prompt": as_text(tokenizer, torch.tensor(request.prompt_tokens), has_special_tokens=True),
+                "response": as_text(tokenizer, completion.tokens, has_special_tokens=True),
+                "answer": group.prompt.answer,
+                "reward": None if is_dropped else verdict.reward,
+                "reward_info": {} if is_dropped else dict(verdict.reward_info),
+                "dropped": verdict.reason if is_dropped else None,
+                "finish_reason": completion.finish_reason,
+                "prompt_length": len(request.prompt_tokens),
+                "response_length": completion.tokens.numel(),
+            }

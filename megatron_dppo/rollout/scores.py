@@ -1,0 +1,126 @@
+"""What an evaluation's responses earned: few numbers for each prompt, and the metrics of a set made of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import comb
+
+import numpy as np
+
+from megatron_dppo.rollout.collect import JudgedGroup
+
+_CORRECT_ABOVE = 0.5  # between wrong and right, of rewards of 0 and 1 as of those of -1 and 1
+_BLOCK, _NUM_BLOCKS = 100, 20  # resamples that are in memory at once, and how often
+_INTERVAL = (2.5, 97.5)  # percentiles
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """What the responses to one prompt earned. A response that was dropped earned 0, and is counted."""
+
+    index: int  # the prompt's place in its set
+    num_samples: int  # responses that count: those asked for, or that a prompt too long was not asked for
+    num_generated: int  # of them, those that the engine gave
+    num_dropped: int  # of them, those without a reward
+    num_correct: int
+    num_truncated: int
+    num_tokens: int
+    total_reward: float
+
+
+def is_correct(reward: float) -> bool:
+    """Whether a response counts as right in pass@k: its reward is nearer to 1 than to 0."""
+    return reward > _CORRECT_ABOVE
+
+
+def score_of(group: JudgedGroup) -> PromptScore:
+    """The numbers of one prompt's responses."""
+    rewards = [float(sample.reward or 0.0) for sample in group.samples]
+    completions = [completion for _, completion in group.answers]
+    return PromptScore(
+        index=group.index,
+        num_samples=len(completions),
+        num_generated=len(completions),
+        num_dropped=len(group.faults),
+        num_correct=sum(map(is_correct, rewards)),
+        num_truncated=sum(completion.finish_reason == "length" for completion in completions),
+        num_tokens=sum(completion.tokens.numel() for completion in completions),
+        total_reward=sum(rewards),
+    )
+
+
+def not_asked(index: int, num_samples: int) -> PromptScore:
+    """The numbers of a prompt that was too long to be asked: nothing is earned, and nothing left out."""
+    return PromptScore(index, num_samples, 0, num_samples, 0, 0, 0, 0.0)
+
+
+def pass_at(k: int, num_samples: int, num_correct: int) -> float:
+    """Chance that k of a prompt's n responses, drawn without replacement, hold a correct one.
+
+    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), Eq. 1: 1 - C(n - c, k) / C(n, k).
+    """
+    assert 1 <= k <= num_samples, "checks.evaluation_rules refuses others"
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def powers_of_two(up_to: int) -> tuple[int, ...]:
+    """1, 2, 4, ... that are not above a number."""
+    return tuple(1 << exponent for exponent in range(up_to.bit_length()))
+
+
+def interval(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """95 % percentile bootstrap of the mean over problems: what it owes to which problems are in the set.
+
+    Args:
+        values: One for each problem, at least one.
+        seed: Of the resampling; the same values and seed give the same bits.
+    """
+    known, generator = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
+    blocks = (generator.integers(len(known), size=(_BLOCK, len(known))) for _ in range(_NUM_BLOCKS))
+    low, high = np.percentile([known[block].mean(axis=1) for block in blocks], _INTERVAL)
+    return float(low), float(high)
+
+
+def metric_names(name: str, samples_per_prompt: int, pass_at: Sequence[int]) -> list[str]:
+    """Every metric of a set, in the order in which a person reads them; the first is the score."""
+    average = f"avg_at_{samples_per_prompt}"
+    of_pass = [f"pass_at_{k}" for k in pass_at]
+    others = ["truncated_fraction", "response_length_mean", "dropped"]
+    return [f"eval/{name}/{each}" for each in (average, f"{average}_low", f"{average}_high", *of_pass, *others)]
+
+
+def set_metrics(
+    name: str, scores: Sequence[PromptScore], ks: Sequence[int], *, samples_per_prompt: int, seed: int
+) -> dict[str, float]:
+    """The metrics of a set.
+
+    Args:
+        name: Of the set.
+        scores: Of each of its prompts, over all ranks, in their order: then how many ranks there were does
+            not change a bit.
+        ks: Of pass@k.
+        samples_per_prompt: n of avg@n.
+        seed: Of the intervals.
+    """
+    num_generated = max(sum(score.num_generated for score in scores), 1)
+    averages = [score.total_reward / score.num_samples for score in scores]
+    low, high = interval(averages, seed)
+    values = [
+        float(np.mean(averages)),
+        low,
+        high,
+        *(float(np.mean([pass_at(k, score.num_samples, score.num_correct) for score in scores])) for k in ks),
+        sum(score.num_truncated for score in scores) / num_generated,
+        sum(score.num_tokens for score in scores) / num_generated,
+        float(sum(score.num_dropped for score in scores)),
+    ]
+    return dict(zip(metric_names(name, samples_per_prompt, ks), values, strict=True))
+
+
+def over_ranks(gathered: Sequence[Mapping[str, Sequence[PromptScore]]]) -> dict[str, list[PromptScore]]:
+    """Each set's scores in the order of its prompts, given those of each rank."""
+    names = gathered[0]
+    return {
+        name: sorted(chain.from_iterable(own[name] for own in gathered), key=lambda score: score.index)
+        for name in names
+    }

@@ -1,0 +1,92 @@
+"""What an evaluation makes of its responses, against brute force, and on any number of ranks."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from megatron_dppo.rollout.scores import (
+    PromptScore,
+    interval,
+    is_correct,
+    metric_names,
+    not_asked,
+    over_ranks,
+    pass_at,
+    powers_of_two,
+    set_metrics,
+)
+
+
+def scored(index: int, num_correct: int, n: int = 4, num_dropped: int = 0) -> PromptScore:
+    """A prompt whose right responses earn 1, cut after 10 tokens where they are wrong."""
+    num_wrong = n - num_correct
+    return PromptScore(
+        index, n, n, num_dropped, num_correct, num_wrong, 5 * num_correct + 10 * num_wrong, num_correct
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(n: int) -> None:
+    for k, c in itertools.product(range(1, n + 1), range(n + 1)):
+        subsets = list(itertools.combinations(range(n), k))
+        share = sum(any(i < c for i in subset) for subset in subsets) / len(subsets)
+        assert pass_at(k, n, c) == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_k_of_many_responses_is_finite_and_rises_with_k() -> None:
+    values = [pass_at(k, 4096, 3) for k in powers_of_two(4096)]
+    assert values[0] == pytest.approx(3 / 4096) and values[-1] == 1.0
+    assert values == sorted(values)
+
+
+def test_powers_of_two_end_at_the_number_of_responses() -> None:
+    assert [powers_of_two(n) for n in (1, 2, 3, 32)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8, 16, 32)]
+
+
+def test_correct_is_what_either_pair_of_rewards_calls_right() -> None:
+    assert is_correct(1.0) and not any(map(is_correct, (0.0, -1.0, 0.5)))
+
+
+def test_intervals_cover_the_mean_about_as_often_as_they_say() -> None:
+    """Of 60 problems with pass rates drawn from a beta distribution; 95 % asked, 100 sets drawn."""
+    generator = np.random.default_rng(0)
+    num_covered = 0
+    for seed in range(100):
+        low, high = interval(list(generator.beta(1, 2, size=60)), seed)
+        num_covered += low <= 1 / 3 <= high
+    assert 0.9 <= num_covered / 100 <= 0.99
+
+
+def test_an_interval_is_repeated_by_its_seed_and_shrinks_to_a_point() -> None:
+    values = [float(value) for value in np.linspace(0, 1, 30) ** 2]
+    assert interval(values, 3) == interval(values, 3) != interval(values, 4)
+    assert interval([0.5] * 7, 0) == (0.5, 0.5) == interval([0.5], 0)
+
+
+def test_the_metrics_of_a_set() -> None:
+    scores = [scored(0, 4), scored(1, 1, num_dropped=1), not_asked(2, 4)]
+    metrics = set_metrics("toy", scores, (1, 2, 4), samples_per_prompt=4, seed=0)
+    assert list(metrics) == metric_names("toy", 4, (1, 2, 4))
+    assert metrics["eval/toy/avg_at_4"] == metrics["eval/toy/pass_at_1"] == pytest.approx(1.25 / 3)
+    assert metrics["eval/toy/pass_at_2"] == pytest.approx(1.5 / 3)  # of the second, half of its pairs
+    assert metrics["eval/toy/pass_at_4"] == pytest.approx(2 / 3)
+    assert metrics["eval/toy/avg_at_4_low"] == 0.0 and metrics["eval/toy/avg_at_4_high"] == 1.0
+    assert metrics["eval/toy/truncated_fraction"] == 3 / 8
+    assert metrics["eval/toy/response_length_mean"] == 55 / 8
+    assert metrics["eval/toy/dropped"] == 5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_any_number_of_ranks_gives_the_same_bits(num_ranks: int) -> None:
+    generator = np.random.default_rng(1)
+    totals = generator.normal(size=11)
+    scores = [PromptScore(i, 3, 3, 0, 1, 0, 7, float(total)) for i, total in enumerate(totals)]
+    gathered = [{"a": scores[rank::num_ranks], "b": []} for rank in range(num_ranks)]
+    assert over_ranks(gathered) == {"a": scores, "b": []}
+
+
+def test_a_set_without_a_single_response_has_finite_metrics() -> None:
+    metrics = set_metrics("toy", [not_asked(0, 2)], (1, 2), samples_per_prompt=2, seed=0)
+    assert all(map(math.isfinite, metrics.values()))

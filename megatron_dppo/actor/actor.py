@@ -24,6 +24,7 @@ from megatron_dppo.actor.groups import (
     sum_over_tokens_and_stages,
 )
 from megatron_dppo.actor.layout import Layout, model_sizes
+from megatron_dppo.actor.observation import Observer
 from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
 from megatron_dppo.actor.output_head import OutputHead
 from megatron_dppo.actor.residence import TrainerMemory
@@ -34,9 +35,8 @@ from megatron_dppo.data.exchange import DataParallel
 from megatron_dppo.data.packing import microbatches_of, placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.mismatch import add_agreement, add_entropy, add_mismatch, add_trust_region
+from megatron_dppo.diagnostics.mismatch import add_agreement, add_mismatch
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.convert import describe_hf_weights, export_hf_weights
@@ -83,12 +83,15 @@ class Actor:
         load_weights(self.chunks, config.model.load, self.hf)
         if config.lora.rank:
             add_lora(self.chunks, self.hf, config.lora, config.run.seed)
+        num_topk_log_probs = config.rollout.num_topk_log_probs
+        self._observer = Observer(self.objective, config.tracking, num_topk_log_probs=num_topk_log_probs)
         self._head = OutputHead(
             self.chunks,
             self.objective,
             config.algorithm,
             temperature=config.rollout.temperature,
             vocab_size=self.hf["vocab_size"],
+            reported_topk=self._observer.topk_columns,
         )
         self._ddp = wrap_for_data_parallelism(self.chunks, self._model_config, config)
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
@@ -191,7 +194,7 @@ class Actor:
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
             if speaks_for_its_tokens():
-                self._observe(metrics, out, microbatch, is_first)
+                self._observer.observe(metrics, out, microbatch, is_first=is_first)
             return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
@@ -201,22 +204,6 @@ class Actor:
         if is_measuring and replay is not None:
             add_agreement(metrics, replay.agreement())
         return Step(metrics, tuple(faults))
-
-    def _observe(self, metrics: Metrics, out: FusedPolicyLoss, microbatch: Microbatch, is_first: bool) -> None:
-        m = microbatch
-        metrics.add_mean("loss/policy", out.loss_sum.detach(), m.num_loss_tokens)
-        counts = fused_metrics(
-            self.objective,
-            out,
-            m.rollout_log_probs,
-            m.advantages,
-            m.loss_mask,
-            old_log_probs=m.old_log_probs,
-        )
-        add_trust_region(metrics, counts)
-        add_entropy(metrics, out.entropy, m.loss_mask)
-        if is_first:
-            add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
 
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with log-probs of the current weights: one more forward, for "recomputed" anchors only."""

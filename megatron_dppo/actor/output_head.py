@@ -32,6 +32,7 @@ class OutputHead:
         *,
         temperature: float,
         vocab_size: int,
+        reported_topk: int = 0,
     ) -> None:
         """Take the output layer's place, unless the loss is to come from logits.
 
@@ -41,9 +42,11 @@ class OutputHead:
             options: How the loss is computed.
             temperature: Divides the logits, as the sampler did.
             vocab_size: Without the padding of the output layer.
+            reported_topk: Columns of the rollout's Top-K whose log-probs the loss reports, where the objective
+                itself needs none.
         """
         self._last: Any = chunks[-1]
-        self._objective = objective
+        self._objective, self._reported_topk = objective, reported_topk
         shard = vocab_shard(vocab_size)
         self._vocabulary: dict[str, Any] = dict(
             temperature=temperature,
@@ -72,7 +75,8 @@ class OutputHead:
         Raises:
             ConfigError: A learning token has what none may have.
         """
-        topk = microbatch.topk if self._objective.needs_topk else None
+        topk = microbatch.topk if self._objective.needs_topk or self._reported_topk else None
+        columns = slice(None, None if self._objective.needs_topk else self._reported_topk)
         arguments: dict[str, Any] = dict(
             targets=microbatch.targets,
             rollout_log_probs=microbatch.rollout_log_probs,
@@ -80,8 +84,8 @@ class OutputHead:
             objective=self._objective,
             loss_mask=microbatch.loss_mask,
             token_weights=microbatch.token_weights,
-            topk_ids=None if topk is None else topk.ids,
-            topk_rollout_log_probs=None if topk is None else topk.log_probs,
+            topk_ids=None if topk is None else topk.ids[:, columns],
+            topk_rollout_log_probs=None if topk is None else topk.log_probs[:, columns],
             old_log_probs=microbatch.old_log_probs,
             **self._vocabulary,
         )

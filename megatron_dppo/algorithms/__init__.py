@@ -16,6 +16,7 @@ from megatron_dppo.algorithms.inputs import PolicyLossInputs
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.presets import PRESETS, preset
+from megatron_dppo.algorithms.shadow import shadow_masks
 from megatron_dppo.algorithms.trust_region import RULES, TrustRegionTokens, trust_region_mask
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "policy_loss",
     "preset",
     "sequence_weights",
+    "shadow_masks",
     "token_weights",
     "topk_kl",
     "topk_partition",

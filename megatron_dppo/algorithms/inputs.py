@@ -49,10 +49,13 @@ class LearningTokens:
     entropy: Tensor | None
 
 
-def learning_tokens(objective: Objective, inputs: PolicyLossInputs) -> LearningTokens:
+def learning_tokens(
+    objective: Objective, inputs: PolicyLossInputs, *, has_known_values: bool = False
+) -> LearningTokens:
     """Check the inputs that `objective` reads, and neutralise the rows that do not learn.
 
     Neutralising comes before all arithmetic: neither value nor gradient ever sees a NaN of an ignored row.
+    With `has_known_values` a loss was made of them before: no value is looked at, and no device waited for.
 
     Raises:
         ConfigError: An input is missing, has the wrong shape or type, or holds what no learning token may have.
@@ -84,7 +87,8 @@ def learning_tokens(objective: Objective, inputs: PolicyLossInputs) -> LearningT
         targets=torch.where(is_learning, present["targets"].long(), 0) if "targets" in present else None,
         entropy=clean(present["entropy"]) if "entropy" in present else None,
     )
-    _check_values(tokens)
+    if not has_known_values:
+        _check_values(tokens)
     return _clamped(tokens)
 
 

@@ -77,16 +77,9 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
 @torch.no_grad()
 def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
     """How far each token's policy has moved, whether it may learn, and with which weight."""
-    divergence = _divergence(objective, tokens)
+    divergence = DIVERGENCES[objective.divergence].function(*compared_log_masses(objective, tokens))
     ratio = (tokens.log_probs - tokens.rollout_log_probs).exp()
-    seen = TrustRegionTokens(
-        log_probs=tokens.log_probs,
-        anchor_log_probs=tokens.anchor_log_probs,
-        rollout_log_probs=tokens.rollout_log_probs,
-        advantages=tokens.advantages,
-        divergence=divergence,
-    )
-    mask = tokens.is_learning & trust_region_mask(objective, seen)
+    mask = learning_mask(objective, tokens, divergence)
     if objective.is_imitation:
         coefficient = mask.to(ratio.dtype)
     else:
@@ -95,12 +88,24 @@ def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
     return TokenUpdates(mask=mask, divergence=divergence, ratio=ratio, coefficient=coefficient)
 
 
-def _divergence(objective: Objective, tokens: LearningTokens) -> Tensor:
-    divergence = DIVERGENCES[objective.divergence]
-    if divergence.over == "sampled":
-        return divergence.function(tokens.log_probs, tokens.anchor_log_probs)
+def learning_mask(objective: Objective, tokens: LearningTokens, divergence: Tensor) -> Tensor:
+    """M, [T] bool, given the divergence [T] that the objective names; False where no token learns."""
+    seen = TrustRegionTokens(
+        log_probs=tokens.log_probs,
+        anchor_log_probs=tokens.anchor_log_probs,
+        rollout_log_probs=tokens.rollout_log_probs,
+        advantages=tokens.advantages,
+        divergence=divergence,
+    )
+    return tokens.is_learning & trust_region_mask(objective, seen)
+
+
+def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[Tensor, Tensor]:
+    """What the objective's divergence compares, of policy and anchor: [T] log-probs, or [T, outcomes]."""
+    if not objective.needs_topk:
+        return tokens.log_probs, tokens.anchor_log_probs
     assert tokens.topk is not None and tokens.targets is not None, "required inputs are checked first"
-    outcomes, rollout_outcomes = topk_partition(
+    return topk_partition(
         tokens.topk,
         tokens.targets,
         tokens.log_probs,
@@ -109,7 +114,6 @@ def _divergence(objective: Objective, tokens: LearningTokens) -> Tensor:
         sampled_token=objective.sampled_token,
         include_other=objective.include_other,
     )
-    return divergence.function(outcomes, rollout_outcomes)
 
 
 def _loss_sum(objective: Objective, tokens: LearningTokens, coefficient: Tensor) -> Tensor:

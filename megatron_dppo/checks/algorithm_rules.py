@@ -122,6 +122,26 @@ def _paired_routing(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("tracking.paired_routing_every", found, "0", action)
 
 
+@rule("shadow_presets")
+def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Presets that are judged in the shadow exist, and the batches hold what they need."""
+    objective = _objective(config)
+    for name in config.tracking.shadow_presets:
+        if name not in PRESETS:
+            guess = did_you_mean(name, list(PRESETS))
+            action = f"Did you mean {guess!r}?" if guess else "Choose from these."
+            yield Problem("tracking.shadow_presets", repr(name), f"names among {', '.join(PRESETS)}", action)
+        elif PRESETS[name].needs_topk and not config.rollout.num_topk_log_probs:
+            found = f"{name!r} with rollout.num_topk_log_probs = 0"
+            action = f"Set rollout.num_topk_log_probs to {PRESETS[name].top_k}, or leave it out."
+            yield Problem("tracking.shadow_presets", found, "presets that need no Top-K", action)
+        elif PRESETS[name].anchor == "recomputed" and getattr(objective, "anchor", None) == "rollout":
+            found = f"{name!r} with algorithm.preset = {config.algorithm.preset!r}"
+            expected = "presets that need no log-probs recomputed before the step"
+            action = "Train with anchor = 'recomputed', which recomputes them, or leave it out."
+            yield Problem("tracking.shadow_presets", found, expected, action)
+
+
 def _objective(config: Config) -> Objective | ConfigError | None:
     """The configured objective, or why there is none; None where the preset is unknown."""
     if config.algorithm.preset not in PRESETS:

@@ -344,6 +344,10 @@ class TrackingConfig(Section):
     """Keep the rollout's mini-batches as tensors after this many rollouts, for what-if; 0 never."""
     paired_routing_every: NonNegativeInt = 0
     """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
+    shadow: bool = True
+    """Beside each gradient step, judge its tokens by other presets too: what they would have masked."""
+    shadow_presets: tuple[str, ...] = ()
+    """Names in megatron_dppo.algorithms.PRESETS; none: all that the batch has the inputs of."""
 
 
 class Config(Section):

@@ -284,6 +284,10 @@ EXAMPLES: dict[str, list[Example]] = {
         )
     ],
     "paired_routing": [Example("tracking.paired_routing_every", {"tracking.paired_routing_every": 5})],
+    "shadow_presets": [
+        Example("tracking.shadow_presets", {"tracking.shadow_presets": [name]})
+        for name in ("dppo_binary_tw", "dppo_topk_kl", "minirl")
+    ],
     "run_folder": [
         Example("run.folder", {"run.folder": "prompts.jsonl"}),
         Example("run.folder", {"run.folder": "prompts.jsonl/run"}),

@@ -1,0 +1,90 @@
+"""What a gradient step says of itself: statistics of the tokens that a loss was made of."""
+
+from collections.abc import Mapping
+
+from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, TopKLogProbs, shadow_masks
+from megatron_dppo.algorithms.shadow import with_inputs
+from megatron_dppo.config.schema import TrackingConfig
+from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
+from megatron_dppo.diagnostics.shadow import add_shadow_masks
+from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
+from megatron_dppo.types import Microbatch
+
+
+class Observer:
+    """Adds what is measured of each micro-batch to a step's metrics, beside the loss and from its results."""
+
+    def __init__(self, objective: Objective, tracking: TrackingConfig, *, num_topk_log_probs: int) -> None:
+        """Choose the objectives that are judged beside the one that trains.
+
+        Args:
+            objective: What trains.
+            tracking: Whether there are others, and which.
+            num_topk_log_probs: Columns of the rollout's Top-K that each token carries.
+        """
+        self._objective = objective
+        self.shadows: Mapping[str, Objective] = {}
+        if tracking.shadow:
+            named = {name: PRESETS[name] for name in tracking.shadow_presets or PRESETS}
+            self.shadows = with_inputs(
+                named, has_topk=num_topk_log_probs > 0, has_old_log_probs=objective.anchor == "recomputed"
+            )
+
+    @property
+    def topk_columns(self) -> int:
+        """Most columns of the rollout's Top-K that a shadow reads; 0 where none does."""
+        return max((shadow.top_k for shadow in self.shadows.values() if shadow.needs_topk), default=0)
+
+    def observe(
+        self, metrics: Metrics, out: FusedPolicyLoss, microbatch: Microbatch, *, is_first: bool
+    ) -> None:
+        """Statistics of one micro-batch.
+
+        Args:
+            metrics: Gets them.
+            out: The loss of its tokens.
+            microbatch: This rank's tokens.
+            is_first: The weights are still those that the rollout sampled with.
+        """
+        m = microbatch
+        metrics.add_mean("loss/policy", out.loss_sum.detach(), m.num_loss_tokens)
+        counts = fused_metrics(
+            self._objective,
+            out,
+            m.rollout_log_probs,
+            m.advantages,
+            m.loss_mask,
+            old_log_probs=m.old_log_probs,
+        )
+        add_trust_region(metrics, counts)
+        add_entropy(metrics, out.entropy, m.loss_mask)
+        if is_first:
+            add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
+        if self.shadows:
+            self._add_shadows(metrics, out, m)
+
+    def _add_shadows(self, metrics: Metrics, out: FusedPolicyLoss, m: Microbatch) -> None:
+        topk = None
+        if m.topk is not None and out.topk_log_probs is not None:
+            used = slice(None, out.topk_log_probs.shape[1])
+            topk = TopKLogProbs(m.topk.ids[:, used], m.topk.log_probs[:, used], out.topk_log_probs)
+        inputs = PolicyLossInputs(
+            log_probs=out.log_probs,
+            rollout_log_probs=m.rollout_log_probs,
+            advantages=m.advantages,
+            loss_mask=m.loss_mask,
+            old_log_probs=m.old_log_probs,
+            topk=topk,
+            targets=m.targets,
+        )
+        add_shadow_masks(
+            metrics,
+            self.shadows,
+            shadow_masks(self.shadows, inputs),
+            out.mask,
+            log_probs=out.log_probs,
+            rollout_log_probs=m.rollout_log_probs,
+            advantages=m.advantages,
+            loss_mask=m.loss_mask,
+        )

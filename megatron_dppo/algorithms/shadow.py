@@ -1,0 +1,77 @@
+"""What other objectives would make of the tokens that one objective trains on: their masks, side by side."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.divergence import DIVERGENCES
+from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs, learning_tokens
+from megatron_dppo.algorithms.loss import compared_log_masses, learning_mask
+from megatron_dppo.algorithms.objective import Objective
+
+
+def with_inputs(
+    objectives: Mapping[str, Objective], *, has_topk: bool, has_old_log_probs: bool
+) -> dict[str, Objective]:
+    """The objectives whose inputs are there: the rollout's Top-K, and log-probs recomputed before the step."""
+    return {
+        name: objective
+        for name, objective in objectives.items()
+        if (has_topk or not objective.needs_topk) and (has_old_log_probs or objective.anchor != "recomputed")
+    }
+
+
+@torch.no_grad()
+def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """M of each objective, [T] bool, equal to `policy_loss(objective, inputs).mask`.
+
+    What objectives have in common is computed once: each divergence, and what it compares. Nothing here is of
+    the vocabulary's size. Top-K objectives use the columns there are, at most their `top_k`: fewer make their
+    divergence smaller. An objective whose inputs are none is left out. The inputs are those of a loss that was
+    made before: their values are not checked again.
+
+    Args:
+        objectives: By name.
+        inputs: T tokens; gradients, token_weights and entropy are not read.
+
+    Raises:
+        ConfigError: An input has another shape or type.
+    """
+    has_topk = inputs.topk is not None and inputs.targets is not None
+    judged = with_inputs(objectives, has_topk=has_topk, has_old_log_probs=inputs.old_log_probs is not None)
+    by_anchor = {
+        anchor: _Shared([o for o in judged.values() if o.anchor == anchor], inputs)
+        for anchor in {objective.anchor for objective in judged.values()}
+    }
+    return {name: by_anchor[objective.anchor].mask(objective) for name, objective in judged.items()}
+
+
+class _Shared:
+    """The tokens of one micro-batch for objectives with one anchor, and what was computed of them."""
+
+    def __init__(self, objectives: Iterable[Objective], inputs: PolicyLossInputs) -> None:
+        """Neutralise the tokens once, with the columns of the objective that uses most."""
+        widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
+        widest = replace(widest, entropy_coef=0.0)
+        self._tokens: LearningTokens = learning_tokens(widest, inputs, has_known_values=True)
+        self._log_masses: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._divergences: dict[Any, Tensor] = {}
+
+    def mask(self, objective: Objective) -> Tensor:
+        """M, [T] bool."""
+        return learning_mask(objective, self._tokens, self._divergence(objective))
+
+    def _divergence(self, objective: Objective) -> Tensor:
+        partition = None
+        if objective.needs_topk:
+            partition = (objective.top_k, objective.sampled_token, objective.include_other)
+        key = (objective.divergence, partition)
+        if key not in self._divergences:
+            if partition not in self._log_masses:
+                self._log_masses[partition] = compared_log_masses(objective, self._tokens)
+            function = DIVERGENCES[objective.divergence].function
+            self._divergences[key] = function(*self._log_masses[partition])
+        return self._divergences[key]

@@ -54,6 +54,10 @@ class RewardError(MegatronDppoError):
     """A reward function failed or returned something that is no finite number."""
 
 
+class EnvironmentFailedError(MegatronDppoError):
+    """An environment raised, or said something that is no turn of a conversation."""
+
+
 class RolloutError(MegatronDppoError):
     """The rollout engine cannot do what was asked, or returned something that does not fit."""
 

@@ -1,19 +1,16 @@
 """What a reward is, what it is asked and answers, and the registry that `data.reward` names one from."""
 
-import difflib
-import importlib
-import importlib.util
 import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, SupportsFloat, TypeVar, cast
 
 from megatron_dppo.errors import ConfigError, Problem, RewardError
 from megatron_dppo.types import FinishReason, Prompt
+from megatron_dppo.user_code import imported, problem_with_path
 
 RewardFaultKind = Literal["reward_failed", "reward_timed_out", "reward_out_of_memory"]
 
@@ -89,18 +86,7 @@ def problem_with(name: str) -> Problem | None:
     """What is wrong with a reward's name, as far as can be told without running a user's code."""
     if name in _registered:
         return None
-    module, colon, function = name.partition(":")
-    if not colon:
-        close = difflib.get_close_matches(name, _registered, n=1)
-        action = f"Did you mean {close[0]!r}?" if close else "Choose one of these, or name your own function."
-        expected = f"one of {sorted(_registered)}, or 'package.module:function'"
-        return Problem("data.reward", repr(name), expected, action)
-    if not all(part.isidentifier() for part in [*module.split("."), function]):
-        return Problem("data.reward", repr(name), "'package.module:function'", "Correct the name.")
-    package = module.partition(".")[0]
-    if not _is_findable(package):
-        return _missing(f"{name!r}, and no module {package!r}")
-    return None
+    return problem_with_path("data.reward", name, "package.module:function", sorted(_registered))
 
 
 def reward(name: str) -> Reward:
@@ -114,7 +100,7 @@ def reward(name: str) -> Reward:
     problem = problem_with(name)
     if problem is not None:
         raise ConfigError(problem)
-    return _registered[name] if name in _registered else _imported(*name.split(":"))
+    return _registered[name] if name in _registered else imported("data.reward", name)
 
 
 def checked(function: Reward, request: RewardRequest) -> RewardResult:
@@ -153,36 +139,6 @@ def described(error: BaseException) -> str:
         return words
     code = frame.f_code
     return f"{words} (in {code.co_name}, {Path(code.co_filename).name} line {line})"
-
-
-def _is_findable(package: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # such as __main__, which is another program in a worker
-        return False
-    # Workers find modules in the working directory, even where this process was not started as `python -m`.
-    return spec is not None or PathFinder.find_spec(package, [str(Path.cwd())]) is not None
-
-
-def _missing(found: str) -> Problem:
-    expected = "a module of an installed package or of the working directory"
-    return Problem("data.reward", found, expected, f"Correct the name, or install it; this is {Path.cwd()}.")
-
-
-def _imported(module_name: str, attribute: str) -> Reward:
-    name = f"'{module_name}:{attribute}'"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # what the user's module imports is missing
-        raise ConfigError(_missing(f"{name}, and no module {error.name!r}")) from error
-    function: Any = getattr(module, attribute, None)
-    if not callable(function):
-        found = f"{name}, and {attribute!r} is {'no function' if hasattr(module, attribute) else 'not there'}"
-        expected = f"a function of {module_name}"
-        raise ConfigError(Problem("data.reward", found, expected, "Correct the name after the colon."))
-    return cast(Reward, function)
 
 
 def _number(value: Any) -> float:

@@ -13,10 +13,12 @@ import torch
 
 from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.data.prompts import Drawn
+from megatron_dppo.environments import Environments, InProcess, SingleTurn
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker, OpenGroup, sample
 from megatron_dppo.rollout.judge import Fault, Judge, RouteValidator, Scorer, Tokenizer, as_text
+from megatron_dppo.rollout.partials import mask_of
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
 __all__ = [
@@ -56,6 +58,7 @@ def collect(
     indices: Sequence[int] | None = None,
     smallest_group: int = 2,
     validate_routes: RouteValidator | None = None,
+    environments: Environments | None = None,
 ) -> RolloutBatch:
     """Sample and score `samples_per_prompt` responses to each prompt.
 
@@ -76,13 +79,16 @@ def collect(
             keyed by it, so it does not depend on the number of ranks.
         smallest_group: Two for training, since one sample has nothing to compare with.
         validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
+        environments: Say how conversations open; none: the prompts themselves do.
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.
         RewardError: The reward cannot be loaded, or its workers cannot start.
     """
     places = range(len(prompts)) if indices is None else indices
-    maker = GroupMaker(tokenizer, samples_per_prompt, max_prompt_tokens, seed)
+    maker = GroupMaker(
+        tokenizer, samples_per_prompt, max_prompt_tokens, seed, environments or InProcess(SingleTurn)
+    )
     judge = Judge(tokenizer, scorer, params.capture_routes, validate_routes)
     judged = answers(engine, maker, judge, params, rollout, list(zip(places, prompts, strict=True)))
     smallest = min(smallest_group, samples_per_prompt)
@@ -147,7 +153,11 @@ def judge_groups(judge: Judge, groups: Sequence[OpenGroup]) -> list[JudgedGroup]
     """Score whole groups, all at once."""
     answers = [group.answers for group in groups]
     pairs = zip(groups, answers, strict=True)
-    samples = [(group.drawn.prompt, _sample(*answer)) for group, own in pairs for answer in own]
+    samples = [
+        (group.drawn.prompt, _sample(request, completion), completion.episode)
+        for group, own in pairs
+        for request, completion in own
+    ]
     verdicts = iter(judge(samples))
     return [
         JudgedGroup(group.index, group.drawn.prompt, own, list(islice(verdicts, len(own))))
@@ -186,6 +196,7 @@ def batch_of(
         num_prompts_too_long=num_too_long,
         num_samples=len(answers),
         num_truncated=sum(completion.finish_reason == "length" for _, completion in answers),
+        num_turns=sum(completion.episode.num_turns if completion.episode else 1 for _, completion in answers),
         num_response_tokens=sum(completion.tokens.numel() for _, completion in answers),
         num_old_tokens=sum(_num_old_tokens(completion, weight_version) for _, completion in answers),
         num_requeued=sum(completion.num_moves for _, completion in answers),
@@ -212,7 +223,7 @@ def _sample(request: Request, completion: Completion) -> Sample:
         group_id=request.id.rpartition("+")[0],
         tokens=torch.cat([prompt, completion.tokens]),
         prompt_length=len(prompt),
-        loss_mask=torch.ones(completion.tokens.numel(), dtype=torch.bool),
+        loss_mask=mask_of(completion),
         rollout_log_probs=completion.log_probs,
         finish_reason=completion.finish_reason,
         topk=completion.topk,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.partials import first_route_row, input_tokens, joined, num_tokens_left
 from megatron_dppo.rollout.sampling import draw, most_probable, sampling_log_probs, sampling_noise
 from megatron_dppo.rollout.slot_decoder import SlotDecoder
 from megatron_dppo.types import RolloutTopK, RoutedExperts, WeightVersionSpan
@@ -20,7 +21,8 @@ class _Rows:
     request: Tensor  # [n] index into the requests; -1 once its response is finished
     token: Tensor  # [n] to be forwarded next
     length: Tensor  # [n] tokens in the cache
-    num_sampled: Tensor  # [n]
+    num_sampled: Tensor  # [n] response tokens, what was there before included
+    limit: Tensor  # [n] of num_sampled
     noise: Tensor  # [n, max_response_tokens] float64
 
     def take(self, rows: Tensor) -> "_Rows":
@@ -50,6 +52,7 @@ class ContinuousBatch:
     ) -> None:
         self._decoder, self._requests, self._params = decoder, requests, params
         self._slots, self._eos = slots, eos_token_ids
+        self._inputs = [tuple(input_tokens(request)) for request in requests]
         self._queue = deque(range(len(requests)))
         longest = max(len(request.prompt_tokens) for request in requests)
         self._cache = decoder.new_cache(slots, longest + params.max_response_tokens - 1)
@@ -71,15 +74,21 @@ class ContinuousBatch:
             num_finished = self._decode()
 
     def _new_rows(self, requests: list[int]) -> _Rows:
-        prompts = [self._requests[index].prompt_tokens for index in requests]
+        inputs, asked = (
+            [self._inputs[index] for index in requests],
+            [self._requests[index] for index in requests],
+        )
         length = self._params.max_response_tokens
-        noise = [sampling_noise(self._requests[index].noise_key, length) for index in requests]
+        noise = [sampling_noise(request.noise_key, length) for request in asked]
+        num_sampled = [len(own) - len(r.prompt_tokens) for own, r in zip(inputs, asked, strict=True)]
+        limits = [n + num_tokens_left(r, self._params) for n, r in zip(num_sampled, asked, strict=True)]
         device = self._eos.device
         return _Rows(
             request=torch.tensor(requests, dtype=torch.int64, device=device),
-            token=torch.tensor([prompt[-1] for prompt in prompts], dtype=torch.int64, device=device),
-            length=torch.tensor([len(prompt) - 1 for prompt in prompts], dtype=torch.int64, device=device),
-            num_sampled=torch.zeros(len(requests), dtype=torch.int64, device=device),
+            token=torch.tensor([own[-1] for own in inputs], dtype=torch.int64, device=device),
+            length=torch.tensor([len(own) - 1 for own in inputs], dtype=torch.int64, device=device),
+            num_sampled=torch.tensor(num_sampled, dtype=torch.int64, device=device),
+            limit=torch.tensor(limits, dtype=torch.int64, device=device),
             noise=(torch.stack(noise) if noise else torch.zeros(0, length, dtype=torch.float64)).to(device),
         )
 
@@ -99,7 +108,7 @@ class ContinuousBatch:
             newcomers: list[int] = []
             width = 0
             while self._queue and len(newcomers) < room:
-                wider = max(width, len(self._requests[self._queue[0]].prompt_tokens) - 1)
+                wider = max(width, len(self._inputs[self._queue[0]]) - 1)
                 if newcomers and wider * (len(newcomers) + 1) > self.PREFILL_TOKENS:
                     break
                 newcomers.append(self._queue.popleft())
@@ -111,13 +120,13 @@ class ContinuousBatch:
     def _prefill(self, newcomers: list[int], width: int, first_slot: int) -> None:
         if not width:
             return
-        prompts = [self._requests[index].prompt_tokens[:-1] for index in newcomers]
-        padded = [prompt + (0,) * (width - len(prompt)) for prompt in prompts]
+        inputs = [self._inputs[index][:-1] for index in newcomers]
+        padded = [own + (0,) * (width - len(own)) for own in inputs]
         device = self._eos.device
         tokens = torch.tensor(padded, device=device)
         experts = self._decoder.prefill(self._cache, tokens, first_slot, self._params.capture_routes)
         if experts is not None:
-            lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+            lengths = torch.tensor([len(own) for own in inputs], device=device)
             real = torch.arange(width, device=device) < lengths.unsqueeze(1)
             request = torch.tensor(newcomers, device=device).unsqueeze(1).expand(-1, width)
             self._routed.append((request[real], experts[real]))
@@ -143,7 +152,7 @@ class ContinuousBatch:
         if experts is not None:
             self._routed.append((rows.request, experts))
         rows.num_sampled = rows.num_sampled + 1
-        finished = torch.isin(tokens, self._eos) | (rows.num_sampled >= params.max_response_tokens)
+        finished = torch.isin(tokens, self._eos) | (rows.num_sampled >= rows.limit)
         finished |= rows.request < 0
         rows.length = rows.length + ~finished  # a finished row marks time in place until it is swept
         rows.token = tokens
@@ -162,20 +171,20 @@ class ContinuousBatch:
             experts = None
             if self._params.capture_routes:
                 indices = routed[index][0].to(index_dtype)
-                forwarded = len(request.prompt_tokens) + tokens.numel() - 1
+                forwarded = len(self._inputs[index]) + tokens.numel() - 1
                 assert indices.shape[0] == forwarded, "one row of routes for each token forwarded"
+                indices = indices[first_route_row(request) :]
                 experts = RoutedExperts(indices, self._decoder.moe_layers, self._decoder.num_experts)
-            completions.append(
-                Completion(
-                    request_id=request.id,
-                    tokens=tokens,
-                    log_probs=log_probs,
-                    finish_reason="stop" if int(tokens[-1]) in eos else "length",
-                    topk=RolloutTopK(ids=topk[0], log_probs=topk[1]) if topk else None,
-                    routed_experts=experts,
-                    weight_versions=(WeightVersionSpan(0, tokens.numel(), version),),
-                )
+            completion = Completion(
+                request_id=request.id,
+                tokens=tokens,
+                log_probs=log_probs,
+                finish_reason="stop" if int(tokens[-1]) in eos else "length",
+                topk=RolloutTopK(ids=topk[0], log_probs=topk[1]) if topk else None,
+                routed_experts=experts,
+                weight_versions=(WeightVersionSpan(0, tokens.numel(), version),),
             )
+            completions.append(joined(request.partial, completion) if request.partial else completion)
         return completions
 
 

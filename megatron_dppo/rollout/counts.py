@@ -15,6 +15,7 @@ DropReason = Literal[
     "empty_response",
     "non_finite_log_probs",
     "invalid_routes",
+    "environment_failed",
     "reward_failed",
     "reward_timed_out",
     "reward_out_of_memory",
@@ -35,7 +36,8 @@ class RolloutCounts:
     num_prompts_too_long: int
     num_samples: int  # asked of the engine
     num_truncated: int
-    num_response_tokens: int
+    num_turns: int  # responses of the policy, over all conversations
+    num_response_tokens: int  # observations of environments included
     num_old_tokens: int  # of them, those that older weights sampled, before the response was aborted
     num_requeued: int  # times that a request went to another server, since one had failed
     num_continued: int  # samples that an earlier rollout began
@@ -70,6 +72,7 @@ class RolloutCounts:
         num_samples = max(self.num_samples, 1)
         metrics = {
             "rollout/response_length_mean": self.num_response_tokens / num_samples,
+            "rollout/num_turns_mean": self.num_turns / num_samples,
             "rollout/truncated_fraction": self.num_truncated / num_samples,
             "rollout/prompts_too_long": float(self.num_prompts_too_long),
             "rollout/dropped_samples": float(self.num_dropped_samples),

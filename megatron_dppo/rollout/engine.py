@@ -6,7 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_dppo.types import FinishReason, RolloutTopK, RoutedExperts, WeightVersionSpan
+from megatron_dppo.environments import Episode
+from megatron_dppo.types import FinishReason, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class SamplingParams:
     top_p: float = 1.0
     num_topk_log_probs: int = 0  # K of RolloutTopK; 0 leaves it out
     capture_routes: bool = False
+    max_turn_tokens: int | None = None  # of one request; none: as many as max_response_tokens leaves
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Completion:
     routed_experts: RoutedExperts | None  # rows for prompt and response, the last token left out
     weight_versions: tuple[WeightVersionSpan, ...]
     num_moves: int = 0  # times that it was asked of another server, since one had failed
+    loss_mask: Tensor | None = None  # [R] bool: the tokens that were sampled; none: all of them
+    episode: Episode | None = None  # what its environment made of it; none where there is none
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,10 @@ class Request:
     id: str
     prompt_tokens: tuple[int, ...]
     noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it fixes the sampling noise
-    partial: Completion | None = None  # aborted after some tokens: sampling goes on behind them
+    partial: Completion | None = None  # what there is of it already: sampling goes on behind these tokens
+    # For environments; engines do not read it:
+    prompt: Prompt | None = None  # what the conversation is about
+    is_chat: bool = False  # whether it opens with messages; what follows are messages then
 
 
 IsEnough = Callable[[Completion], bool]

@@ -2,10 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from megatron_dppo.data.prompts import Drawn
+from megatron_dppo.environments import (
+    EnvironmentFault,
+    Environments,
+    Episode,
+    InProcess,
+    Observation,
+    Play,
+    SingleTurn,
+)
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.engine import (
     Completion,
@@ -15,6 +24,7 @@ from megatron_dppo.rollout.engine import (
     SamplingParams,
 )
 from megatron_dppo.rollout.judge import Tokenizer
+from megatron_dppo.rollout.partials import aborted
 from megatron_dppo.types import Prompt
 
 
@@ -58,18 +68,27 @@ class GroupMaker:
     samples_per_prompt: int
     max_prompt_tokens: int
     seed: int
+    environments: Environments = field(default_factory=lambda: InProcess(SingleTurn))
 
     def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[OpenGroup]:
-        """Groups of nothing yet, for prompts and their places in the rollout; prompts too long are left out."""
+        """Groups of nothing yet, for prompts and their places in the rollout; prompts too long are left out.
+
+        A group whose environment does not begin is whole at once, of samples that were given up.
+        """
         return list(self._groups(rollout, places))
 
     def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[OpenGroup]:
-        for index, drawn in places:
-            tokens = _tokenize(self.tokenizer, drawn.prompt)
+        plays = [Play(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
+        for (index, drawn), opening in zip(places, self.environments.reset(plays), strict=True):
+            fault = opening if isinstance(opening, EnvironmentFault) else None
+            tokens = () if isinstance(opening, EnvironmentFault) else _tokenize(self.tokenizer, opening)
             if len(tokens) <= self.max_prompt_tokens:
                 first_key = (self.seed, rollout, index * self.samples_per_prompt)
                 requests = _requests(drawn.prompt, tokens, first_key, self.samples_per_prompt)
-                yield OpenGroup(drawn, index, tuple(requests), (None,) * len(requests))
+                if isinstance(opening, Observation) and opening.messages is not None:
+                    requests = [replace(request, is_chat=True) for request in requests]
+                completions = [_lost(request, fault) if fault else None for request in requests]
+                yield OpenGroup(drawn, index, tuple(requests), tuple(completions))
 
 
 def sample(
@@ -133,13 +152,17 @@ def _updated(
     return [update(group) for group in groups]
 
 
-def _tokenize(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    if prompt.text is not None:
-        tokens = tokenizer.encode(prompt.text, add_special_tokens=True)
+def _lost(request: Request, fault: EnvironmentFault) -> Completion:
+    return replace(aborted(request), episode=Episode("", 0, fault=fault.message))
+
+
+def _tokenize(tokenizer: Tokenizer, opening: Observation) -> tuple[int, ...]:
+    if opening.text is not None:
+        tokens = tokenizer.encode(opening.text, add_special_tokens=True)
     else:
-        assert prompt.messages is not None
+        assert opening.messages is not None
         tokens = tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            list(opening.messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
     return tuple(cast(list[int], tokens))
 
@@ -154,7 +177,8 @@ def _requests(
     """
     seed, rollout, start = first_key
     group, width = f"rollout{rollout}/{prompt.id}/{start}", len(str(count - 1))
-    return [Request(f"{group}+{k:0{width}d}", tokens, (seed, rollout, start + k)) for k in range(count)]
+    ids = [f"{group}+{k:0{width}d}" for k in range(count)]
+    return [Request(id, tokens, (seed, rollout, start + k), prompt=prompt) for k, id in enumerate(ids)]
 
 
 def _checked(

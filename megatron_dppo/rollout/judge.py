@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RoutingReplayError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.counts import DropReason
@@ -64,22 +65,42 @@ class Judge:
     needs_routes: bool
     validate_routes: RouteValidator | None
 
-    def __call__(self, answered: Sequence[tuple[Prompt, Sample]]) -> list[Sample | Fault]:
-        """Each sample with its reward, or the first fault found; only sound samples are scored."""
-        verdicts: list[Sample | Fault] = [self._fault(sample) or sample for _, sample in answered]
-        sound = [i for i, verdict in enumerate(verdicts) if isinstance(verdict, Sample)]
+    def __call__(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
+        """Each sample with its reward, or the first fault found.
+
+        Only sound samples are scored, and only those that their environment gave no reward.
+        """
+        verdicts: list[Sample | Fault] = [
+            self._verdict(*sample_and_episode) for _, *sample_and_episode in answered
+        ]
+        sound = [
+            i for i, verdict in enumerate(verdicts) if isinstance(verdict, Sample) and verdict.reward is None
+        ]
         requests = [self._request(*answered[i]) for i in sound]
         for i, result in zip(sound, self.scorer.score(requests) if requests else [], strict=True):
-            sample = answered[i][1]
+            sample = cast(Sample, verdicts[i])
             if isinstance(result, RewardFault):
                 verdicts[i] = Fault(result.kind, sample.id, result.message)
             else:
-                verdicts[i] = dataclasses.replace(sample, reward=result.value, reward_info=dict(result.info))
+                info = {**sample.reward_info, **result.info}
+                verdicts[i] = dataclasses.replace(sample, reward=result.value, reward_info=info)
         return verdicts
 
-    def _request(self, prompt: Prompt, sample: Sample) -> RewardRequest:
+    def _request(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> RewardRequest:
+        if episode is not None:
+            return RewardRequest(prompt, episode.response, sample.finish_reason)
         response = as_text(self.tokenizer, sample.tokens[sample.prompt_length :], has_special_tokens=False)
         return RewardRequest(prompt, response, sample.finish_reason)
+
+    def _verdict(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
+        if episode is not None and episode.fault is not None:
+            return Fault("environment_failed", sample.id, episode.fault)
+        fault = self._fault(sample)
+        if fault is not None:
+            return fault
+        if episode is None:
+            return sample
+        return dataclasses.replace(sample, reward=episode.reward, reward_info=dict(episode.info))
 
     def _fault(self, sample: Sample) -> Fault | None:
         if sample.finish_reason == "abort":

@@ -12,6 +12,7 @@ from megatron_dppo.errors import RolloutError, WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.rollout.continuous_batch import ContinuousBatch
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.partials import input_tokens, num_tokens_left
 from megatron_dppo.rollout.slot_decoder import SlotDecoder
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8"]
@@ -139,16 +140,17 @@ class TransformersEngine:
                     f"at least 1 prompt token and at most {self._max_positions} tokens together",
                     "Lower data.max_prompt_tokens or rollout.max_response_tokens.",
                 )
+            tokens = input_tokens(request)
             if min(tokens) < 0 or max(tokens) >= self._vocab_size:
                 refuse(
                     f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}",
                     f"0 to {self._vocab_size - 1}",
                     "Use the tokenizer of this model.",
                 )
-            if request.partial is not None:
+            if request.partial is not None and num_tokens_left(request, params) < 1:
                 refuse(
-                    f"request {request.id}: found a partial response to go on with",
-                    "none: this engine leaves no response half done",
+                    f"request {request.id}: found {request.partial.tokens.numel()} tokens of its response",
+                    f"fewer than {params.max_response_tokens}",
                     "This is a fault of the caller: report it.",
                 )
             if min(request.noise_key) < 0:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.sglang.partials import aborted, joined
+from megatron_dppo.rollout.partials import aborted, joined
 from megatron_dppo.rollout.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 from megatron_dppo.rollout.engine import IsEnough, Request, SamplingParams
+from megatron_dppo.rollout.partials import aborted
 from megatron_dppo.rollout.sglang.client import SglangClient
 from megatron_dppo.rollout.sglang.dispatch import Dispatch, group_of
-from megatron_dppo.rollout.sglang.partials import aborted
 from megatron_dppo.rollout.sglang.protocol import Generation, Reply, ServedModel, ServerFacts
 
 logger = logging.getLogger(__name__)

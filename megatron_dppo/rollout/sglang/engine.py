@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
+from megatron_dppo.rollout.partials import aborted, input_tokens
 from megatron_dppo.rollout.sglang.client import CallCounts, Patience, SglangClient
 from megatron_dppo.rollout.sglang.delivery import Delivered, Delivery, Link, other_weights
-from megatron_dppo.rollout.sglang.partials import aborted, input_tokens
 from megatron_dppo.rollout.sglang.protocol import Reply, ServedModel, ServerFacts
 from megatron_dppo.rollout.sglang.refusals import refuse_requests
 

@@ -14,6 +14,13 @@ from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.partials import (
+    aborted,
+    first_route_row,
+    input_tokens,
+    joined,
+    num_tokens_left,
+)
 from megatron_dppo.rollout.sglang.decoding import (
     decode_log_probs,
     decode_routes,
@@ -22,13 +29,6 @@ from megatron_dppo.rollout.sglang.decoding import (
     decode_weight_versions,
     field,
     weight_version,
-)
-from megatron_dppo.rollout.sglang.partials import (
-    aborted,
-    first_route_row,
-    input_tokens,
-    joined,
-    num_tokens_left,
 )
 from megatron_dppo.types import FinishReason, ModelRouting, RoutedExperts
 

@@ -5,6 +5,7 @@ from typing import NoReturn
 
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.partials import input_tokens
 from megatron_dppo.rollout.sglang.protocol import ServedModel, ServerFacts
 
 
@@ -56,6 +57,7 @@ def refuse_requests(
                 f"at least 1 prompt token, and at most {most} tokens together",
                 "Lower data.max_prompt_tokens or rollout.max_response_tokens, or raise sglang.context_length.",
             )
+        tokens = input_tokens(request)
         if min(tokens) < 0 or max(tokens) >= model.vocab_size:  # a server ends over one
             found = f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}"
             _refuse(found, f"0 to {model.vocab_size - 1}", "Use the tokenizer of this model.")

@@ -1,0 +1,107 @@
+"""Responses that go on: what is sent then, and how old and new become one completion.
+
+They were aborted, or are at an environment's next turn. The engine computes prompt and old tokens again, by
+the weights that it holds now. What is old stays as it was sampled: its log-probs, its top-K and its routes.
+Only the last old token has no routes yet, since a token's routes come with its forward, and neither has an
+observation that came behind it: they are the first rows that are asked of the engine.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.types import RolloutTopK, WeightVersionSpan
+
+
+def input_tokens(request: Request) -> list[int]:
+    """The prompt, and what was sampled of the response before."""
+    return [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
+
+
+def num_tokens_left(request: Request, params: SamplingParams) -> int:
+    """Response tokens that may be sampled for this request."""
+    left = params.max_response_tokens - (request.partial.tokens.numel() if request.partial else 0)
+    return left if params.max_turn_tokens is None else min(left, params.max_turn_tokens)
+
+
+def first_route_row(request: Request) -> int:
+    """The first token whose routes are not there yet."""
+    if request.partial is None:
+        return 0
+    routes = request.partial.routed_experts
+    return len(input_tokens(request)) - 1 if routes is None else routes.indices.shape[0]
+
+
+def aborted(request: Request) -> Completion:
+    """What there is of a request that was not answered: what was sampled before, or nothing."""
+    if request.partial is not None:
+        return request.partial
+    nothing = torch.zeros(0)
+    return Completion(request.id, nothing.long(), nothing, "abort", None, None, ())
+
+
+def with_observation(completion: Completion, tokens: Tensor) -> Completion:
+    """The completion and what an environment says behind it, `[N]` int64, for the request of the next turn.
+
+    Observations do not learn: their `loss_mask` is False, their log-probs are zeros that nobody reads, and
+    their top-K is padding. Their routes come with the next turn.
+    """
+    topk, nothing = completion.topk, torch.zeros(tokens.numel())
+    if topk is not None:
+        num_columns = topk.ids.shape[1]
+        padding = topk.ids.new_full((tokens.numel(), num_columns), -1)
+        improbable = topk.log_probs.new_full(padding.shape, -torch.inf)
+        topk = RolloutTopK(torch.cat([topk.ids, padding]), torch.cat([topk.log_probs, improbable]))
+    return dataclasses.replace(
+        completion,
+        tokens=torch.cat([completion.tokens, tokens]),
+        log_probs=torch.cat([completion.log_probs, nothing]),
+        loss_mask=torch.cat([mask_of(completion), nothing.bool()]),
+        topk=topk,
+        finish_reason="abort",
+    )
+
+
+def joined(partial: Completion, rest: Completion) -> Completion:
+    """One completion of what was sampled before, and of what came after; ends as `rest` does.
+
+    Top-K and routes that either of them lacks are left out of the whole. The routes of `rest` begin with the
+    first row that `partial` lacks.
+    """
+    topk = routes = None
+    if partial.topk is not None and rest.topk is not None:
+        topk = RolloutTopK(
+            torch.cat([partial.topk.ids, rest.topk.ids]),
+            torch.cat([partial.topk.log_probs, rest.topk.log_probs]),
+        )
+    if partial.routed_experts is not None and rest.routed_experts is not None:
+        indices = torch.cat([partial.routed_experts.indices, rest.routed_experts.indices])
+        routes = dataclasses.replace(rest.routed_experts, indices=indices)
+    return dataclasses.replace(
+        rest,
+        tokens=torch.cat([partial.tokens, rest.tokens]),
+        log_probs=torch.cat([partial.log_probs, rest.log_probs]),
+        topk=topk,
+        routed_experts=routes,
+        weight_versions=_joined_spans(partial, rest),
+        loss_mask=None if partial.loss_mask is None else torch.cat([partial.loss_mask, mask_of(rest)]),
+    )
+
+
+def mask_of(completion: Completion) -> Tensor:
+    """The tokens of a completion that were sampled, `[R]` bool."""
+    if completion.loss_mask is not None:
+        return completion.loss_mask
+    return torch.ones(completion.tokens.numel(), dtype=torch.bool)
+
+
+def _joined_spans(partial: Completion, rest: Completion) -> tuple[WeightVersionSpan, ...]:
+    offset, spans = partial.tokens.numel(), list(partial.weight_versions)
+    for span in rest.weight_versions:
+        start, stop = span.start + offset, span.stop + offset
+        if spans and (spans[-1].version, spans[-1].stop) == (span.version, start):
+            start = spans.pop().start
+        spans.append(WeightVersionSpan(start, stop, span.version))
+    return tuple(spans)

@@ -6,6 +6,7 @@ from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.schemas import TRAINING_SCHEMAS, detect, has
 from megatron_dppo.errors import Problem
 from megatron_dppo.rewards import problem_with
 
@@ -19,13 +20,22 @@ def _prompts_file(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("prompt_columns")
 def _prompt_columns(config: Config, facts: Facts) -> Iterator[Problem]:
     """The prompt files have the named columns."""
-    wanted = {"data.prompt_column": config.data.prompt_column, "data.answer_column": config.data.answer_column}
     for source, columns in facts.columns.items():
-        for key, name in wanted.items():
-            if not isinstance(columns, Problem) and name not in columns:
-                guess = did_you_mean(name, columns)
-                action = f"Did you mean {guess!r}?" if guess else f"Set {key} to one of them."
-                yield Problem(key, f"{name!r}, which {source} lacks", f"one of {columns}", action)
+        if not isinstance(columns, Problem):
+            yield from _missing_columns(config, source, columns)
+
+
+def _missing_columns(config: Config, source: str, columns: list[str]) -> Iterator[Problem]:
+    prompt, answer = config.data.prompt_column, config.data.answer_column
+    for key, name in {"data.prompt_column": prompt, "data.answer_column": answer}.items():
+        if name is not None and not has(columns, name):
+            guess = did_you_mean(name, columns)
+            action = f"Did you mean {guess!r}?" if guess else f"Set {key} to one of them."
+            yield Problem(key, f"{name!r}, which {source} lacks", f"one of {columns}", action)
+    if answer is None and has(columns, prompt) and detect(columns, TRAINING_SCHEMAS, prompt) is None:
+        expected = " or ".join(schema.answer for schema in TRAINING_SCHEMAS)
+        action = "Set it, or make a file of prompts with tools/prepare_data.py."
+        yield Problem("data.answer_column", f"none, with columns {columns} in {source}", expected, action)
 
 
 @rule("reward")

@@ -84,9 +84,9 @@ class DataConfig(Section):
     prompts: Path = Path("prompts.jsonl")
     """A .jsonl or .parquet file with one prompt per row."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
-    answer_column: str = "answer"
-    """Column with the reference answer that the reward compares with."""
+    """Column with the prompt: a string, or a list of chat messages; `column.field` names a part of one."""
+    answer_column: str | None = None
+    """Column with the reference answer; none: `answer`, verl's `reward_model.ground_truth`, slime's `label`."""
     shuffle: bool = True
     """Reorder prompts each epoch, by `run.seed`."""
     reward: str = "arithmetic"

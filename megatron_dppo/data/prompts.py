@@ -1,77 +1,89 @@
 """Prompts: read from a file with every fault named, and streamed in an order that a resume continues."""
 
-import difflib
 import hashlib
+import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from megatron_dppo.data.jsonl import read_jsonl
-from megatron_dppo.errors import DataError, Problem
+from megatron_dppo.data.rows import fault, missing_column, prompt_of, read_columns, read_rows, text_of
+from megatron_dppo.data.schemas import TRAINING_SCHEMAS, cell, detect, has, spellings
 from megatron_dppo.types import DataCursor, Message, Prompt
 
-_SUFFIXES = (".jsonl", ".parquet")
+logger = logging.getLogger(__name__)
 
 
-def load_prompts(path: Path, prompt_column: str, answer_column: str) -> list[Prompt]:
+def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> list[Prompt]:
     """All prompts of a .jsonl or .parquet file, in its order.
 
     A prompt cell is a string, or a list of {role, content} messages; an answer cell is a string or an integer
-    (taken as its decimal digits). Columns `id` and `source` are used where they are there; otherwise the id is
-    the row number (the line number in a .jsonl file) and the source the file's name. Rows count from 1.
+    (taken as its decimal digits). `column.field` names a field of a column. Columns `id`, and `source` or
+    `data_source`, are used where they are there; otherwise the id is the row number (the line number in a
+    .jsonl file) and the source the file's name. Rows count from 1.
+
+    Args:
+        path: The file.
+        prompt_column: Where the prompt stands.
+        answer_column: Where its answer stands; none for the first of `TRAINING_SCHEMAS` that fits.
 
     Raises:
         DataError: The file is missing, of another kind, torn or empty, or a row lacks a column, holds another
             type, or repeats an id.
     """
-    columns = read_columns(path)
-    for column in (prompt_column, answer_column):
-        if column not in columns:
-            raise _missing_column(str(path), column, columns)
+    available = read_columns(path)
+    if not has(available, prompt_column):
+        raise missing_column(str(path), prompt_column, available)
+    answer_column = answer_column or detected_answer(path, prompt_column, available)
+    if not has(available, answer_column):
+        raise missing_column(str(path), answer_column, available)
+    source_column = "data_source" if "data_source" in available and "source" not in available else "source"
     prompts: list[Prompt] = []
     rows_by_id: dict[str, int] = {}
-    for number, row in _rows(path):
+    for number, row in read_rows(path):
         where = f"{path}, row {number}"
-        for column in (prompt_column, answer_column):
-            if column not in row:
-                raise _missing_column(where, column, list(row))
-        defaults = {"id": str(number), "source": path.stem}
-        prompt = _prompt(where, row, (prompt_column, answer_column), defaults)
-        first = rows_by_id.setdefault(prompt.id, number)
+        question, answer = (_required(where, row, column) for column in (prompt_column, answer_column))
+        row_id = text_of(where, "id", row.get("id", number))
+        source = text_of(where, source_column, row.get(source_column, path.stem))
+        prompts.append(
+            _prompt(row_id, text_of(where, "the answer", answer), source, prompt_of(where, question))
+        )
+        first = rows_by_id.setdefault(row_id, number)
         if first != number:
-            found = f"id {prompt.id!r}, which row {first} has too"
-            raise _error(where, found, "a different id in each row", "Make ids unique, or drop the id column.")
-        prompts.append(prompt)
+            found = f"id {row_id!r}, which row {first} has too"
+            raise fault(where, found, "a different id in each row", "Make ids unique, or drop the id column.")
     return prompts
 
 
-def read_columns(path: Path) -> list[str]:
-    """The file's columns, without reading its rows: the Parquet schema, or the keys of the first JSON line.
+def detected_answer(path: Path, prompt_column: str, columns: Iterable[str]) -> str:
+    """Where the answer stands in a file of these columns, as our own files have it, or verl's, or slime's.
 
     Raises:
-        DataError: The file is missing, neither .jsonl nor .parquet, torn at its start, or holds no row.
+        DataError: Nowhere that is known.
     """
-    if path.suffix not in _SUFFIXES:
-        close = difflib.get_close_matches(path.suffix, _SUFFIXES, n=1)
-        hint = f"Is it {path.with_suffix(close[0])}?" if close else "tools/prepare_data.py converts data sets."
-        raise _error(str(path), f"suffix {path.suffix!r}", "a .jsonl or .parquet file", hint)
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise _error(str(path), found, "a prompt file", "Check the path, relative to the working directory.")
-    if path.suffix == ".parquet":
-        metadata = _parquet_file(path)
-        columns, is_empty = cast(list[str], metadata.schema_arrow.names), metadata.metadata.num_rows == 0
-    else:
-        first = next(read_jsonl(path), None)
-        columns, is_empty = list(first[1]) if first else [], first is None
-    if is_empty:
-        raise _error(str(path), "no rows", "at least one prompt", "Check how the file was written.")
-    return columns
+    schema = detect(columns, TRAINING_SCHEMAS, prompt_column)
+    if schema is None:
+        expected = f"columns {spellings(TRAINING_SCHEMAS)}"
+        action = "Set data.answer_column, or make a file of prompts with tools/prepare_data.py."
+        raise fault(str(path), f"columns {list(columns)}", expected, action)
+    logger.info("%s: %s's columns: %s and %s", path, schema.name, schema.prompt, schema.answer)
+    return schema.answer
+
+
+def _required(where: str, row: Mapping[str, object], column: str) -> object:
+    try:
+        return cell(row, column)
+    except KeyError:
+        raise missing_column(where, column, list(row)) from None
+
+
+def _prompt(row_id: str, answer: str, source: str, asked: str | Sequence[Message]) -> Prompt:
+    if isinstance(asked, str):
+        return Prompt(row_id, answer, source, text=asked)
+    return Prompt(row_id, answer, source, messages=tuple(asked))
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class PromptStream:
             DataError: There are no prompts, or the cursor is none of a stream over this many prompts.
         """
         if not prompts:
-            raise _error("prompts", "none", "at least one prompt", "Check data.prompts.")
+            raise fault("prompts", "none", "at least one prompt", "Check data.prompts.")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -177,76 +189,4 @@ def _read_cursor(cursor: DataCursor | None, num_prompts: int) -> tuple[int, Sequ
             return place, again
     expected = f"{{'epoch': 0 or more, 'index': 0 to {num_prompts - 1}}} for {num_prompts} prompts"
     action = "Resume with the prompt file that the run started with, or start a new run folder."
-    raise _error("data cursor", repr(dict(cursor)), expected, action)
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
-    if path.suffix == ".jsonl":
-        return read_jsonl(path)
-    batches = (cast(list[dict[str, object]], batch.to_pylist()) for batch in _parquet_file(path).iter_batches())
-    return enumerate((row for batch in batches for row in batch), start=1)
-
-
-def _parquet_file(path: Path) -> Any:
-    """A pyarrow ParquetFile. pyarrow has no type stubs, so `Any` ends here and callers cast."""
-    parquet: Any = import_module("pyarrow.parquet")
-    try:
-        return parquet.ParquetFile(path)
-    except ValueError as error:  # pyarrow.ArrowInvalid
-        action = "Write the file again; it may have been cut off."
-        raise _error(str(path), str(error), "a Parquet file", action) from error
-
-
-def _prompt(
-    where: str, row: Mapping[str, object], columns: tuple[str, str], defaults: Mapping[str, str]
-) -> Prompt:
-    """One row as a prompt, given its (prompt, answer) columns and its id and source where it has none."""
-    question, answer = (row[column] for column in columns)
-    row_id, source = (_text(where, name, row.get(name, defaults[name])) for name in ("id", "source"))
-    reference = _text(where, "the answer", answer)
-    if isinstance(question, str) and question:
-        return Prompt(row_id, reference, source, text=question)
-    return Prompt(row_id, reference, source, messages=_messages(where, question))
-
-
-def _text(where: str, what: str, value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    action = "Convert the column to strings."
-    raise _error(where, f"{_shown(value)} as {what}", "a string or an integer", action)
-
-
-def _messages(where: str, value: object) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    for item in cast(list[object], value) if isinstance(value, list) else []:
-        fields = cast(dict[str, object], item) if isinstance(item, dict) else {}
-        role, content = fields.get("role"), fields.get("content")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise _bad_prompt(where, f"message {_shown(item)}")
-        messages.append(Message(role=role, content=content))
-    if not messages:
-        raise _bad_prompt(where, _shown(value))
-    return tuple(messages)
-
-
-def _bad_prompt(where: str, found: str) -> DataError:
-    expected = "a non-empty string, or a non-empty list of messages with text 'role' and 'content'"
-    action = "Correct the row, or name another data.prompt_column."
-    return _error(where, f"{found} as the prompt", expected, action)
-
-
-def _missing_column(where: str, column: str, columns: Sequence[str]) -> DataError:
-    close = difflib.get_close_matches(column, columns, n=1)
-    action = f"Did you mean {close[0]!r}?" if close else "Set data.prompt_column and data.answer_column."
-    return _error(where, f"columns {list(columns)}", f"a column {column!r}", action)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
-
-
-def _error(where: str, found: str, expected: str, action: str) -> DataError:
-    return DataError(str(Problem(where, found, expected, action)))
+    raise fault("data cursor", repr(dict(cursor)), expected, action)

@@ -1,0 +1,68 @@
+"""Which columns hold the prompt and its answer, in our own files and in those that others have."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A spelling; a path is a column, or a column and the names of its fields, joined by dots."""
+
+    name: str
+    prompt: str
+    answer: str
+    is_solution: bool = False  # the answer stands in the last \boxed{} of a worked solution
+
+
+# What training reads as it is. The first that fits counts.
+TRAINING_SCHEMAS = (
+    Schema("megatron_dppo", "prompt", "answer"),
+    Schema("verl", "prompt", "reward_model.ground_truth"),
+    Schema("slime", "prompt", "label"),
+)
+
+# What `tools/prepare_data.py` reads besides: problems without an instruction.
+PROBLEM_SCHEMAS = (
+    *TRAINING_SCHEMAS,
+    Schema("problem and answer", "problem", "answer"),
+    Schema("Problem and Answer", "Problem", "Answer"),
+    Schema("question and answer", "question", "answer"),
+    Schema("problem and solution", "problem", "solution", is_solution=True),
+)
+
+
+def detect(columns: Iterable[str], schemas: Iterable[Schema], prompt: str | None = None) -> Schema | None:
+    """The first schema whose columns are there; with `prompt`, whose answer is, in the place of its prompt."""
+    present = set(columns)
+    for schema in schemas:
+        wanted = prompt or schema.prompt
+        if has(present, wanted) and has(present, schema.answer):
+            return Schema(schema.name, wanted, schema.answer, schema.is_solution)
+    return None
+
+
+def has(columns: Iterable[str], path: str) -> bool:
+    """Whether a path begins in one of the columns."""
+    present = set(columns)
+    return path in present or path.partition(".")[0] in present
+
+
+def cell(row: Mapping[str, object], path: str) -> object:
+    """What stands at a path of a row.
+
+    Raises:
+        KeyError: The row has no such column, or the column no such field.
+    """
+    if path in row:
+        return row[path]
+    column, _, field = path.partition(".")
+    inner = row[column]
+    if not field or not isinstance(inner, dict):
+        raise KeyError(path)
+    return cell(cast(dict[str, object], inner), field)
+
+
+def spellings(schemas: Iterable[Schema]) -> str:
+    """The pairs of columns that are known, for messages."""
+    return " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)

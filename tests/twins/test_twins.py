@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from experiments import ALGORITHMS, ROOT, Algorithm, tiny_family
-from twin_process import train
+from twin_process import forked, train
 
 from examples.make_tiny import write_tiny
 
@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a user would stand: beside examples/, with the tiny models made."""
     folder = tmp_path_factory.mktemp("twins")
     (folder / "examples").symlink_to(ROOT / "examples")
-    write_tiny(folder / "runs" / "tiny")
+    assert forked(write_tiny, folder / "runs" / "tiny") == 0
     return folder
 
 

@@ -1,11 +1,14 @@
-"""`megatron-dppo train` in a process forked from one that has imported everything, which takes seconds."""
+"""A function, or `megatron-dppo train`, in a process forked from this one, where all is imported already."""
 
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-import megatron_dppo.train  # noqa: F401  what a run imports, imported once
+import megatron_dppo.train  # noqa: F401
+import transformers.modeling_utils  # noqa: F401
 from megatron_dppo.cli import app
 
 TIMEOUT_S = 120
@@ -13,14 +16,19 @@ TIMEOUT_S = 120
 
 def train(arguments: list[str], folder: Path, log: Path) -> int:
     """The exit status of `megatron-dppo train`, started in `folder`; what it prints goes to `log`."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=_train, args=(arguments, folder, log))
+    return forked(_train, arguments, folder, log)
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> int:
+    """The exit status of a process that calls the function.
+
+    This process computes nothing with torch itself: a fork would inherit threads' locks, and not the threads.
+    """
+    process = get_context("fork").Process(target=function, args=arguments)
     process.start()
     process.join(TIMEOUT_S)
-    if process.is_alive():
-        process.kill()
-        process.join()
+    process.kill()
+    process.join()
     assert process.exitcode is not None
     return process.exitcode
 
@@ -28,7 +36,6 @@ def train(arguments: list[str], folder: Path, log: Path) -> int:
 def _train(arguments: list[str], folder: Path, log: Path) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

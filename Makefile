@@ -10,10 +10,14 @@ MEGATRON312 := 0.19.2
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.21
 
-.PHONY: bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short study-short: venv
+	$(RUN) examples/miniature_study/run.py --short
+
+test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
+	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
 	@echo "make test        lint, then every test that needs no GPU"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"

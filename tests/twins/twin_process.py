@@ -7,8 +7,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import megatron_dppo.train  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
+
+import megatron_dppo.train  # noqa: F401
 from megatron_dppo.cli import app
 
 TIMEOUT_S = 120

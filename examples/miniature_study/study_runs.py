@@ -1,0 +1,103 @@
+"""Runs of the study as processes: several at once, gone on with after a stop, none lost by another's end."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_dppo.diagnostics.run_reader import read_run
+from megatron_dppo.errors import DataError
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: where it stands, and what its config is."""
+
+    folder: Path
+    configs: tuple[Path, ...]
+    overrides: tuple[str, ...]
+    num_rollouts: int
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all its rollouts are in its metrics."""
+        try:
+            return len(read_run(self.folder).rollouts) >= self.num_rollouts
+        except DataError:
+            return False
+
+    @property
+    def log(self) -> Path:
+        """What its process says."""
+        return self.folder.with_suffix(".log")
+
+    def command(self) -> list[str]:
+        """Its process."""
+        sets = [*self.overrides, f"run.folder={str(self.folder)!r}", f"run.num_rollouts={self.num_rollouts}"]
+        flags = [part for override in sets for part in ("--set", override)]
+        return [sys.executable, "-m", "megatron_dppo", "train", *map(str, self.configs), *flags]
+
+
+@dataclass
+class _Running:
+    """Processes that are running, so that a stop ends them."""
+
+    processes: set[subprocess.Popen[bytes]] = field(default_factory=set[subprocess.Popen[bytes]])
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_stopped: bool = False
+
+    def run(self, task: Task) -> int:
+        """Its exit status; -1 where the study was stopped before it began."""
+        task.log.parent.mkdir(parents=True, exist_ok=True)
+        with task.log.open("ab") as log:
+            with self.lock:
+                if self.is_stopped:
+                    return -1
+                process = subprocess.Popen(task.command(), stdout=log, stderr=subprocess.STDOUT)
+                self.processes.add(process)
+            try:
+                return process.wait()
+            finally:
+                with self.lock:
+                    self.processes.discard(process)
+
+    @contextmanager
+    def ended_at_the_end(self) -> Iterator[None]:
+        """Ask what still runs to save and end, where the body is left early."""
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.is_stopped = True
+                for process in self.processes:
+                    process.terminate()
+
+
+def run_all(tasks: Sequence[Task], num_jobs: int) -> list[Task]:
+    """Run what is not finished, `num_jobs` at a time; interrupted runs go on where they were saved.
+
+    Returns:
+        Tasks whose process failed; the end of its log says why.
+    """
+    open_tasks = [task for task in tasks if not task.is_finished]
+    failed: list[Task] = []
+    running = _Running()
+    with (
+        tqdm(total=len(tasks), initial=len(tasks) - len(open_tasks), unit="run", desc="study") as bar,
+        ThreadPoolExecutor(num_jobs) as threads,
+        running.ended_at_the_end(),
+    ):
+        futures = {threads.submit(running.run, task): task for task in open_tasks}
+        for future in as_completed(futures):
+            task = futures[future]
+            if future.result() != 0:
+                failed.append(task)
+                tqdm.write(f"{task.folder} ended with status {future.result()}; see {task.log}")
+            bar.update()
+    return failed

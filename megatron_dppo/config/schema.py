@@ -104,8 +104,9 @@ class DataConfig(Section):
 class TransformersEngineConfig(Section):
     """[rollout.transformers]: the engine embedded in the trainer's processes."""
 
-    weights: Literal["float32", "bfloat16", "bfloat16_fp8"] = "bfloat16"
-    """Precision of the engine's own copy; bfloat16_fp8 rounds linear weights to fp8-e4m3 first."""
+    weights: Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"] = "bfloat16"
+    """Precision of the engine's own copy; bfloat16_fp8 rounds linear weights to fp8-e4m3 first, a scale for
+    each output, and the modelopt_ ones as a checkpoint of tools/quantize_checkpoint.py holds them."""
     batch_size: PositiveInt = 256
     """Sequences decoded at once; a finished row is refilled from the queue."""
 

@@ -1,7 +1,7 @@
 """The embedded engine: a transformers model in this process, with its own weights, dtype and arithmetic."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,8 +14,10 @@ from megatron_dppo.rollout.continuous_batch import ContinuousBatch
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.partials import input_tokens, num_tokens_left
 from megatron_dppo.rollout.slot_decoder import SlotDecoder
+from megatron_dppo.rollout.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
 
-EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8"]
+EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
+_FORMATS: dict[str, WeightFormat] = {"modelopt_fp8": "fp8", "modelopt_nvfp4": "nvfp4"}
 
 
 class TransformersEngine:
@@ -39,15 +41,24 @@ class TransformersEngine:
         Args:
             config: Of a causal language model that `AutoModelForCausalLM` knows; copied.
             eos_token_ids: Sampling any of these ends a response; may be empty.
-            weights: Precision of weights and arithmetic; bfloat16_fp8 also rounds linear weights to fp8-e4m3.
+            weights: Precision of weights and arithmetic; bfloat16_fp8 also rounds linear weights to fp8-e4m3,
+                one scale per output channel. The modelopt_ ones hold linear weights as a checkpoint of that
+                format does, and multiply them in bfloat16; activations are not rounded further.
             batch_size: Sequences decoded at once.
             device: Where weights and cache live.
+
+        Raises:
+            RolloutError: The model has a part that this engine does not know, or a linear that the format
+                does not divide.
         """
         self._device = torch.device(device)
         self._rounds_to_fp8 = weights == "bfloat16_fp8"
+        self._format: WeightFormat | None = _FORMATS.get(weights)
         dtype = torch.float32 if weights == "float32" else torch.bfloat16
         self._decoder = SlotDecoder(config, dtype, self._device)
         self._targets = checkpoint_targets(self._decoder.model)
+        if self._format == "nvfp4":
+            _require_blocks(self._targets)
         self._eos = torch.tensor(tuple(eos_token_ids), dtype=torch.int64, device=self._device)
         self._batch_size = batch_size
         self._vocab_size = int(self._decoder.model.config.vocab_size)
@@ -87,6 +98,8 @@ class TransformersEngine:
                 "exactly once. Check that engine and trainer were built from the same model; the engine "
                 "refuses to sample until a complete load."
             )
+        if self._format is not None:
+            round_linears(self._targets, self._format)
         self._weight_version = version
         return checksum.hexdigest()
 
@@ -177,6 +190,15 @@ def checkpoint_targets(model: torch.nn.Module) -> dict[str, Tensor]:
         else:
             targets[name] = data
     return targets
+
+
+def _require_blocks(targets: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        if is_linear(name) and target.shape[-1] % BLOCK:
+            raise RolloutError(
+                f"{name}: found {target.shape[-1]} inputs; expected a multiple of {BLOCK}, NVFP4's block. Set "
+                "rollout.transformers.weights = 'modelopt_fp8' or 'bfloat16'."
+            )
 
 
 def round_to_fp8(weight: Tensor) -> Tensor:

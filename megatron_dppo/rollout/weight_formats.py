@@ -1,0 +1,118 @@
+"""FP8 and NVFP4, the number formats of nvidia-modelopt's checkpoints: rounding to them, and reading them.
+
+FP8 is float8-e4m3 with one scale for a weight. NVFP4 is e2m1 (4 bits, two values to a byte) with a float8-e4m3
+scale for each block of 16 along the input, and one float32 scale above those. Linears that inference engines
+fuse (q, k and v; gate and up) share the scale that is one for the weight, so that fusing them rounds nothing.
+The arithmetic is modelopt's, bit for bit (`tests/unit/test_weight_formats.py`), without the library.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+WeightFormat = Literal["fp8", "nvfp4"]
+
+BLOCK = 16
+"""Values along the input that share one of NVFP4's inner scales."""
+_FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
+_FP8_SMALLEST = 2.0**-9
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their 3 bits; the fourth is the sign
+_FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbours
+_LEAST = 1e-12  # a weight of zeros has a scale that can be divided by
+_LINEAR = re.compile(r"(.+\.)(q|k|v|o|gate|up|down)_proj\.weight")
+_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+def quantize_fp8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scale of a weight `[out, in]`.
+
+    Args:
+        weight: bfloat16 or float32; the quotient is rounded to its dtype before it is rounded to 8 bits.
+        largest: [] the largest absolute value of all weights that share the scale.
+
+    Returns:
+        float8_e4m3fn `[out, in]`, and the float32 scale `[]`.
+    """
+    scale = largest.float().clamp_min(_LEAST) / _FP8_MAX
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def dequantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    """The weight `[out, in]` in float32, of what `quantize_fp8` gives."""
+    return values.float() * scale.float()
+
+
+def quantize_nvfp4(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and both levels of scales of a weight `[out, in]`; `in` is a multiple of BLOCK.
+
+    Args:
+        weight: bfloat16 or float32.
+        largest: [] the largest absolute value of all weights that share the outer scale.
+
+    Returns:
+        uint8 `[out, in / 2]` (an even place in the low four bits), float8_e4m3fn `[out, in / BLOCK]`, and the
+        float32 scale `[]` above them.
+    """
+    scale = largest.float().clamp_min(_LEAST) / (_FP4_VALUES[-1] * _FP8_MAX)
+    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    block_scales = blocks.abs().amax(-1) / (_FP4_VALUES[-1] * scale)
+    block_scales = torch.where(block_scales == 0, 1.0, block_scales)  # a block of zeros
+    block_scales = block_scales.clamp(_FP8_SMALLEST, _FP8_MAX).to(torch.float8_e4m3fn)
+    codes = _fp4_codes(blocks / (block_scales.float() * scale).unsqueeze(-1)).flatten(-2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, block_scales, scale
+
+
+def _fp4_codes(values: Tensor) -> Tensor:
+    """The nearest of NVFP4's values, as bits; halfway between two, the one whose last bit is 0."""
+    bounds = values.new_tensor(_FP4_BOUNDS)
+    lower = torch.searchsorted(bounds, values.abs().contiguous())
+    upper = torch.searchsorted(bounds, values.abs().contiguous(), right=True)
+    nearest = torch.where(lower % 2 == 0, lower, upper)
+    return (nearest | (values < 0).long() << 3).to(torch.uint8)
+
+
+def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, scale: Tensor) -> Tensor:
+    """The weight `[out, in]` in float32, of what `quantize_nvfp4` gives."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
+    table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES), device=packed.device)
+    scales = block_scales.float() * scale.float()
+    return (table[codes].unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def rounded(weight: Tensor, weight_format: WeightFormat, largest: Tensor) -> Tensor:
+    """A weight `[out, in]` as the format holds it, in float32."""
+    if weight_format == "fp8":
+        return dequantize_fp8(*quantize_fp8(weight, largest))
+    return dequantize_nvfp4(*quantize_nvfp4(weight, largest))
+
+
+def is_linear(name: str) -> bool:
+    """Whether a tensor is the weight of a linear that is quantised: no router, no vocabulary."""
+    return _LINEAR.fullmatch(name) is not None
+
+
+def fused_linears(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The quantised linears among `names`, those together that share a scale."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        found = _LINEAR.fullmatch(name)
+        if found is not None:
+            groups.setdefault(found[1] + _FUSED.get(found[2], found[2]), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+@torch.no_grad()
+def round_linears(weights: Mapping[str, Tensor], weight_format: WeightFormat) -> None:
+    """Round the linears among a model's weights in place; all of a group's must be there.
+
+    Args:
+        weights: By Hugging Face checkpoint name, one per expert.
+        weight_format: To what.
+    """
+    for group in fused_linears(weights):
+        largest = torch.stack([weights[name].abs().amax() for name in group]).amax()
+        for name in group:
+            weights[name].copy_(rounded(weights[name], weight_format, largest))

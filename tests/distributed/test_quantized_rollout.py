@@ -1,0 +1,43 @@
+"""Training on rollouts of an engine that holds its weights as a quantised checkpoint does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from sanity_run import make_task, settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def trained(task: Path, weights: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The gradient steps and the rollouts of a run of two, with a reward that varies."""
+    tables = settings(
+        task,
+        weights,
+        run={"num_rollouts": 2},
+        data={"reward": "tests.faults.rewards:digits"},
+        rollout={"transformers": {"weights": weights}},
+        optimizer={"warmup_steps": 0},
+    )
+    toml = task / f"{weights}.toml"
+    toml.write_text(tomli_w.dumps(tables))
+    command = [sys.executable, "-m", "megatron_dppo", "train", str(toml)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (task / weights / "metrics.jsonl").read_text().splitlines()]
+    steps, rollouts = ([row for row in rows if row["kind"] == kind] for kind in ("step", "rollout"))
+    return steps, rollouts
+
+
+def test_both_formats_train_and_four_bits_stand_further_from_the_trainer_than_eight(tmp_path: Path) -> None:
+    task, distance = make_task(tmp_path), dict[str, float]()
+    for weights in ("modelopt_fp8", "modelopt_nvfp4"):
+        steps, rollouts = trained(task, weights)
+        assert len(steps) == 4 and all(step["optimizer/grad_norm"] > 0 for step in steps)
+        assert len(rollouts) == 2 and all(row["routing/agreement_mean"] < 1 for row in rollouts)
+        distance[weights] = rollouts[0]["mismatch/kl_k3"]
+    assert distance["modelopt_nvfp4"] > 4 * distance["modelopt_fp8"]
+    assert distance["modelopt_fp8"] > 1e-3  # of bfloat16 weights, 2e-4

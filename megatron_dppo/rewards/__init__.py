@@ -13,6 +13,8 @@ from megatron_dppo.rewards.base import (
     register,
     reward,
 )
+from megatron_dppo.rewards.dapo import dapo_reward
+from megatron_dppo.rewards.math_reward import math_reward
 from megatron_dppo.rewards.pool import RewardPool
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "RewardResult",
     "arithmetic_reward",
     "checked",
+    "dapo_reward",
+    "math_reward",
     "problem_with",
     "register",
     "reward",

@@ -61,12 +61,17 @@ class Reward(Protocol):
 
 _AnyReward = TypeVar("_AnyReward", bound=Reward)
 _registered: dict[str, Reward] = {}
+_loads: dict[str, str] = {}
 REWARDS: Mapping[str, Reward] = MappingProxyType(_registered)
 """Every registered reward by name, read-only; `register` adds to it."""
 
 
-def register(name: str) -> Callable[[_AnyReward], _AnyReward]:
+def register(name: str, *, loads: str | None = None) -> Callable[[_AnyReward], _AnyReward]:
     """Decorate a reward with the name that configs use.
+
+    Args:
+        name: Unique.
+        loads: A module that `reward` imports with it: a worker does so when it starts, and nobody else pays.
 
     Raises:
         ConfigError: The name is taken.
@@ -77,6 +82,8 @@ def register(name: str) -> Callable[[_AnyReward], _AnyReward]:
             found = f"a second registration of {name!r}"
             raise ConfigError(Problem("rewards", found, "one reward per name", "Choose another name."))
         _registered[name] = function
+        if loads is not None:
+            _loads[name] = loads
         return function
 
     return add
@@ -100,7 +107,11 @@ def reward(name: str) -> Reward:
     problem = problem_with(name)
     if problem is not None:
         raise ConfigError(problem)
-    return _registered[name] if name in _registered else imported("data.reward", name)
+    if name not in _registered:
+        return imported("data.reward", name)
+    if name in _loads:
+        importlib.import_module(_loads[name])
+    return _registered[name]
 
 
 def checked(function: Reward, request: RewardRequest) -> RewardResult:

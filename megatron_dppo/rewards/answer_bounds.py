@@ -1,0 +1,95 @@
+"""Which answers are small enough to compute with.
+
+Python can be interrupted between two operations, and not within one: `9^{9^{9^9}}` and `(9!)!` are one each.
+"""
+
+import re
+
+MAX_LENGTH = 1000  # characters
+_MAX_DEPTH = 12  # of brackets
+_MAX_EXPONENT = 10_000
+_MAX_FACTORIAL = 1_000
+_OPENERS = {"(": ")", "[": "]", "{": "}"}
+_CLOSERS = frozenset(_OPENERS.values())
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
+_POWER = re.compile(r"\^|\*\*|\\uparrow")
+
+
+def is_small(text: str) -> bool:
+    """Whether no power and no factorial in it is astronomic, and it is neither too long nor too deep."""
+    if len(text) > MAX_LENGTH:
+        return False
+    text = _SUBSCRIPT.sub("", text.replace(r"\left", "").replace(r"\right", ""))
+    groups = _groups(text)
+    if groups is None:
+        return False
+    return _has_small_powers(text, groups) and _has_small_factorials(text, groups)
+
+
+def _groups(text: str) -> dict[int, int] | None:
+    """Where the bracket that ends at or starts at a place has its partner; none where they nest too deep.
+
+    Kinds do not matter: `[0,1)` is a pair.
+    """
+    partners: dict[int, int] = {}
+    opened: list[int] = []
+    for place, character in enumerate(text):
+        if character in _OPENERS:
+            opened.append(place)
+            if len(opened) > _MAX_DEPTH:
+                return None
+        elif character in _CLOSERS and opened:
+            start = opened.pop()
+            partners[start], partners[place] = place, start
+    return partners
+
+
+def _has_small_powers(text: str, groups: dict[int, int]) -> bool:
+    """Powers of powers multiply, whether they stand in the base or in the exponent."""
+    of_groups, of_others = 1.0, 1.0
+    for power in _POWER.finditer(text):
+        exponent = _operand(text, power.end(), groups)
+        size = _size(exponent)
+        if size > _MAX_EXPONENT or "!" in exponent:
+            return False
+        if text[: power.start()].rstrip()[-1:] in _CLOSERS:
+            of_groups *= max(size, 1.0)
+        else:
+            of_others = max(of_others, size)
+    return of_groups * of_others <= _MAX_EXPONENT
+
+
+def _has_small_factorials(text: str, groups: dict[int, int]) -> bool:
+    for place in (match.start() for match in re.finditer("!", text)):
+        before = text[:place].rstrip()
+        if before.endswith("!"):
+            return False
+        start = groups.get(len(before) - 1)
+        operand = before[start:] if start is not None else before[len(before.rstrip("0123456789.")) :]
+        if _size(operand) > _MAX_FACTORIAL or "!" in operand:
+            return False
+    return True
+
+
+def _operand(text: str, place: int, groups: dict[int, int]) -> str:
+    """What follows a power sign: a group, or a number; a lone command or letter counts as nothing."""
+    rest = text[place:]
+    place += len(rest) - len(rest.lstrip(" -+"))
+    if place in groups:
+        return text[place : groups[place] + 1]
+    number = _NUMBER.match(text, place)
+    return number.group() if number else ""
+
+
+def _size(text: str) -> float:
+    """At least what the numbers of a text can make together, powers among them."""
+    size = 1.0
+    for number in _NUMBER.finditer(text):
+        value = float(number.group()[:20])
+        before = text[: number.start()].rstrip(" {(-+")
+        exponent = value if before.endswith(("^", "**")) else 1.0
+        size = size ** min(exponent, 1e3) if exponent > 1 and size > 1 else size * max(value, 1.0)
+        if size > _MAX_EXPONENT:
+            return size
+    return size

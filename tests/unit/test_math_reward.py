@@ -1,0 +1,152 @@
+"""The `math` reward: pairs that were labelled by hand, and whatever a policy may write instead of an answer."""
+
+import re
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from hostile_answers import HOSTILE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards import RewardPool, RewardRequest, RewardResult, math_reward, reward
+from megatron_dppo.rewards.answer_bounds import is_small
+from megatron_dppo.rewards.boxed import last_boxed
+from megatron_dppo.types import Prompt
+
+PAIRS = tomllib.loads((Path(__file__).parent / "data" / "math_pairs.toml").read_text())
+RIGHT = RewardResult(1.0, {"has_answer": 1.0, "is_too_hard": 0.0})
+WRONG = RewardResult(0.0, {"has_answer": 1.0, "is_too_hard": 0.0})
+TOO_HARD = RewardResult(0.0, {"has_answer": 1.0, "is_too_hard": 1.0})
+NO_ANSWER = RewardResult(0.0, {"has_answer": 0.0, "is_too_hard": 0.0})
+
+
+def asked(answer: str) -> Prompt:
+    return Prompt("p", answer, "test", text="What is it?")
+
+
+def scored(reference: str, answer: str) -> RewardResult:
+    return math_reward(asked(reference), answer if "boxed" in answer else rf"\boxed{{{answer}}}", "stop")
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_agreement_with_hand_labels(kind: str) -> None:
+    right, wrong = PAIRS[kind]["right"], PAIRS[kind]["wrong"]
+    assert len(right) + len(wrong) >= 20 and len(wrong) >= (len(right) + len(wrong)) / 3
+    judged = {label: [scored(*pair) for pair in PAIRS[kind][label]] for label in ("right", "wrong")}
+    assert [pair for pair, result in zip(right, judged["right"], strict=True) if result != RIGHT] == []
+    assert [pair for pair, result in zip(wrong, judged["wrong"], strict=True) if result.value != 0.0] == []
+    assert all(not result.info["is_too_hard"] for result in judged["wrong"])
+
+
+def test_a_response_that_was_cut_off_earns_nothing() -> None:
+    assert math_reward(asked("5"), r"\boxed{5}", "stop") == RIGHT
+    assert math_reward(asked("5"), r"\boxed{5}", "length") == NO_ANSWER
+
+
+@pytest.mark.parametrize("answer", ["", "  ", "$ $", r"\boxed{}"])
+def test_a_prompt_without_an_answer_is_at_fault(answer: str) -> None:
+    with pytest.raises(RewardError, match=r"prompt p: found answer .*; expected text or LaTeX"):
+        math_reward(asked(answer), r"\boxed{5}", "stop")
+
+
+def test_a_reference_may_stand_in_a_box_and_in_dollars() -> None:
+    for reference in (r"$\frac{1}{2}$", r"\boxed{\frac{1}{2}}", r"$\boxed{\frac12}$", r"\(\frac{1}{2}\)"):
+        assert scored(reference, "0.5") == RIGHT
+
+
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^9}}", "(9!)!", "9!!!!", "(9^{999})^{999}", "2^{99999}", "(" * 20 + "1"]
+)
+def test_what_cannot_be_computed_is_wrong_and_counted(answer: str) -> None:
+    assert scored("5", answer) == TOO_HARD
+
+
+def test_what_cannot_be_computed_is_still_right_as_it_stands() -> None:
+    for answer in ("2^{82589933}-1", "9^{9^{9^9}}", "2" * 2000):
+        assert scored(answer, f" {answer} ") == RIGHT
+
+
+def test_a_comparison_that_takes_a_second_is_given_up() -> None:
+    began = time.process_time()
+    assert scored(r"\sqrt{2}+x", "(a+b+c+d+e+f+g)^{60}") == TOO_HARD
+    assert time.process_time() - began < 5.0
+    assert scored(r"\sqrt{2}+x", r"x+\sqrt{2}") == RIGHT
+
+
+@pytest.mark.parametrize(
+    "text", ["2^{10}", "(n+1)!", "x^{2}+y^{2}", "2^{n+1}", "(x-1)^2(x+2)^3", "10^{-9}", "6!"]
+)
+def test_what_answers_look_like_is_small(text: str) -> None:
+    assert is_small(text)
+
+
+def test_hostile_responses_end_in_time_in_one_worker() -> None:
+    """None takes the worker with it, so none is a sample lost."""
+    assert len(HOSTILE) >= 100
+    requests = [RewardRequest(asked("408"), response, "stop") for response in HOSTILE]
+    began = time.monotonic()
+    with RewardPool("math", num_workers=1, timeout_s=30.0, memory_mb=512) as pool:
+        results = pool.score(requests)
+    assert [
+        (place, result) for place, result in enumerate(results) if not isinstance(result, RewardResult)
+    ] == []
+    assert {result.value for result in results if isinstance(result, RewardResult)} == {0.0}
+    assert time.monotonic() - began < 240.0
+
+
+PIECES = st.sampled_from([r"\boxed{", r"\boxed {", "{", "}", r"\{", r"\}", "\\", "5", "x", " ", r"\boxed"])
+
+
+@given(st.lists(PIECES).map("".join))
+def test_a_box_is_found_where_braces_balance(text: str) -> None:
+    found = last_boxed(text)
+    if found is None:
+        assert not any(_balances(text[start:]) for start in _opened(text))
+    else:
+        start = max(start for start in _opened(text) if _balances(text[start:]))
+        assert text[start:].startswith(found + "}")
+
+
+def _opened(text: str) -> list[int]:
+    """Where contents of boxes start; a backslash takes the next character with it."""
+    return [match.end() for match in re.finditer(r"\\boxed\s*\{|\\.", text) if "boxed" in match.group()]
+
+
+def _balances(rest: str) -> bool:
+    depth = 1
+    for piece in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(piece.group(), 0)
+        if depth == 0:
+            return True
+    return False
+
+
+CONTENT = st.recursive(st.sampled_from(["5", "x", r"\{", r"\}"]), lambda inner: inner.map("{{{}}}".format))
+
+
+@given(st.text(max_size=60), CONTENT)
+def test_whatever_stands_before_the_last_box_does_not_matter(before: str, content: str) -> None:
+    assert last_boxed(f"{before} \\boxed{{{content}}} so be it") == content
+
+
+@pytest.mark.parametrize("piece", ["{", "}", r"\boxed{", r"\boxed{}", "\\", r"\boxed"])
+def test_a_box_is_found_in_a_megabyte_in_one_pass(piece: str) -> None:
+    began = time.process_time()
+    last_boxed(piece * ((1 << 20) // len(piece)))
+    assert time.process_time() - began < 3.0
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(-(10**30), 10**30))
+def test_whole_numbers_of_any_size(reference: int, answer: int) -> None:
+    assert scored(str(reference), f"{answer:,}").value == float(reference == answer)
+    assert scored(f"{reference:,}", str(reference)) == RIGHT
+
+
+def test_the_worker_imports_the_algebra_before_its_memory_is_limited() -> None:
+    assert reward("math") is math_reward
+    with RewardPool("math", num_workers=1, timeout_s=30.0, memory_mb=64) as pool:
+        (result,) = pool.score([RewardRequest(asked(r"\frac{\sqrt{2}}{2}"), r"\boxed{1/\sqrt{2}}", "stop")])
+    assert result == RIGHT

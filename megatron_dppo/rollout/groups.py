@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from megatron_dppo.data.prompts import Drawn
+from megatron_dppo.data.templates import prompt_tokens
 from megatron_dppo.environments import (
     EnvironmentFault,
     Environments,
@@ -77,11 +78,16 @@ class GroupMaker:
         """
         return list(self._groups(rollout, places))
 
+    def _tokens(self, opening: Observation | EnvironmentFault) -> tuple[int, ...]:
+        if isinstance(opening, EnvironmentFault):
+            return ()
+        return prompt_tokens(self.tokenizer, opening.text, opening.messages)
+
     def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[OpenGroup]:
         plays = [Play(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
         for (index, drawn), opening in zip(places, self.environments.reset(plays), strict=True):
             fault = opening if isinstance(opening, EnvironmentFault) else None
-            tokens = () if isinstance(opening, EnvironmentFault) else _tokenize(self.tokenizer, opening)
+            tokens = self._tokens(opening)
             if len(tokens) <= self.max_prompt_tokens:
                 first_key = (self.seed, rollout, index * self.samples_per_prompt)
                 requests = _requests(drawn.prompt, tokens, first_key, self.samples_per_prompt)
@@ -154,17 +160,6 @@ def _updated(
 
 def _lost(request: Request, fault: EnvironmentFault) -> Completion:
     return replace(aborted(request), episode=Episode("", 0, fault=fault.message))
-
-
-def _tokenize(tokenizer: Tokenizer, opening: Observation) -> tuple[int, ...]:
-    if opening.text is not None:
-        tokens = tokenizer.encode(opening.text, add_special_tokens=True)
-    else:
-        assert opening.messages is not None
-        tokens = tokenizer.apply_chat_template(
-            list(opening.messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    return tuple(cast(list[int], tokens))
 
 
 def _requests(

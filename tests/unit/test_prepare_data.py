@@ -1,0 +1,222 @@
+"""tools/prepare_data.py as a user runs it, on small sets of every spelling: counts add up, faults are named."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
+from math_problems import (
+    LONG,
+    PROBLEMS,
+    aime_rows,
+    math_rows,
+    sanity_rows,
+    slime_rows,
+    verl_row,
+    verl_rows,
+    write_rows,
+)
+from prepare_data import app
+from typer.testing import CliRunner, Result
+
+from megatron_dppo.data.problems import language_of, last_boxed
+from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.data.templates import TEMPLATES
+
+NO_DROPS = {
+    "without a problem": 0,
+    "without an answer": 0,
+    "with contradictory answers": 0,
+    "duplicates": 0,
+    "too long": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(qwen3_tokenizer(), tmp_path_factory.mktemp("model"))
+
+
+def run(out: Path, name: str, source: Path | str, tokenizer: Path, *options: str) -> Result:
+    arguments = [name, "--source", str(source), "--tokenizer", str(tokenizer), "--out", str(out)]
+    template = () if "--template" in options else ("--template", "base")
+    return CliRunner().invoke(app, [*arguments, *template, *options])
+
+
+def counts(out: Path) -> dict[str, Any]:
+    return json.loads(out.with_name(f"{out.stem}.counts.json").read_text())
+
+
+def test_dapo_with_duplicates_two_languages_and_a_long_prompt(tmp_path: Path, model: Path) -> None:
+    source, out = write_rows(tmp_path / "dapo.parquet", verl_rows()), tmp_path / "data" / "dapo_math_17k.jsonl"
+    options = ("--language", "en", "--max-prompt-tokens", "200")
+    result = run(out, "dapo-math-17k", source, model, *options)
+    assert result.exit_code == 0, result.output
+    kept = [(text, answer) for text, answer in PROBLEMS if text != LONG and language_of(text) == "en"]
+    prompts = load_prompts(out, "prompt", None)
+    assert [(p.text, p.answer) for p in prompts] == [(TEMPLATES["base"](text), answer) for text, answer in kept]
+    assert prompts[0].id == "dapo_math_17k/1"
+    assert prompts[0].source == "dapo_math_17k"
+    found = counts(out)
+    dropped = {"duplicates": 20, "in another language": 2, "too long": 1}
+    assert found["counts"] == NO_DROPS | dropped | {"read": 30, "written": 7}
+    assert found["instructions_removed"] == 7
+    assert found["schema"]["name"] == "verl"
+    assert found["template"] == "base"
+    assert "verl (prompt, reward_model.ground_truth)" in result.output
+    for line in ("30  read", "20  duplicates", "7  written", f"sha256 {found['sha256']}"):
+        assert line in result.output
+    assert sorted(path.name for path in out.parent.iterdir()) == [out.stem + ".counts.json", out.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "rows", "schema"),
+    [
+        ("math", "math.jsonl", math_rows(), "problem and solution"),
+        ("aime24", "aime.parquet", aime_rows(), "Problem and Answer"),
+        ("aime25", "aime.jsonl", aime_rows() * 4, "Problem and Answer"),
+        ("custom", "slime.jsonl", slime_rows(), "slime"),
+        ("custom", "sanity.parquet", sanity_rows(), "problem and answer"),
+    ],
+)
+def test_every_spelling(
+    tmp_path: Path, model: Path, name: str, file: str, rows: list[dict[str, Any]], schema: str
+) -> None:
+    source, out = write_rows(tmp_path / file, rows), tmp_path / "out.jsonl"
+    result = run(out, name, source, model, "--template", "thinking")
+    assert result.exit_code == 0, result.output
+    found = counts(out)
+    assert found["schema"]["name"] == schema
+    is_math = name == "math"
+    assert found["counts"]["without an answer"] == int(is_math)
+    assert found["counts"]["duplicates"] == (90 if name == "aime25" else 0)
+    prompts = load_prompts(out, "prompt", None)
+    assert all(prompt.messages is not None for prompt in prompts)
+    expected = [str(n * n) for n in range(30)] if "aime" in name else [answer for _, answer in PROBLEMS]
+    assert [prompt.answer for prompt in prompts] == expected
+
+
+def test_prompts_as_they_are_and_a_limit(tmp_path: Path, model: Path) -> None:
+    source = write_rows(tmp_path / "dapo.jsonl", verl_rows(2))
+    for name in ("a", "b", "c"):
+        seed = "1" if name == "c" else "0"
+        options = ("--template", "none", "--limit", "4", "--seed", seed)
+        assert run(tmp_path / f"{name}.jsonl", "dapo-math-17k", source, model, *options).exit_code == 0
+    files = [(tmp_path / f"{name}.jsonl").read_bytes() for name in "abc"]
+    assert files[0] == files[1] != files[2]
+    rows = [json.loads(line) for line in files[0].splitlines()]
+    assert len(rows) == 4
+    assert {row["prompt"][0]["content"] for row in rows} <= {r["prompt"][0]["content"] for r in verl_rows(1)}
+    assert counts(tmp_path / "a.jsonl")["counts"]["beyond the limit"] == 6
+    assert counts(tmp_path / "a.jsonl")["instructions_removed"] == 0
+
+
+def test_rows_that_lack_something_and_answers_that_contradict(tmp_path: Path, model: Path) -> None:
+    rows = [
+        verl_row("  What is\n$1 + 1$? ", "2", 0),
+        verl_row("What is $1 + 1$?", " 2", 1),
+        verl_row("What is $1 + 2$?", "3", 2),
+        verl_row("What is $1 + 2$?", "4", 3),
+        verl_row("What is $1 + 2$?", "3", 4),
+        verl_row("What is $1 + 3$?", None, 5),
+        verl_row("What is $1 + 4$?", " ", 6),
+        {**verl_row("", "1", 7), "prompt": []},
+    ]
+    source, out = write_rows(tmp_path / "set.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(out, "custom", source, model).exit_code == 0
+    dropped = {"without a problem": 1, "without an answer": 2, "with contradictory answers": 3, "duplicates": 1}
+    found = counts(out)["counts"]
+    assert found == NO_DROPS | dropped | {"read": 8, "written": 1}
+    assert found["read"] - found["written"] == sum(dropped.values())
+
+
+def test_r1_distill(tmp_path: Path, model: Path) -> None:
+    source, out = write_rows(tmp_path / "s.jsonl", sanity_rows()), tmp_path / "out.jsonl"
+    r1 = save(r1_tokenizer(), tmp_path / "r1")
+    assert run(out, "custom", source, r1, "--template", "r1_distill").exit_code == 0
+    assert load_prompts(out, "prompt", None)[-1].text == TEMPLATES["r1_distill"](LONG)
+    around = " Please reason step by step, and put your final answer within \\boxed{}.\n<think>\n"
+    special = 3  # BOS, User, Assistant; all else is a token for each byte
+    assert counts(out)["longest_prompt_tokens"] == special + len(LONG) + len(around)
+    failed = run(tmp_path / "b.jsonl", "custom", source, model, "--template", "r1_distill")
+    assert failed.exit_code == 2
+    assert "DeepSeek-R1-Distill" in failed.output
+
+
+def test_faults_are_named_and_nothing_is_written(tmp_path: Path, model: Path) -> None:
+    sanity = write_rows(tmp_path / "sanity.jsonl", sanity_rows())
+    aime = write_rows(tmp_path / "aime.jsonl", aime_rows()[:29])
+    strange = write_rows(tmp_path / "strange.jsonl", [{"query": "1 + 1?", "gold": 2}])
+    chat = write_rows(
+        tmp_path / "chat.jsonl",
+        [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "label": "1"}],
+    )
+    empty = write_rows(tmp_path / "empty.jsonl", [])
+    bad_type = write_rows(tmp_path / "type.jsonl", [{"problem": "p", "answer": 1.5}])
+    r1 = save(r1_tokenizer(), tmp_path / "r1")
+    cases: list[tuple[str, Path, Path, tuple[str, ...], str]] = [
+        ("custom", tmp_path / "none.parquet", model, (), "found no such file"),
+        ("custom", tmp_path / "sanity.json", model, (), "--source"),
+        ("custom", strange, model, (), "--question-column"),
+        ("custom", strange, model, ("--question-column", "query"), "both or none"),
+        ("custom", strange, model, ("--question-column", "query", "--answer-column", "glod"), "glod"),
+        ("custom", empty, model, (), "found no rows"),
+        ("custom", bad_type, model, (), "row 1: found float 1.5 as the answer"),
+        ("custom", sanity, model, ("--language", "zh", "--max-prompt-tokens", "5"), "no prompt left (read: 10"),
+        (
+            "custom",
+            sanity,
+            model,
+            ("--too-long", "refuse", "--max-prompt-tokens", "200"),
+            "the longest in row 10",
+        ),
+        ("custom", sanity, model, ("--template", "thinkin"), "'thinking'"),
+        ("custom", sanity, tmp_path / "no_model", (), "--tokenizer: found"),
+        ("custom", sanity, tmp_path, (), "expected a tokenizer"),
+        ("custom", sanity, r1, ("--template", "thinking"), "without a chat template"),
+        ("custom", chat, r1, ("--template", "none"), "without a chat template"),
+        ("custom", chat, model, (), "messages of system, user"),
+        ("aime24", aime, model, (), "found 29 problems"),
+        ("math-sanity", sanity, model, (), "expected the 1460 of math_sanity"),
+    ]
+    out = tmp_path / "out.jsonl"
+    for name, source, tokenizer, options, message in cases:
+        result = run(out, name, source, tokenizer, *options)
+        assert result.exit_code == 2, (message, result.output)
+        assert " ".join(message.split()) in " ".join(result.output.split()), (message, result.output)
+        assert not out.exists()
+    assert run(tmp_path / "out.csv", "custom", sanity, model).exit_code == 2
+    assert run(out, "custom", sanity, model).exit_code == 0
+    again = run(out, "custom", sanity, model)
+    assert "out.jsonl, which exists" in again.output
+
+
+def test_folders_and_names_on_the_hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets: Any = importlib.import_module("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(importlib.import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "published"
+    folder.mkdir()
+    write_rows(folder / "train.parquet", sanity_rows())
+    table = datasets.Dataset.from_list(sanity_rows())
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"test": table}).save_to_disk(str(tmp_path / "several"))
+    for source, options in ((folder, ()), (tmp_path / "one", ()), (tmp_path / "several", ("--split", "test"))):
+        out = tmp_path / f"{source.name}.jsonl"
+        result = run(out, "custom", source, model, *options)
+        assert result.exit_code == 0, result.output
+        assert [prompt.answer for prompt in load_prompts(out, "prompt", None)] == [a for _, a in PROBLEMS]
+    for source, message in ((tmp_path / "several", "train"), ("nobody/nothing", "downloaded before")):
+        failed = run(tmp_path / "failed.jsonl", "custom", source, model)
+        assert failed.exit_code == 2
+        assert message in failed.output
+
+
+def test_the_last_box() -> None:
+    assert last_boxed(r"\boxed{1} then $\boxed{\frac{1}{2}}$.") == r"\frac{1}{2}"
+    assert last_boxed(r"\fbox {a\}b}") == r"a\}b"
+    assert last_boxed(r"\boxed{1} then \boxed{2") == ""
+    assert last_boxed("none") == ""

@@ -44,16 +44,19 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A wandb run named like the run folder; wandb's own settings say which project."""
+    """A wandb run named like the run folder; wandb's own settings say which project, and whether online."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._run = _module("wandb", "wandb").init(dir=str(folder), name=folder.name, config=dict(config))
-        self._run.define_metric("*", step_metric="rollout")
-        self._run.define_metric("step/*", step_metric="gradient_step")
+        self._known = set[str]()
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
-        """Send one row with its axis."""
-        self._run.log({("gradient_step" if axis == "step" else "rollout"): index, **metrics})
+        """Send one row with its axis; a metric's first row says which axis it is drawn over."""
+        over = "gradient_step" if axis == "step" else "rollout"
+        for name in [name for name in metrics if name not in self._known]:
+            self._run.define_metric(name, step_metric=over)
+            self._known.add(name)
+        self._run.log({over: index, **metrics})
 
     def close(self) -> None:
         """Upload what is left."""

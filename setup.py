@@ -121,7 +121,7 @@ setup(
             "nvidia-cuda-runtime==13.0.*; sys_platform == 'linux'",
             "nvidia-nvvm==13.0.*; sys_platform == 'linux'",
         ],
-        "track": ["tensorboard>=2.20", "wandb>=0.21"],
+        "track": ["tensorboard>=2.20", "trackio>=0.43", "wandb>=0.21"],
         # Tasks of several turns.
         "gem": ["gem-llm>=0.1"],
         # modelopt imports requests without declaring it.

@@ -337,7 +337,7 @@ class EvaluationConfig(Section):
 class TrackingConfig(Section):
     """[tracking]: what is written beside the metrics file, and diagnostics that cost time."""
 
-    backends: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    backends: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Trackers to feed beside metrics.jsonl (extra `track`)."""
     samples_every: NonNegativeInt = 10
     """Write the rollout's samples as text after this many rollouts; 0 never."""

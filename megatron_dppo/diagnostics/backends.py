@@ -63,7 +63,23 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-BACKENDS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+class Trackio:
+    """A run of the project `megatron_dppo` in Trackio's files on this machine; `trackio show` opens them."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        module, quiet = _module("trackio", "trackio"), {"auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = module.init("megatron_dppo", folder.name, config=dict(config), embed=False, **quiet)
+
+    def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
+        """Write one row."""
+        self._run.log(dict(metrics), step=index)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+BACKENDS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
 
 
 def open_backends(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Backend]:

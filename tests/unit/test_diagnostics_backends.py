@@ -1,10 +1,12 @@
 """Trackers get what metrics.jsonl gets: each is opened for real and read back with its own reader."""
 
+import importlib
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -39,6 +41,24 @@ def test_tensorboard_is_read_back(tmp_path: Path) -> None:
     assert math.isnan(events.Scalars("policy/entropy")[0].value)
 
 
+def test_trackios_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is first imported
+    for name in ("first", "resumed"):
+        track(tmp_path / name / "my_run", "trackio")
+    assert (tmp_path / "trackio" / "megatron_dppo.db").is_file()
+    trackio: Any = importlib.import_module("trackio")
+    runs = trackio.Api().runs("megatron_dppo")
+    assert [run.name for run in runs] == ["my_run", "my_run"]
+    assert len({run.id for run in runs}) == 2
+    assert runs[0].config["run"]["seed"] == 3
+    rows = trackio.SQLiteStorage.get_logs("megatron_dppo", run_id=runs[0].id)
+    points = {(name, row["step"]): row[name] for row in rows for name in row.keys() - {"step", "timestamp"}}
+    assert math.isnan(points.pop(("policy/entropy", 1)))
+    steps = {("step/loss", step): metrics["loss"] for step, metrics in STEPS.items()}
+    rollouts = {("reward/mean", 0): 0.25, ("reward/mean", 1): 0.5, ("eval/aime24/avg_at_32", 2): 0.125}
+    assert points == steps | rollouts
+
+
 def test_an_offline_wandb_run_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -46,7 +66,7 @@ def test_an_offline_wandb_run_is_read_back(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv(name, str(tmp_path / "wandb_home"))
     track(tmp_path / "my_run", "wandb")
     (log,) = (tmp_path / "my_run" / "wandb").glob("offline-run-*/*.wandb")
-    reader = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(log)]
+    reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
     lines = subprocess.run(reader, capture_output=True, check=True, text=True).stdout.splitlines()
     records = [json.loads(line) for line in lines]
     (run,) = (record["run"] for record in records if record["type"] == "run")

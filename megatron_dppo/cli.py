@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from megatron_dppo.checks import check as find_problems
-from megatron_dppo.checks import not_checked, require_valid
+from megatron_dppo.checks import not_checked, require_evaluable, require_valid
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem
 from megatron_dppo.plan import Machine, Options, as_json, as_text, make_plan, parse_bytes
@@ -214,6 +214,48 @@ def serve(
         options = config.rollout.sglang
         server = Server(plan_launch(config), config.run.folder / "servers", name)
         supervise(server, ended, start_timeout_s=options.start_timeout_s, max_restarts=options.max_restarts)
+
+
+@app.command()
+def evaluate(
+    configs: Configs,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of a run: RUN/checkpoints/step_... [default: model.load]"),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Another Hugging Face folder or Megatron checkpoint.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="DIR", help="Gets metrics.json and every response.")
+    ] = Path("evaluation"),
+) -> None:
+    """Evaluate a model or a checkpoint on the config's evaluation sets, without training.
+
+        megatron-dppo evaluate base.toml -o base_model
+
+        megatron-dppo evaluate base.toml --checkpoint runs/dppo/checkpoints/step_00000320 -o step_320
+
+    It needs the config's [model], [rollout], [data] and [evaluation], and no data.prompts; under torchrun the
+    prompts are spread over the processes. Of a checkpoint it draws what the run draws in its evaluation after
+    as many rollouts. Started again, it keeps the sets that were finished, unless weights or settings differ.
+    """
+    with _user_errors():
+        if checkpoint is not None and model is not None:
+            raise ConfigError(Problem("--checkpoint", "--model too", "one of them", "Run the command twice."))
+        folder = checkpoint or model
+        load = [] if folder is None else [f"model.load={json.dumps(str(folder))}"]
+        config = load_config(configs, [*(overrides or ()), *load])
+        require_evaluable(config, world_size_from_launcher())
+        quiet_library_warnings()
+        gpu_libraries()
+        from megatron_dppo.evaluate import as_table, finished_rollouts
+        from megatron_dppo.evaluate import evaluate as run
+
+        results = run(config, out, finished_rollouts(checkpoint) if checkpoint is not None else 0)
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(as_table(results))
 
 
 @app.command()

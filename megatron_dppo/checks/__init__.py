@@ -5,6 +5,7 @@ No rule imports Megatron or SGLang. Importing this package registers all rules; 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron_dppo.checks import (
     algorithm_rules,
@@ -40,6 +41,7 @@ __all__ = [
     "memory_rules",
     "model_rules",
     "not_checked",
+    "require_evaluable",
     "require_valid",
     "run_rules",
     "sampling_rules",
@@ -67,6 +69,26 @@ def require_valid(config: Config, world_size: int) -> None:
         ConfigError: With every problem.
     """
     problems = check(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+_EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions", "sglang_", "finite_numbers")
+
+
+def require_evaluable(config: Config, world_size: int) -> None:
+    """Go on only where the model, the engine and the evaluation sets have no fault; training is not asked for.
+
+    Raises:
+        ConfigError: With every problem.
+    """
+    facts = gather_facts(config, world_size)
+    held_out = {key: found for key, found in facts.columns.items() if key != "data.prompts"}
+    rules = [rule for id, rule in RULES.items() if id.startswith(_EVALUATED)]
+    problems = [found for rule in rules for found in rule.check(config, replace(facts, columns=held_out))]
+    if not config.evaluation.sets:
+        action = "Add a table [evaluation.sets.<name>] with its prompts."
+        problems.append(Problem("evaluation.sets", "none", "at least one set", action))
     if problems:
         raise ConfigError(problems)
 

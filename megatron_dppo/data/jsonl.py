@@ -12,13 +12,17 @@ from megatron_dppo.errors import DataError, Problem
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write one JSON object per line; readers see the old file or the whole new one, never a half."""
+    write_whole(path, (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
+def write_whole(path: Path, parts: Iterable[str]) -> None:
+    """Write a text file; readers see the old one or the whole new one, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o666 & ~_umask())

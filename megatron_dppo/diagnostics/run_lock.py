@@ -28,12 +28,13 @@ LOCK = "run.lock"
 
 
 @contextlib.contextmanager
-def locked(folder: Path, beat_s: float = 5.0) -> Iterator[None]:
+def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterator[None]:
     """Hold the run folder for the life of the body.
 
     Args:
         folder: The run's; made if it is not there.
         beat_s: Seconds between signs of life. An owner on another host is believed gone after three without.
+        key: What named the folder, for the message.
 
     Raises:
         ConfigError: Another process holds it; the message says which.
@@ -44,7 +45,7 @@ def locked(folder: Path, beat_s: float = 5.0) -> Iterator[None]:
         owner = _read(folder)
         is_known = is_free is not None and owner.get("host") == socket.gethostname()
         if is_free is False or (owner and not is_known and _is_alive(folder, beat_s)):
-            raise ConfigError(_in_use(folder, _read(folder)))
+            raise ConfigError(_in_use(folder, key, _read(folder)))
         if owner:
             logger.warning("%s: taking over from %s, which ended without releasing it", folder, _words(owner))
         me = _this_process()
@@ -127,11 +128,11 @@ def _words(owner: dict[str, Any]) -> str:
     return f"process {pid} on {host} (since {since}: {owner.get('command', '?')})"
 
 
-def _in_use(folder: Path, owner: dict[str, Any]) -> Problem:
+def _in_use(folder: Path, key: str, owner: dict[str, Any]) -> Problem:
     who = _words(owner) if owner else "another process"
     return Problem(
-        "run.folder",
+        key,
         f"{folder}, in use by {who}",
         "a folder that no other run is using",
-        "Wait for that run or end it, or choose another run.folder.",
+        f"Wait for that run or end it, or choose another {key}.",
     )

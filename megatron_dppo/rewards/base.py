@@ -1,5 +1,6 @@
 """What a reward is, what it is asked and answers, and the registry that `data.reward` names one from."""
 
+import importlib
 import math
 import traceback
 from collections.abc import Callable, Mapping

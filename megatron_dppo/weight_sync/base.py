@@ -1,6 +1,6 @@
 """How trained weights reach the rollout engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -9,6 +9,30 @@ from megatron_dppo.weight_sync.fleet import Fleet
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 """Iterates over weights in Hugging Face names; the ranks that hold them iterate together."""
+
+
+class WeightOwner(Protocol):
+    """Has the weights that a sync sends: an actor, or a checkpoint on disk."""
+
+    def weights(
+        self, *, of_own_stage: bool = False, max_bytes: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All weights in Hugging Face names, or this stage's; see `models.convert.export_hf_weights`."""
+        ...
+
+    def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
+        """What `weights` yields, as tensors without data; every rank calls it."""
+        ...
+
+    @property
+    def pipeline_place(self) -> tuple[int, int, bool]:
+        """This rank's pipeline stage, the number of stages, and whether this rank speaks for its stage."""
+        ...
+
+    @property
+    def log_probs(self) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+        """See `Actor.log_probs`; none where there is no model that computes them."""
+        ...
 
 
 class WeightSync(Protocol):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.models.hf_checkpoint import HFWeights
@@ -16,7 +15,7 @@ from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.runtime import Runtime
-from megatron_dppo.weight_sync.base import Transport, WeightSync
+from megatron_dppo.weight_sync.base import Transport, WeightOwner, WeightSync
 from megatron_dppo.weight_sync.disk import DiskTransport
 from megatron_dppo.weight_sync.distributed import DistributedTransport, StagePlace
 from megatron_dppo.weight_sync.in_process import InProcessSync
@@ -27,30 +26,32 @@ from megatron_dppo.weight_sync.tensor import TensorTransport
 __all__ = ["WeightSync", "build_sync", "build_transport", "require_cover"]
 
 
-def build_sync(config: Config, actor: Actor, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
-    """Connect the actor with the engine; every rank calls it together.
+def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
+    """Connect who has the weights with the engine; every rank calls it together.
 
     Raises:
-        WeightSyncError: The actor's tensors are not those of the model that servers load.
+        WeightSyncError: The owner's tensors are not those of the model that servers load.
     """
     if not isinstance(engine, SglangEngine):
-        return InProcessSync(actor.weights, engine, runtime)
+        return InProcessSync(owner.weights, engine, runtime)
     options, folder, key = config.rollout.sglang, hf_files(config.model.load), os.environ.get(API_KEY)
-    require_cover(actor.describe_weights(), folder)
-    probe = Probe(
-        actor.log_probs,
-        served_model(folder, ()),
-        runtime,
-        limits=Limits.of(_served_dtype(config)),
-        seed=config.run.seed,
-        api_key=key,
-    )
+    require_cover(owner.describe_weights(), folder)
+    probe = None
+    if options.probe_every and owner.log_probs is not None:
+        probe = Probe(
+            owner.log_probs,
+            served_model(folder, ()),
+            runtime,
+            limits=Limits.of(_served_dtype(config)),
+            seed=config.run.seed,
+            api_key=key,
+        )
     return SglangSync(
-        build_transport(config, actor, runtime),
+        build_transport(config, owner, runtime),
         engine,
         lambda: registered(config.run.folder / "servers"),
         runtime,
-        probe=probe if options.probe_every else None,
+        probe=probe,
         probe_every=max(options.probe_every, 1),
         colocated=options.colocated,
         timeout_s=options.sync_timeout_s,
@@ -65,7 +66,7 @@ def _served_dtype(config: Config) -> str:
     return "bfloat16" if is_quantised else config.model.dtype if dtype == "auto" else str(dtype)
 
 
-def build_transport(config: Config, actor: Actor, runtime: Runtime) -> Transport:
+def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Transport:
     """How rollout.sglang.weight_sync says that weights travel; every rank calls it together.
 
     One half of a bucket's bytes is for the buffer, the other for what is gathered to fill it.
@@ -74,14 +75,14 @@ def build_transport(config: Config, actor: Actor, runtime: Runtime) -> Transport
     half = options.sync_bucket_bytes // 2
     if options.weight_sync == "disk":
         folder, template = config.run.folder / "weights", hf_files(config.model.load)
-        return DiskTransport(lambda: actor.weights(max_bytes=half), runtime, folder, template, half)
+        return DiskTransport(lambda: owner.weights(max_bytes=half), runtime, folder, template, half)
     if options.weight_sync == "tensor":
-        num_tensors = len(actor.describe_weights())
-        return TensorTransport(lambda: actor.weights(max_bytes=half), num_tensors, runtime, half)
+        num_tensors = len(owner.describe_weights())
+        return TensorTransport(lambda: owner.weights(max_bytes=half), num_tensors, runtime, half)
     return DistributedTransport(
-        lambda: actor.weights(of_own_stage=True, max_bytes=half),
-        len(actor.describe_weights(of_own_stage=True)),
-        StagePlace(*actor.pipeline_place),
+        lambda: owner.weights(of_own_stage=True, max_bytes=half),
+        len(owner.describe_weights(of_own_stage=True)),
+        StagePlace(*owner.pipeline_place),
         runtime,
         bucket_bytes=half,
         timeout_s=options.sync_timeout_s,

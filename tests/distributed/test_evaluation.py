@@ -1,10 +1,13 @@
 """Evaluation of real runs: it changes nothing that is learned, and says the same on any number of ranks."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 from test_training_run import train
@@ -12,6 +15,7 @@ from test_training_run import train
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime import Runtime
 
+ROOT = Path(__file__).parents[2]
 REWARD = "tests.faults.rewards:digits"
 
 
@@ -91,6 +95,57 @@ def test_every_metric_and_every_response_of_two_sets(evaluated: Path) -> None:
         short = lines(evaluated / "evaluations" / f"few_{row['rollout']:06d}.jsonl")
         assert len(short) == 6 and all(response["response_length"] <= 6 for response in short)
         assert row["eval/few/truncated_fraction"] == sum(r["finish_reason"] == "length" for r in short) / 6
+
+
+def evaluate_alone(runtime: Runtime, tables: dict[str, Any], out: Path) -> list[dict[str, int]]:
+    """Evaluate the base model three times, with other settings of one set the last; when files were written."""
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.evaluate import evaluate
+
+    times: list[dict[str, int]] = []
+    for num_samples in (2, 2, 3):
+        tables["evaluation"]["sets"]["few"]["samples_per_prompt"] = num_samples
+        evaluate(Config.model_validate(tables), out)
+        times.append({file.name: file.stat().st_mtime_ns for file in out.glob("*.jsonl")})
+    return times
+
+
+def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept(
+    task: Path, evaluated: Path, tmp_path: Path
+) -> None:
+    tables = tables_of(task, "nowhere")
+    tables["data"]["prompts"] = "none.jsonl"
+    first, again, other = run_ranks(evaluate_alone, 1, tmp_path, tables, tmp_path / "out")[0]
+    assert first == again and first.keys() == {"held-out.jsonl", "few.jsonl"}
+    assert other["held-out.jsonl"] == first["held-out.jsonl"] and other["few.jsonl"] > first["few.jsonl"]
+    results = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert results["held-out"]["metrics"].items() <= evaluations(evaluated)[0].items()
+    assert lines(tmp_path / "out" / "held-out.jsonl") == lines(
+        evaluated / "evaluations" / "held-out_000000.jsonl"
+    )
+    assert len(lines(tmp_path / "out" / "few.jsonl")) == 9
+    assert not (task / "nowhere").exists(), "the run folder is not touched"
+
+
+def test_the_command_evaluates_a_checkpoint_as_the_run_did(task: Path, evaluated: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(tomli_w.dumps(tables_of(task, "two")))
+    command = [sys.executable, "-m", "megatron_dppo", "evaluate", config, "-o", tmp_path / "out"]
+    checkpoint = evaluated / "checkpoints" / "step_00000004"
+    done = subprocess.run(
+        [*command, "--checkpoint", checkpoint], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    row = evaluations(evaluated)[2]
+    results = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert {k: v for each in results.values() for k, v in each["metrics"].items()} == {
+        name: value for name, value in row.items() if name.startswith("eval/")
+    }
+    for name in ("held-out", "few"):
+        in_the_run = evaluated / "evaluations" / f"{name}_000002.jsonl"
+        assert (tmp_path / "out" / f"{name}.jsonl").read_text() == in_the_run.read_text()
+    assert f"avg_at_4{row['eval/held-out/avg_at_4']:>24.4f}" in done.stdout
+    assert "pass_at_2" in done.stdout
 
 
 def test_a_run_learns_the_same_bits_without_evaluation(task: Path, evaluated: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.checks import RULES, check, megatron_rules, not_checked, require_valid
+from megatron_dppo.checks import RULES, check, megatron_rules, not_checked, require_evaluable, require_valid
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config
 from megatron_dppo.errors import ConfigError
@@ -483,6 +483,28 @@ def test_training_refuses_with_a_message_and_no_traceback(world: Path) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("ConfigError: rollout.top_p: found 0.5; expected 1.0 (off).")
     assert "Traceback" not in result.stderr
+
+
+def test_evaluation_alone_asks_nothing_of_training(world: Path) -> None:
+    for_training = {"data.prompts": "none.jsonl", "rollout.samples_per_prompt": 1, "parallel.expert": 3}
+    require_evaluable(_config(for_training), 1)
+    faulty = {"evaluation.pass_at": (64,), "model.load": "none"}
+    with pytest.raises(ConfigError) as raised:
+        require_evaluable(_config({**for_training, **faulty}), 1)
+    assert {problem.where for problem in raised.value.problems} == {"evaluation.pass_at", "model.load"}
+
+
+def test_evaluate_says_what_it_needs(world: Path) -> None:
+    Path("config.toml").write_text(dump_config(_config({})))
+    Path("none.toml").write_text(dump_config(_config({"evaluation.sets": {}})))
+    for arguments, message in (
+        (["none.toml"], "evaluation.sets: found none; expected at least one set."),
+        (["config.toml", "--model", "a", "--checkpoint", "b"], "--checkpoint: found --model too;"),
+        (["config.toml", "--checkpoint", "model"], "model: found no state.json that can be read"),
+    ):
+        result = CliRunner().invoke(app, ["evaluate", *arguments])
+        assert result.exit_code == 2
+        assert message in result.stderr
 
 
 def test_only_rank_0_speaks_of_the_config(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from math_problems import DAPO_AFTER, DAPO_BEFORE
 
 from megatron_dppo.data.templates import TEMPLATES, prompt_tokens, require_tokenizer, without_dapo_instruction
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import Prompt
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 SHOWN = {
@@ -23,8 +22,7 @@ def test_what_the_model_is_shown(template: str) -> None:
     require_tokenizer(template, tokenizer)
     asked = TEMPLATES[template]("1 + 1?")
     is_text = isinstance(asked, str)
-    prompt = Prompt("a", "2", "s", text=asked) if is_text else Prompt("a", "2", "s", messages=asked)
-    tokens = prompt_tokens(tokenizer, prompt)
+    tokens = prompt_tokens(tokenizer, asked if is_text else None, None if is_text else asked)
     assert tokenizer.decode(list(tokens)) == SHOWN[template]
     if template == "r1_distill":
         assert tokens.count(tokenizer.convert_tokens_to_ids(BOS)) == 1

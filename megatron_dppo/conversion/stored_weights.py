@@ -1,0 +1,70 @@
+"""A checkpoint's weights as a trainer would hold and send them, read from disk, without a trainer."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.conversion.pieces import pieces_of
+from megatron_dppo.conversion.sources import WEIGHTS, HuggingFaceSource, MegatronSource
+from megatron_dppo.models.family import read_hf_config
+from megatron_dppo.models.hf_checkpoint import HFWeights
+from megatron_dppo.runtime import Runtime
+
+
+class StoredWeights:
+    """All weights of a folder, on every rank; implements `weight_sync.base.WeightOwner`.
+
+    LoRA's updates are added. How many ranks there are does not matter: each reads everything.
+    """
+
+    log_probs = None
+    """There is no model here to compute them."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, runtime: Runtime) -> None:
+        """Read headers, and compare them with what the model needs.
+
+        Args:
+            folder: A Hugging Face folder or a Megatron checkpoint.
+            dtype: Of the tensors that are given, as model.dtype is a trainer's.
+            runtime: Of this rank.
+
+        Raises:
+            CheckpointError: A Megatron checkpoint that is torn, of another model, or holds code.
+            ConversionError: A Hugging Face folder that is torn.
+        """
+        self._hf, self._dtype, self._runtime = read_hf_config(folder), dtype, runtime
+        is_megatron = (folder / WEIGHTS / "metadata.json").is_file()
+        self._source = MegatronSource(folder) if is_megatron else HuggingFaceSource(HFWeights(folder))
+
+    @property
+    def identity(self) -> str:
+        """Changes with the files' names, sizes and times of writing; not with what a copy of them is called."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in sorted(self._source.files):
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+    def weights(
+        self, *, of_own_stage: bool = False, max_bytes: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All weights in Hugging Face names, on this rank's device, layer by layer; there is one stage."""
+        for piece in pieces_of(self._hf):
+            for name, tensor in self._source.read(piece.hf):
+                yield name, tensor.to(self._runtime.device, self._dtype)
+
+    def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
+        """What `weights` yields, as tensors without data."""
+        return {
+            name: torch.empty(shape, dtype=self._dtype, device="meta")
+            for piece in pieces_of(self._hf)
+            for name, shape in zip(piece.hf, piece.hf_shapes, strict=True)
+        }
+
+    @property
+    def pipeline_place(self) -> tuple[int, int, bool]:
+        """The only stage of one, for which rank 0 speaks."""
+        return 0, 1, self._runtime.is_main

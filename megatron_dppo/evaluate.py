@@ -1,0 +1,177 @@
+"""The sets of [evaluation] alone: of a model, or of a run's checkpoint, without a trainer."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from megatron_dppo.actor.checkpoint_folder import STATE
+from megatron_dppo.checks import require_evaluable
+from megatron_dppo.config.schema import Config
+from megatron_dppo.conversion.stored_weights import StoredWeights
+from megatron_dppo.data.jsonl import write_whole
+from megatron_dppo.diagnostics.run_lock import locked
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
+from megatron_dppo.rollout.reward_pools import RewardPools
+from megatron_dppo.rollout.rollouts import build_engine
+from megatron_dppo.rollout.scores import over_ranks
+from megatron_dppo.rollout.sglang.own_servers import own_servers
+from megatron_dppo.runtime import Runtime, start, stop
+from megatron_dppo.watch import watching
+from megatron_dppo.weight_sync.factory import build_sync
+
+METRICS = "metrics.json"
+Results = dict[str, dict[str, Any]]  # by set: "of", all that the metrics depend on, and "metrics"
+
+
+def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
+    """Evaluate model.load on every set, in this process of the job.
+
+    A set that `folder` holds already, of the same weights with the same settings, is not sampled again.
+
+    Args:
+        config: The run's; what is only for training is neither used nor checked.
+        folder: Gets metrics.json, and `<set>.jsonl` with every response.
+        rollout: Keys the noise: a run draws the same in its evaluation after so many rollouts.
+
+    Raises:
+        ConfigError: The configuration cannot work, or another process uses `folder`.
+    """
+    runtime = start(config.run.num_threads, config.run.timeout_s)
+    try:
+        with watching(runtime):
+            require_evaluable(config, runtime.world_size)
+            with _held(config, folder, runtime):
+                weights = StoredWeights(config.model.load, getattr(torch, config.model.dtype), runtime)
+                wanted = runtime.on_main(lambda: _wanted(config, weights.identity, rollout))
+                done = runtime.on_main(lambda: _kept(folder, wanted))
+                if done.keys() != wanted.keys():
+                    with own_servers(config, runtime):
+                        _evaluate_rest(config, folder, rollout, weights, wanted, done, runtime)
+                return {name: done[name] for name in wanted}
+    finally:
+        stop()
+
+
+def finished_rollouts(checkpoint: Path) -> int:
+    """How many rollouts a run had finished when it saved this checkpoint.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint of a run.
+    """
+    try:
+        return int(json.loads((checkpoint / STATE).read_text())["state"]["rollout"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint}: found no {STATE} that can be read ({type(error).__name__}); expected a checkpoint "
+            "of a run, such as RUN/checkpoints/step_00000100. Name other models with --model."
+        ) from error
+
+
+def as_table(results: Results) -> str:
+    """The metrics of each set, one per line."""
+    lines: list[str] = []
+    for name, result in results.items():
+        metrics: Mapping[str, float] = result["metrics"]
+        short = {metric.removeprefix(f"eval/{name}/"): value for metric, value in metrics.items()}
+        score, low, high = list(short)[:3]
+        lines += [name, f"  {score:<22}{short[score]:>10.4f}   [{short[low]:.4f}, {short[high]:.4f}]"]
+        lines += [
+            f"  {metric:<22}{value:>10.4f}"
+            for metric, value in short.items()
+            if metric not in (score, low, high)
+        ]
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
+    """The folder for this job alone; where servers get other weights, the run that they serve as well."""
+    with contextlib.ExitStack() as stack:
+
+        def hold() -> None:
+            stack.enter_context(locked(folder, key="--out"))
+            if config.rollout.engine == "sglang":
+                stack.enter_context(locked(config.run.folder))
+
+        runtime.on_main(hold)
+        yield
+
+
+def _wanted(config: Config, weights: str, rollout: int) -> Results:
+    """All that the metrics of each set depend on."""
+    data, name = config.data, config.rollout.engine
+    of_all = {
+        "weights": weights,
+        "dtype": config.model.dtype,
+        "rollouts_finished": rollout,
+        "seed": config.run.seed,
+        "engine": name,
+        "engine_options": config.sglang if name == "sglang" else config.rollout.transformers.model_dump(),
+        "columns": [data.prompt_column, data.answer_column],
+        "max_prompt_tokens": data.max_prompt_tokens,
+    }
+    return {each.name: {"of": of_all | {"set": _described(each)}} for each in evaluation_sets(config)}
+
+
+def _described(each: EvaluationSet) -> dict[str, Any]:
+    content = hashlib.blake2b(each.prompts.read_bytes(), digest_size=16).hexdigest()
+    return json.loads(json.dumps(asdict(each) | {"prompts": str(each.prompts), "prompts_digest": content}))
+
+
+def _kept(folder: Path, wanted: Results) -> Results:
+    """Results of sets that need not be sampled again; the file forgets all others before they are sampled."""
+    try:
+        found: Results = json.loads((folder / METRICS).read_text())
+    except (OSError, ValueError):
+        return {}
+    kept = {
+        name: result
+        for name, result in found.items()
+        if name in wanted and result["of"] == wanted[name]["of"] and (folder / f"{name}.jsonl").is_file()
+    }
+    _write(folder, kept)
+    return kept
+
+
+def _write(folder: Path, results: Results) -> None:
+    write_whole(folder / METRICS, [json.dumps(results, indent=1), "\n"])
+
+
+def _evaluate_rest(
+    config: Config,
+    folder: Path,
+    rollout: int,
+    weights: StoredWeights,
+    wanted: Results,
+    done: Results,
+    runtime: Runtime,
+) -> None:
+    """Sample the sets that are not in `done`, and add them to it and to the folder, each as it is finished."""
+    hf_folder = hf_files(config.model.load)
+    engine = build_engine(config, hf_folder, runtime.device)
+    tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
+    rewards = RewardPools(config.data, (each.reward for each in evaluation_sets(config)))
+    share = runtime.rank, runtime.world_size
+    with closing(rewards), closing(build_sync(config, weights, engine, runtime)) as sync:
+        rewards.start()
+        evaluation = Evaluation(config, engine, tokenizer, rewards, share=share)
+        sync.push(0)
+        for each in evaluation.prompts:
+            if each.name in done:
+                continue
+            file = folder / f"{each.name}.jsonl"
+            own = {each.name: evaluation.run(each, rollout, file)}
+            scores = over_ranks(runtime.all_gather(own))[each.name]
+            done[each.name] = wanted[each.name] | {"metrics": each.metrics(scores, config.run.seed)}
+            runtime.on_main(lambda file=file: merge_responses(file, runtime.world_size))
+            runtime.on_main(lambda: _write(folder, done))

@@ -39,6 +39,7 @@ class Panel:
     x_title: str = "rollout"
     points: Callable[[Run, str], Points] | None = None  # none: the metric over the rollouts
     bars: bool = False
+    band: tuple[str, str] | None = None  # metrics between which the first one's interval is shaded
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> li
             x, y = (panel.points or over_rollouts)(run, metric)
             if not x:
                 continue
+            if panel.band is not None and (between := _band(run, panel.band, name, index)):
+                traces.append(between)
             label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
             traces.append(_bar(label, index, x, y) if panel.bars else _line(label, index, position, x, y))
     return traces
@@ -142,6 +145,25 @@ def _line(label: str, run: int, position: int, x: list[float], y: list[float]) -
         "line": {"width": 1.8, "dash": DASHES[(run // COLOURS + 2 * position) % len(DASHES)]},
         "marker": {"size": 4},
         "hovertemplate": "%{y:.5g}",
+    }
+
+
+def _band(run: Run, limits: tuple[str, str], label: str, index: int) -> Trace | None:
+    """The area between two metrics, behind the curve; none where the run has not both."""
+    low, high = (over_rollouts(run, metric) for metric in limits)
+    if not low[0] or low[0] != high[0] or not all(map(math.isfinite, low[1] + high[1])):
+        return None
+    return {
+        "type": "scatter",
+        "name": f"{label}, interval",
+        "meta": index,
+        "mode": "lines",
+        "x": low[0] + high[0][::-1],
+        "y": low[1] + high[1][::-1],
+        "line": {"width": 0},
+        "fill": "toself",
+        "opacity": 0.4,
+        "hoverinfo": "skip",
     }
 
 

@@ -1,6 +1,7 @@
 """What the report plots, in order, with one sentence each on how to read it."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
 
 from megatron_dppo.diagnostics.report_plots import PHASES, Panel, Section, agreement_by_layer, seconds_by_phase
 from megatron_dppo.diagnostics.run_reader import Run
@@ -107,17 +108,28 @@ TRAINING = (
 
 def sections(runs: Sequence[Run]) -> list[Section]:
     """All sections; evaluation comes in where a run has one."""
-    names = sorted(
-        {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
-    )
+    names = {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
     evaluation = Section(
         "evaluation",
         "Evaluation",
-        "Pass rate on prompts that are not trained on, sampled with the evaluation's own settings; x is the "
-        "number of rollouts finished before it.",
-        tuple(Panel(name, (name,)) for name in names),
+        "Scores on prompts that are not trained on, sampled with the evaluation's own settings; shaded is the "
+        "95 % interval over the prompts of a set, and x is the number of rollouts finished before it.",
+        tuple(_eval_panels(names)),
     )
     return [REWARD, *([evaluation] if names else []), *TRAINING]
+
+
+def _eval_panels(names: Set[str]) -> Iterator[Panel]:
+    """Of each set its score, pass@k for the largest k, and what truncation and length say about both."""
+    for prefix in sorted({name.rpartition("/")[0] for name in names}):
+        own = {name.rpartition("/")[2] for name in names if name.rpartition("/")[0] == prefix}
+        scores = sorted(name for name in own if re.fullmatch(r"avg_at_\d+", name))
+        for name in (f"{prefix}/{score}" for score in scores):
+            yield Panel(name, (name,), band=(f"{name}_low", f"{name}_high"))
+        ks = [int(found[1]) for name in own if (found := re.fullmatch(r"pass_at_(\d+)", name))]
+        others = [f"pass_at_{max(ks)}"] if ks else []
+        others += [name for name in ("truncated_fraction", "response_length_mean") if name in own]
+        yield from (Panel(f"{prefix}/{name}", (f"{prefix}/{name}",)) for name in others)
 
 
 def _eval_rows(run: Run) -> list[set[str]]:

@@ -242,6 +242,22 @@ def test_an_unfinished_run_alone(tmp_path: Path) -> None:
     assert summary(run)["num_non_finite"] == 1
 
 
+def test_evaluations_are_drawn_with_their_intervals(tmp_path: Path) -> None:
+    run = _write_run(tmp_path / "run", 5, num_rollouts=3)
+    names = ("avg_at_8", "avg_at_8_low", "avg_at_8_high", "pass_at_2", "pass_at_16", "dropped")
+    with (run / "metrics.jsonl").open("a") as file:
+        for rollout, values in ((0, (0.2, 0.1, 0.3, 0.4, 0.6, 0)), (3, (0.5, 0.4, 0.7, 0.8, 0.9, 1))):
+            metrics = {f"eval/aime24/{name}": value for name, value in zip(names, values, strict=True)}
+            file.write(json.dumps({"kind": "evaluation", "rollout": rollout, **metrics}) + "\n")
+    compare([run], tmp_path / "report.html")
+    figure = _figures((tmp_path / "report.html").read_text())["evaluation"]
+    band, score, largest_k = figure["data"]
+    assert (band["x"], band["y"], band["fill"]) == ([0, 3, 3, 0], [0.1, 0.4, 0.7, 0.3], "toself")
+    assert (score["y"], largest_k["y"]) == ([0.2, 0.5], [0.6, 0.9])
+    titles = [note["text"] for note in figure["layout"]["annotations"]]
+    assert titles == ["eval/aime24/avg_at_8", "eval/aime24/pass_at_16"]
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     """No row yet: a report without plots, not a crash."""
     RunFolder.open(tmp_path / "new", _config(tmp_path / "new", "grpo", "off", 0), resume=False).close()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
+from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import Problem
 
 
@@ -17,3 +18,31 @@ def _over_sampling(config: Config, facts: Facts) -> Iterator[Problem]:
         expected = "1, since this engine decodes all responses to their end"
         action = "Leave it out, or use rollout.engine = 'sglang'."
         yield Problem("rollout.over_sampling", found, expected, action)
+
+
+@rule("environment")
+def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The environment is registered, or its package can be found; a user's module is not imported to check."""
+    problem = problem_with(config.rollout.environment)
+    if problem is not None:
+        yield problem
+
+
+@rule("turns")
+def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Conversations of several turns have somebody to talk with, and are never left half done."""
+    options = config.rollout
+    if options.max_turns == 1:
+        return
+    found = f"{options.max_turns} with rollout."
+    if options.environment == "single_turn":
+        action = "Leave it out, or name an environment."
+        yield Problem(
+            "rollout.max_turns", f"{found}environment = 'single_turn'", "1: one response ends it", action
+        )
+    if options.over_sampling > 1:
+        expected = "1, since what over-sampling leaves half done is not kept with its environment"
+        action = "Set rollout.over_sampling = 1."
+        yield Problem(
+            "rollout.max_turns", f"{found}over_sampling = {options.over_sampling:g}", expected, action
+        )

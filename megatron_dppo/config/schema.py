@@ -92,9 +92,9 @@ class DataConfig(Section):
     reward: str = "arithmetic"
     """Name of a registered reward, or "package.module:function" of your own."""
     reward_workers: PositiveInt = 1
-    """Processes that score responses, beside each trainer process."""
+    """Processes that score responses, or hold environments, beside each trainer process."""
     reward_timeout_s: PositiveFloat = 10.0
-    """A response that takes longer to score is dropped and counted."""
+    """A response that takes longer to score, or an environment to answer, is dropped and counted."""
     reward_memory_mb: NonNegativeInt = 2048
     """What scoring may allocate, in MiB; 0 is no limit. A response that exceeds it is dropped and counted."""
     max_prompt_tokens: PositiveInt = 1024
@@ -148,7 +148,13 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """Responses to each prompt; the advantage is taken within them."""
     max_response_tokens: PositiveInt = 1024
-    """Longer responses are cut and counted as truncated."""
+    """Longer responses are cut and counted as truncated; a conversation as a whole."""
+    environment: str = "single_turn"
+    """Whom responses answer: a registered environment, "gem:<task>", or "package.module:Class" of your own."""
+    max_turns: PositiveInt = 1
+    """Responses in one conversation; an environment that would go on is cut, and counted as truncated."""
+    max_turn_tokens: PositiveInt | None = None
+    """Tokens of one response in a conversation; none: as many as max_response_tokens leaves."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -14,13 +14,17 @@ from megatron_dppo.environments.base import (
     problem_with,
     register,
 )
+from megatron_dppo.environments.gem import gem_task
 from megatron_dppo.environments.host import Host, InProcess
+from megatron_dppo.environments.pool import EnvironmentPool
 from megatron_dppo.environments.single_turn import SingleTurn
+from megatron_dppo.environments.sudoku import Sudoku
 
 __all__ = [
     "ENVIRONMENTS",
     "Environment",
     "EnvironmentFault",
+    "EnvironmentPool",
     "Environments",
     "Episode",
     "Host",
@@ -29,8 +33,10 @@ __all__ = [
     "Play",
     "Response",
     "SingleTurn",
+    "Sudoku",
     "Turn",
     "environment",
+    "gem_task",
     "problem_with",
     "register",
 ]

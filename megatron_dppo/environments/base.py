@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import FinishReason, Message, Prompt
@@ -113,19 +113,30 @@ class Episode:
     fault: str | None = None  # of its environment
 
 
+def opened(prompt: Prompt, observation: str) -> Observation:
+    """The prompt, with an observation behind it: in its text, or in its last message."""
+    if prompt.text is not None:
+        return Observation(f"{prompt.text} {observation}")
+    assert prompt.messages is not None, "a prompt is either text or messages"
+    *before, last = prompt.messages
+    asked = Message(role=last["role"], content=f"{last['content']} {observation}")
+    return Observation(messages=(*before, asked))
+
+
 Maker = Callable[[], Environment]
 """Makes an environment that no conversation has begun in."""
 
-_AnyMaker = TypeVar("_AnyMaker", bound=Callable[..., Environment])
-_registered: dict[str, Callable[..., Environment]] = {}
-ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = MappingProxyType(_registered)
-"""Every registered environment by name, read-only; one whose name ends with ":" takes what follows it."""
+_AnyMaker = TypeVar("_AnyMaker", bound=Callable[..., object])
+_registered: dict[str, Any] = {}
+ENVIRONMENTS: Mapping[str, Any] = MappingProxyType(_registered)
+"""Every registered `Maker` by name, read-only; where a name ends with ":", a function from its rest to one."""
 
 
 def register(name: str) -> Callable[[_AnyMaker], _AnyMaker]:
-    """Decorate a class, or a function that makes an environment, with the name that configs use.
+    """Decorate an environment's class with the name that configs use.
 
-    A name that ends with ":" is a family: its maker is called with what stands behind the colon.
+    A name that ends with ":" is a family: what is decorated is a function, which is given what stands behind
+    the colon and returns a `Maker`.
 
     Raises:
         ConfigError: The name is taken.
@@ -164,5 +175,5 @@ def environment(name: str) -> Maker:
     if name in _registered:
         return _registered[name]
     if (maker := _registered.get(f"{family}{colon}")) is not None:
-        return lambda: maker(rest)
+        return maker(rest)
     return imported(_KEY, name)

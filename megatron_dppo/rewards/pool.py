@@ -1,68 +1,83 @@
-"""Rewards in processes of their own: one that hangs, dies or eats memory costs a sample, never the run."""
+"""User code in processes of its own: what hangs, dies or eats memory costs a sample, never the run."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Event
 from time import monotonic
-from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
-from megatron_dppo.rewards.worker_process import GivenUpError, LostError, WorkerProcess
+from megatron_dppo.rewards.wire import read_verdict, request_line
+from megatron_dppo.rewards.worker_process import A, GivenUpError, LostError, Service, WorkerProcess
+from megatron_dppo.types import Prompt
 
 _AHEAD_S = 0.02  # of work that a worker is sent in advance: cheap rewards need not wait for the trainer
 _MAX_AHEAD = 32
 _MAX_LATE_IN_A_ROW = 16
 
 
-class RewardPool:
-    """Worker processes that score responses, for the life of a run; they start when there is work."""
+class _AboutPrompt(Protocol):
+    """A request names its prompt, for messages about it."""
 
-    def __init__(self, name: str, *, num_workers: int, timeout_s: float, memory_mb: int) -> None:
+    @property
+    def prompt(self) -> Prompt: ...
+
+
+Q = TypeVar("Q", bound=_AboutPrompt)
+
+
+class WorkerPool(Generic[Q, A]):
+    """Worker processes of a service, for the life of a run; they start when there is work."""
+
+    def __init__(
+        self, service: Service[Q, A], name: str, *, num_workers: int, timeout_s: float, memory_mb: int
+    ) -> None:
         """Say what to run.
 
         Args:
-            name: Of the reward, as in `data.reward`.
+            service: What workers do.
+            name: Of the user's code, as the config has it.
             num_workers: Processes.
-            timeout_s: Seconds that one response may take.
-            memory_mb: What a worker may allocate besides what importing the reward took; 0 is no limit.
+            timeout_s: Seconds that one answer may take.
+            memory_mb: What a worker may allocate besides what importing the code took; 0 is no limit.
         """
+        self._service = service
         self._name, self._timeout_s, self._memory_mb = name, timeout_s, memory_mb
         self._num_workers = num_workers
-        self._idle: SimpleQueue[WorkerProcess | None] = SimpleQueue()
+        self._idle: SimpleQueue[WorkerProcess[Q, A] | None] = SimpleQueue()
         for _ in range(num_workers):
             self._idle.put(None)
 
     def start(self) -> None:
-        """Load the reward in one worker now: one that cannot be loaded should stop a run before it samples.
+        """Load the code in one worker now: what cannot be loaded should stop a run before it samples.
 
         Raises:
             RewardError: It cannot be loaded.
         """
         worker = self._idle.get()
         try:
-            worker = worker or WorkerProcess(self._name, self._memory_mb, Event())
+            worker = worker or WorkerProcess(self._service, self._name, self._memory_mb, Event())
         finally:
             self._idle.put(worker)
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Score all, in order. What happens to one response does not touch the others.
+    def ask(self, requests: Sequence[Q]) -> list[A | RewardFault]:
+        """Have all answered, in order. What happens to one request does not touch the others.
 
         An exception that a signal raises here ends the workers at work; the next call starts others.
 
         Raises:
-            RewardError: The reward cannot be loaded, or 16 responses in a row timed out.
+            RewardError: The code cannot be loaded, or 16 answers in a row timed out.
         """
         if not requests:
             return []
-        job = _Job(requests)
-        with ThreadPoolExecutor(min(self._num_workers, len(requests)), thread_name_prefix="reward") as threads:
+        job = _Job[Q, A](requests, self._service.key)
+        num_threads, prefix = min(self._num_workers, len(requests)), self._service.noun
+        with ThreadPoolExecutor(num_threads, thread_name_prefix=prefix) as threads:
             try:
-                drives = [
-                    threads.submit(self._drive, job) for _ in range(min(self._num_workers, len(requests)))
-                ]
+                drives = [threads.submit(self._drive, job) for _ in range(num_threads)]
                 for drive in drives:
                     drive.result()
             finally:
@@ -70,7 +85,7 @@ class RewardPool:
         return [job.verdicts[number] for number in range(len(requests))]
 
     def close(self) -> None:
-        """End the workers and all that they have started; the next `score` would start others."""
+        """End the workers and all that they have started; the next call would start others."""
         slots = [self._idle.get() for _ in range(self._num_workers)]
         workers = [worker for worker in slots if worker is not None]
         try:
@@ -82,21 +97,15 @@ class RewardPool:
             for _ in slots:
                 self._idle.put(None)
 
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _drive(self, job: "_Job") -> None:
-        """Have one worker, and its successors, score what no other has taken."""
+    def _drive(self, job: "_Job[Q, A]") -> None:
+        """Have one worker, and its successors, answer what no other has taken."""
         worker = self._idle.get()
         sent: deque[int] = deque()  # the numbers of requests whose answers are due, oldest first
         max_sent = 1
         try:
             while job.todo or sent:
                 if worker is None:
-                    worker = WorkerProcess(self._name, self._memory_mb, job.given_up)
+                    worker = WorkerProcess(self._service, self._name, self._memory_mb, job.given_up)
                 while len(sent) < max_sent and worker.is_writable and (number := job.take()) is not None:
                     sent.append(number)
                     worker.send(number, job.requests[number])
@@ -123,45 +132,62 @@ class RewardPool:
             self._idle.put(worker)
 
     def _answer(
-        self, worker: WorkerProcess, number: int, job: "_Job"
-    ) -> tuple[RewardResult | RewardFault, bool]:
+        self, worker: WorkerProcess[Q, A], number: int, job: "_Job[Q, A]"
+    ) -> tuple[A | RewardFault, bool]:
         """What became of a request, and whether the worker is lost with it."""
         try:
             answer = worker.receive(number, self._timeout_s, job.given_up)
         except LostError as lost:
             kind, found, said = lost.kind, str(lost), lost.said
         else:
-            if isinstance(answer, RewardResult) or answer.kind != "reward_out_of_memory":
+            if not isinstance(answer, RewardFault) or answer.kind != "reward_out_of_memory":
                 return answer, False
             kind, found, said = answer.kind, f"found that {self._memory_mb} MiB did not do", ""
-        message = f"prompt {job.requests[number].prompt.id}: {found}. {_ACTIONS[kind]}{said}"
+        message = f"prompt {job.requests[number].prompt.id}: {found}. {self._action(kind)}{said}"
         return RewardFault(kind, message), True
 
-
-_ACTIONS: Mapping[RewardFaultKind, str] = MappingProxyType(
-    {
-        "reward_failed": "Correct the reward.",
-        "reward_timed_out": "Correct the reward, or raise data.reward_timeout_s.",
-        "reward_out_of_memory": "Correct the reward, or raise data.reward_memory_mb.",
-    }
-)
+    def _action(self, kind: RewardFaultKind) -> str:
+        options = {"reward_timed_out": "timeout_s", "reward_out_of_memory": "memory_mb"}
+        raises = f", or raise data.reward_{options[kind]}" if kind in options else ""
+        return f"Correct the {self._service.noun}{raises}."
 
 
-class _Job:
+class RewardPool(WorkerPool[RewardRequest, RewardResult]):
+    """Workers that score responses."""
+
+    def __init__(self, name: str, *, num_workers: int, timeout_s: float, memory_mb: int) -> None:
+        """See `WorkerPool`; `name` is the reward's, as in `data.reward`."""
+        super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Score all, in order; see `WorkerPool.ask`."""
+        return self.ask(requests)
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+_SERVICE = Service("megatron_dppo.rewards.worker", "data.reward", "reward", request_line, read_verdict)
+
+
+class _Job(Generic[Q, A]):
     """The requests of one call, and what became of them."""
 
-    def __init__(self, requests: Sequence[RewardRequest]) -> None:
-        self.requests = requests
+    def __init__(self, requests: Sequence[Q], key: str) -> None:
+        self.requests, self._key = requests, key
         self.todo = deque(range(len(requests)))
-        self.verdicts: dict[int, RewardResult | RewardFault] = {}
+        self.verdicts: dict[int, A | RewardFault] = {}
         self.given_up = Event()
         self.num_late = 0  # in a row
 
-    def keep(self, number: int, verdict: RewardResult | RewardFault) -> None:
+    def keep(self, number: int, verdict: A | RewardFault) -> None:
         """A request was answered.
 
         Raises:
-            RewardError: The reward answers none: waiting for each of the rest would take hours.
+            RewardError: The code answers none: waiting for each of the rest would take hours.
         """
         self.verdicts[number] = verdict
         is_late = isinstance(verdict, RewardFault) and verdict.kind == "reward_timed_out"
@@ -170,11 +196,11 @@ class _Job:
             message = verdict.message if isinstance(verdict, RewardFault) else ""
             self.given_up.set()
             raise RewardError(
-                f"data.reward: {_MAX_LATE_IN_A_ROW} responses in a row timed out. The last: {message}"
+                f"{self._key}: {_MAX_LATE_IN_A_ROW} responses in a row timed out. The last: {message}"
             )
 
     def take(self) -> int | None:
-        """The next request that nobody scores; several threads ask."""
+        """The next request that nobody answers; several threads ask."""
         try:
             return self.todo.popleft()
         except IndexError:

@@ -16,7 +16,7 @@ OUT_OF_MEMORY = b'{"out_of_memory": true}\n'
 
 def hello_line(problem: str | None) -> bytes:
     """A worker's first line: it is ready, or why the reward could not be loaded."""
-    return _line({"problem": problem})
+    return line_of({"problem": problem})
 
 
 def read_hello(line: bytes) -> str | None:
@@ -25,18 +25,18 @@ def read_hello(line: bytes) -> str | None:
     Raises:
         ValueError: This is no first line.
     """
-    return cast("str | None", _fields(line, "problem")["problem"])
+    return cast("str | None", fields_of(line, "problem")["problem"])
 
 
 def request_line(number: int, request: RewardRequest) -> bytes:
     """A response to score."""
     content = {"prompt": vars(request.prompt), "response": request.response, "finish": request.finish_reason}
-    return _line({"number": number, **content})
+    return line_of({"number": number, **content})
 
 
 def read_request(line: bytes) -> tuple[int, RewardRequest]:
     """A request and its number."""
-    fields = _fields(line, "number", "prompt", "response", "finish")
+    fields = fields_of(line, "number", "prompt", "response", "finish")
     prompt = fields["prompt"]
     if prompt["messages"] is not None:
         prompt["messages"] = tuple(prompt["messages"])
@@ -46,8 +46,8 @@ def read_request(line: bytes) -> tuple[int, RewardRequest]:
 def verdict_line(number: int, verdict: RewardResult | RewardFault) -> bytes:
     """The answer to a request; a fault is the reward's failure."""
     if isinstance(verdict, RewardFault):
-        return _line({"number": number, "failed": verdict.message})
-    return _line({"number": number, "value": verdict.value, "info": dict(verdict.info)})
+        return line_of({"number": number, "failed": verdict.message})
+    return line_of({"number": number, "value": verdict.value, "info": dict(verdict.info)})
 
 
 def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
@@ -58,7 +58,7 @@ def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
     """
     if line == OUT_OF_MEMORY.rstrip():
         return RewardFault("reward_out_of_memory", "")
-    fields = _fields(line, "number")
+    fields = fields_of(line, "number")
     if fields["number"] != number:
         raise ValueError(f"an answer to request {fields['number']}, where {number} was due")
     if "failed" in fields:
@@ -66,11 +66,17 @@ def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
     return RewardResult(fields["value"], fields["info"])
 
 
-def _line(content: dict[str, Any]) -> bytes:
+def line_of(content: dict[str, Any]) -> bytes:
+    """A message."""
     return json.dumps(content).encode() + b"\n"  # ASCII: no character of a response ends the line
 
 
-def _fields(line: bytes, *keys: str) -> dict[str, Any]:
+def fields_of(line: bytes, *keys: str) -> dict[str, Any]:
+    """What a message holds.
+
+    Raises:
+        ValueError: It is none, or lacks one of the keys.
+    """
     content: Any = json.loads(line)
     if not isinstance(content, dict) or not all(key in content for key in keys):
         raise ValueError(f"{line[:80]!r}, which lacks one of {keys}")

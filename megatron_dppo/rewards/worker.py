@@ -17,21 +17,33 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from megatron_dppo.errors import MegatronDppoError, RewardError
-from megatron_dppo.rewards.base import Reward, RewardFault, RewardResult, checked, described, reward
+from megatron_dppo.rewards.base import RewardFault, RewardResult, checked, described, reward
 from megatron_dppo.rewards.wire import OUT_OF_MEMORY, hello_line, read_request, verdict_line
 
-_MAX_MESSAGE = 2000  # characters of a fault's message
+MAX_MESSAGE = 2000  # characters of a fault's message
 _PARENT_EVERY_S = 0.25
 _STATUS = Path("/proc/self/status")
 
 
-def main(name: str, memory_mb: int) -> None:
-    """Serve until stdin ends, or the process that started this one is gone."""
+Answer = Callable[[bytes], bytes]
+"""The reply to the line of a request. It may raise MemoryError; what else it raises ends the worker."""
+
+
+def main(key: str, load: Callable[[str], Answer], name: str, memory_mb: int) -> None:
+    """Serve until stdin ends, or the process that started this one is gone.
+
+    Args:
+        key: The config key that holds the name.
+        load: What imports the user's code.
+        name: Of that code.
+        memory_mb: What it may allocate besides what importing it took; 0 is no limit.
+    """
     trainer = os.getppid()
     if os.getpgrp() != os.getpid():
         os.setsid()  # started by hand: kill nobody else's group
@@ -43,19 +55,19 @@ def main(name: str, memory_mb: int) -> None:
         _guard(child, trainer)
     requests, replies = _take_pipes()
     faulthandler.enable(all_threads=False)  # a crash says on stderr where it was
-    function = problem = None
+    answer = problem = None
     try:
-        function = reward(name)
+        answer = load(name)
     except MegatronDppoError as error:
         problem = str(error)
     except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
         traceback.print_exc()
-        problem = f"data.reward: {name!r} cannot be imported: it raised {described(error)}"
-    if function is not None:
+        problem = f"{key}: {name!r} cannot be imported: it raised {described(error)}"
+    if answer is not None:
         _limit_memory(memory_mb)
     _write(replies, hello_line(problem))
-    if function is not None:
-        _serve(function, requests, replies)
+    if answer is not None:
+        _serve(answer, requests, replies)
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:
@@ -101,31 +113,37 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return open(requests, "rb"), open(replies, "wb")  # noqa: PTH123 - for the life of the process
 
 
-def _serve(function: Reward, requests: BinaryIO, replies: BinaryIO) -> None:
+def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
     while True:
         try:
             line = requests.readline()
             if not line:
                 return
-            reply = _reply(function, line)
+            reply = answer(line)
         except MemoryError:
             reply = OUT_OF_MEMORY
-        # Here the exception is gone, and with it what the reward's frames had allocated.
+        # Here the exception is gone, and with it what the user's frames had allocated.
         if reply is OUT_OF_MEMORY:
             _lift_memory_limit()
         _write(replies, reply)
         if reply is OUT_OF_MEMORY:
-            return  # what the reward kept elsewhere would fail the next sample too
+            return  # what was kept elsewhere would fail the next sample too
 
 
-def _reply(function: Reward, line: bytes) -> bytes:
-    number, request = read_request(line)
-    verdict: RewardResult | RewardFault
-    try:
-        verdict = checked(function, request)
-    except RewardError as error:
-        verdict = RewardFault("reward_failed", str(error)[:_MAX_MESSAGE])
-    return verdict_line(number, verdict)
+def load_reward(name: str) -> Answer:
+    """What scores responses with the reward of that name."""
+    function = reward(name)
+
+    def reply(line: bytes) -> bytes:
+        number, request = read_request(line)
+        verdict: RewardResult | RewardFault
+        try:
+            verdict = checked(function, request)
+        except RewardError as error:
+            verdict = RewardFault("reward_failed", str(error)[:MAX_MESSAGE])
+        return verdict_line(number, verdict)
+
+    return reply
 
 
 def _write(stream: BinaryIO, line: bytes) -> None:
@@ -151,4 +169,4 @@ def _lift_memory_limit() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main("data.reward", load_reward, sys.argv[1], int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""The trainer's end of one reward worker: pipes that never block, deadlines, and how it ended."""
+"""The trainer's end of one worker: pipes that never block, deadlines, and how it ended."""
 
 import contextlib
 import os
@@ -7,18 +7,35 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Event
-from typing import IO
+from typing import IO, Generic, TypeVar
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
-from megatron_dppo.rewards.wire import read_hello, read_verdict, request_line
+from megatron_dppo.rewards.base import RewardFault, RewardFaultKind
+from megatron_dppo.rewards.wire import read_hello
 
 _START_TIMEOUT_S = 300.0  # a user's module may import much else, from a slow disk
 _END_TIMEOUT_S = 1.0  # from closing its pipes to being gone
 _CHECK_EVERY_S = 0.1  # whether the caller has given up
 _MAX_REPLY = 1 << 20  # bytes
 _MAX_WORDS = 4096  # bytes of stderr that are kept
+
+
+Q = TypeVar("Q")  # what a worker is asked
+A = TypeVar("A")  # what it answers
+
+
+@dataclass(frozen=True)
+class Service(Generic[Q, A]):
+    """What workers do: a program, and the lines that it reads and writes."""
+
+    module: str  # run as `python -m MODULE NAME MEMORY_MB`
+    key: str  # of the config, which holds the name
+    noun: str  # what the name is of, in words
+    request_line: Callable[[int, Q], bytes]  # of a numbered request
+    read_verdict: Callable[[bytes, int], A | RewardFault]  # ValueError where a line is no answer to that number
 
 
 class LostError(Exception):
@@ -34,17 +51,18 @@ class GivenUpError(Exception):
     """The caller waits for no answer any more."""
 
 
-class WorkerProcess:
-    """One process of `rewards/worker.py`, with a process group of its own; one thread at a time drives it."""
+class WorkerProcess(Generic[Q, A]):
+    """One process of a service, with a process group of its own; one thread at a time drives it."""
 
-    def __init__(self, name: str, memory_mb: int, given_up: Event) -> None:
-        """Start it, and wait until it has loaded the reward.
+    def __init__(self, service: Service[Q, A], name: str, memory_mb: int, given_up: Event) -> None:
+        """Start it, and wait until it has loaded what `name` names.
 
         Raises:
             RewardError: It could not.
             GivenUpError: `given_up` was set first.
         """
-        command = [sys.executable, "-m", "megatron_dppo.rewards.worker", name, str(memory_mb)]
+        self._service = service
+        command = [sys.executable, "-m", service.module, name, str(memory_mb)]
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
@@ -52,7 +70,8 @@ class WorkerProcess:
             )
         except OSError as error:
             action = "Free memory or processes on this machine, or lower data.reward_workers."
-            raise RewardError(f"reward worker: found {error}; expected a new process. {action}") from error
+            found = f"{service.noun} worker: found {error}; expected a new process. {action}"
+            raise RewardError(found) from error
         self._in, self._out, self._err = (
             _unblocked(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
         )
@@ -74,14 +93,14 @@ class WorkerProcess:
         """Whether all that was sent has gone into the pipe."""
         return not self._unsent
 
-    def send(self, number: int, request: RewardRequest) -> None:
-        """Ask for a reward; what the pipe does not take now goes while an answer is awaited."""
+    def send(self, number: int, request: Q) -> None:
+        """Ask; what the pipe does not take now goes while an answer is awaited."""
         assert self.is_writable, "one request at a time is on its way into the pipe"
-        self._unsent = memoryview(request_line(number, request))
+        self._unsent = memoryview(self._service.request_line(number, request))
         self._poll.register(self._in, select.POLLOUT)
         self._write()
 
-    def receive(self, number: int, timeout_s: float, given_up: Event) -> RewardResult | RewardFault:
+    def receive(self, number: int, timeout_s: float, given_up: Event) -> A | RewardFault:
         """The answer to request `number`, the oldest that has none.
 
         Raises:
@@ -90,7 +109,7 @@ class WorkerProcess:
         """
         line = self._line(timeout_s, given_up)
         try:
-            return read_verdict(line, number)
+            return self._service.read_verdict(line, number)
         except ValueError as error:
             raise LostError("reward_failed", f"its worker sent {error}") from error
 
@@ -122,8 +141,9 @@ class WorkerProcess:
         except (LostError, ValueError) as error:
             self.kill()
             raise RewardError(
-                f"data.reward: found that the worker of {name!r} did not start: {error}; expected it to load "
-                f"the reward. Try: python -m megatron_dppo.rewards.worker {name} 0 </dev/null{self._said()}"
+                f"{self._service.key}: found that {name!r} did not start: {error}; expected its worker "
+                f"to load the {self._service.noun}. Try: python -m {self._service.module} {name} 0 </dev/null"
+                f"{self._said()}"
             ) from error
 
     def _line(self, timeout_s: float, given_up: Event) -> bytes:

@@ -90,6 +90,7 @@ class Evaluation:
         engine: RolloutEngine,
         tokenizer: Tokenizer,
         rewards: RewardPools,
+        environments: Environments,
         *,
         share: tuple[int, int],
     ) -> None:
@@ -100,10 +101,11 @@ class Evaluation:
             engine: Samples, with the weights that it holds when `run` is called.
             tokenizer: Of the model that the engine holds.
             rewards: Has a pool for each set's reward; not owned.
+            environments: Say how conversations open; not owned.
             share: (rank, size) of the job.
         """
         self._config, self._engine, self._tokenizer = config, engine, tokenizer
-        self._rewards, self._share = rewards, share
+        self._rewards, self._environments, self._share = rewards, environments, share
         columns = (config.data.prompt_column, config.data.answer_column)
         self._prompts = {each: load_prompts(each.prompts, *columns) for each in evaluation_sets(config)}
 
@@ -126,7 +128,7 @@ class Evaluation:
         (rank, size), prompts = self._share, self._prompts[each]
         places = [(index, prompts[index]) for index in range(rank, len(prompts), size)]
         limits = each.samples_per_prompt, self._config.data.max_prompt_tokens, self._config.run.seed
-        maker = GroupMaker(self._tokenizer, *limits)
+        maker = GroupMaker(self._tokenizer, *limits, self._environments)
         judge = Judge(self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None)
         params = SamplingParams(each.max_response_tokens, each.temperature, each.top_p)
         groups = answers(self._engine, maker, judge, params, each.noise_offset + rollout, places)

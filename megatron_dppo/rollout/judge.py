@@ -70,9 +70,7 @@ class Judge:
 
         Only sound samples are scored, and only those that their environment gave no reward.
         """
-        verdicts: list[Sample | Fault] = [
-            self._verdict(*sample_and_episode) for _, *sample_and_episode in answered
-        ]
+        verdicts: list[Sample | Fault] = [self._verdict(sample, episode) for _, sample, episode in answered]
         sound = [
             i for i, verdict in enumerate(verdicts) if isinstance(verdict, Sample) and verdict.reward is None
         ]

@@ -293,6 +293,18 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
     ],
     "over_sampling": [Example("rollout.over_sampling", {"rollout.over_sampling": 1.5})],
+    "environment": [
+        Example("rollout.environment", {"rollout.environment": "single_turns"}),
+        Example("rollout.environment", {"rollout.environment": "no_such_module:Class"}),
+    ],
+    "turns": [
+        Example("rollout.max_turns", {"rollout.max_turns": 2}),
+        Example(
+            "rollout.max_turns",
+            {"rollout.max_turns": 2, "rollout.environment": "sudoku", "rollout.over_sampling": 1.5},
+            also=frozenset({"over_sampling"}),
+        ),
+    ],
     "finite_numbers": [
         Example("optimizer.lr", {"optimizer.lr": float("inf")}),
         Example("rollout.temperature", {"rollout.temperature": float("inf")}),

@@ -44,6 +44,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 TOKENIZER = make_tokenizer()
 
 
+def text_of(tokens: Any) -> str:
+    return str(TOKENIZER.decode(tokens))
+
+
+def words_of(tokens: Any) -> list[str]:
+    return str(TOKENIZER.decode(tokens, skip_special_tokens=True)).split()
+
+
 class Scripted:
     """Says "t1 t2", then "t3", and ends with its third turn; a turn's reward is the words of its response."""
 
@@ -128,9 +136,7 @@ def test_what_was_sampled_is_what_is_trained_on(model: Any) -> None:
             (s, s + len(t)) for s, t in zip(starts, (first, second, third), strict=True)
         ]
         assert sample.topk is not None and (sample.topk.ids >= 0).all(1).tolist() == mask
-        words = sum(
-            len(TOKENIZER.decode(turn, skip_special_tokens=True).split()) for turn in (first, second, third)
-        )
+        words = sum(len(words_of(turn)) for turn in (first, second, third))
         assert (sample.reward, sample.reward_info) == (words, {"turns": 3.0})
         assert sample.finish_reason == ("stop" if third[-1] in ENDS else "length")
         trained = pack([WeightedSample(dataclasses.replace(sample, advantage=1.0), sample.loss_mask.float())])
@@ -211,7 +217,7 @@ def test_where_no_turn_has_a_reward_the_last_response_is_scored(model: Any) -> N
 
     for sample in rolled_out(engine_of(model), environment=Silent, reward=reward).samples:
         last = sample.tokens[-4:]
-        assert sample.reward == len(TOKENIZER.decode(last, skip_special_tokens=True).split())
+        assert sample.reward == len(words_of(last))
         assert sample.reward_info == {"turns": 3.0, "scored": 1.0}
 
 
@@ -266,17 +272,17 @@ def test_in_a_chat_observations_are_messages(model: Any) -> None:
         params=dataclasses.replace(PARAMS, max_response_tokens=40),
     )
     for sample in batch.samples:
-        assert TOKENIZER.decode(sample.tokens[: sample.prompt_length]) == "<bos> <user> t5 <eos> <policy>"
-        said = TOKENIZER.decode(sample.tokens[sample.prompt_length :][~sample.loss_mask])
+        assert text_of(sample.tokens[: sample.prompt_length]) == "<bos> <user> t5 <eos> <policy>"
+        said = text_of(sample.tokens[sample.prompt_length :][~sample.loss_mask])
         assert said.replace("<eos> <user>", "<user>") == "<user> t1 t2 <eos> <policy> <user> t3 <eos> <policy>"
-        assert TOKENIZER.decode(sample.tokens).count("<eos> <user>") == 2  # after either kind of end, once
+        assert text_of(sample.tokens).count("<eos> <user>") == 2  # after either kind of end, once
 
 
 def test_the_end_of_a_response_is_written_where_it_has_none() -> None:
     speech = Speech(TOKENIZER)
-    assert TOKENIZER.decode(speech.observation("t4", EOS, is_chat=True)) == "<user> t4 <eos> <policy>"
-    assert TOKENIZER.decode(speech.observation("t4", 3, is_chat=True)) == "<eos> <user> t4 <eos> <policy>"
-    assert TOKENIZER.decode(speech.observation("t4", EOS, is_chat=False)) == "t4"
+    assert text_of(speech.observation("t4", EOS, is_chat=True)) == "<user> t4 <eos> <policy>"
+    assert text_of(speech.observation("t4", 3, is_chat=True)) == "<eos> <user> t4 <eos> <policy>"
+    assert text_of(speech.observation("t4", EOS, is_chat=False)) == "t4"
 
 
 def test_conversations_of_several_turns_are_not_left_half_done(model: Any) -> None:

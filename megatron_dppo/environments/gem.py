@@ -1,0 +1,76 @@
+"""The tasks of Gem (extra `gem`): `rollout.environment = "gem:rg:arc_1d"`, or another of its registry."""
+
+import difflib
+import importlib
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_dppo.environments.base import Maker, Observation, Turn, opened, register
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.types import FinishReason, Prompt
+
+T = TypeVar("T")
+
+
+class GemEnvironment:
+    r"""One of Gem's tasks; implements `Environment`.
+
+    The prompt says how to answer, and the task stands behind it. Gem reads answers within `\boxed{}`, which
+    not every task says itself.
+    """
+
+    def __init__(self, gem: Any, task: str) -> None:
+        self._gem, self._task = gem, task
+        self._random: tuple[Any, Any] | None = None  # Gem's tasks draw from the process's generators
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        """See `Environment.reset`."""
+        self._env = self._gem.make(self._task)
+        observation, info = self._alone(lambda: self._env.reset(seed=seed))
+        return opened(prompt, _text(observation, info))
+
+    def step(self, response: str, finish_reason: FinishReason) -> Turn:
+        """See `Environment.step`."""
+        observation, reward, is_over, is_cut, info = self._alone(lambda: self._env.step(response))
+        return Turn(_text(observation, info), float(reward), bool(is_over or is_cut))
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        """Let Gem draw from generators as this task left them, whatever other tasks drew since."""
+        if self._random is not None:
+            random.setstate(self._random[0])
+            np.random.set_state(self._random[1])
+        result = work()
+        self._random = random.getstate(), np.random.get_state()
+        return result
+
+
+@register("gem:")
+def gem_task(task: str) -> Maker:
+    """What makes environments of a task.
+
+    Raises:
+        ConfigError: Gem is not installed, or has no such task.
+    """
+    where = "rollout.environment"
+    try:
+        gem: Any = importlib.import_module("gem")
+        registry: Any = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+        importlib.import_module("gem.envs")  # fills it
+    except ModuleNotFoundError as error:
+        expected, action = "the package gem-llm", "Install it: pip install 'megatron_dppo[gem]'."
+        raise ConfigError(Problem(where, f"'gem:{task}', and {error}", expected, action)) from error
+    if task not in registry:
+        close = difflib.get_close_matches(task, registry, n=1)
+        all_of_them = "python -c 'import gem; gem.print_envs()' lists them."
+        action = f"Did you mean 'gem:{close[0]}'?" if close else all_of_them
+        raise ConfigError(Problem(where, f"'gem:{task}'", f"one of Gem's {len(registry)} tasks", action))
+    return lambda: GemEnvironment(gem, task)
+
+
+def _text(observation: str, info: dict[str, Any]) -> str:
+    """What a task says, and the state of the game that some tell apart."""
+    suffix = info.get("suffix", "")
+    return f"{observation}\n{suffix}" if suffix else observation

@@ -1,0 +1,37 @@
+"""Environments in worker processes: one that hangs, dies or eats memory costs a sample, never the run."""
+
+from collections.abc import Sequence
+
+from megatron_dppo.environments.base import EnvironmentFault, Observation, Play, Turn
+from megatron_dppo.environments.wire import read_verdict, request_line
+from megatron_dppo.rewards.base import RewardFault
+from megatron_dppo.rewards.pool import WorkerPool
+from megatron_dppo.rewards.worker_process import Service
+
+_SERVICE = Service(
+    "megatron_dppo.environments.worker", "rollout.environment", "environment", request_line, read_verdict
+)
+
+
+class EnvironmentPool(WorkerPool[Play, Observation | Turn]):
+    """Workers that hold environments; see `Environments`.
+
+    Any worker may answer for any conversation: one that does not hold its instance makes it again.
+    """
+
+    def __init__(self, name: str, *, num_workers: int, timeout_s: float, memory_mb: int) -> None:
+        """See `WorkerPool`; `name` is the environment's, as in `rollout.environment`."""
+        super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
+
+    def reset(self, plays: Sequence[Play]) -> list[Observation | EnvironmentFault]:
+        """See `Environments.reset`."""
+        return [answer if isinstance(answer, Observation) else _fault(answer) for answer in self.ask(plays)]
+
+    def step(self, plays: Sequence[Play]) -> list[Turn | EnvironmentFault]:
+        """See `Environments.step`."""
+        return [answer if isinstance(answer, Turn) else _fault(answer) for answer in self.ask(plays)]
+
+
+def _fault(answer: Observation | Turn | RewardFault) -> EnvironmentFault:
+    assert isinstance(answer, RewardFault), "a worker answers what it was asked"
+    return EnvironmentFault(answer.message)

@@ -1,0 +1,202 @@
+"""Environments by name, in real worker processes, and those that come with the package."""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.environments import (
+    EnvironmentFault,
+    EnvironmentPool,
+    Observation,
+    Play,
+    Response,
+    SingleTurn,
+    Sudoku,
+    Turn,
+    environment,
+    problem_with,
+    register,
+)
+from megatron_dppo.environments.gem import GemEnvironment
+from megatron_dppo.environments.sudoku import solved_board
+from megatron_dppo.errors import ConfigError, RewardError
+from megatron_dppo.types import Prompt
+
+NAME = "bad_environments:Told"
+PROMPT = Prompt("p", "", "test", text="begin")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers find modules where the trainer's PYTHONPATH has them."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+@pytest.fixture
+def pool() -> Iterator[EnvironmentPool]:
+    pool = EnvironmentPool(NAME, num_workers=1, timeout_s=1.0, memory_mb=128)
+    yield pool
+    pool.close()
+
+
+def play(*responses: str, id: str = "a", prompt: Prompt = PROMPT) -> Play:
+    return Play(id, prompt, tuple(Response(text, "stop") for text in responses))
+
+
+def said(turn: Turn | EnvironmentFault) -> str | None:
+    assert isinstance(turn, Turn), turn
+    return turn.observation
+
+
+def test_conversations_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> None:
+    chat = Prompt("q", "", "test", messages=({"role": "user", "content": "?"},))
+    seed = play().seed
+    assert pool.reset([play(), play(prompt=chat)]) == [
+        Observation(f"begin {seed}"),
+        Observation(messages=({"role": "user", "content": "?"},)),
+    ]
+    first = pool.step([play("x"), play("y", id="b")])
+    assert [said(turn) for turn in first] == ["x", "y"]
+    second = pool.step([play("x", "end"), play("y", "z", id="b")])
+    assert [said(turn) for turn in second] == ["x end", "y z"]
+    assert [turn.done for turn in second if isinstance(turn, Turn)] == [True, False]
+    assert [turn.reward for turn in second if isinstance(turn, Turn)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        ("raise", "KeyError: 'lost'"),
+        ("hang", "found no answer within 1 s. Correct the environment, or raise data.reward_timeout_s"),
+        ("die", "its worker exited with code 3"),
+        ("eat", "128 MiB did not do"),
+        ("mumble", "found a NoneType from step; expected a Turn"),
+    ],
+)
+def test_one_that_fails_costs_its_own_conversation(pool: EnvironmentPool, response: str, words: str) -> None:
+    before = pool.step([play("x"), play("y", id="b")])
+    assert [said(turn) for turn in before] == ["x", "y"]
+    fault, other = pool.step([play("x", response), play("y", "z", id="b")])
+    assert isinstance(fault, EnvironmentFault) and words in fault.message
+    assert said(other) == "y z", "another worker is told again what was said"
+
+
+def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
+    fault, opening = pool.reset([play(prompt=Prompt("c", "closed", "test", text="?")), play()])
+    assert isinstance(fault, EnvironmentFault) and "prompt c: the environment raised" in fault.message
+    assert isinstance(opening, Observation)
+
+
+def test_what_cannot_be_imported_stops_before_anything_is_sampled() -> None:
+    pool = EnvironmentPool("bad_environments:Absent", num_workers=1, timeout_s=1.0, memory_mb=128)
+    with pytest.raises(RewardError, match=r"rollout\.environment: .*'Absent' is not there"):
+        pool.start()
+
+
+def test_names() -> None:
+    assert environment("single_turn") is SingleTurn
+    assert problem_with("bad_environments:Told") is None
+    problem = problem_with("single_turns")
+    assert problem is not None and problem.where == "rollout.environment" and "'single_turn'?" in problem.action
+    for name in ("no_such_module:Class", "a b:c", "x:"):
+        assert problem_with(name) is not None
+        with pytest.raises(ConfigError, match=r"rollout\.environment"):
+            environment(name)
+    with pytest.raises(ConfigError, match="a second registration"):
+        register("single_turn")(SingleTurn)
+
+
+def test_a_seed_is_of_its_prompt() -> None:
+    other = Prompt("other", "", "test", text="begin")
+    assert play(id="a").seed == play(id="b").seed != play(prompt=other).seed
+    assert 0 <= play().seed < 1 << 31
+
+
+GEM_TASKS = ("rg:arc_1d", "rg:acre", "game:Sudoku-v0-easy")
+BOXED = Prompt("g", "", "test", text="Put your answer within \\boxed{}.")
+
+
+def gem_pair(task: str) -> tuple[GemEnvironment, Observation]:
+    made = environment(f"gem:{task}")()
+    assert isinstance(made, GemEnvironment)
+    return made, made.reset(BOXED, 3)
+
+
+def right_answer(made: GemEnvironment, task: str) -> str:
+    """What the task itself holds to be right."""
+    env: Any = made._env
+    if task.startswith("rg:"):
+        return str(env.data["answer"])
+    row, column = next((r, c) for r in range(4) for c in range(4) if env.board[r][c] == 0)
+    return f"{row + 1} {column + 1} {env.full_grid[row][column]}"
+
+
+@pytest.mark.parametrize("task", GEM_TASKS)
+def test_gem_tasks_know_right_from_wrong(task: str) -> None:
+    made, opening = gem_pair(task)
+    assert opening.text is not None and opening.text.startswith("Put your answer within \\boxed{}. ")
+    assert gem_pair(task)[1] == opening != made.reset(BOXED, 4)
+    made, _ = gem_pair(task)
+    right = made.step(f"It is \\boxed{{{right_answer(made, task)}}}.", "stop")
+    assert right.reward is not None and right.reward > 0
+    assert right.done == task.startswith("rg:")
+    if not right.done:
+        assert right.observation is not None and "which is correct" in right.observation
+        assert "current board layout" in right.observation
+    wrong = gem_pair(task)[0].step("I do not know.", "stop")
+    assert wrong.done and wrong.reward is not None and wrong.reward <= 0
+
+
+def test_gem_tasks_beside_each_other_draw_their_own_random_numbers() -> None:
+    def moves(made: GemEnvironment) -> list[str | None]:
+        return [made.step(f"\\boxed{{{move}}}", "stop").observation for move in ("up", "left", "up", "left")]
+
+    task = "game:Game2048-v0-easy"
+    alone = moves(gem_pair(task)[0])
+    made, other = gem_pair(task)[0], environment(f"gem:{task}")()
+    other.reset(BOXED, 9)
+    beside = list[str | None]()
+    for move in ("up", "left", "up", "left"):
+        beside.append(made.step(f"\\boxed{{{move}}}", "stop").observation)
+        other.step("\\boxed{down}", "stop")
+    assert beside == alone
+
+
+def test_a_gem_task_that_is_not_there() -> None:
+    assert problem_with("gem:rg:arc") is None, "its registry is not read to check"
+    with pytest.raises(ConfigError, match="Did you mean 'gem:rg:arc_1d'"):
+        environment("gem:rg:arc_1")
+
+
+def test_every_board_is_a_sudoku() -> None:
+    boards = {tuple(solved_board(random.Random(seed))) for seed in range(300)}
+    assert len(boards) > 50
+    for board in boards:
+        rows = [board[4 * i : 4 * i + 4] for i in range(4)]
+        blocks = [[board[4 * (r + i) + c + j] for i in (0, 1) for j in (0, 1)] for r in (0, 2) for c in (0, 2)]
+        for unit in [*rows, *zip(*rows, strict=True), *blocks]:
+            assert sorted(unit) == ["1", "2", "3", "4"]
+
+
+def test_a_sudoku_asks_for_one_cell_after_the_other() -> None:
+    game, prompt = Sudoku(), Prompt("s", "2", "test", text="<bos>")
+    opening = game.reset(prompt, 5)
+    assert opening.text is not None and opening.text.startswith("<bos> ") and opening.text.count("?") == 1
+    solution = solved_board(random.Random(5))
+    shown = opening.text.removeprefix("<bos> ").replace(" /", "").split()
+    asked = shown.index("?")
+    assert sum(a != b for a, b in zip(shown, solution, strict=True)) == 2
+    first = game.step(f"{solution[asked]} surely", "length")
+    assert (first.reward, first.done) == (0.5, False)
+    assert first.observation is not None and first.observation.count("?") == 1 and "." not in first.observation
+    assert game.step("", "stop") == Turn(None, 0.0, done=True)
+    chat = Prompt("s", "2", "test", messages=({"role": "user", "content": "Solve"},))
+    messages = Sudoku().reset(chat, 5).messages
+    assert messages is not None and messages[-1]["content"] == opening.text.replace("<bos>", "Solve")
+    with pytest.raises(ConfigError, match="prompt s: found '9'; expected 1 to 3"):
+        Sudoku().reset(Prompt("s", "9", "test", text="?"), 5)

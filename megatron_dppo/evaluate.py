@@ -20,6 +20,7 @@ from megatron_dppo.data.jsonl import write_whole
 from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
 from megatron_dppo.rollout.reward_pools import RewardPools
 from megatron_dppo.rollout.rollouts import build_engine
@@ -119,6 +120,8 @@ def _wanted(config: Config, weights: str, rollout: int) -> Results:
         "engine_options": config.sglang if name == "sglang" else config.rollout.transformers.model_dump(),
         "columns": [data.prompt_column, data.answer_column],
         "max_prompt_tokens": data.max_prompt_tokens,
+        "environment": [config.rollout.environment, config.rollout.max_turns, config.rollout.max_turn_tokens],
+        "generate": config.rollout.generate,
     }
     return {each.name: {"of": of_all | {"set": _described(each)}} for each in evaluation_sets(config)}
 
@@ -161,10 +164,12 @@ def _evaluate_rest(
     engine = build_engine(config, hf_folder, runtime.device)
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
     rewards = RewardPools(config.data, (each.reward for each in evaluation_sets(config)))
+    dialogue = Dialogue(config.rollout, config.data, engine, tokenizer, hf_folder)
     share = runtime.rank, runtime.world_size
-    with closing(rewards), closing(build_sync(config, weights, engine, runtime)) as sync:
+    with closing(rewards), closing(dialogue), closing(build_sync(config, weights, engine, runtime)) as sync:
         rewards.start()
-        evaluation = Evaluation(config, engine, tokenizer, rewards, share=share)
+        dialogue.start()
+        evaluation = Evaluation(config, dialogue, tokenizer, rewards, share=share)
         sync.push(0)
         for each in evaluation.prompts:
             if each.name in done:

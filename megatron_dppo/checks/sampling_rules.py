@@ -7,6 +7,7 @@ from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import Problem
+from megatron_dppo.user_code import problem_with_path
 
 
 @rule("over_sampling")
@@ -46,3 +47,25 @@ def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.max_turns", f"{found}over_sampling = {options.over_sampling:g}", expected, action
         )
+
+
+@rule("generate")
+def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A user's own sampling can be found, and is asked for nothing that only the package's own can do."""
+    options, key = config.rollout, "rollout.generate"
+    if options.generate is None:
+        return
+    problem = problem_with_path(key, options.generate, "package.module:function")
+    if problem is not None:
+        yield problem
+    taken = {
+        f"environment = {options.environment!r}": options.environment != "single_turn",
+        f"over_sampling = {options.over_sampling:g}": options.over_sampling > 1,
+        f"max_turn_tokens = {options.max_turn_tokens}": options.max_turn_tokens is not None,
+    }
+    for option, is_set in taken.items():
+        if is_set:
+            expected = "one of them: the function says itself whom responses answer, and when they end"
+            yield Problem(
+                key, f"{options.generate!r} with rollout.{option}", expected, "Leave one of them out."
+            )

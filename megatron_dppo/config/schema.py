@@ -151,6 +151,8 @@ class RolloutConfig(Section):
     """Longer responses are cut and counted as truncated; a conversation as a whole."""
     environment: str = "single_turn"
     """Whom responses answer: a registered environment, "gem:<task>", or "package.module:Class" of your own."""
+    generate: str | None = None
+    """"package.module:function" of your own that samples responses, in the environment's place."""
     max_turns: PositiveInt = 1
     """Responses in one conversation; an environment that would go on is cut, and counted as truncated."""
     max_turn_tokens: PositiveInt | None = None

@@ -13,7 +13,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.jsonl import read_jsonl, write_jsonl
 from megatron_dppo.data.prompts import load_prompts
 from megatron_dppo.rollout.collect import JudgedGroup, answers
-from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_dppo.rollout.dialogue import Dialogue
+from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.judge import Fault, Judge, Tokenizer, as_text
 from megatron_dppo.rollout.reward_pools import RewardPools
@@ -87,10 +88,9 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        engine: RolloutEngine,
+        dialogue: Dialogue,
         tokenizer: Tokenizer,
         rewards: RewardPools,
-        environments: Environments,
         *,
         share: tuple[int, int],
     ) -> None:
@@ -98,14 +98,13 @@ class Evaluation:
 
         Args:
             config: The run's.
-            engine: Samples, with the weights that it holds when `run` is called.
+            dialogue: Samples, with the weights that its engine holds when `run` is called; not owned.
             tokenizer: Of the model that the engine holds.
             rewards: Has a pool for each set's reward; not owned.
-            environments: Say how conversations open; not owned.
             share: (rank, size) of the job.
         """
-        self._config, self._engine, self._tokenizer = config, engine, tokenizer
-        self._rewards, self._environments, self._share = rewards, environments, share
+        self._config, self._dialogue, self._tokenizer = config, dialogue, tokenizer
+        self._rewards, self._share = rewards, share
         columns = (config.data.prompt_column, config.data.answer_column)
         self._prompts = {each: load_prompts(each.prompts, *columns) for each in evaluation_sets(config)}
 
@@ -128,10 +127,10 @@ class Evaluation:
         (rank, size), prompts = self._share, self._prompts[each]
         places = [(index, prompts[index]) for index in range(rank, len(prompts), size)]
         limits = each.samples_per_prompt, self._config.data.max_prompt_tokens, self._config.run.seed
-        maker = GroupMaker(self._tokenizer, *limits, self._environments)
+        maker = GroupMaker(self._tokenizer, *limits, self._dialogue.environments)
         judge = Judge(self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None)
         params = SamplingParams(each.max_response_tokens, each.temperature, each.top_p)
-        groups = answers(self._engine, maker, judge, params, each.noise_offset + rollout, places)
+        groups = answers(self._dialogue.engine, maker, judge, params, each.noise_offset + rollout, places)
         write_jsonl(_part(responses, self._share), _rows(groups, self._tokenizer))
         scores = {group.index: score_of(group) for group in groups}
         return [scores.get(index) or not_asked(index, each.samples_per_prompt) for index, _ in places]

@@ -124,6 +124,6 @@ def as_text(tokenizer: Tokenizer, tokens: Tensor, *, has_special_tokens: bool) -
 
 
 def _has_usable_log_probs(sample: Sample) -> bool:
-    """Sampled tokens need finite log-probs; among the top-K, -inf pads and contributes nothing."""
-    is_finite = bool(sample.rollout_log_probs.isfinite().all())
+    """Tokens that learn need finite log-probs; among the top-K, -inf pads and contributes nothing."""
+    is_finite = bool(sample.rollout_log_probs[sample.loss_mask].isfinite().all())
     return is_finite and (sample.topk is None or bool((sample.topk.log_probs < math.inf).all()))

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptStream, load_prompts
-from megatron_dppo.environments import EnvironmentPool, InProcess, SingleTurn
 from megatron_dppo.rollout.collect import RolloutBatch
-from megatron_dppo.rollout.conversations import Conversations, TurnLimits
+from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.evaluation import Evaluation, digest_of, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
@@ -99,19 +98,13 @@ class Rollouts:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
         rewards = [config.data.reward, *(each.reward for each in evaluation_sets(config))]
         self._rewards = RewardPools(config.data, rewards)
-        self._pool = _environment_pool(config)
-        self._environments = self._pool or InProcess(SingleTurn)
-        limits = TurnLimits(config.rollout.max_turns, config.rollout.max_turn_tokens)
-        self._engine = Conversations(engine, self._environments, self.tokenizer, limits)
+        self._dialogue = Dialogue(config.rollout, config.data, engine, self.tokenizer, hf_folder)
         self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
-        self._evaluation = Evaluation(
-            config, self._engine, self.tokenizer, self._rewards, self._environments, share=share
-        )
+        self._evaluation = Evaluation(config, self._dialogue, self.tokenizer, self._rewards, share=share)
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
         self._rounds = self._make_rounds(routing)
         self._rewards.start()
-        if self._pool is not None:
-            self._pool.start()
+        self._dialogue.start()
 
     def _make_rounds(self, routing: ModelRouting | None) -> Rounds:
         options, config = self._config.rollout, self._config
@@ -125,10 +118,10 @@ class Rollouts:
         if routing is not None and params.capture_routes:
             validate = partial(validate_routes, routing=routing)
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
-        maker = GroupMaker(self.tokenizer, *limits, self._environments)
+        maker = GroupMaker(self.tokenizer, *limits, self._dialogue.environments)
         rewards = self._rewards.of(config.data.reward)
         judge = Judge(self.tokenizer, rewards, params.capture_routes, validate)
-        return Rounds(options, self._share, self._engine, maker, judge, params)
+        return Rounds(options, self._share, self._dialogue.engine, maker, judge, params)
 
     @property
     def prompts_digest(self) -> str:
@@ -167,17 +160,4 @@ class Rollouts:
     def close(self) -> None:
         """End the processes of the reward and of environments."""
         self._rewards.close()
-        if self._pool is not None:
-            self._pool.close()
-
-
-def _environment_pool(config: Config) -> EnvironmentPool | None:
-    """Workers for the environments; none for the one that the package answers for itself."""
-    if config.rollout.environment == "single_turn":
-        return None
-    return EnvironmentPool(
-        config.rollout.environment,
-        num_workers=config.data.reward_workers,
-        timeout_s=config.data.reward_timeout_s,
-        memory_mb=config.data.reward_memory_mb,
-    )
+        self._dialogue.close()

@@ -297,6 +297,11 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.environment", {"rollout.environment": "single_turns"}),
         Example("rollout.environment", {"rollout.environment": "no_such_module:Class"}),
     ],
+    "generate": [
+        Example("rollout.generate", {"rollout.generate": "no_such_module:function"}),
+        Example("rollout.generate", {"rollout.generate": "function"}),
+        Example("rollout.generate", {"rollout.generate": "json:loads", "rollout.environment": "sudoku"}),
+    ],
     "turns": [
         Example("rollout.max_turns", {"rollout.max_turns": 2}),
         Example(

@@ -1,0 +1,123 @@
+"""A user's own sampling function, from a module in a folder of its own, on the real embedded engine."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import InProcessScorer
+from test_conversations import TOKENIZER, WORDS, words_of
+from test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
+
+from megatron_dppo.errors import ConfigError, RolloutError
+from megatron_dppo.rewards import RewardResult
+from megatron_dppo.rollout.collect import RolloutBatch, collect
+from megatron_dppo.rollout.engine import Completion, SamplingParams
+from megatron_dppo.rollout.user_generate import Generate, UserGenerate
+from megatron_dppo.types import Prompt
+from megatron_dppo.user_code import imported
+
+MODULE = '''
+from dataclasses import replace
+
+import torch
+
+from megatron_dppo.environments import Episode
+from megatron_dppo.rollout.partials import with_observation
+
+
+def twice(engine, requests, params):
+    """Three tokens, the word t9, and three more; each t1 of the second try earns a point."""
+    params = replace(params, max_turn_tokens=3)
+    first = engine.generate(requests, params)
+    said = [with_observation(completion, torch.tensor([9])) for completion in first]
+    asked = [replace(request, partial=partial) for request, partial in zip(requests, said)]
+    points = lambda completion: float((completion.tokens[4:] == 1).sum())
+    both = engine.generate(asked, params)
+    return [replace(c, episode=Episode("", 2, points(c), {"tries": 2.0})) for c in both]
+'''
+PARAMS = SamplingParams(8, num_topk_log_probs=2, capture_routes=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return reference_model(moe_config())
+
+
+def collected(model: Any, function: Generate) -> RolloutBatch:
+    engine = UserGenerate("own:function", function, engine_of(model), VOCAB)
+    scorer = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(float(len(response.split()))))
+    prompts = [Prompt(str(i), "", "test", text="<bos> t5") for i in range(2)]
+    return collect(
+        engine, prompts, TOKENIZER, scorer, PARAMS, samples_per_prompt=2, max_prompt_tokens=9, seed=1, rollout=2
+    )
+
+
+def test_a_function_of_a_folder_of_its_own(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_generate.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    batch = collected(model, imported("rollout.generate", "own_generate:twice"))
+    monkeypatch.delitem(sys.modules, "own_generate")
+    assert len(batch.samples) == 4 and batch.counts.metrics()["rollout/num_turns_mean"] == 2.0
+    for sample in batch.samples:
+        assert sample.tokens[5].item() == WORDS["t9"]
+        assert sample.loss_mask.tolist() == [True] * 3 + [False] + [True] * 3
+        assert sample.reward == (sample.tokens[6:] == 1).sum() and sample.reward_info == {"tries": 2.0}
+        assert sample.routed_experts is not None and sample.routed_experts.indices.shape[0] == 2 + 7 - 1
+    with pytest.raises(ConfigError, match=r"rollout\.generate: .*'thrice' is not there"):
+        imported("rollout.generate", "own_generate:thrice")
+
+
+def changed(**changes: Any) -> Generate:
+    """The engine's own completions, the second of them with changes that may depend on it."""
+
+    def function(engine: Any, requests: Any, params: SamplingParams) -> list[Completion]:
+        first, second, *others = engine.generate(requests, params)
+        values = {name: change(second) if callable(change) else change for name, change in changes.items()}
+        return [first, dataclasses.replace(second, **values), *others]
+
+    return function
+
+
+def test_without_an_episode_the_response_is_scored(model: Any) -> None:
+    for sample in collected(model, changed()).samples:
+        assert sample.reward == len(words_of(sample.tokens[sample.prompt_length :]))
+
+
+def test_what_does_not_learn_needs_no_log_prob(model: Any) -> None:
+    nan = torch.full((8,), torch.nan)
+    assert collected(model, changed(log_probs=nan)).counts.num_dropped["non_finite_log_probs"] == 1
+    batch = collected(model, changed(log_probs=nan, loss_mask=torch.zeros(8, dtype=torch.bool)))
+    assert batch.counts.num_dropped_samples == 0
+
+
+def longer(engine: Any, requests: Any, params: SamplingParams) -> list[Completion]:
+    return engine.generate(requests, dataclasses.replace(params, max_response_tokens=9))
+
+
+def broken(*arguments: Any) -> Any:
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (broken, r"'own:function' raised KeyError: 'lost'"),
+        (lambda engine, requests, params: [], "found 0 completions; expected one for each of 4"),
+        (lambda engine, requests, params: [None] * 4, "found 'NoneType' where"),
+        (changed(request_id="other"), "found 'other' where"),
+        (changed(tokens=lambda c: c.tokens[:-1]), r"'log_probs': 8.*expected 7, one per token"),
+        (changed(tokens=lambda c: c.tokens + VOCAB), "expected 0 to 39"),
+        (changed(tokens=lambda c: c.tokens.float()), "tokens of torch.float32; expected int64"),
+        (changed(loss_mask=lambda c: torch.ones(8)), "loss_mask of torch.float32; expected bool"),
+        (changed(topk=None), "'topk': 0"),
+        (changed(finish_reason="done"), "finish_reason 'done'"),
+        (longer, "found 9 tokens; expected at most 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model: Any, function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        collected(model, function)

@@ -1,15 +1,16 @@
-"""config.json of the experiments' models as published, without what neither sizes nor families follow from."""
+"""config.json of the experiments' models, typed by hand: what their sizes and families follow from.
+
+`OctoThinker-3B-Hybrid-Base` has the sizes of Llama-3.2-3B, from which it was trained.
+"""
 
 from typing import Any
 
-_QWEN3: dict[str, Any] = {
+_SHARED: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+_QWEN3 = _SHARED | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "attention_bias": False,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "vocab_size": 151936,
 }
@@ -32,4 +33,70 @@ _QWEN3_30B = _QWEN3 | {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B-Base": _QWEN3_30B,
     "Qwen3-30B-A3B": _QWEN3_30B | {"max_position_embeddings": 40960},
+    "Qwen3-8B-Base": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "Qwen3-4B-Base": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-1.7B-Base": _QWEN3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "DeepSeek-R1-Distill-Qwen-1.5B": _SHARED
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "OctoThinker-3B-Hybrid-Base": _SHARED
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 128,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
 }

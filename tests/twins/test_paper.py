@@ -1,0 +1,73 @@
+"""The scaling experiments are those of the paper's Table 1 and Appendix F, typed here from the paper."""
+
+from typing import Any
+
+import pytest
+from experiments import ALGORITHMS, Algorithm
+
+from megatron_dppo.algorithms import preset
+from megatron_dppo.config.load import load_config
+from megatron_dppo.config.schema import Config
+
+COLUMNS = ("moe_base", "moe_base_r3", "moe_thinking", "dense_base", "moe_base_lora")
+TABLE_1: dict[str, tuple[Any, ...]] = {
+    "max prompt length": (1024, 1024, 1024, 1024, 1024),
+    "max response length": (16384, 16384, 16384, 8000, 8000),
+    "train batch size": (256, 256, 256, 128, 128),
+    "mini-batch size": (32, 32, 32, 32, 16),
+    "responses per prompt": (16, 16, 16, 8, 8),
+    "learning rate": (1e-6, 1e-6, 1e-6, 1e-6, 1e-5),
+    "temperature": (1.0, 1.0, 1.0, 1.0, 1.0),
+    "LoRA rank": (0, 0, 0, 0, 32),
+    "routing replay": (False, True, False, False, False),
+}
+APPENDIX_F: dict[str, dict[str, Any]] = {
+    "grpo_clip_higher": {"eps_low": 0.2, "eps_high": 0.27},
+    "cispo": {},
+    "dppo_binary_tv": {"delta_low": 0.2, "delta_high": 0.2},
+    "dppo_binary_kl": {"delta_low": 0.05, "delta_high": 0.05},
+}
+TV_OF_LORA = 0.15
+RATIO_CAP = 5.0
+LORA_ALPHA = 64
+SCALING = [algorithm for algorithm in ALGORITHMS if algorithm.experiment in COLUMNS]
+
+
+def _table_row(config: Config) -> dict[str, Any]:
+    return {
+        "max prompt length": config.data.max_prompt_tokens,
+        "max response length": config.rollout.max_response_tokens,
+        "train batch size": config.rollout.prompts_per_rollout,
+        "mini-batch size": config.rollout.prompts_per_rollout // config.algorithm.minibatches_per_rollout,
+        "responses per prompt": config.rollout.samples_per_prompt,
+        "learning rate": config.optimizer.lr,
+        "temperature": config.rollout.temperature,
+        "LoRA rank": config.lora.rank,
+        "routing replay": config.rollout.routing_replay == "replay",
+    }
+
+
+def test_all_columns_have_all_algorithms() -> None:
+    assert {(each.experiment, each.name) for each in SCALING} == {(c, a) for c in COLUMNS for a in APPENDIX_F}
+
+
+@pytest.mark.parametrize("algorithm", SCALING, ids=str)
+def test_an_experiment_is_a_column_of_table_1(algorithm: Algorithm) -> None:
+    config = load_config(algorithm.layers)
+    column = COLUMNS.index(algorithm.experiment)
+    assert _table_row(config) == {name: row[column] for name, row in TABLE_1.items()}
+    assert config.algorithm.epochs_per_rollout == 1
+    assert not config.lora.rank or config.lora.alpha == LORA_ALPHA
+
+
+@pytest.mark.parametrize("algorithm", SCALING, ids=str)
+def test_an_algorithm_has_the_thresholds_of_appendix_f(algorithm: Algorithm) -> None:
+    config = load_config(algorithm.layers)
+    objective = preset(config.algorithm.preset, **config.algorithm.objective_overrides())
+    expected = APPENDIX_F[algorithm.name]
+    if (algorithm.experiment, algorithm.name) == ("moe_base_lora", "dppo_binary_tv"):
+        expected = dict.fromkeys(expected, TV_OF_LORA)
+    assert objective.name == algorithm.name
+    assert {field: getattr(objective, field) for field in expected} == expected
+    assert objective.ratio_cap == RATIO_CAP
+    assert objective.anchor == "rollout"

@@ -10,15 +10,13 @@ MEGATRON312 := 0.19.2
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.21
 
-.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short study-short: venv
-	$(RUN) examples/miniature_study/run.py --short
-
-test test-slow layouts test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-twins test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
 	@echo "make test        lint, then every test that needs no GPU"
+	@echo "make test-twins  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"
 	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
@@ -54,7 +52,10 @@ quickstart: venv
 quickstart-short: venv
 	$(RUN) examples/quickstart/run.py --short
 
-test test-slow layouts test-py312 test-sglang faults gpu: export OMP_NUM_THREADS := 1
+study-short: venv
+	$(RUN) examples/miniature_study/run.py --short
+
+test test-twins test-slow layouts test-py312 test-sglang faults gpu: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
@@ -96,6 +97,9 @@ $(SGLANG_VENV)/.stamp: tests/sglang/requirements-cpu.txt Makefile
 	    >"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_on_cpu.pth"; \
 	fi
 	@touch $@
+
+test-twins: venv
+	$(RUN) -m pytest tests/twins
 
 test-slow: venv
 	$(RUN) -m pytest tests/distributed -m slow

@@ -9,7 +9,8 @@ from published_models import PUBLISHED
 from examples.make_tiny import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-_ELSEWHERE = {"quickstart", "slurm", "containers"}
+TINY = Path("examples") / "tiny.toml"
+_ELSEWHERE = {"quickstart", "sudoku"}
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,30 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import ALGORITHMS, ROOT, Algorithm, tiny_family
+from experiments import ALGORITHMS, ROOT, TINY, Algorithm, tiny_family
 from twin_process import forked, train
 
 from examples.make_tiny import write_tiny
+from megatron_dppo.config.load import load_config
+from megatron_dppo.config.schema import Config
 
 
-@pytest.fixture(scope="session")
+@dataclass(frozen=True)
+class Twin:
+    """A run that came to its end."""
+
+    full_size: Config
+    config: Config  # as the run resolved it
+    rollouts: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a user would stand: beside examples/, with the tiny models made."""
     folder = tmp_path_factory.mktemp("twins")
@@ -23,19 +36,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_the_twin_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -> None:
+    twin = _train(folder, algorithm)
+    assert [row["step"] for row in twin.steps] == [0, 1, 2, 3]
+    for row in (*twin.rollouts, *twin.steps):
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row
+    assert all(row["optimizer/skipped_steps"] == 0 for row in twin.steps)
+    assert all(row["optimizer/grad_norm"] > 0 for row in twin.steps[::2]), "the first steps of a rollout learn"
+    assert _of_the_experiment(twin.config) == _of_the_experiment(twin.full_size)
+    has_routes = twin.full_size.rollout.routing_replay != "off"
+    assert all(("routing/agreement_mean" in row) == has_routes for row in twin.rollouts)
+
+
+def _train(folder: Path, algorithm: Algorithm) -> Twin:
     run = Path("runs") / "twins" / algorithm.experiment / algorithm.name
-    log = folder / f"{algorithm.experiment}-{algorithm.name}.log"
-    layers = [str(path) for path in (*algorithm.layers, Path("examples/tiny.toml"))]
-    settings = [f"run.folder={run}", f"model.load=runs/tiny/{tiny_family(algorithm)}"]
-    arguments = [*layers, *(part for setting in settings for part in ("--set", setting))]
+    log = folder / f"{algorithm}.log"
+    settings = [f"run.folder='{run}'", f"model.load=runs/tiny/{tiny_family(algorithm)}"]
+    arguments = [*map(str, (*algorithm.layers, TINY)), *(word for each in settings for word in ("--set", each))]
     assert train(arguments, folder, log) == 0, log.read_text()[-3000:]
     rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step"]
-    assert [row["step"] for row in steps] == [0, 1, 2, 3]
-    for row in rows:
-        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row
-    assert _learns(steps)
+    rollouts, steps = ([row for row in rows if row["kind"] == kind] for kind in ("rollout", "step"))
+    full_size = load_config([ROOT / layer for layer in algorithm.layers])
+    return Twin(full_size, load_config([folder / run / "config.toml"]), rollouts, steps)
 
 
-def _learns(steps: list[dict[str, Any]]) -> bool:
-    return all(row["optimizer/grad_norm"] > 0 and not row["optimizer/skipped_steps"] for row in steps[::2])
+def _of_the_experiment(config: Config) -> dict[str, Any]:
+    """What a twin shares with the run at full size."""
+    algorithm = config.algorithm.model_dump(exclude={"minibatches_per_rollout"})
+    rollout = config.rollout.model_dump(include={"routing_replay", "num_topk_log_probs", "temperature"})
+    return algorithm | rollout | config.lora.model_dump() | {"dtype": config.model.dtype}

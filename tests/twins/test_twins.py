@@ -11,6 +11,7 @@ from experiments import ALGORITHMS, ROOT, TINY, Algorithm, tiny_family
 from twin_process import forked, train
 
 from examples.make_tiny import write_tiny
+from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 
@@ -23,6 +24,12 @@ class Twin:
     config: Config  # as the run resolved it
     rollouts: list[dict[str, Any]]
     steps: list[dict[str, Any]]
+
+    @property
+    def objective(self) -> Objective:
+        """What the overlay asks for."""
+        algorithm = self.full_size.algorithm
+        return preset(algorithm.preset, **algorithm.objective_overrides())
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +49,7 @@ def test_the_twin_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -> 
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row
     assert all(row["optimizer/skipped_steps"] == 0 for row in twin.steps)
     assert all(row["optimizer/grad_norm"] > 0 for row in twin.steps[::2]), "the first steps of a rollout learn"
+    assert _acts_as(twin.objective, twin.steps)
     assert _of_the_experiment(twin.config) == _of_the_experiment(twin.full_size)
     has_routes = twin.full_size.rollout.routing_replay != "off"
     assert all(("routing/agreement_mean" in row) == has_routes for row in twin.rollouts)
@@ -57,6 +65,19 @@ def _train(folder: Path, algorithm: Algorithm) -> Twin:
     rollouts, steps = ([row for row in rows if row["kind"] == kind] for kind in ("rollout", "step"))
     full_size = load_config([ROOT / layer for layer in algorithm.layers])
     return Twin(full_size, load_config([folder / run / "config.toml"]), rollouts, steps)
+
+
+def _acts_as(objective: Objective, steps: list[dict[str, Any]]) -> bool:
+    """Whether tokens were masked and ratios capped by what does that, and by nothing else."""
+
+    def has_any(name: str) -> bool:
+        return any(row.get(f"trust_region/{name}", 0) > 0 for row in steps)
+
+    is_capped_by_right = objective.ratio_cap < math.inf or not has_any("ratio_capped_fraction")
+    above, below = has_any("masked_fraction_positive"), has_any("masked_fraction_negative")
+    if objective.rule == "negative":  # random distributions hardly move as far as it lets them
+        return is_capped_by_right and not above
+    return is_capped_by_right and (above, below) == (objective.rule != "none",) * 2
 
 
 def _of_the_experiment(config: Config) -> dict[str, Any]:

@@ -1,0 +1,45 @@
+"""What a job must know of a config, in one line: where servers run, the GPUs of each, and the run folder.
+
+    python examples/slurm/settings.py --world-size 16 base.toml dppo.toml --set run.seed=1
+
+Servers that the job has to start are `nowhere`, `here` on the trainer's own nodes, or `elsewhere` on others.
+Problems that `megatron-dppo check` finds end the job here, before any rank starts.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_dppo.checks import require_valid
+from megatron_dppo.config.load import load_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError
+
+
+def main() -> int:
+    """Print the line; 2 where the config has problems."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--world-size", type=int, default=1)
+    options = parser.parse_intermixed_args()
+    try:
+        config = load_config(options.configs, options.set)
+        require_valid(config, options.world_size)
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(engine_place(config), config.sglang.get("tp_size", 1), config.run.folder)
+    return 0
+
+
+def engine_place(config: Config) -> str:
+    """Where the job is to start servers: nowhere, here or elsewhere."""
+    options = config.rollout.sglang
+    if config.rollout.engine != "sglang" or options.num_own_servers:
+        return "nowhere"
+    return "here" if options.colocated else "elsewhere"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

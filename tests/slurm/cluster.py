@@ -1,0 +1,170 @@
+"""A real SLURM of this machine's own: munged, slurmctld and a slurmd for each of two nodes, on loopback."""
+
+import getpass
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
+NODES = ("n0", "n1")
+_PATH = os.environ["PATH"] + ":/usr/sbin"  # where daemons are, which only root looks for
+_CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={port}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,batch_sched_delay=0,sched_min_interval=0,bf_interval=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SlurmdParameters=config_overrides
+JobRequeue=1
+ReturnToService=2
+KillWait=5
+CompleteWait=0
+UnkillableStepTimeout=30
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+"""cred_expire is how long a requeued job waits, 120 s for anything below 5. The GPUs lead nowhere."""
+
+
+@dataclass
+class Cluster:
+    """Daemons that this process started and must stop."""
+
+    folder: Path
+    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For SLURM's daemons, its commands, and jobs."""
+        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
+
+    def start(self) -> None:
+        """Return when both nodes are idle."""
+        self._write_config()
+        (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
+        (self.folder / "munge.key").chmod(0o600)
+        munged = ["munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key"]
+        munged += [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
+        self._start("munged", [*munged, f"--socket={self.folder}/munge.socket"])
+        self.wait_until((self.folder / "munge.socket").exists, 10, "munged listens")
+        config = str(self.folder / "slurm.conf")
+        self._start("slurmctld", ["slurmctld", "-D", "-i", "-f", config])
+        for node in NODES:
+            self._start(f"slurmd.{node}", ["slurmd", "-D", "-f", config, "-N", node])
+        idle = ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"]
+        self.wait_until(lambda: self.ask(idle).strip() == str(len(NODES)), 30, "the nodes are idle")
+
+    def stop(self) -> None:
+        """End all jobs, then the daemons."""
+        with suppress(subprocess.TimeoutExpired, AssertionError):
+            if jobs := self.ask(["squeue", "--noheader", "--format=%A"]).split():
+                self.ask(["scancel", *jobs])
+                self.wait_until(lambda: not self.ask(["squeue", "--noheader"]).strip(), 20, "no job is left")
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def ask(self, command: Sequence[str]) -> str:
+        """What a SLURM command prints; nothing where it fails."""
+        answer = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=20, check=False
+        )
+        return answer.stdout
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Look again and again; fail with SLURM's logs."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            if time.monotonic() > deadline:
+                logs = "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("*.out")))
+                raise AssertionError(f"not within {timeout_s:g} s: {what}\n{logs}")
+            time.sleep(0.2)
+
+    def _start(self, name: str, command: list[str]) -> None:
+        """A daemon ends with this process, whatever becomes of it."""
+        with (self.folder / f"{name}.out").open("wb") as log:
+            daemon = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.daemons.append(daemon)
+
+    def _write_config(self) -> None:
+        host = socket.gethostname().partition(".")[0]
+        ports = free_ports(1 + len(NODES))
+        lines = [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8"
+            for node, port in zip(NODES, ports[1:], strict=True)
+        ]
+        for name in ("state", *(f"spool.{node}" for node in NODES)):
+            (self.folder / name).mkdir()
+        values = {"host": host, "user": getpass.getuser(), "port": ports[0], "folder": self.folder}
+        (self.folder / "slurm.conf").write_text(_CONFIG.format(**values, nodes="\n".join(lines)))
+        # SLURM 22.05 knows no CgroupPlugin=disabled; this one loads anywhere, and nothing here uses it.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        for index in range(8):
+            (self.folder / f"gpu{index}").symlink_to("/dev/null")
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
+
+
+def require_programs() -> None:
+    """Raise what to install, or to mend, where no cluster can be started here."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+    if missing:
+        raise RuntimeError(
+            f"found no {', '.join(missing)}; expected SLURM 22.05 or newer. Run make test-slurm as root "
+            "on Debian, or install slurmctld, slurmd, slurm-client and munge."
+        )
+    address = socket.gethostbyname(socket.gethostname())
+    if not address.startswith("127."):
+        raise RuntimeError(
+            f"found host name {socket.gethostname()} at {address}; expected a loopback address, as SLURM's "
+            "daemons listen where it points to. Add '127.0.1.1 HOSTNAME' to /etc/hosts."
+        )
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listened on a moment ago."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports

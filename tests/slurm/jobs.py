@@ -1,0 +1,90 @@
+"""Jobs of the test cluster: submitted as a user would, watched, and looked for when they should be gone."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A submitted job, or an array of them."""
+
+    cluster: Cluster
+    id: str
+    folder: Path  # of its outputs
+
+    @property
+    def states(self) -> list[str]:
+        """State of the job, or of each element of an array."""
+        shown = self.cluster.ask(["scontrol", "show", "job", "--oneliner", self.id])
+        return re.findall(r"JobState=(\w+)", shown)
+
+    @property
+    def output(self) -> str:
+        """What the scripts said, in all attempts."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.id}*.out")))
+
+    def wait_for_state(self, *states: str, timeout_s: float) -> str:
+        """Until the job is in one of the states, or ended in another, which is a failure."""
+
+        def is_over() -> bool:
+            found = set(self.states)
+            return bool(found) and (found <= set(states) or found <= set(_ENDED))
+
+        self.cluster.wait_until(is_over, timeout_s, f"job {self.id} {states}; it said:\n{self.output}")
+        assert set(self.states) <= set(states), f"job {self.id} {self.states}:\n{self.output}"
+        return self.output
+
+    def ranks(self, **variables: str) -> list[int]:
+        """Process ids of the trainer's ranks whose environment holds the variables."""
+        wanted = {f"{name}={value}" for name, value in {"SLURM_JOB_ID": self.id, **variables}.items()}
+        found: list[int] = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = set((folder / "environ").read_text(errors="replace").split("\0"))
+                command = (folder / "cmdline").read_text()
+            except OSError:  # it ended, or is another user's
+                continue
+            if wanted <= environment and "\0-m\0megatron_dppo\0train\0" in command:
+                found.append(int(folder.name))
+        return found
+
+
+def submit(cluster: Cluster, outputs: Path, *command: str, **variables: str) -> Job:
+    """`sbatch` in the repository's root, with this interpreter's environment for the job."""
+    outputs.mkdir(parents=True, exist_ok=True)
+    environment = cluster.environment | {
+        "MEGATRON_DPPO_VENV": sys.prefix,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PROCESSES_PER_NODE": "1",
+        "SBATCH_TIMELIMIT": "30",
+        **variables,
+    }
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", f"--output={outputs}/%x-%j.out", *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    return Job(cluster, submitted.stdout.strip(), outputs)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        os.kill(process, 0)
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,64 @@
+"""What jobs start, where, and what becomes of it; stand_in.sh takes the place of servers and trainer."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import ROOT, Job, submit
+
+TRAIN = "examples/moe_base/train.sbatch"
+ALGORITHM = "dppo_binary_tv.toml"
+_LIMIT_S = 60
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder; beside it, an environment whose Python is the stand-in."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    shutil.copy(ROOT / "tests" / "slurm" / "stand_in.sh", python)
+    python.chmod(0o755)
+    return tmp_path / "run"
+
+
+def start(
+    cluster: Cluster, run: Path, tiny: tuple[str, ...], *options: str, sets: tuple[str, ...] = (), **env: str
+) -> Job:
+    """A job with the stand-in."""
+    stand_in = {"MEGATRON_DPPO_VENV": str(run.parent / "venv"), "STAND_IN_PYTHON": sys.executable}
+    overrides = [part for value in (f"run.folder={run}", *sets) for part in ("--set", value)]
+    command = (*options, TRAIN, ALGORITHM, *tiny, *overrides)
+    return submit(cluster, run.parent, *command, **stand_in | {"STAND_IN_FOLDER": str(run)} | env)
+
+
+def test_an_engine_step_runs_beside_the_trainer_on_nodes_of_its_own(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path
+) -> None:
+    sets = (
+        "rollout.engine=sglang",
+        "rollout.sglang.colocated=false",
+        "rollout.sglang.weight_sync=distributed",
+        "sglang.tp_size=4",
+    )
+    job = start(cluster, run, tiny, sets=sets, NUM_ENGINE_NODES="1", PROCESSES_PER_NODE="2")
+    job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    servers = [(run / "servers" / f"node-{index}.json").read_text() for index in range(2)]
+    for index, server in enumerate(servers):
+        assert server.startswith("n1: -m megatron_dppo serve examples/moe_base/base.toml")
+        assert f"--name node-{index} " in server
+        assert f"sglang.base_gpu_id={4 * index}" in server
+    logs = run / "slurm" / f"{job.id}-attempt_0"
+    assert (
+        (logs / "trainer.log").read_text().startswith("n0: -m torch.distributed.run --nnodes=1 --node-rank=0")
+    )
+    assert (logs / "engine.log").read_text().count("n1: ended") == 2
+
+
+def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
+    job = start(cluster, run, tiny, STAND_IN_SECONDS="100")
+    cluster.wait_until((run / "ready").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
+    cluster.ask(["scancel", job.id])
+    job.wait_for_state("CANCELLED", timeout_s=_LIMIT_S)
+    assert "goes back to the queue" not in job.output

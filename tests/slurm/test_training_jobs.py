@@ -1,0 +1,103 @@
+"""Real jobs that train a tiny model on two nodes: a pair and its report, a requeued job, a rank that fails."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaign import compare_rows, equal_states
+from cluster import Cluster
+from jobs import Job, is_alive, submit
+
+ALGORITHM = "dppo_binary_tv.toml"
+_LIMIT_S = 240
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def pair(cluster: Cluster, tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pair of runs, done."""
+    folder = tmp_path_factory.mktemp("pair")
+    script = "examples/moe_base/r3_compare.sbatch"
+    job = submit(cluster, folder / "outputs", script, ALGORITHM, *tiny, R3_FOLDER=str(folder), SEEDS="7")
+    said = job.wait_for_state("COMPLETED", timeout_s=60)
+    match = re.search(r"measure: job (\d+); replay: job (\d+); then job (\d+)", said)
+    assert match is not None, said
+    assert Job(cluster, match[3], folder).states == ["PENDING"], "the report waits for the runs"
+    for number in (1, 2, 3):
+        Job(cluster, match[number], folder).wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    return folder
+
+
+def test_a_pair_of_runs_and_their_report(pair: Path) -> None:
+    for mode in ("measure", "replay"):
+        run = pair / mode / "seed_7"
+        assert [row["step"] for row in rows(run) if row["kind"] == "step"] == list(range(8))
+        config = (run / "config.toml").read_text()
+        assert f'routing_replay = "{mode}"' in config
+        assert "seed = 7" in config
+    rewards = [
+        [row["reward/mean"] for row in rows(pair / mode / "seed_7") if row["kind"] == "rollout"]
+        for mode in ("measure", "replay")
+    ]
+    assert rewards[0][0] == rewards[1][0], "the same seed samples the same responses"
+    report = (pair / "report.html").read_text()
+    assert "measure" in report
+    assert "replay" in report
+
+
+def test_a_signalled_job_is_requeued_and_resumes_bitwise(
+    cluster: Cluster, tiny: tuple[str, ...], pair: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    script = "examples/moe_base/train.sbatch"
+    sets = {"run.folder": run, "run.seed": 7, "rollout.routing_replay": "measure"}
+    overrides = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+    job = submit(cluster, tmp_path, script, ALGORITHM, *tiny, *overrides)
+    log = run / "slurm" / f"{job.id}-attempt_0" / "trainer.log"
+    wait_for_training(job, log)
+    cluster.ask(["scancel", "--batch", "--signal=USR1", job.id])
+    said = job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    assert "attempt 0: stopped and saved; the job goes back to the queue" in said
+    assert "asked to stop: saved after" in log.read_text()
+    assert "resuming from" in (run / "slurm" / f"{job.id}-attempt_1" / "trainer.log").read_text()
+    assert compare_rows(pair / "measure" / "seed_7", run) == (0, 0)
+    assert equal_states(pair / "measure" / "seed_7", run)
+
+
+def test_a_rank_that_dies_ends_the_job_and_the_log_says_so(
+    cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    script = "examples/moe_base/train.sbatch"
+    overrides = ("--set", f"run.folder={run}", "--set", "run.num_rollouts=100")
+    job = submit(cluster, tmp_path, script, ALGORITHM, *tiny, *overrides)
+    log = run / "slurm" / f"{job.id}-attempt_0" / "trainer.log"
+    wait_for_training(job, log)
+    everyone = job.ranks()
+    assert len(everyone) == 2
+    (rank_1,) = job.ranks(RANK="1")
+    killed_at = time.monotonic()
+    os.kill(rank_1, signal.SIGKILL)
+    said = job.wait_for_state("FAILED", timeout_s=60)
+    assert time.monotonic() - killed_at < 45
+    assert not any(map(is_alive, everyone))
+    assert "ended with status 137" in log.read_text()
+    assert "rank 1" in said
+
+
+def wait_for_training(job: Job, log: Path) -> None:
+    """Until the first rollout is trained on."""
+
+    def has_begun() -> bool:
+        assert "FAILED" not in job.states, job.output
+        return log.exists() and re.search(r"rollout +1/", log.read_text()) is not None
+
+    job.cluster.wait_until(has_begun, _LIMIT_S, f"job {job.id} trains; it said:\n{job.output}")

@@ -10,7 +10,7 @@ MEGATRON312 := 0.19.2
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.21
 
-.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-twins test-py312 python312 test-sglang sglang-venv faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-twins test-py312 python312 test-sglang sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -23,7 +23,8 @@ help:
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment)"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); for GPUs where nvidia-smi finds one"
-	@echo "make lint        ruff, pyright, import-linter, size limits"
+	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
+	@echo "make lint        ruff, pyright, import-linter, shellcheck, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
 	@echo "make bench-sglang  weights pushed to a real SGLang server, and responses read from it, against copies and plain HTTP"
@@ -55,7 +56,7 @@ quickstart-short: venv
 study-short: venv
 	$(RUN) examples/miniature_study/run.py --short
 
-test test-twins test-slow layouts test-py312 test-sglang faults gpu: export OMP_NUM_THREADS := 1
+test test-twins test-slow layouts test-py312 test-sglang test-slurm faults gpu: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
@@ -101,6 +102,9 @@ $(SGLANG_VENV)/.stamp: tests/sglang/requirements-cpu.txt Makefile
 test-twins: venv
 	$(RUN) -m pytest tests/twins
 
+test-slurm: venv slurm
+	$(RUN) -m pytest tests/slurm
+
 test-slow: venv
 	$(RUN) -m pytest tests/distributed -m slow
 
@@ -115,6 +119,7 @@ lint: venv
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' '*.sbatch' .ci/run)
 	$(RUN) tests/lint/size_limits.py
 
 bench: venv
@@ -171,4 +176,14 @@ chromium:
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
 	  else \
 	    echo "The tests open the report in Chromium, which is missing: install your system's 'chromium' package." >&2; exit 1; \
+	  fi; }
+
+# Munge, slurmctld and slurmd are started by tests/slurm itself, as whoever runs it.
+slurm:
+	@export PATH="$$PATH:/usr/sbin"; { command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch; } >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	      apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; \
+	  else \
+	    echo "The tests run jobs of a real SLURM, which is missing: install your system's slurmctld, slurmd, slurm-client and munge." >&2; exit 1; \
 	  fi; }

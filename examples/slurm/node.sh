@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The trainer's task on one node: torchrun, and below it a process for each GPU.
+# The trainer's task on one node: torchrun, with a log of its own, and below it a process for each GPU.
 trap '' USR1 # SLURM signals all processes of a step, and torchrun would end; ranks answer it
 exec "$PYTHON" -m torch.distributed.run --nnodes="$SLURM_STEP_NUM_NODES" --node-rank="$SLURM_NODEID" \
     --nproc-per-node="$PROCESSES_PER_NODE" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-    --shutdown-timeout="${SAVE_SECONDS:-480}" --no-python bash examples/slurm/rank.sh "$@"
+    --shutdown-timeout="${SAVE_SECONDS:-480}" --no-python \
+    bash examples/slurm/rank.sh "$@" 2>"$LOGS/torchrun-$SLURM_NODEID.log"

@@ -25,7 +25,7 @@ fi
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=$folder/slurm/$SLURM_JOB_ID-attempt_$attempt
 mkdir -p "$logs"
-export STOPPED=$logs/stopped MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((15000 + SLURM_JOB_ID % 10000))}
+export LOGS=$logs MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((15000 + SLURM_JOB_ID % 10000))}
 MASTER_ADDR=$(hostname)
 
 trainer='' engine='' is_interrupted=0
@@ -66,6 +66,6 @@ while :; do # a signal interrupts wait
 done
 # Step 0 looked at the config, step 1 is the engine. A signal to srun itself would kill servers and leave their records.
 [[ -z $engine ]] || { scancel --signal=TERM "$SLURM_JOB_ID.1" || true; wait "$engine" || true; }
-[[ ! -e $STOPPED ]] || requeue "stopped and saved"
-((status == 0)) || show_error "$status" "$logs/trainer.log"
+[[ ! -e $logs/stopped ]] || requeue "stopped and saved"
+((status == 0)) || show_error "$status" "$logs"
 exit "$status"

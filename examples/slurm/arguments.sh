@@ -10,8 +10,8 @@ explain() { # found, expected, what to do
 }
 
 require_job() { # EXPERIMENT ...
-    local submit="Submit it in the repository's root: sbatch --account=NAME --time=24:00:00 examples/$1/train.sbatch"
-    submit+=" ALGORITHM.toml; or set SBATCH_ACCOUNT and SBATCH_TIMELIMIT once."
+    local submit="Submit it in the repository's root: sbatch --account=NAME --time=24:00:00"
+    submit+=" examples/$1/train.sbatch ALGORITHM.toml; or set SBATCH_ACCOUNT and SBATCH_TIMELIMIT once."
     [[ -n ${SLURM_JOB_ID:-} ]] || explain "no SLURM job" "to be started by one" "$submit"
     [[ $(squeue --noheader --job "$SLURM_JOB_ID" --format=%l) != UNLIMITED ]] ||
         explain "a job without a time limit" "one, before which the run is saved and requeued" "$submit"
@@ -29,11 +29,11 @@ require_algorithm() { # EXPERIMENT ALGORITHM.toml ...
 }
 
 require_nodes() { # engine_on, num_engine_nodes, num_trainer_nodes
-    (($3 > 0)) || explain "NUM_ENGINE_NODES=$2 in a job of $(($2 + $3)) nodes" "one node for the trainer at least" \
-        "Ask for more nodes: sbatch --nodes=N."
+    (($3 > 0)) || explain "NUM_ENGINE_NODES=$2 in a job of $(($2 + $3)) nodes" \
+        "one node for the trainer at least" "Ask for more nodes: sbatch --nodes=N."
     [[ $1 != nowhere || $2 == 0 ]] || explain "NUM_ENGINE_NODES=$2" "0, where no server is to be started" \
         "Set rollout.engine = 'sglang' and no rollout.sglang.num_own_servers, or leave the variable out."
-    [[ $1 != elsewhere || $2 != 0 ]] || explain "servers that share no GPU with the trainer, and no node for them" \
+    [[ $1 != elsewhere || $2 != 0 ]] || explain "servers that share no GPU with the trainer, and no node" \
         "NUM_ENGINE_NODES=N" "Or set rollout.sglang.colocated, or rollout.sglang.num_own_servers."
     [[ $1 != here || $2 == 0 ]] || explain "NUM_ENGINE_NODES=$2 and rollout.sglang.colocated" "one of them" \
         "Add --set rollout.sglang.colocated=false --set rollout.sglang.weight_sync=distributed."
@@ -43,7 +43,7 @@ wait_for_servers() { # pid of the step, folder, how many, log
     until [[ $(find "$2" -name 'node-*.json' 2>/dev/null | wc -l) == "$3" ]]; do
         kill -0 "$1" 2>/dev/null || {
             tail -n 40 "$4"
-            explain "no $3 servers: the engine's step ended" "it to run as long as training does" "Mend what $4 says."
+            explain "no $3 servers: the engine's step ended" "it to outlast training" "Mend what $4 says."
         }
         sleep 1
     done

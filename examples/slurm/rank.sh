@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One process of the trainer. Status 75 says: stopped and saved, start me again. torchrun and srun would make another
-# number of it, and end the other ranks: so a file in the logs' folder says it.
+# One process of the trainer. Status 75 says: stopped and saved, start me again. torchrun and srun would make
+# another number of it, and end the other ranks: so a file among the logs says it.
 exec 2>&1
 trap : TERM # outlives the request to stop, as Python does
 "$PYTHON" -m megatron_dppo train "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The job of an experiment's train.sbatch: EXPERIMENT ALGORITHM.toml [MORE.toml ...] [--set SECTION.KEY=VALUE ...]
+# The job of an experiment's train.sbatch: EXPERIMENT ALGORITHM.toml [MORE.toml ...] [--set KEY=VALUE ...]
 # The README beside this file says what it does, and which variables it reads.
 set -euo pipefail
 . examples/slurm/arguments.sh
@@ -44,14 +44,16 @@ on_stop() { # the time limit is near, or a preemption
 trap on_stop USR1
 
 if [[ $engine_on != nowhere ]]; then
-    per_node=1 nodes=("--nodes=$num_trainer_nodes")
+    nodes=("--nodes=$num_trainer_nodes")
     ((num_engine_nodes == 0)) || nodes=("--nodes=$num_engine_nodes" "--relative=$num_trainer_nodes")
-    ((gpus_per_server >= ${SLURM_GPUS_ON_NODE:-0})) || per_node=$((SLURM_GPUS_ON_NODE / gpus_per_server))
+    per_node=${SERVERS_PER_NODE:-$((${SLURM_GPUS_ON_NODE:-1} / gpus_per_server))}
+    ((per_node > 0)) || explain "sglang.tp_size = $gpus_per_server" "a node's GPUs at most" "Lower it."
     num_servers=$((per_node * (num_engine_nodes ? num_engine_nodes : num_trainer_nodes)))
-    export MEGATRON_DPPO_SGLANG_API_KEY=${MEGATRON_DPPO_SGLANG_API_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+    key=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+    export MEGATRON_DPPO_SGLANG_API_KEY=${MEGATRON_DPPO_SGLANG_API_KEY:-$key}
     rm -f "$folder"/servers/node-*.json # of an attempt that was killed
-    "${step[@]}" "${nodes[@]}" "--ntasks=$num_servers" "--ntasks-per-node=$per_node" "--output=$logs/engine.log" \
-        bash examples/slurm/server.sh "$gpus_per_server" "${arguments[@]}" &
+    "${step[@]}" "${nodes[@]}" "--ntasks=$num_servers" "--ntasks-per-node=$per_node" \
+        "--output=$logs/engine.log" bash examples/slurm/server.sh "$gpus_per_server" "${arguments[@]}" &
     engine=$!
     wait_for_servers "$engine" "$folder/servers" "$num_servers" "$logs/engine.log"
 fi
@@ -64,7 +66,7 @@ while :; do # a signal interrupts wait
     wait "$trainer" || status=$?
     ((is_interrupted)) || break
 done
-# Step 0 looked at the config, step 1 is the engine. A signal to srun itself would kill servers and leave their records.
+# Step 0 looked at the config, step 1 is the engine; a signal to srun itself would kill its tasks at once.
 [[ -z $engine ]] || { scancel --signal=TERM "$SLURM_JOB_ID.1" || true; wait "$engine" || true; }
 [[ ! -e $logs/stopped ]] || requeue "stopped and saved"
 ((status == 0)) || show_error "$status" "$logs"

@@ -73,7 +73,7 @@ def test_an_unknown_algorithm_is_answered_with_those_that_exist(commands: Path, 
 def test_another_folder_than_the_root_is_refused(tmp_path: Path) -> None:
     status, said = run("examples/moe_base/train.sbatch", "cispo.toml", SLURM_SUBMIT_DIR=str(tmp_path))
     assert status == 2
-    assert f"found {tmp_path}; expected the repository. Submit in its root." in said
+    assert f"{tmp_path}: expected the repository. Submit in its root." in said
 
 
 @pytest.mark.parametrize("script", _SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")

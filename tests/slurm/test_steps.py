@@ -48,7 +48,7 @@ def test_an_engine_step_runs_beside_the_trainer_on_nodes_of_its_own(
     for index, server in enumerate(servers):
         assert server.startswith("n1: -m megatron_dppo serve examples/moe_base/base.toml")
         assert f"--name node-{index} " in server
-        assert f"sglang.base_gpu_id={4 * index}" in server
+        assert ("--set sglang.base_gpu_id=4 " in server) == (index == 1)
     logs = run / "slurm" / f"{job.id}-attempt_0"
     assert (
         (logs / "trainer.log").read_text().startswith("n0: -m torch.distributed.run --nnodes=1 --node-rank=0")

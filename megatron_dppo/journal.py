@@ -14,7 +14,9 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches import BatchReport
 from megatron_dppo.data.kept_batches import write_group
 from megatron_dppo.data.memory import bytes_of_samples
+from megatron_dppo.diagnostics.bound import bound_terms
 from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.diagnostics.noise import noise_warning
 from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.diagnostics.tracking import RunFolder
 from megatron_dppo.errors import TrainingError
@@ -30,7 +32,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
-_OF_THE_ROLLOUT = ("mismatch/", "routing/")
+_OF_THE_ROLLOUT = ("mismatch/", "routing/", "trust_region/noise_")
 
 
 class Journal:
@@ -44,6 +46,7 @@ class Journal:
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
+        self._is_noise_known = False
 
     @classmethod
     @contextlib.contextmanager
@@ -119,10 +122,20 @@ class Journal:
     def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
         """One gradient step's statistics, given by each rank."""
         values = self._merged(metrics)
+        values |= bound_terms(values)
         of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
         self._rollout_metrics |= of_rollout
+        self._warn_of_noise(of_rollout)
         of_step = {name: value for name, value in values.items() if name not in of_rollout}
         self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
+
+    def _warn_of_noise(self, of_rollout: Mapping[str, float]) -> None:
+        """Once per process: the trust region drops what is noise of the engines."""
+        warning = noise_warning(of_rollout)
+        if warning is not None and not self._is_noise_known:
+            self._is_noise_known = True
+            if self._runtime.is_main:
+                logger.warning("%s", warning)
 
     def add_values(self, values: Mapping[str, float]) -> None:
         """What every rank knows alike and goes into the row of the current rollout."""

@@ -201,6 +201,8 @@ class Actor:
         is_measuring = is_first and replay_mode != "off"
         with self._routes(replay_mode == "replay", is_measuring) as replay:
             self._run(batch.microbatches, loss, replay)
+        if speaks_for_its_group():
+            self._observer.observe_whole(metrics, batch.microbatches)
         if is_measuring and replay is not None:
             add_agreement(metrics, replay.agreement())
         return Step(metrics, tuple(faults))

@@ -1,12 +1,13 @@
 """What a gradient step says of itself: statistics of the tokens that a loss was made of."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, TopKLogProbs, shadow_masks
 from megatron_dppo.algorithms.shadow import with_inputs
 from megatron_dppo.config.schema import TrackingConfig
+from megatron_dppo.diagnostics.bound import add_bound_of_responses, add_bound_of_tokens
 from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_trust_region
+from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_noise, add_trust_region
 from megatron_dppo.diagnostics.shadow import add_shadow_masks
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.types import Microbatch
@@ -59,10 +60,16 @@ class Observer:
         )
         add_trust_region(metrics, counts)
         add_entropy(metrics, out.entropy, m.loss_mask)
+        add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
+            add_noise(metrics, counts)
         if self.shadows:
             self._add_shadows(metrics, out, m)
+
+    def observe_whole(self, metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
+        """What only whole micro-batches show; one rank of each data-parallel group calls this."""
+        add_bound_of_responses(metrics, microbatches)
 
     def _add_shadows(self, metrics: Metrics, out: FusedPolicyLoss, m: Microbatch) -> None:
         topk = None

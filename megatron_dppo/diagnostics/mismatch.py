@@ -83,3 +83,16 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
     add("trust_region/divergence_mean", counts["sum_divergence"], num_tokens - num_infinite)
     add("trust_region/infinite_divergence_fraction", num_infinite, num_tokens)
     add("policy/clamped_log_probs_fraction", counts.get("num_clamped_log_probs", 0), num_tokens)
+
+
+def add_noise(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
+    """`trust_region/noise_masked_fraction`: of the tokens with A != 0, those masked before any update.
+
+    pi and mu then have the same weights, so what moved them apart is noise of the two engines (and age, where a
+    response was begun with older weights), and a trust region that drops it is tighter than the engines agree.
+    Given the counts that `policy_loss` returns of a rollout's first mini-batch.
+    """
+    masked, judged = (
+        float(counts[f"num_{what}positive"]) + float(counts[f"num_{what}negative"]) for what in ("masked_", "")
+    )
+    metrics.add_mean("trust_region/noise_masked_fraction", masked, judged)

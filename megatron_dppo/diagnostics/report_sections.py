@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 
 from megatron_dppo.diagnostics.report_plots import PHASES, Panel, Section, agreement_by_layer, seconds_by_phase
+from megatron_dppo.diagnostics.report_shadow import shadow_section
 from megatron_dppo.diagnostics.run_reader import Run
 
 REWARD = Section(
@@ -64,6 +65,7 @@ TRAINING = (
         (
             Panel("A > 0", ("trust_region/masked_fraction_positive",)),
             Panel("A < 0", ("trust_region/masked_fraction_negative",)),
+            Panel("before any update: noise of the engines", ("trust_region/noise_masked_fraction",)),
         ),
     ),
     Section(
@@ -106,8 +108,22 @@ TRAINING = (
 )
 
 
+BOUND = Section(
+    "bound",
+    "Surrogate and bound",
+    "What the step promises on its own batch, in units of the advantage, and how far the promise may be off: "
+    "both terms are estimated from below, and where the smaller one exceeds the surrogate, the theorems "
+    "promise nothing.",
+    (
+        Panel("surrogate", ("theory/surrogate",)),
+        Panel("linear term", ("theory/linear_term",), log=True),
+        Panel("quadratic term", ("theory/quadratic_term",), log=True),
+    ),
+)
+
+
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """All sections; evaluation comes in where a run has one."""
+    """All sections; evaluation, shadows and the bound come in where a run has them."""
     names = {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
     evaluation = Section(
         "evaluation",
@@ -116,7 +132,15 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         "95 % interval over the prompts of a set, and x is the number of rollouts finished before it.",
         tuple(_eval_panels(names)),
     )
-    return [REWARD, *([evaluation] if names else []), *TRAINING]
+    shadow = shadow_section(runs)
+    has_bound = any("theory/surrogate" in row.values for run in runs for row in run.steps)
+    return [
+        REWARD,
+        *([evaluation] if names else []),
+        *TRAINING,
+        *([shadow] if shadow else []),
+        *([BOUND] if has_bound else []),
+    ]
 
 
 def _eval_panels(names: Set[str]) -> Iterator[Panel]:

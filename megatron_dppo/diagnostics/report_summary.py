@@ -44,6 +44,9 @@ ROWS = (
     SummaryRow("paired_kl_k3_change", "paired k3 KL, live → replayed", "change", "mismatch_replayed/kl_k3"),
     SummaryRow("ratio_max", "largest π/μ of the run", "number", "mismatch/ratio_max"),
     SummaryRow("ratio_min", "smallest π/μ of the run", "number", "mismatch/ratio_min"),
+    SummaryRow(
+        "noise_masked_mean", "masked before any update, mean", "fraction", "trust_region/noise_masked_fraction"
+    ),
     SummaryRow("agreement_mean", "routing agreement, mean", "fraction", "routing/agreement_mean"),
     SummaryRow("rollout_s", "rollout, seconds", "seconds", "time/rollout_s"),
     SummaryRow("batch_s", "packing batches, seconds", "seconds", "time/batch_s"),
@@ -81,6 +84,7 @@ def summary(run: Run | Path) -> Summary:
         "paired_num_tokens": num_tokens,
         "ratio_max": max(filter(math.isfinite, values("mismatch/ratio_max")), default=None),
         "ratio_min": min(filter(math.isfinite, values("mismatch/ratio_min")), default=None),
+        "noise_masked_mean": finite_mean(values("trust_region/noise_masked_fraction")),
         "agreement_mean": finite_mean(values("routing/agreement_mean")),
         **{f"{phase}_s": finite_mean(values(f"time/{phase}_s")) for phase in PHASES},
         "tokens_per_s": finite_mean(values("throughput/tokens_per_s")),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo.diagnostics.noise import NOISE_LIMIT
+from megatron_dppo.diagnostics.report_plots import over_rollouts
 from megatron_dppo.diagnostics.report_summary import LAST, paired_kl_k3, summary
 from megatron_dppo.diagnostics.run_reader import Run
 
@@ -56,6 +58,11 @@ def why_missing(run: Run, metric: str) -> str:
         return "tracking.paired_routing_every is 0, so no mini-batch was forwarded twice"
     if metric.startswith("routing/"):
         return "not in metrics.jsonl although routes were captured"
+    if metric.startswith("shadow/"):
+        is_off = run.option("tracking.shadow") is False
+        return (
+            "tracking.shadow is false" if is_off else "the batches of this run lack what this preset compares"
+        )
     if metric.startswith("eval/"):
         is_set = metric.split("/")[1] in (run.option("evaluation.sets") or {})
         return "this set was not evaluated, or not yet" if is_set else "evaluation.sets does not name this set"
@@ -70,6 +77,7 @@ def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
         _size(runs),
         *_several_causes(runs),
         _mismatch(runs),
+        *_noise(runs, names),
         *_routing(runs, names),
         *_machines(runs),
         *_odd_files(runs, names),
@@ -153,6 +161,20 @@ def _mismatch(runs: Sequence[Run]) -> str:
     if any(run.option("rollout.engine") == "transformers" for run in runs):
         text += " It is the embedded engine's, and says nothing about SGLang's."
     return text
+
+
+def _noise(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """Rollouts whose trust region masked more than noise may make it mask."""
+    texts: list[str] = []
+    for run, name in zip(runs, names, strict=True):
+        masked = over_rollouts(run, "trust_region/noise_masked_fraction")[1]
+        if num_above := sum(value > NOISE_LIMIT for value in masked):
+            texts.append(
+                f"{name}: in {num_above} of {len(masked)} rollouts more than {NOISE_LIMIT:.0%} of the tokens "
+                f"were masked before any update (at most {max(masked):.1%}): the trust region sits inside the "
+                "noise of the engines, and part of what it masks later is noise as well."
+            )
+    return texts
 
 
 def _routing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:

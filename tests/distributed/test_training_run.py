@@ -156,8 +156,13 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     reported = ("reward/mean", "rollout/response_length_mean", "routing/agreement_mean", "mismatch/num_tokens")
     paired = [name for name in first[0] if name.startswith(("mismatch_live/", "mismatch_replayed/"))]
     assert paired
-    for metric in (*reported, *paired):
+    for metric in (*reported, *paired, "trust_region/noise_masked_fraction"):
         assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-7), metric
+    steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]
+    of_every_token = [name for name in steps[0] if name.startswith(("shadow/", "theory/"))]
+    assert {"shadow/dppo_topk_kl/agreement", "theory/linear_term"} <= set(of_every_token)
+    for metric in of_every_token:
+        assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=1e-6), metric
 
 
 @pytest.mark.parametrize(("preset", "extra"), [("dppo_binary_tv", False), ("dppo_binary_tv_decoupled", True)])
@@ -165,11 +170,13 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     task: Path, tmp_path: Path, preset: str, extra: bool
 ) -> None:
     tables = with_data(task, preset, run={"num_rollouts": 1})
-    tables["algorithm"] = {"preset": preset, "minibatches_per_rollout": 2}
+    tables["algorithm"] = {"preset": preset, "delta": 1e-6, "minibatches_per_rollout": 2}
     forwards = run_ranks(train, 1, tmp_path, tables)[0]["forwards"]
     trained = sum(forwards)
     assert trained >= 2
     assert len(forwards) - trained == (trained if extra else 0)
+    warnings = (tmp_path / "rank0.log").read_text().count("sits inside the engines' noise")
+    assert warnings == (not extra), "recomputed log-probs have no noise before the first step"
 
 
 def test_the_command_line_trains_and_compares(task: Path) -> None:

@@ -54,3 +54,20 @@ def test_the_step_of_the_gpu_benchmark_runs(tmp_path: Path) -> None:
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
     assert rows[1]["flops"] == 2 * rows[0]["flops"] and rows[0]["peak_bytes"] > 0
     assert rows[1]["planned_bytes"] > rows[0]["planned_bytes"] > 0
+
+
+def shadow_steps(runtime: Runtime, folder: str) -> dict[str, Any]:
+    """On one process: the steps of the benchmark of shadow masks."""
+    sys.path.append(str(TOOLS))
+    from benchmark_shadow import measure
+
+    return measure(runtime, folder, num_rounds=2, top_k=20, vocab_size=40, num_samples=4)
+
+
+def test_steps_with_and_without_shadows_are_compared(tmp_path: Path) -> None:
+    figures = run_ranks(shadow_steps, 1, tmp_path, str(tmp_path))[0]
+    assert figures["num_shadows"] == 13
+    for of in ("wall", "cpu"):
+        pairs = figures[f"{of}_s"]
+        assert figures[f"{of}_ratio"] == [a / b for a, b in zip(pairs["with"], pairs["without"], strict=True)]
+        assert len(figures[f"{of}_ratio"]) == 2 and min(figures[f"{of}_ratio"]) > 0

@@ -1,0 +1,114 @@
+"""What judging other presets beside the one that trains adds to a gradient step: with over without, in turns.
+
+    python tools/benchmark_shadow.py
+    python tools/benchmark_shadow.py --rounds 11 --top-k 0
+
+Two real actors with the same random weights and the quickstart's sizes take the same step on one packed
+micro-batch of random samples: one with tracking.shadow, one without; every other round in reverse order. The
+smaller the model the dearer its shadows are beside it, and no smaller one is trained here. With --top-k the
+batch carries Top-K log-probs, and Top-K presets are judged too. A round's ratio is with over without; shown are
+medians over the rounds and the range, of seconds on the clock and of this process's CPU seconds, which other
+programs disturb less. One process, one thread.
+"""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, spread, warn_if_busy, write_json
+
+from megatron_dppo.runtime import Runtime, quiet_library_warnings, start, stop
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+}
+NUM_SAMPLES, SAMPLE_TOKENS = 128, 26  # of one of the quickstart's gradient steps
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=5, help="Steps of each kind that count.")] = 7,
+    top_k: Annotated[int, typer.Option(min=0, help="Columns of Top-K log-probs; 0: none.")] = 20,
+    vocab_size: Annotated[int, typer.Option(min=32, help="Of the model.")] = 274,
+    out: Annotated[Path, typer.Option(help="Where the figures go as JSON, from the repository.")] = OUT
+    / "shadow.json",
+) -> None:
+    """Print the ratio."""
+    quiet_library_warnings()
+    runtime, others = start(), OtherPrograms()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(runtime, folder, rounds, top_k, vocab_size)
+    stop()
+    wall, cpu = figures["wall_ratio"], figures["cpu_ratio"]
+    show_table(
+        f"a step of {figures['num_tokens']} tokens, {figures['num_shadows']} presets in the shadow",
+        ("", "without, s", "with, s", "with / without"),
+        [
+            ("clock", *(spread(figures["wall_s"][kind], 4) for kind in ("without", "with")), spread(wall, 4)),
+            ("CPU", *(spread(figures["cpu_s"][kind], 4) for kind in ("without", "with")), spread(cpu, 4)),
+        ],
+    )
+    warn_if_busy("the steps", others.cores())
+    write_json(ROOT / out, {"machine": machine(), **figures})
+
+
+def measure(
+    runtime: Runtime, folder: str, num_rounds: int, top_k: int, vocab_size: int, num_samples: int = NUM_SAMPLES
+) -> dict[str, Any]:
+    """Seconds of each step of both kinds, and each round's ratios."""
+    from benchmark_jobs import build_actor, random_samples, step_of, write_model
+
+    write_model(runtime, f"{folder}/model", SIZES | {"vocab_size": vocab_size})
+    tables: dict[str, Any] = {"rollout": {"num_topk_log_probs": top_k}}
+    actors = {
+        kind: build_actor(
+            runtime,
+            f"{folder}/model",
+            {"max_tokens_per_microbatch": num_samples * SAMPLE_TOKENS},
+            **tables,
+            tracking={"shadow": kind == "with"},
+        )
+        for kind in ("without", "with")
+    }
+    batch = step_of([random_samples([SAMPLE_TOKENS] * num_samples, vocab_size, top_k)])
+    seconds: dict[str, dict[str, list[float]]] = {
+        of: {kind: [] for kind in actors} for of in ("wall_s", "cpu_s")
+    }
+    num_shadows = 0
+    for index in range(-1, num_rounds):  # the first warms up
+        for kind in list(actors)[:: 1 if index % 2 == 0 else -1]:
+            runtime.synchronize()
+            began, began_cpu = time.perf_counter(), time.process_time()
+            step = actors[kind].train_step(batch, is_first=False)
+            runtime.synchronize()
+            elapsed, elapsed_cpu = time.perf_counter() - began, time.process_time() - began_cpu
+            num_shadows = max(num_shadows, sum(name.endswith("/agreement") for name in step.metrics.values()))
+            if index >= 0:
+                seconds["wall_s"][kind].append(elapsed)
+                seconds["cpu_s"][kind].append(elapsed_cpu)
+    ratios = {
+        of: [a / b for a, b in zip(pair["with"], pair["without"], strict=True)] for of, pair in seconds.items()
+    }
+    return {
+        **seconds,
+        "wall_ratio": ratios["wall_s"],
+        "cpu_ratio": ratios["cpu_s"],
+        "median_wall_ratio": statistics.median(ratios["wall_s"]),
+        "median_cpu_ratio": statistics.median(ratios["cpu_s"]),
+        "num_tokens": num_samples * SAMPLE_TOKENS,
+        "num_shadows": num_shadows,
+    }
+
+
+if __name__ == "__main__":
+    cli(main, __doc__)

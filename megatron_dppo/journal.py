@@ -14,10 +14,12 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches import BatchReport
 from megatron_dppo.data.kept_batches import write_group
 from megatron_dppo.data.memory import bytes_of_samples
+from megatron_dppo.diagnostics.alarms import AlarmWatch, write_alarms
 from megatron_dppo.diagnostics.bound import bound_terms
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.noise import noise_warning
 from megatron_dppo.diagnostics.run_lock import locked
+from megatron_dppo.diagnostics.run_reader import read_run
 from megatron_dppo.diagnostics.tracking import RunFolder
 from megatron_dppo.errors import TrainingError
 from megatron_dppo.models.spec_choice import choose_layer_spec
@@ -47,6 +49,7 @@ class Journal:
         self._rollout_metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
         self._is_noise_known = False
+        self._alarms = AlarmWatch()
 
     @classmethod
     @contextlib.contextmanager
@@ -80,6 +83,9 @@ class Journal:
         """
         self._on_main(lambda folder: folder.truncate(metrics_offset))
         self._rollout_metrics = dict(rollout_metrics)
+        if metrics_offset:
+            rows = self._on_main(lambda folder: [dict(row.values) for row in read_run(folder.path).rollouts])
+            self._alarms = AlarmWatch(rows)
 
     @property
     def rollout_metrics(self) -> dict[str, float]:
@@ -126,6 +132,7 @@ class Journal:
         of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
         self._rollout_metrics |= of_rollout
         self._warn_of_noise(of_rollout)
+        self._alarms.add_step(values)
         of_step = {name: value for name, value in values.items() if name not in of_rollout}
         self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
 
@@ -187,7 +194,11 @@ class Journal:
             write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
     def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> None:
-        """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total"."""
+        """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total".
+
+        Raises:
+            TrainingError: The row raises an alarm, and tracking.alarms is "stop".
+        """
         metrics = Metrics()
         metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
         metrics.add_max("memory/host_peak_bytes", self._runtime.host_peak_bytes())
@@ -199,6 +210,24 @@ class Journal:
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
+        self._raise_alarms(rollout, row)
+
+    def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> None:
+        """Log what looks wrong and keep the rows that say so; every rank comes to the same verdict."""
+        mode = self._config.tracking.alarms
+        found = {} if mode == "off" else self._alarms.judge(row)
+        if not found:
+            return
+        rows, folder = self._alarms.rows, self._config.run.folder / "evidence"
+        file = self._on_main(lambda _: write_alarms(folder, rollout, found, rows))
+        texts = "; ".join(f"{name}: {text}" for name, text in found.items())
+        if mode == "stop":
+            raise TrainingError(
+                f"rollout {rollout}: {texts}. {file} holds the last rows. Resume an earlier checkpoint with "
+                "other settings, or set tracking.alarms = 'log' to go on."
+            )
+        if self._runtime.is_main:
+            logger.warning("rollout %d: %s; see %s", rollout, texts, file)
 
     def write_evaluation(self, rollout: int, scores: Mapping[str, Sequence[PromptScore]]) -> None:
         """The row of an evaluation and the files of its responses, given each rank's share of every set."""

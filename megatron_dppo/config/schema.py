@@ -353,6 +353,8 @@ class TrackingConfig(Section):
     """Keep the rollout's mini-batches as tensors after this many rollouts, for what-if; 0 never."""
     paired_routing_every: NonNegativeInt = 0
     """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
+    alarms: Literal["log", "stop", "off"] = "log"
+    """What follows where a rollout looks wrong: reward, length, tails, routers, values that are not finite."""
     shadow: bool = True
     """Beside each gradient step, judge its tokens by other presets too: what they would have masked."""
     shadow_presets: tuple[str, ...] = ()

@@ -1,0 +1,50 @@
+"""An alarm on all ranks: they stop together, with the evidence, and a resumed run knows what was usual."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ranks import run_ranks
+
+from megatron_dppo.runtime import Runtime
+
+USUAL = {"rollout/num_response_tokens": 100, "rollout/response_length_mean": 20.0}
+
+
+def write_rows(runtime: Runtime, folder: str, mode: str, num_usual: int, offset: int) -> dict[str, Any]:
+    """Usual rollouts, then one with responses ten times longer: the file's end before it, and the error."""
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.diagnostics.metrics import Metrics
+    from megatron_dppo.errors import TrainingError
+    from megatron_dppo.journal import Journal
+
+    config = Config.model_validate({"run": {"folder": folder}, "tracking": {"alarms": mode}})
+    offsets, error = list[int](), None
+    with Journal.open(config, runtime) as journal:
+        journal.start_at(offset, {})
+        first = 6 if offset else 0
+        for rollout in range(first, first + num_usual + 1):
+            is_last = rollout == first + num_usual
+            journal.write_step(rollout, rollout, Metrics())
+            journal.add_values(USUAL | ({"rollout/response_length_mean": 200.0} if is_last else {}))
+            offsets.append(journal.offset())
+            try:
+                journal.write_rollout(rollout, {"total": 1.0})
+            except TrainingError as found:
+                error = str(found)
+    return {"offset": offsets[-1], "error": error}
+
+
+def test_ranks_stop_together_and_a_resumed_run_remembers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    results = run_ranks(write_rows, 2, tmp_path, str(run), "stop", 6, 0)
+    assert results[0] == results[1]
+    error = results[0]["error"]
+    assert "rollout 6: length_jump: rollout/response_length_mean: found 200.0; usual was 20.0" in error
+    assert "tracking.alarms = 'log'" in error
+    kept = json.loads((run / "evidence" / "alarm_rollout_000006.json").read_text())
+    assert [row["rollout/response_length_mean"] for row in kept["rows"]] == [20.0] * 6 + [200.0]
+    again = run_ranks(write_rows, 1, tmp_path, str(run), "log", 0, results[0]["offset"])[0]
+    assert again["error"] is None, "the same rollout, judged by the rows of metrics.jsonl alone"
+    log = (tmp_path / "rank0.log").read_text()
+    assert log.count("length_jump") == 1 and "alarm_rollout_000006.json" in log

@@ -1,0 +1,96 @@
+"""Alarms: each sign is found where it is, and a run that learns in the usual noise is left alone."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.diagnostics.alarms import RULES, AlarmWatch, alarms, write_alarms
+
+NUM_ROLLOUTS = 40
+
+
+def _healthy(seed: int, num_rollouts: int = NUM_ROLLOUTS) -> list[dict[str, float]]:
+    """A run that learns, as its rows would be."""
+    noise = random.Random(seed)
+    return [
+        {
+            "reward/mean": 0.35 + 0.5 * (1 - math.exp(-n / 10)) + noise.gauss(0, 0.03),
+            "rollout/response_length_mean": 120 + 2 * n + noise.gauss(0, 8),
+            "mismatch/tv_p999": 0.08 * math.exp(noise.gauss(0, 0.2)),
+            "routing/agreement_mean": 0.94 + noise.gauss(0, 0.005),
+        }
+        for n in range(num_rollouts)
+    ]
+
+
+def _found(rows: list[dict[str, float]]) -> list[set[str]]:
+    return [set(alarms(rows[:n], row)) for n, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_run_raises_none(seed: int) -> None:
+    assert not any(_found(_healthy(seed)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reward_that_falls_is_found_within_a_few_rollouts(seed: int) -> None:
+    rows = _healthy(seed)
+    for n, row in enumerate(rows[20:]):
+        row["reward/mean"] = max(0.05, row["reward/mean"] - 0.08 * n)
+    found = _found(rows)
+    assert not any(found[:22])
+    first = next(n for n, names in enumerate(found) if "reward_collapse" in names)
+    assert first <= 30
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "value", "words"),
+    [
+        ("length_jump", "rollout/response_length_mean", 600.0, "found 600.0; usual was"),
+        ("length_jump", "rollout/response_length_mean", 12.0, "found 12.0"),
+        ("tv_tail", "mismatch/tv_p999", 0.6, "found 0.6"),
+        ("agreement_drop", "routing/agreement_mean", 0.8, "found 0.800; usual was 0.9"),
+        ("not_finite", "policy/entropy", math.nan, "policy/entropy: found values that are not finite"),
+        ("not_finite", "reward/mean", math.inf, "reward/mean: found"),
+    ],
+)
+def test_each_sign_is_found_alone(name: str, metric: str, value: float, words: str) -> None:
+    rows = _healthy(3)
+    found = alarms(rows[:-1], rows[-1] | {metric: value})
+    assert set(found) == {name} and words in found[name]
+    assert set(alarms(rows, rows[-1], [{metric: value}])) == ({name} if name == "not_finite" else set())
+
+
+def test_rules_are_silent_without_history_or_metrics() -> None:
+    row = _healthy(1, 1)[0]
+    assert alarms([], row) == {} and alarms([{}] * 20, {}) == {}
+    assert alarms([row] * 4, row | {"rollout/response_length_mean": 1e4}) == {}
+    assert all(rule.__doc__ for rule in RULES.values())
+
+
+def test_equal_engines_have_no_tail_to_grow() -> None:
+    exact = [{"mismatch/tv_p999": 0.0}] * 8
+    assert alarms(exact, {"mismatch/tv_p999": 1e-6}) == {}
+
+
+def test_an_alarm_is_raised_once_while_it_lasts() -> None:
+    rows = _healthy(4, 12)
+    long = rows[-1] | {"rollout/response_length_mean": 900.0}
+    watch = AlarmWatch(rows)
+    watch.add_step({"loss/policy": math.nan})
+    assert set(watch.judge(long)) == {"length_jump", "not_finite"}
+    assert watch.judge(long) == {}
+    assert watch.judge(rows[-1]) == {}
+    assert set(watch.judge(long)) == {"length_jump"}
+
+
+def test_the_evidence_holds_the_rows(tmp_path: Path) -> None:
+    rows = [*_healthy(2, 20), {"reward/mean": math.nan}]
+    file = write_alarms(tmp_path / "evidence", 20, {"not_finite": "reward/mean"}, rows)
+    kept = json.loads(file.read_text())
+    assert file.name == "alarm_rollout_000020.json"
+    assert kept["alarms"] == {"not_finite": "reward/mean"} and len(kept["rows"]) == 11
+    assert kept["rows"][-1] == {"reward/mean": "nan"} and kept["rows"][0] == rows[10]

@@ -69,6 +69,18 @@ def over_rollouts(run: Run, metric: str) -> Points:
     return [float(rollout) for rollout in of_rollout], [fmean(values) for values in of_rollout.values()]
 
 
+def by_mini_step(run: Run, metric: str) -> Points:
+    """The metric by the place of a gradient step in its rollout, from 0; means over the rollouts."""
+    of_place: dict[int, list[float]] = {}
+    first = {row.rollout: row.step or 0 for row in reversed(run.steps)}
+    for row in run.steps:
+        if metric in row.values and row.step is not None:
+            of_place.setdefault(row.step - first[row.rollout], []).append(row.values[metric])
+    means = {place: finite_mean(values) for place, values in sorted(of_place.items())}
+    known = [(float(place), mean) for place, mean in means.items() if mean is not None]
+    return [place for place, _ in known], [mean for _, mean in known]
+
+
 def finite_mean(values: Iterable[float]) -> float | None:
     """Mean of the finite values; none of none."""
     finite = [value for value in values if math.isfinite(value)]

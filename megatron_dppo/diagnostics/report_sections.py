@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 
 from megatron_dppo.diagnostics.report_plots import PHASES, Panel, Section, agreement_by_layer, seconds_by_phase
-from megatron_dppo.diagnostics.report_shadow import shadow_section
+from megatron_dppo.diagnostics.report_shadow import shadow_sections
 from megatron_dppo.diagnostics.run_reader import Run
 
 REWARD = Section(
@@ -132,13 +132,12 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         "95 % interval over the prompts of a set, and x is the number of rollouts finished before it.",
         tuple(_eval_panels(names)),
     )
-    shadow = shadow_section(runs)
     has_bound = any("theory/surrogate" in row.values for run in runs for row in run.steps)
     return [
         REWARD,
         *([evaluation] if names else []),
         *TRAINING,
-        *([shadow] if shadow else []),
+        *shadow_sections(runs),
         *([BOUND] if has_bound else []),
     ]
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_dppo.algorithms import PRESETS
-from megatron_dppo.diagnostics.report_plots import Panel, Section, finite_mean, over_rollouts
+from megatron_dppo.diagnostics.report_plots import Panel, Section, by_mini_step, finite_mean, over_rollouts
 from megatron_dppo.diagnostics.run_reader import Run
 
 _JUDGED = re.compile(r"shadow/(.+)/masked_fraction$")
@@ -22,18 +22,29 @@ def shadow_presets(runs: Sequence[Run]) -> list[str]:
     )
 
 
-def shadow_section(runs: Sequence[Run]) -> Section | None:
-    """A panel for each preset; none where no run was judged by any."""
+def shadow_sections(runs: Sequence[Run]) -> list[Section]:
+    """A panel for each preset, over the run and by mini-step; none where no run was judged by any."""
     names = shadow_presets(runs)
     if not names:
-        return None
-    return Section(
+        return []
+    over_the_run = Section(
         "shadow",
         "Shadow masks",
         "Share of the tokens with A ≠ 0 that each preset, as published, would have masked at the same weights "
         "and batches: it trained on none of them, so this says who would act, not how its own run would end.",
         tuple(Panel(name, (f"shadow/{name}/masked_fraction",)) for name in names),
     )
+    mini_steps = Section(
+        "shadow-mini-steps",
+        "Shadow masks by mini-step",
+        "The same share by the place of a gradient step in its rollout, mean over the run: at 0 pi has the "
+        "weights that sampled, and what is masked there is noise; the rise after it is how far training moved.",
+        tuple(
+            Panel(name, (f"shadow/{name}/masked_fraction",), x_title="gradient step", points=by_mini_step)
+            for name in names
+        ),
+    )
+    return [over_the_run, mini_steps]
 
 
 def agreement_table(runs: Sequence[Run]) -> list[dict[str, object]]:

@@ -308,6 +308,8 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     assert [trace["y"] for trace in figures["shadow"]["data"]] == [[0.025, 0.045], [0.01, 0.01]]
     titles = [annotation["text"] for annotation in figures["shadow"]["layout"]["annotations"]]
     assert titles == [f"{name}, mean of gradient steps" for name in ("grpo", "dppo_topk_tv")]
+    by_place = figures["shadow-mini-steps"]["data"][0]
+    assert (by_place["x"], by_place["y"]) == ([0, 1], pytest.approx([0.03, 0.04]))
     assert figures["bound"]["data"][0]["y"] == [0.005, 0.025]
     cell = 'title="would mask 3.50% of the tokens and drop 1.75% of the gradient&#39;s weight">96.50%</td>'
     assert cell in text and "this run was not judged by it" in text

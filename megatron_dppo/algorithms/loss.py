@@ -47,6 +47,7 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
     Metrics are float64 and additive, over the tokens of `loss_mask`. Counts: `num_loss_tokens`; `num_positive`
     and `num_negative` (by sign of A); `num_masked_positive` and `num_masked_negative` (of those, M = 0);
     `num_ratio_capped` (r > C); `num_bad_updates` (A < 0 and mu - pi >= .5, masked or not);
+    `num_bad_updates_kept` (of those, M = 1);
     `num_infinite_divergence`; `num_clamped_log_probs` (a log-prob was more than 1e-3 above 0). Sums:
     `sum_divergence` (the finite ones), `sum_abs_prob_diff` (|pi - mu|).
 
@@ -161,6 +162,7 @@ def update_metrics(
         "num_masked_negative": is_negative & ~updates.mask,
         "num_ratio_capped": is_learning & (updates.ratio > objective.ratio_cap),
         "num_bad_updates": is_negative & (drop_in_prob >= BAD_UPDATE),
+        "num_bad_updates_kept": is_negative & updates.mask & (drop_in_prob >= BAD_UPDATE),
         "num_infinite_divergence": is_infinite,
         "num_clamped_log_probs": num_clamped,
         "sum_divergence": torch.where(is_infinite, 0.0, updates.divergence),

@@ -68,8 +68,10 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
 
     `masked_fraction_positive` and `_negative` are over tokens with A > 0 and A < 0. `bad_update_fraction`
     (A < 0 and mu - pi >= .5), `ratio_capped_fraction` and `divergence_mean` are over all learning tokens,
-    masked or not, A = 0 included: the paper leaves the denominator of its "bad updates" open. Infinite
-    divergences are left out of the mean; they, and log-probs clamped to 0, get a fraction of their own.
+    masked or not, A = 0 included: the paper leaves the denominator of its "bad updates" open, so
+    `bad_update_fraction_of_negative` has them over the tokens with A < 0, `_of_kept` those that M keeps over
+    all that it keeps. Infinite divergences are left out of the mean; they, and log-probs clamped to 0, get a
+    fraction of their own.
     """
     num_tokens, num_positive, num_negative = (
         float(counts[name]) for name in ("num_loss_tokens", "num_positive", "num_negative")
@@ -78,6 +80,10 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
     add("trust_region/masked_fraction_positive", counts["num_masked_positive"], num_positive)
     add("trust_region/masked_fraction_negative", counts["num_masked_negative"], num_negative)
     add("trust_region/bad_update_fraction", counts["num_bad_updates"], num_tokens)
+    add("trust_region/bad_update_fraction_of_negative", counts["num_bad_updates"], num_negative)
+    num_masked = float(counts["num_masked_positive"]) + float(counts["num_masked_negative"])
+    num_kept = num_tokens - num_masked
+    add("trust_region/bad_update_fraction_of_kept", counts["num_bad_updates_kept"], num_kept)
     add("trust_region/ratio_capped_fraction", counts["num_ratio_capped"], num_tokens)
     num_infinite = float(counts.get("num_infinite_divergence", 0))
     add("trust_region/divergence_mean", counts["sum_divergence"], num_tokens - num_infinite)

@@ -121,6 +121,7 @@ def test_metrics_add_up():
             "num_masked_negative": 1,
             "num_ratio_capped": 0,
             "num_bad_updates": 1,
+            "num_bad_updates_kept": 0,
             "num_infinite_divergence": 0,
             "num_clamped_log_probs": 0,
             "sum_divergence": 0.25 + 0.1 + 0.8,

@@ -191,6 +191,7 @@ def test_trust_region_denominators() -> None:
         "num_masked_negative": 10,
         "num_ratio_capped": 5,
         "num_bad_updates": 2,
+        "num_bad_updates_kept": 1,
         "sum_divergence": torch.tensor(3.0),
     }
     metrics = Metrics()
@@ -199,6 +200,8 @@ def test_trust_region_denominators() -> None:
         "policy/clamped_log_probs_fraction": 0,
         "trust_region/infinite_divergence_fraction": 0,
         "trust_region/bad_update_fraction": 0.02,
+        "trust_region/bad_update_fraction_of_kept": 1 / 86,
+        "trust_region/bad_update_fraction_of_negative": 0.04,
         "trust_region/divergence_mean": 0.03,
         "trust_region/masked_fraction_negative": 0.2,
         "trust_region/masked_fraction_positive": 0.1,

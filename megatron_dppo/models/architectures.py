@@ -8,7 +8,7 @@ from megatron_dppo.errors import Problem
 
 Variants = Mapping[str, tuple[Any, Any]]
 
-_ALL: Variants = {"hidden_act": ("silu", "silu"), "quantization_config": (None, None)}
+_ALL: Variants = {"hidden_act": ("silu", "silu")}
 _QWEN3: Variants = {**_ALL, "attention_bias": (False, False), "use_sliding_window": (False, False)}
 _VARIANTS: Mapping[str, Variants] = {
     "Qwen3MoeForCausalLM": {**_QWEN3, "norm_topk_prob": (False, True)},
@@ -35,6 +35,12 @@ _ACTION = "Use a model of the supported variant; another one would be trained wr
 
 def variant_problems(hf: Mapping[str, Any]) -> Iterator[Problem]:
     """What in a config.json would make a supported architecture compute something else than ours does."""
+    quantized = hf.get("quantization_config")
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        action = "Name the original model, in bfloat16: quantised weights are for rollouts."
+        found = f"quantization_config with quant_method {method!r} in config.json"
+        yield Problem("model.load", found, "weights that are not quantised", action)
     for key, (default, supported) in _VARIANTS.get(architecture_of(hf), {}).items():
         found = hf.get(key, default)
         if found != supported:

@@ -26,43 +26,43 @@ _LINEAR = re.compile(r"(.+\.)(q|k|v|o|gate|up|down)_proj\.weight")
 _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
-def quantize_fp8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scale of a weight `[out, in]`.
+def scale_for(weight_format: WeightFormat, largest: Tensor) -> Tensor:
+    """The float32 scale `[]` of weights whose largest absolute value is `largest`; NVFP4's is the outer one."""
+    most = _FP8_MAX if weight_format == "fp8" else _FP4_VALUES[-1] * _FP8_MAX
+    return largest.float().clamp_min(_LEAST) / most
+
+
+def quantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    """What `dequantize_fp8` reads: float8_e4m3fn, of the shape of `values`; what is too large saturates.
 
     Args:
-        weight: bfloat16 or float32; the quotient is rounded to its dtype before it is rounded to 8 bits.
-        largest: [] the largest absolute value of all weights that share the scale.
-
-    Returns:
-        float8_e4m3fn `[out, in]`, and the float32 scale `[]`.
+        values: bfloat16 or float32; the quotient is rounded to this dtype before it is rounded to 8 bits.
+        scale: [] float32.
     """
-    scale = largest.float().clamp_min(_LEAST) / _FP8_MAX
-    return (weight / scale).to(torch.float8_e4m3fn), scale
+    return (values / scale).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def dequantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """The weight `[out, in]` in float32, of what `quantize_fp8` gives."""
-    return values.float() * scale.float()
+def dequantize_fp8(quantized: Tensor, scale: Tensor) -> Tensor:
+    """The values in float32."""
+    return quantized.float() * scale.float()
 
 
-def quantize_nvfp4(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and both levels of scales of a weight `[out, in]`; `in` is a multiple of BLOCK.
+def quantize_nvfp4(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What `dequantize_nvfp4` reads: packed values, and the scales of their blocks.
 
     Args:
-        weight: bfloat16 or float32.
-        largest: [] the largest absolute value of all weights that share the outer scale.
+        values: [..., in] bfloat16 or float32; `in` is a multiple of BLOCK.
+        scale: [] float32, the outer one.
 
     Returns:
-        uint8 `[out, in / 2]` (an even place in the low four bits), float8_e4m3fn `[out, in / BLOCK]`, and the
-        float32 scale `[]` above them.
+        uint8 `[..., in / 2]`, an even place in the low four bits, and float8_e4m3fn `[..., in / BLOCK]`.
     """
-    scale = largest.float().clamp_min(_LEAST) / (_FP4_VALUES[-1] * _FP8_MAX)
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    blocks = values.float().unflatten(-1, (-1, BLOCK))
     block_scales = blocks.abs().amax(-1) / (_FP4_VALUES[-1] * scale)
     block_scales = torch.where(block_scales == 0, 1.0, block_scales)  # a block of zeros
     block_scales = block_scales.clamp(_FP8_SMALLEST, _FP8_MAX).to(torch.float8_e4m3fn)
     codes = _fp4_codes(blocks / (block_scales.float() * scale).unsqueeze(-1)).flatten(-2)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, block_scales, scale
+    return codes[..., 0::2] | codes[..., 1::2] << 4, block_scales
 
 
 def _fp4_codes(values: Tensor) -> Tensor:
@@ -75,18 +75,18 @@ def _fp4_codes(values: Tensor) -> Tensor:
 
 
 def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, scale: Tensor) -> Tensor:
-    """The weight `[out, in]` in float32, of what `quantize_nvfp4` gives."""
+    """The values `[..., in]` in float32."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
     table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES), device=packed.device)
     scales = block_scales.float() * scale.float()
     return (table[codes].unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2)
 
 
-def rounded(weight: Tensor, weight_format: WeightFormat, largest: Tensor) -> Tensor:
-    """A weight `[out, in]` as the format holds it, in float32."""
+def rounded(values: Tensor, weight_format: WeightFormat, scale: Tensor) -> Tensor:
+    """Values as the format holds them, in float32."""
     if weight_format == "fp8":
-        return dequantize_fp8(*quantize_fp8(weight, largest))
-    return dequantize_nvfp4(*quantize_nvfp4(weight, largest))
+        return dequantize_fp8(quantize_fp8(values, scale), scale)
+    return dequantize_nvfp4(*quantize_nvfp4(values, scale), scale)
 
 
 def is_linear(name: str) -> bool:
@@ -114,5 +114,6 @@ def round_linears(weights: Mapping[str, Tensor], weight_format: WeightFormat) ->
     """
     for group in fused_linears(weights):
         largest = torch.stack([weights[name].abs().amax() for name in group]).amax()
+        scale = scale_for(weight_format, largest)
         for name in group:
-            weights[name].copy_(rounded(weights[name], weight_format, largest))
+            weights[name].copy_(rounded(weights[name], weight_format, scale))

@@ -25,6 +25,7 @@ from megatron_dppo.rollout.weight_formats import (
     quantize_nvfp4,
     round_linears,
     rounded,
+    scale_for,
 )
 
 ENGINE: dict[WeightFormat, EnginePrecision] = {"fp8": "modelopt_fp8", "nvfp4": "modelopt_nvfp4"}
@@ -46,7 +47,8 @@ def test_fp8_is_modelopts(dtype: torch.dtype, larger: float) -> None:
 
     weight = a_weight(dtype)
     largest = weight.abs().amax() * larger
-    values, scale = quantize_fp8(weight, largest)
+    scale = scale_for("fp8", largest)
+    values = quantize_fp8(weight, scale)
     expected, _ = FP8QTensor.quantize(weight, scales=largest.float() / 448)
     assert torch.equal(values.float(), expected._quantized_data.float())
     assert torch.equal(dequantize_fp8(values, scale), expected.dequantize(torch.float32, scale=scale))
@@ -59,7 +61,8 @@ def test_nvfp4_is_modelopts(dtype: torch.dtype, larger: float) -> None:
 
     weight = a_weight(dtype)
     largest = weight.abs().amax() * larger
-    packed, block_scales, scale = quantize_nvfp4(weight, largest)
+    scale = scale_for("nvfp4", largest)
+    packed, block_scales = quantize_nvfp4(weight, scale)
     found: Any = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=largest.float() / (6 * 448))
     expected, expected_scales, _ = found
     assert torch.equal(packed, expected._quantized_data)
@@ -72,15 +75,24 @@ def test_halfway_between_two_4_bit_values_the_even_one_is_taken() -> None:
     halfway = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, *[0.0] * 8]])
     expected = torch.tensor([[0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, *[0.0] * 8]])
     for sign in (1, -1):
-        assert torch.equal(rounded(sign * halfway, "nvfp4", torch.tensor(6.0 * 448)), sign * expected)
+        assert torch.equal(rounded(sign * halfway, "nvfp4", torch.tensor(1.0)), sign * expected)
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "nvfp4"])
 def test_what_is_rounded_stays_so_and_zeros_are_zeros(weight_format: WeightFormat) -> None:
     weight = a_weight(torch.float32)
-    once = rounded(weight, weight_format, weight.abs().amax())
-    assert torch.equal(rounded(once, weight_format, weight.abs().amax()), once)
-    assert not rounded(torch.zeros(2, 16), weight_format, torch.tensor(0.0)).any()
+    scale = scale_for(weight_format, weight.abs().amax())
+    once = rounded(weight, weight_format, scale)
+    assert torch.equal(rounded(once, weight_format, scale), once)
+    zeros = torch.zeros(2, 16)
+    assert not rounded(zeros, weight_format, scale_for(weight_format, zeros.abs().amax())).any()
+
+
+@pytest.mark.parametrize("weight_format", ["fp8", "nvfp4"])
+def test_what_is_larger_than_the_scale_says_saturates(weight_format: WeightFormat) -> None:
+    weight = torch.full((1, 16), 3.0)
+    scale = scale_for(weight_format, torch.tensor(2.0))
+    assert rounded(weight, weight_format, scale).tolist() == [pytest.approx([2.0] * 16)]
 
 
 def test_which_linears_share_a_scale() -> None:

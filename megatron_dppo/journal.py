@@ -162,6 +162,9 @@ class Journal:
         for group in batch.groups:
             rewards = [float(sample.reward or 0.0) for sample in group.samples]
             metrics.add_mean("reward/mean", sum(rewards), len(rewards))
+            for sample in group.samples:
+                for name, value in sample.reward_info.items():
+                    metrics.add_mean(f"reward/{name}_mean", value, 1)
             metrics.add_mean("reward/zero_variance_fraction", float(len(set(rewards)) == 1), 1)
         metrics.add_max("memory/rollout_bytes", bytes_of_samples(batch.samples))
         self.add_to_rollout(metrics)

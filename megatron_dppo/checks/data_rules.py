@@ -8,7 +8,7 @@ from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.schemas import TRAINING_SCHEMAS, detect, has
 from megatron_dppo.errors import Problem
-from megatron_dppo.rewards import problem_with
+from megatron_dppo.rewards import RewardChoice, problems_with
 
 
 @rule("prompts_file")
@@ -40,7 +40,15 @@ def _missing_columns(config: Config, source: str, columns: list[str]) -> Iterato
 
 @rule("reward")
 def _reward(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The reward is registered, or its package can be found; a user's module is not imported to check."""
-    problem = problem_with(config.data.reward)
-    if problem is not None:
-        yield problem
+    """Rewards are registered, or their package can be found; a user's module is not imported to check."""
+    data = config.data
+    yield from problems_with(RewardChoice(data.reward, data.reward_values, data.thinking))
+
+
+@rule("overlong_buffer")
+def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Some length of a response costs nothing."""
+    buffer, longest = config.data.overlong_buffer_tokens, config.rollout.max_response_tokens
+    if buffer >= longest:
+        expected = f"fewer than rollout.max_response_tokens = {longest}"
+        yield Problem("data.overlong_buffer_tokens", str(buffer), expected, "Lower it.")

@@ -8,7 +8,7 @@ from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
-from megatron_dppo.rewards import problem_with
+from megatron_dppo.rewards import RewardChoice, problems_with
 from megatron_dppo.rollout.evaluation import evaluation_sets
 
 
@@ -52,6 +52,6 @@ def _evaluation_positions(config: Config, facts: Facts) -> Iterator[Problem]:
 def _evaluation_reward(config: Config, facts: Facts) -> Iterator[Problem]:
     """The reward of a set, where it has its own, is registered, or its package can be found."""
     for name, own in config.evaluation.sets.items():
-        problem = problem_with(own.reward) if own.reward is not None else None
-        if problem is not None:
+        problems = problems_with(RewardChoice(own.reward)) if own.reward is not None else ()
+        for problem in problems:
             yield replace(problem, where=f"evaluation.sets.{name}.reward")

@@ -5,9 +5,19 @@ Rules that need more than one field, or the disk, live in `megatron_dppo.checks`
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+)
+from pydantic_core import PydanticCustomError
 
 from megatron_dppo.types import RoutingReplay
 
@@ -16,6 +26,19 @@ class Section(BaseModel):
     """Base of all sections: frozen, and a misspelt key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _named_or_weighted(value: Any) -> str | dict[str, float]:
+    if isinstance(value, str):
+        return value
+    weights = cast("dict[str, Any]", value) if isinstance(value, dict) else None
+    if weights is None or not all(type(weight) in (int, float) for weight in weights.values()):
+        raise PydanticCustomError("reward", "a name in quotes, or a table of names and their weights")
+    return {name: float(weight) for name, weight in weights.items()}
+
+
+RewardSetting = Annotated[str | dict[str, float], PlainValidator(_named_or_weighted)]
+"""One reward by name, or weights by name."""
 
 
 class RunConfig(Section):
@@ -89,8 +112,16 @@ class DataConfig(Section):
     """Column with the reference answer; none: `answer`, verl's `reward_model.ground_truth`, slime's `label`."""
     shuffle: bool = True
     """Reorder prompts each epoch, by `run.seed`."""
-    reward: str = "arithmetic"
-    """Name of a registered reward, or "package.module:function" of your own."""
+    reward: RewardSetting = "arithmetic"
+    """Name of a registered reward, "package.module:function" of your own, or a table of such and weights."""
+    reward_values: tuple[float, float] = (0.0, 1.0)
+    """What a registered reward gives a wrong and a right response."""
+    thinking: Literal["ignore", "require"] = "ignore"
+    """require: a registered reward sees what follows the one </think>; without it, the response is wrong."""
+    overlong_buffer_tokens: NonNegativeInt = 0
+    """The last tokens of rollout.max_response_tokens that cost: the more of them are used, the more; 0 none."""
+    overlong_penalty: PositiveFloat = 1.0
+    """What the reward of a response that uses the whole buffer is lowered by."""
     reward_workers: PositiveInt = 1
     """Processes that score responses, or hold environments, beside each trainer process."""
     reward_timeout_s: PositiveFloat = 10.0
@@ -319,8 +350,8 @@ class EvaluationSetConfig(Section):
     """Nucleus sampling of this set."""
     max_response_tokens: PositiveInt | None = None
     """Where responses of this set are cut."""
-    reward: str | None = None
-    """As data.reward; none: that one."""
+    reward: RewardSetting | None = None
+    """As data.reward; none: that one. Here right is worth 1 and wrong 0."""
 
 
 class EvaluationConfig(Section):

@@ -13,6 +13,7 @@ from megatron_dppo.rewards.base import (
     register,
     reward,
 )
+from megatron_dppo.rewards.choice import RewardChoice, problems_with
 from megatron_dppo.rewards.dapo import dapo_reward
 from megatron_dppo.rewards.math_reward import math_reward
 from megatron_dppo.rewards.pool import RewardPool
@@ -20,6 +21,7 @@ from megatron_dppo.rewards.pool import RewardPool
 __all__ = [
     "REWARDS",
     "Reward",
+    "RewardChoice",
     "RewardFault",
     "RewardFaultKind",
     "RewardPool",
@@ -30,6 +32,7 @@ __all__ = [
     "dapo_reward",
     "math_reward",
     "problem_with",
+    "problems_with",
     "register",
     "reward",
 ]

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.base import RewardFault, RewardFaultKind, RewardRequest, RewardResult
+from megatron_dppo.rewards.choice import RewardChoice
 from megatron_dppo.rewards.wire import read_verdict, request_line
 from megatron_dppo.rewards.worker_process import A, GivenUpError, LostError, Service, WorkerProcess
 from megatron_dppo.types import Prompt
@@ -155,8 +156,11 @@ class WorkerPool(Generic[Q, A]):
 class RewardPool(WorkerPool[RewardRequest, RewardResult]):
     """Workers that score responses."""
 
-    def __init__(self, name: str, *, num_workers: int, timeout_s: float, memory_mb: int) -> None:
-        """See `WorkerPool`; `name` is the reward's, as in `data.reward`."""
+    def __init__(
+        self, choice: str | RewardChoice, *, num_workers: int, timeout_s: float, memory_mb: int
+    ) -> None:
+        """See `WorkerPool`; `choice` is what to reward by, or its text: a name alone is one reward."""
+        name = choice if isinstance(choice, str) else choice.text
         super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:

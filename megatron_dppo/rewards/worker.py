@@ -1,5 +1,6 @@
 """The process that runs a reward: `python -m megatron_dppo.rewards.worker NAME MEMORY_MB`.
 
+NAME is a reward's, or a `RewardChoice` as JSON.
 It answers each line of stdin with a line on stdout, in order; the first line out says whether the reward could
 be loaded. It imports no tensor library, so it starts in a moment, and holds nothing of the trainer's.
 
@@ -23,7 +24,8 @@ from types import FrameType
 from typing import BinaryIO
 
 from megatron_dppo.errors import MegatronDppoError, RewardError
-from megatron_dppo.rewards.base import RewardFault, RewardResult, checked, described, reward
+from megatron_dppo.rewards.base import RewardFault, RewardResult, checked, described
+from megatron_dppo.rewards.choice import RewardChoice, chosen
 from megatron_dppo.rewards.wire import OUT_OF_MEMORY, hello_line, read_request, verdict_line
 
 MAX_MESSAGE = 2000  # characters of a fault's message
@@ -132,7 +134,7 @@ def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
 
 def load_reward(name: str) -> Answer:
     """What scores responses with the reward of that name."""
-    function = reward(name)
+    function = chosen(RewardChoice.read(name))
 
     def reply(line: bytes) -> bytes:
         number, request = read_request(line)

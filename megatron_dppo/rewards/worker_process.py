@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -140,10 +141,10 @@ class WorkerProcess(Generic[Q, A]):
             return read_hello(self._line(_START_TIMEOUT_S, given_up))
         except (LostError, ValueError) as error:
             self.kill()
+            command = f"python -m {self._service.module} {shlex.quote(name)} 0 </dev/null"
             raise RewardError(
                 f"{self._service.key}: found that {name!r} did not start: {error}; expected its worker "
-                f"to load the {self._service.noun}. Try: python -m {self._service.module} {name} 0 </dev/null"
-                f"{self._said()}"
+                f"to load the {self._service.noun}. Try: {command}{self._said()}"
             ) from error
 
     def _line(self, timeout_s: float, given_up: Event) -> bytes:

@@ -12,6 +12,7 @@ import torch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.jsonl import read_jsonl, write_jsonl
 from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.collect import JudgedGroup, answers
 from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.engine import SamplingParams
@@ -41,7 +42,7 @@ class EvaluationSet:
     temperature: float
     top_p: float
     max_response_tokens: int
-    reward: str
+    reward: str  # a RewardChoice.text; right is worth 1 and wrong 0, whatever training makes of them
     pass_at: tuple[int, ...]
 
     @property
@@ -75,7 +76,7 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
             temperature=options.temperature if own.temperature is None else own.temperature,
             top_p=own.top_p or options.top_p,
             max_response_tokens=longest or config.rollout.max_response_tokens,
-            reward=own.reward or config.data.reward,
+            reward=RewardChoice(own.reward or config.data.reward, thinking=config.data.thinking).text,
             pass_at=powers_of_two(num_samples) if options.pass_at is None else options.pass_at,
         )
         sets.append(each)

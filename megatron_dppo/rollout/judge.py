@@ -12,6 +12,7 @@ from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RoutingReplayError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.counts import DropReason
+from megatron_dppo.rollout.overlong import OverlongShaping
 from megatron_dppo.types import Prompt, Sample
 
 RouteValidator = Callable[[Sample], None]
@@ -64,6 +65,7 @@ class Judge:
     scorer: Scorer
     needs_routes: bool
     validate_routes: RouteValidator | None
+    overlong: OverlongShaping | None = None
 
     def __call__(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
         """Each sample with its reward, or the first fault found.
@@ -80,9 +82,14 @@ class Judge:
             if isinstance(result, RewardFault):
                 verdicts[i] = Fault(result.kind, sample.id, result.message)
             else:
-                info = {**sample.reward_info, **result.info}
-                verdicts[i] = dataclasses.replace(sample, reward=result.value, reward_info=info)
+                verdicts[i] = self._rewarded(sample, result)
         return verdicts
+
+    def _rewarded(self, sample: Sample, result: RewardResult) -> Sample:
+        info, penalty = {**sample.reward_info, **result.info}, 0.0
+        if self.overlong is not None:
+            penalty = info["overlong_penalty"] = self.overlong(sample.response_length)
+        return dataclasses.replace(sample, reward=result.value + penalty, reward_info=info)
 
     def _request(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> RewardRequest:
         if episode is not None:

@@ -2,15 +2,21 @@
 
 from collections.abc import Iterable
 
-from megatron_dppo.config.schema import DataConfig
-from megatron_dppo.rewards import RewardPool
+from megatron_dppo.config.schema import Config, DataConfig
+from megatron_dppo.rewards import RewardChoice, RewardPool
+
+
+def training_reward(config: Config) -> str:
+    """What a run learns from, as `RewardChoice.text`."""
+    data = config.data
+    return RewardChoice(data.reward, data.reward_values, data.thinking).text
 
 
 class RewardPools:
     """Pools by reward, for the life of a run; workers start when there is work."""
 
     def __init__(self, options: DataConfig, rewards: Iterable[str]) -> None:
-        """Say what to run: each of `rewards` in pools of the size and limits in [data]."""
+        """Say what to run: each of `rewards`, texts of `RewardChoice`s, in pools as [data] has them."""
         self._pools = {
             reward: RewardPool(
                 reward,

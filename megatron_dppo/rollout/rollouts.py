@@ -18,7 +18,8 @@ from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.evaluation import Evaluation, digest_of, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.judge import Judge
-from megatron_dppo.rollout.reward_pools import RewardPools
+from megatron_dppo.rollout.overlong import OverlongShaping
+from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
 from megatron_dppo.rollout.rounds import RankPlaces, Rounds
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.sglang.client import Patience
@@ -96,7 +97,7 @@ class Rollouts:
         """
         self._config, self._share = config, share
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
-        rewards = [config.data.reward, *(each.reward for each in evaluation_sets(config))]
+        rewards = [training_reward(config), *(each.reward for each in evaluation_sets(config))]
         self._rewards = RewardPools(config.data, rewards)
         self._dialogue = Dialogue(config.rollout, config.data, engine, self.tokenizer, hf_folder)
         self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
@@ -119,9 +120,15 @@ class Rollouts:
             validate = partial(validate_routes, routing=routing)
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
         maker = GroupMaker(self.tokenizer, *limits, self._dialogue.environments)
-        rewards = self._rewards.of(config.data.reward)
-        judge = Judge(self.tokenizer, rewards, params.capture_routes, validate)
+        rewards = self._rewards.of(training_reward(config))
+        judge = Judge(self.tokenizer, rewards, params.capture_routes, validate, self._overlong())
         return Rounds(options, self._share, self._dialogue.engine, maker, judge, params)
+
+    def _overlong(self) -> OverlongShaping | None:
+        data, longest = self._config.data, self._config.rollout.max_response_tokens
+        if data.overlong_buffer_tokens == 0:
+            return None
+        return OverlongShaping(longest, data.overlong_buffer_tokens, data.overlong_penalty)
 
     @property
     def prompts_digest(self) -> str:

@@ -77,7 +77,7 @@ def count_forwards(actor: Any) -> list[bool]:
 def with_data(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
     """Settings with the reward that varies."""
     tables = settings(task, name, **changes)
-    tables["data"]["reward"] = "tests.faults.rewards:digits"
+    tables["data"].setdefault("reward", "tests.faults.rewards:digits")
     return tables
 
 
@@ -127,6 +127,11 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
 
 _ONE_ROLLOUT: dict[str, Any] = {
     "run": {"num_rollouts": 1},
+    "data": {
+        "reward": {"tests.faults.rewards:digits": 1.0, "arithmetic": 0.5},
+        "reward_values": (-1.0, 1.0),
+        "overlong_buffer_tokens": 5,
+    },
     "rollout": {"transformers": {"weights": "float32"}},
     "optimizer": {"eps": 1.0},
     "tracking": {"paired_routing_every": 1},
@@ -163,6 +168,12 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     assert {"shadow/dppo_topk_kl/agreement", "theory/linear_term"} <= set(of_every_token)
     for metric in of_every_token:
         assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=1e-6), metric
+    parts = ("digits", "arithmetic", "arithmetic/has_answer", "overlong_penalty")
+    for metric in (*reported, *paired, *(f"reward/{part}_mean" for part in parts)):
+        assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-7), metric
+    digits, arithmetic, _, penalty = (first[1][f"reward/{part}_mean"] for part in parts)
+    assert first[1]["reward/mean"] == pytest.approx(digits + 0.5 * arithmetic + penalty)
+    assert penalty < 0.0
 
 
 @pytest.mark.parametrize(("preset", "extra"), [("dppo_binary_tv", False), ("dppo_binary_tv_decoupled", True)])

@@ -1,0 +1,138 @@
+"""What a run is rewarded by: a reward or a weighted sum, the worth of right and wrong, and thinking."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dppo.errors import Problem
+from megatron_dppo.rewards.base import (
+    REWARDS,
+    Reward,
+    RewardRequest,
+    RewardResult,
+    checked,
+    problem_with,
+    reward,
+)
+from megatron_dppo.types import FinishReason, Prompt
+
+Thinking = Literal["ignore", "require"]
+_THINKING_ENDS = "</think>"
+
+
+@dataclass(frozen=True)
+class RewardChoice:
+    """What `[data]` says of rewards.
+
+    Attributes:
+        reward: A reward's name, or weights by name.
+        values: What a wrong and a right response get from a registered reward, whose own 0 and 1 these replace.
+            A user's function says itself what it gives.
+        thinking: "require" shows a registered reward only what follows the one `</think>` of a response, and
+            nothing of a response that has none or several: that is wrong.
+    """
+
+    reward: str | Mapping[str, float]
+    values: tuple[float, float] = (0.0, 1.0)
+    thinking: Thinking = "ignore"
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of each reward, by its name."""
+        return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+
+    @property
+    def text(self) -> str:
+        """The choice as a worker's argument: a name where that is all there is to say, else JSON."""
+        if self == RewardChoice(self.reward) and isinstance(self.reward, str):
+            return self.reward
+        reward = self.reward if isinstance(self.reward, str) else dict(self.reward)
+        return json.dumps({"reward": reward, "values": self.values, "thinking": self.thinking})
+
+    @classmethod
+    def read(cls, text: str) -> "RewardChoice":
+        """The choice that `text` is of."""
+        if not text.startswith("{"):
+            return cls(text)
+        fields = json.loads(text)
+        return cls(fields["reward"], tuple(fields["values"]), fields["thinking"])
+
+
+def problems_with(choice: RewardChoice) -> Iterator[Problem]:
+    """What is wrong with a choice, as far as can be told without running a user's code."""
+    names = list(choice.weights)
+    yield from (problem for problem in map(problem_with, names) if problem is not None)
+    if not any(choice.weights.values()):
+        expected = "at least one reward with a weight that is not 0"
+        yield Problem("data.reward", repr(dict(choice.weights)), expected, "Name a reward.")
+    for label in {_label(name) for name in names if sum(_label(other) == _label(name) for other in names) > 1}:
+        action = "Rename a function: metrics are called after it."
+        yield Problem("data.reward", f"two rewards called {label!r}", "one reward per name", action)
+    wrong, right = choice.values
+    if not (wrong < right and math.isfinite(right - wrong)):
+        action = "Write the value of a wrong response first, then that of a right one."
+        yield Problem("data.reward_values", str(list(choice.values)), "two numbers that rise", action)
+    if not REWARDS.keys() & set(names):
+        expected = f"no such setting where none of {sorted(REWARDS)} is used: a function sees whole responses"
+        action = "Leave it out, and let the function do so itself."
+        if choice.values != RewardChoice.values:
+            yield Problem("data.reward_values", str(list(choice.values)), expected, action)
+        if choice.thinking != RewardChoice.thinking:
+            yield Problem("data.thinking", repr(choice.thinking), expected, action)
+
+
+def chosen(choice: RewardChoice) -> Reward:
+    """The reward of a choice. A user's modules are imported; what they raise then comes through.
+
+    Raises:
+        ConfigError: There is none of a name; the message says what there is.
+    """
+    if isinstance(choice.reward, str):
+        return _under_rules(choice.reward, choice)
+    parts = {_label(name): (weight, _under_rules(name, choice)) for name, weight in choice.reward.items()}
+
+    def weighted_sum(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+        """The parts' values by weight; info has each part's value by its name, and its info as `part/key`."""
+        request = RewardRequest(prompt, response, finish_reason)
+        results = {label: checked(part, request) for label, (_, part) in parts.items()}
+        value = math.fsum(parts[label][0] * result.value for label, result in results.items())
+        info = {label: result.value for label, result in results.items()}
+        for label, result in results.items():
+            info |= {f"{label}/{key}": number for key, number in result.info.items()}
+        return RewardResult(value, info)
+
+    return weighted_sum
+
+
+def after_thinking(response: str) -> str | None:
+    """What follows the one `</think>` of a response; none where there is none, or another."""
+    thoughts = response.split(_THINKING_ENDS, maxsplit=2)
+    return thoughts[1] if len(thoughts) == 2 else None
+
+
+def _label(name: str) -> str:
+    """What metrics call a reward: its registered name, or the function's without its module."""
+    return name.rpartition(":")[2]
+
+
+def _under_rules(name: str, choice: RewardChoice) -> Reward:
+    """A reward by name; one of ours under the choice's rules."""
+    function = reward(name)
+    if name not in REWARDS or (choice.values, choice.thinking) == (RewardChoice.values, RewardChoice.thinking):
+        return function
+    wrong, right = choice.values
+
+    def under_rules(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+        """The reward with the values of right and wrong; info `ends_thinking` where thinking is required."""
+        info: dict[str, float] = {}
+        if choice.thinking == "require":
+            rest = after_thinking(response)
+            info["ends_thinking"] = float(rest is not None)
+            response = rest or ""
+        result = function(prompt, response, finish_reason)
+        value = (1.0 - result.value) * wrong + result.value * right
+        return RewardResult(value, {**result.info, **info})
+
+    return under_rules

@@ -1,12 +1,13 @@
 r"""Answers as text: one spelling for what is written in several, and what can be told without algebra."""
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
 
 _SPACING = re.compile(r"(\\\\)|\\!|(\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+)")
 _SPELLINGS = (
-    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\{([,:])\}"), r"\1"),
+    (re.compile(r"\\mathbb ?([A-Z])"), r"\\mathbb{\1}"),
+    (re.compile(r"\\ldots(?![a-zA-Z])"), r"\\dots"),
+    (re.compile(r"(?<=\d)i(?![a-zA-Z])"), " i"),  # math-verify sees the imaginary unit where it stands alone
     (re.compile(r"\\(?:display|text)style(?![a-zA-Z])"), " "),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(?:left|right)\s*(?=[()\[\]|]|\\[{}])"), ""),
@@ -15,10 +16,14 @@ _SPELLINGS = (
 _WRAPPED = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
 )
+_MIXED = re.compile(r"(-?\d+) (\d+)/(\d+)")
+_REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\overline ?\{(\d+)\}")
 _ENDS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _INTEGER = re.compile(r"[+-]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+)")
 _WORD = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
+_LOOSE = re.compile(r"(?<!\d) +| +(?!\d)")
+_LONGEST_DECIMAL = 60  # characters
 _FEWEST_LETTERS = 4  # of a plain word; fewer are taken for variables: `ab` is `ba`
 _APART = re.compile(r"(?<!\\frac )(?<![\d.])\d+ \d+(?![\d ]*/)")
 
@@ -28,11 +33,43 @@ def tidy(text: str) -> str:
     text = _SPACING.sub(lambda match: match[1] or (" " if match[2] else ""), text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
-    text = text.strip()
+    text = text.strip().removeprefix(r"\approx").removeprefix("=").lstrip()
     for start, end in _ENDS:
         if len(text) > len(start + end) and text.startswith(start) and text.endswith(end):
             text = text[len(start) : -len(end)].strip()
     return text if text.endswith("..") else text.removesuffix(".").rstrip()
+
+
+def fraction(text: str) -> str:
+    r"""A tidy mixed number or repeating decimal, `3 1/2` or `0.\overline{3}`, as a fraction; else the text."""
+    if mixed := _MIXED.fullmatch(text):
+        return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    repeating = _REPEATING.fullmatch(text)
+    if repeating is None or len(text) > _LONGEST_DECIMAL:
+        return text
+    sign, whole, first, again = repeating.groups()
+    numerator = int(whole + first + again) - int(whole + first or "0")
+    return rf"{sign}\frac{{{numerator}}}{{{10 ** len(first) * (10 ** len(again) - 1)}}}"
+
+
+def without_spaces(text: str) -> str:
+    """The text without spaces, but for those between two digits."""
+    return _LOOSE.sub("", text)
+
+
+def is_set_and_pair(reference: str, answer: str) -> bool:
+    r"""Whether one of two lists stands in the braces of a set, and the other in brackets that keep an order."""
+    if "," not in reference or "," not in answer:
+        return False
+    return {_brackets(reference), _brackets(answer)} == {"set", "pair"}
+
+
+def _brackets(text: str) -> str | None:
+    """What the one pair of brackets around all of a text makes of it."""
+    if text.startswith(r"\{") and text.find(r"\}") == len(text) - 2:
+        return "set"
+    ends = [place for place, character in enumerate(text) if character in ")]"]
+    return "pair" if text[:1] in ("(", "[") and ends == [len(text) - 1] else None
 
 
 def integer(text: str) -> str | None:
@@ -63,69 +100,3 @@ def are_same_words(reference: str, answer: str) -> bool | None:
 def has_numbers_apart(text: str) -> bool:
     r"""Whether two numbers stand side by side, as in `5 6`, which is no one number; `3 1/2` is."""
     return _APART.search(text) is not None
-
-
-_SPELLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "mm": ("millimeter", "millimeters", "millimetre", "millimetres"),
-        "cm": ("centimeter", "centimeters", "centimetre", "centimetres"),
-        "m": ("meter", "meters", "metre", "metres"),
-        "km": ("kilometer", "kilometers", "kilometre", "kilometres"),
-        "in": ("inch", "inches"),
-        "ft": ("foot", "feet"),
-        "yd": ("yard", "yards"),
-        "mi": ("mile", "miles"),
-        "s": ("sec", "second", "seconds"),
-        "min": ("minute", "minutes"),
-        "h": ("hr", "hrs", "hour", "hours"),
-        "day": ("days",),
-        "week": ("weeks",),
-        "month": ("months",),
-        "year": ("years",),
-        "mg": ("milligram", "milligrams"),
-        "g": ("gram", "grams"),
-        "kg": ("kilogram", "kilograms"),
-        "oz": ("ounce", "ounces"),
-        "lb": ("lbs", "pound", "pounds"),
-        "ml": ("milliliter", "milliliters"),
-        "l": ("liter", "liters", "litre", "litres"),
-        "mph": ("miles per hour",),
-        "km/h": ("kph", "kilometers per hour"),
-        "m/s": ("meters per second",),
-        "degree": ("deg", "degrees"),
-        "radian": ("rad", "radians"),
-        "cent": ("cents",),
-        "dollar": ("dollars",),
-        "euro": ("euros",),
-    }
-)
-_UNITS = {spelling: unit for unit, spellings in _SPELLED.items() for spelling in (unit, *spellings)}
-_SQUARE = {"square ": "2", "sq ": "2", "cubic ": "3", "cu ": "3"}
-_LAST_WORDS = re.compile(
-    r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{ ?([A-Za-z/ .]+?) ?\}|(?<= )([A-Za-z/]{2,}))"
-    r"(?: ?\^ ?\{?([23])\}?)?$"
-)
-_DEGREES = re.compile(r" ?\^ ?\{? ?\\circ ?\}? ?([CF]?)$")
-_BASE = re.compile(r"(?<=\d)\)?_ ?\{?(\d+)\}?$")
-
-
-def split_unit(text: str) -> tuple[str, str | None]:
-    r"""A tidy answer and its unit: `12\text{ cm}^2` is `12`, and `cm^2`; none where no known unit ends it.
-
-    Degrees, dollars and the base of a number, as in `101_2`, count as units.
-    """
-    if text.startswith(r"\$"):
-        return text.removeprefix(r"\$").lstrip(), "dollar"
-    if degrees := _DEGREES.search(text):
-        return text[: degrees.start()], f"degree {degrees[1]}".rstrip()
-    if base := _BASE.search(text):
-        return text[: base.start()].removeprefix("("), f"base {base[1]}"
-    if words := _LAST_WORDS.search(text):
-        name, power = (words[1] or words[2]).casefold().replace(".", "").strip(), words[3]
-        for prefix, of_prefix in _SQUARE.items():
-            if name.startswith(prefix):
-                name, power = name.removeprefix(prefix), of_prefix
-        unit, value = _UNITS.get(name), text[: words.start()].rstrip()
-        if unit is not None and value:
-            return value, f"{unit}^{power}" if power else unit
-    return text, None

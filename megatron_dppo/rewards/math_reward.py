@@ -2,7 +2,16 @@ r"""The reward of mathematics problems: is what the last box holds the reference
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.answer_bounds import MAX_LENGTH, is_small
-from megatron_dppo.rewards.answer_text import are_same_words, has_numbers_apart, integer, split_unit, tidy
+from megatron_dppo.rewards.answer_text import (
+    are_same_words,
+    fraction,
+    has_numbers_apart,
+    integer,
+    is_set_and_pair,
+    tidy,
+    without_spaces,
+)
+from megatron_dppo.rewards.answer_units import split_unit
 from megatron_dppo.rewards.base import RewardResult, register
 from megatron_dppo.rewards.boxed import last_boxed
 from megatron_dppo.types import FinishReason, Prompt
@@ -47,7 +56,7 @@ def _judged(reference: str, answer: str) -> tuple[bool, bool]:
 
 def _is_right(reference: str, answer: str) -> bool:
     """Two tidy answers; what costs least is asked first."""
-    if not answer or reference.replace(" ", "") == answer.replace(" ", ""):
+    if not answer or without_spaces(reference) == without_spaces(answer):
         return bool(answer)
     numbers = integer(reference), integer(answer)
     if None not in numbers:
@@ -55,8 +64,8 @@ def _is_right(reference: str, answer: str) -> bool:
     are_same = are_same_words(reference, answer)
     if are_same is not None:
         return are_same
-    (reference, unit), (answer, other) = split_unit(reference), split_unit(answer)
-    if (unit and other and unit != other) or has_numbers_apart(answer):
+    (reference, unit), (answer, other) = split_unit(fraction(reference)), split_unit(fraction(answer))
+    if (unit and other and unit != other) or has_numbers_apart(answer) or is_set_and_pair(reference, answer):
         return False
     are_percentages = reference.endswith(_PER_CENT), answer.endswith(_PER_CENT)
     if any(are_percentages):

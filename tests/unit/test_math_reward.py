@@ -17,6 +17,7 @@ from megatron_dppo.rewards.boxed import last_boxed
 from megatron_dppo.types import Prompt
 
 PAIRS = tomllib.loads((Path(__file__).parent / "data" / "math_pairs.toml").read_text())
+DISAGREEMENTS = PAIRS.pop("disagreements")["right"]
 RIGHT = RewardResult(1.0, {"has_answer": 1.0, "is_too_hard": 0.0})
 WRONG = RewardResult(0.0, {"has_answer": 1.0, "is_too_hard": 0.0})
 TOO_HARD = RewardResult(0.0, {"has_answer": 1.0, "is_too_hard": 1.0})
@@ -39,6 +40,10 @@ def test_agreement_with_hand_labels(kind: str) -> None:
     assert [pair for pair, result in zip(right, judged["right"], strict=True) if result != RIGHT] == []
     assert [pair for pair, result in zip(wrong, judged["wrong"], strict=True) if result.value != 0.0] == []
     assert all(not result.info["is_too_hard"] for result in judged["wrong"])
+
+
+def test_where_labels_and_reward_disagree_is_known() -> None:
+    assert [pair for pair in DISAGREEMENTS if scored(*pair).value != 0.0] == []
 
 
 def test_a_response_that_was_cut_off_earns_nothing() -> None:

@@ -123,8 +123,8 @@ setup(
             "nvidia-nvvm==13.0.*; sys_platform == 'linux'",
         ],
         "track": ["tensorboard>=2.20", "trackio>=0.43", "wandb>=0.21"],
-        # Tasks of several turns.
-        "gem": ["gem-llm>=0.1"],
+        # Tasks of several turns. Its metadata refuses Python 3.12.1 and later.
+        "gem": ["gem-llm>=0.1; python_version < '3.12'"],
         # modelopt imports requests without declaring it.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.32"],
         # Only where CUDA and cuDNN are: without them its import raises instead of being absent.

@@ -8,7 +8,6 @@ Beside the output stands what became of the rows, as OUT's name with .counts.jso
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from megatron_dppo.data.sources import Source, open_source
 from megatron_dppo.errors import DataError, MegatronDppoError, Problem
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-logger = logging.getLogger("megatron_dppo.tools.prepare_data")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ def main(
     seed: Annotated[int, typer.Option(help="For --limit.")] = 0,
 ) -> None:
     """Prepare a data set."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     data_set = DATA_SETS[name]
     options = Options(
         name=name.replace("-", "_"),
@@ -89,7 +86,7 @@ def main(
     try:
         _refuse_unusable(out, source or data_set.source, question_column, answer_column)
         opened = _open(data_set, source, config, split)
-        logger.info("reading %s: columns %s", opened.name, ", ".join(opened.columns))
+        typer.echo(f"reading {opened.name}: columns {', '.join(opened.columns)}", err=True)
         prepared = prepare(opened, _load_tokenizer(tokenizer), options, _progress)
         _write(out, prepared, {"read_from": opened.name, "tokenizer": str(tokenizer), **asdict(options)})
     except MegatronDppoError as error:

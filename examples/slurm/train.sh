@@ -67,7 +67,7 @@ while :; do # a signal interrupts wait
     ((is_interrupted)) || break
 done
 # Step 0 looked at the config, step 1 is the engine; a signal to srun itself would kill its tasks at once.
-[[ -z $engine ]] || { scancel --signal=TERM "$SLURM_JOB_ID.1" || true; wait "$engine" || true; }
+[[ -z $engine ]] || { scancel --signal=TERM "$SLURM_JOB_ID.1" 2>/dev/null || true; wait "$engine" || true; }
 [[ ! -e $logs/stopped ]] || requeue "stopped and saved"
 ((status == 0)) || show_error "$status" "$logs"
 exit "$status"

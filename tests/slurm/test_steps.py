@@ -10,7 +10,7 @@ from jobs import ROOT, Job, submit
 
 TRAIN = "examples/moe_base/train.sbatch"
 ALGORITHM = "dppo_binary_tv.toml"
-_LIMIT_S = 60
+_LIMIT_S = 180
 
 
 @pytest.fixture
@@ -33,27 +33,42 @@ def start(
     return submit(cluster, run.parent, *command, **stand_in | {"STAND_IN_FOLDER": str(run)} | env)
 
 
-def test_an_engine_step_runs_beside_the_trainer_on_nodes_of_its_own(
-    cluster: Cluster, tiny: tuple[str, ...], run: Path
+@pytest.mark.parametrize(
+    ("colocated", "num_engine_nodes", "num_trainer_nodes", "server_nodes"),
+    [("false", "1", 1, ["n1", "n1"]), ("true", "0", 2, ["n0", "n0", "n1", "n1"])],
+    ids=["on nodes of its own", "on the trainer's nodes"],
+)
+def test_an_engine_step_runs_beside_the_trainer(
+    cluster: Cluster,
+    tiny: tuple[str, ...],
+    run: Path,
+    colocated: str,
+    num_engine_nodes: str,
+    num_trainer_nodes: int,
+    server_nodes: list[str],
 ) -> None:
-    sets = (
-        "rollout.engine=sglang",
-        "rollout.sglang.colocated=false",
-        "rollout.sglang.weight_sync=distributed",
-        "sglang.tp_size=4",
-    )
-    job = start(cluster, run, tiny, sets=sets, NUM_ENGINE_NODES="1", PROCESSES_PER_NODE="2")
+    options = {
+        "rollout.engine": "sglang",
+        "rollout.sglang.colocated": colocated,
+        "rollout.sglang.weight_sync": "disk",
+        "sglang.tp_size": 4,
+        "parallel.expert": 1,
+    }
+    sets = tuple(f"{name}={value}" for name, value in options.items())
+    job = start(cluster, run, tiny, sets=sets, NUM_ENGINE_NODES=num_engine_nodes)
     job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
-    servers = [(run / "servers" / f"node-{index}.json").read_text() for index in range(2)]
-    for index, server in enumerate(servers):
-        assert server.startswith("n1: -m megatron_dppo serve examples/moe_base/base.toml")
+    for index, node in enumerate(server_nodes):
+        server = (run / "servers" / f"node-{index}.json").read_text()
+        assert server.startswith(f"{node}: -m megatron_dppo serve examples/moe_base/base.toml")
         assert f"--name node-{index} " in server
-        assert ("--set sglang.base_gpu_id=4 " in server) == (index == 1)
+        assert ("--set sglang.base_gpu_id=4 " in server) == (index % 2 == 1)
     logs = run / "slurm" / f"{job.id}-attempt_0"
-    assert (
-        (logs / "trainer.log").read_text().startswith("n0: -m torch.distributed.run --nnodes=1 --node-rank=0")
-    )
-    assert (logs / "engine.log").read_text().count("n1: ended") == 2
+    trainers = sorted((logs / "trainer.log").read_text().splitlines())
+    command = f"-m torch.distributed.run --nnodes={num_trainer_nodes} --node-rank"
+    expected = [f"n{rank}: {command}={rank}" for rank in range(num_trainer_nodes)]
+    assert [line[: len(expected[0])] for line in trainers] == expected
+    ended = sorted(line for line in (logs / "engine.log").read_text().splitlines() if line.endswith(": ended"))
+    assert ended == [f"{node}: ended" for node in server_nodes]
 
 
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:

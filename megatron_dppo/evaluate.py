@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.conversion.stored_weights import StoredWeights
 from megatron_dppo.data.jsonl import write_whole
 from megatron_dppo.diagnostics.run_lock import locked
-from megatron_dppo.errors import CheckpointError
+from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.models.megatron_checkpoint import hf_files
 from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
@@ -45,7 +45,7 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
         rollout: Keys the noise: a run draws the same in its evaluation after so many rollouts.
 
     Raises:
-        ConfigError: The configuration cannot work, or another process uses `folder`.
+        ConfigError: The configuration cannot work, or `folder` holds other things, or another process uses it.
     """
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
@@ -133,15 +133,20 @@ def _described(each: EvaluationSet) -> dict[str, Any]:
 
 def _kept(folder: Path, wanted: Results) -> Results:
     """Results of sets that need not be sampled again; the file forgets all others before they are sampled."""
-    try:
-        found: Results = json.loads((folder / METRICS).read_text())
-    except (OSError, ValueError):
+    file = folder / METRICS
+    if not file.exists():
         return {}
-    kept = {
-        name: result
-        for name, result in found.items()
-        if name in wanted and result["of"] == wanted[name]["of"] and (folder / f"{name}.jsonl").is_file()
-    }
+    try:
+        found: Results = json.loads(file.read_text())
+        kept = {
+            name: result
+            for name, result in found.items()
+            if result["of"] == wanted.get(name, {}).get("of") and (folder / f"{name}.jsonl").is_file()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = "a new folder, or one that evaluate has written"
+        action = "Name another folder with --out."
+        raise ConfigError(Problem("--out", f"{file}, which no evaluation wrote", expected, action)) from error
     _write(folder, kept)
     return kept
 
@@ -171,7 +176,7 @@ def _evaluate_rest(
         dialogue.start()
         evaluation = Evaluation(config, dialogue, tokenizer, rewards, share=share)
         sync.push(0)
-        for each in evaluation.prompts:
+        for each in evaluation.sets:
             if each.name in done:
                 continue
             file = folder / f"{each.name}.jsonl"

@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -107,12 +107,8 @@ class Evaluation:
         self._config, self._dialogue, self._tokenizer = config, dialogue, tokenizer
         self._rewards, self._share = rewards, share
         columns = (config.data.prompt_column, config.data.answer_column)
-        self._prompts = {each: load_prompts(each.prompts, *columns) for each in evaluation_sets(config)}
-
-    @property
-    def prompts(self) -> Mapping[EvaluationSet, Sequence[Prompt]]:
-        """Each set's prompts, those of all ranks."""
-        return self._prompts
+        self.sets = evaluation_sets(config)
+        self._prompts = {each.name: load_prompts(each.prompts, *columns) for each in self.sets}
 
     def run(self, each: EvaluationSet, rollout: int, responses: Path) -> list[PromptScore]:
         """Sample and score this rank's share of a set; communicates with no other rank.
@@ -125,7 +121,7 @@ class Evaluation:
             rollout: Rollouts finished before; keys the noise.
             responses: The file that `merge_responses` makes of every rank's part, which is written beside it.
         """
-        (rank, size), prompts = self._share, self._prompts[each]
+        (rank, size), prompts = self._share, self._prompts[each.name]
         places = [(index, prompts[index]) for index in range(rank, len(prompts), size)]
         limits = each.samples_per_prompt, self._config.data.max_prompt_tokens, self._config.run.seed
         maker = GroupMaker(self._tokenizer, *limits, self._dialogue.environments)

@@ -161,7 +161,7 @@ class Rollouts:
         """
         return {
             each.name: self._evaluation.run(each, rollout, responses_file(folder, each.name, rollout))
-            for each in self._evaluation.prompts
+            for each in self._evaluation.sets
         }
 
     def close(self) -> None:

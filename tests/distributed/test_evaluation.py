@@ -12,6 +12,8 @@ from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 from test_training_run import train
 
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.evaluate import _kept
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime import Runtime
 
@@ -125,6 +127,14 @@ def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept
     )
     assert len(lines(tmp_path / "out" / "few.jsonl")) == 9
     assert not (task / "nowhere").exists(), "the run folder is not touched"
+
+
+def test_a_folder_with_metrics_of_something_else_is_refused(tmp_path: Path) -> None:
+    for content in ('{"reward/mean": 0.5}', "[]", "{"):
+        (tmp_path / "metrics.json").write_text(content)
+        with pytest.raises(ConfigError, match="which no evaluation wrote"):
+            _kept(tmp_path, {})
+        assert (tmp_path / "metrics.json").read_text() == content
 
 
 def test_the_command_evaluates_a_checkpoint_as_the_run_did(task: Path, evaluated: Path, tmp_path: Path) -> None:

@@ -31,22 +31,18 @@ def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("turns")
 def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Conversations of several turns have somebody to talk with, and are never left half done."""
+    """Conversations have somebody to talk with, and are never left half done."""
     options = config.rollout
-    if options.max_turns == 1:
-        return
-    found = f"{options.max_turns} with rollout."
-    if options.environment == "single_turn":
-        action = "Leave it out, or name an environment."
-        yield Problem(
-            "rollout.max_turns", f"{found}environment = 'single_turn'", "1: one response ends it", action
+    if options.max_turns > 1 and options.environment == "single_turn":
+        found, expected = (
+            f"{options.max_turns} with rollout.environment = 'single_turn'",
+            "1: one response ends it",
         )
-    if options.over_sampling > 1:
+        yield Problem("rollout.max_turns", found, expected, "Leave it out, or name an environment.")
+    if options.over_sampling > 1 and options.environment != "single_turn":
+        found = f"{options.environment!r} with rollout.over_sampling = {options.over_sampling:g}"
         expected = "1, since what over-sampling leaves half done is not kept with its environment"
-        action = "Set rollout.over_sampling = 1."
-        yield Problem(
-            "rollout.max_turns", f"{found}over_sampling = {options.over_sampling:g}", expected, action
-        )
+        yield Problem("rollout.environment", found, expected, "Set rollout.over_sampling = 1.")
 
 
 @rule("generate")

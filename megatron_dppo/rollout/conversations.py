@@ -93,7 +93,7 @@ class Conversations:
         if self._limits.max_turns > 1:
             raise RolloutError(
                 f"found conversations of up to {self._limits.max_turns} turns, to be left half done; expected "
-                "one turn. Set rollout.over_sampling = 1, or rollout.max_turns = 1."
+                "one turn. Set rollout.over_sampling = 1."
             )
         params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
         engine = cast(InterruptibleEngine, self._engine)  # checks.sampling_rules demands it

@@ -29,7 +29,7 @@ def requests_of(name: str, num_prompts: int, samples: int, length: int = 40) -> 
 def compare(
     served: Served, requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
 ) -> tuple[float, float]:
-    """Largest differences of log-probs and of the top-K; routes must be equal, in their order."""
+    """Largest differences of log-probs and of the top-K of what was sampled; all routes must be equal."""
     worst, worst_topk = 0.0, 0.0
     for request, completion in zip(requests, completions, strict=True):
         assert completion.request_id == request.id
@@ -38,13 +38,16 @@ def compare(
         log_probs = (out.logits[0] / (params.temperature or 1.0)).log_softmax(-1)
         log_probs = log_probs[len(request.prompt_tokens) - 1 : -1]
         expected = log_probs.gather(1, completion.tokens[:, None])[:, 0]
-        worst = max(worst, float((completion.log_probs - expected).abs().max()))
+        is_sampled = torch.ones_like(completion.tokens, dtype=torch.bool)
+        if completion.loss_mask is not None:
+            is_sampled = completion.loss_mask
+        worst = max(worst, float((completion.log_probs - expected)[is_sampled].abs().max()))
         if params.num_topk_log_probs:
             assert completion.topk is not None
-            found = completion.topk.log_probs
+            found, log_probs = completion.topk.log_probs[is_sampled], log_probs[is_sampled]
             best = log_probs.topk(params.num_topk_log_probs).values
             worst_topk = max(worst_topk, float((found - best).abs().max()))
-            by_id = log_probs.gather(1, completion.topk.ids.long())
+            by_id = log_probs.gather(1, completion.topk.ids[is_sampled].long())
             worst_topk = max(worst_topk, float((found - by_id).abs().max()))
         if params.capture_routes:
             assert completion.routed_experts is not None

@@ -317,8 +317,8 @@ EXAMPLES: dict[str, list[Example]] = {
     "turns": [
         Example("rollout.max_turns", {"rollout.max_turns": 2}),
         Example(
-            "rollout.max_turns",
-            {"rollout.max_turns": 2, "rollout.environment": "sudoku", "rollout.over_sampling": 1.5},
+            "rollout.environment",
+            {"rollout.environment": "sudoku", "rollout.over_sampling": 1.5},
             also=frozenset({"over_sampling"}),
         ),
     ],

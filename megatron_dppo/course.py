@@ -74,6 +74,12 @@ class Course:
         every = self._config.tracking.paired_routing_every
         return every > 0 and self.state.rollout % every == 0
 
+    @property
+    def lists_clipped_tokens(self) -> bool:
+        """Whether the gradient steps of this rollout list the tokens that are masked."""
+        every = self._config.tracking.clipped_tokens_every
+        return every > 0 and self.state.rollout % every == 0
+
     def unless_asked_to_stop(self, work: Callable[[], T]) -> T:
         """What `work` returns; left at once, and the run saved and ended, where any rank is asked to stop.
 
@@ -102,6 +108,8 @@ class Course:
         batch, *rest = self.opened.steps
         skipped = self.state.skipped_in_a_row + 1 if step.is_skipped else 0
         self._journal.write_step(self.state.rollout, self.state.step, step.metrics)
+        if step.clipped is not None:
+            self._journal.write_clipped_tokens(self.state.step, step.clipped)
         if step.is_skipped:
             try:
                 self._journal.keep_evidence(self.state.step, batch, step, skipped)

@@ -5,23 +5,28 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from transformers import AutoTokenizer
 
 from megatron_dppo.actor.actor import Step
 from megatron_dppo.actor.evidence import keep_evidence
 from megatron_dppo.actor.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches import BatchReport
+from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.data.kept_batches import write_group
 from megatron_dppo.data.memory import bytes_of_samples
 from megatron_dppo.diagnostics.alarms import AlarmWatch, write_alarms
 from megatron_dppo.diagnostics.bound import bound_terms
+from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.noise import noise_warning
 from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.diagnostics.run_reader import read_run
 from megatron_dppo.diagnostics.tracking import RunFolder
 from megatron_dppo.errors import TrainingError
+from megatron_dppo.models.megatron_checkpoint import hf_files
 from megatron_dppo.models.spec_choice import choose_layer_spec
 from megatron_dppo.rollout.collect import RolloutBatch, Tokenizer, write_samples
 from megatron_dppo.rollout.counts import refuse_if_too_many_dropped
@@ -143,6 +148,20 @@ class Journal:
             self._is_noise_known = True
             if self._runtime.is_main:
                 logger.warning("%s", warning)
+
+    def write_clipped_tokens(self, step: int, clipped: ClippedTokens) -> None:
+        """`clipped_tokens/step_<n>.jsonl`: what each mask dropped most often, given by each rank."""
+        merged = ClippedTokens().merge(self._runtime.all_gather(clipped.state()))
+
+        def write(folder: RunFolder) -> None:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                hf_files(self._config.model.load), trust_remote_code=False
+            )
+            file = folder.path / "clipped_tokens" / f"step_{step:06d}.jsonl"
+            file.parent.mkdir(exist_ok=True)
+            write_jsonl(file, merged.rows(tokenizer.decode))
+
+        self._on_main(write)
 
     def add_values(self, values: Mapping[str, float]) -> None:
         """What every rank knows alike and goes into the row of the current rollout."""

@@ -98,7 +98,10 @@ class Training:
         while self.course.opened is not None and self.course.opened.steps:
             with self.course.watch.time("train"):
                 is_first = self.course.opened.num_done == 0
-                step = self.actor.train_step(self.course.opened.steps[0], is_first=is_first)
+                lists_clipped = self.course.lists_clipped_tokens
+                step = self.actor.train_step(
+                    self.course.opened.steps[0], is_first=is_first, lists_clipped=lists_clipped
+                )
             self.course.count_step(step)
 
     def _sync(self) -> None:

@@ -34,6 +34,7 @@ from megatron_dppo.data.balance import SampleCost
 from megatron_dppo.data.exchange import DataParallel
 from megatron_dppo.data.packing import microbatches_of, placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
+from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_agreement, add_mismatch
 from megatron_dppo.errors import ConfigError, Problem
@@ -154,15 +155,16 @@ class Actor:
         """Wait until this rank has all its updated parameters, before they are read outside a forward pass."""
         complete_parameters(self._ddp)
 
-    def train_step(self, batch: TrainBatch, *, is_first: bool) -> "Step":
+    def train_step(self, batch: TrainBatch, *, is_first: bool, lists_clipped: bool = False) -> "Step":
         """One gradient step; skipped, on every rank, where a loss or a gradient is not finite on any.
 
         Args:
             batch: This rank's micro-batches; as many on every rank.
             is_first: The weights are still those that the rollout sampled with: measure the mismatch of the
                 engines and the agreement of the routers, which later steps would mix with learning.
+            lists_clipped: Count the tokens that each mask drops.
         """
-        step = self.accumulate_gradients(batch, is_first=is_first)
+        step = self.accumulate_gradients(batch, is_first=is_first, lists_clipped=lists_clipped)
         metrics = step.metrics
         metrics.add_max("optimizer/lr", self.optimizer.param_groups[0]["lr"])
         faults = [*step.faults, *bad_gradients(self._ddp)]
@@ -174,11 +176,12 @@ class Actor:
             metrics.add_max("optimizer/grad_norm", float(grad_norm))
         metrics.add_max("optimizer/skipped_steps", float(is_skipped))
         self._schedule.step(1)
-        return Step(metrics, tuple(faults), is_skipped)
+        return replace(step, faults=tuple(faults), is_skipped=is_skipped)
 
-    def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool) -> "Step":
+    def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool, lists_clipped: bool = False) -> "Step":
         """Forward and backward of every micro-batch; gradients are then averaged over all learning tokens."""
         metrics, faults = Metrics(), list[str]()
+        clipped = ClippedTokens() if lists_clipped else None
         for chunk in self._ddp:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -194,7 +197,7 @@ class Actor:
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
             if speaks_for_its_tokens():
-                self._observer.observe(metrics, out, microbatch, is_first=is_first)
+                self._observer.observe(metrics, out, microbatch, is_first=is_first, clipped=clipped)
             return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
@@ -205,7 +208,7 @@ class Actor:
             self._observer.observe_whole(metrics, batch.microbatches)
         if is_measuring and replay is not None:
             add_agreement(metrics, replay.agreement())
-        return Step(metrics, tuple(faults))
+        return Step(metrics, tuple(faults), clipped=clipped)
 
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with log-probs of the current weights: one more forward, for "recomputed" anchors only."""
@@ -360,6 +363,7 @@ class Step:
     metrics: Metrics
     faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words
     is_skipped: bool = False  # the weights were left as they were, on every rank
+    clipped: ClippedTokens | None = None  # what masks dropped, where it was asked for
 
 
 def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:

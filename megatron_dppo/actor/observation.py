@@ -2,15 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, TopKLogProbs, shadow_masks
 from megatron_dppo.algorithms.shadow import with_inputs
 from megatron_dppo.config.schema import TrackingConfig
 from megatron_dppo.diagnostics.bound import add_bound_of_responses, add_bound_of_tokens
+from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_noise, add_trust_region
 from megatron_dppo.diagnostics.shadow import add_shadow_masks
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.types import Microbatch
+
+ACTIVE = "active"
+"""In place of a preset's name: the objective that trains."""
 
 
 class Observer:
@@ -38,7 +44,13 @@ class Observer:
         return max((shadow.top_k for shadow in self.shadows.values() if shadow.needs_topk), default=0)
 
     def observe(
-        self, metrics: Metrics, out: FusedPolicyLoss, microbatch: Microbatch, *, is_first: bool
+        self,
+        metrics: Metrics,
+        out: FusedPolicyLoss,
+        microbatch: Microbatch,
+        *,
+        is_first: bool,
+        clipped: ClippedTokens | None = None,
     ) -> None:
         """Statistics of one micro-batch.
 
@@ -47,6 +59,7 @@ class Observer:
             out: The loss of its tokens.
             microbatch: This rank's tokens.
             is_first: The weights are still those that the rollout sampled with.
+            clipped: Gets the tokens that each mask drops, where given.
         """
         m = microbatch
         metrics.add_mean("loss/policy", out.loss_sum.detach(), m.num_loss_tokens)
@@ -64,14 +77,35 @@ class Observer:
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
             add_noise(metrics, counts)
-        if self.shadows:
-            self._add_shadows(metrics, out, m)
+        masks = self._shadow_masks(out, m)
+        add_shadow_masks(
+            metrics,
+            self.shadows,
+            masks,
+            out.mask,
+            log_probs=out.log_probs,
+            rollout_log_probs=m.rollout_log_probs,
+            advantages=m.advantages,
+            loss_mask=m.loss_mask,
+        )
+        if clipped is not None:
+            clipped.add(
+                {ACTIVE: out.mask, **masks},
+                targets=m.targets,
+                log_probs=out.log_probs,
+                rollout_log_probs=m.rollout_log_probs,
+                entropy=out.entropy,
+                advantages=m.advantages,
+                loss_mask=m.loss_mask,
+            )
 
     def observe_whole(self, metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
         """What only whole micro-batches show; one rank of each data-parallel group calls this."""
         add_bound_of_responses(metrics, microbatches)
 
-    def _add_shadows(self, metrics: Metrics, out: FusedPolicyLoss, m: Microbatch) -> None:
+    def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
+        if not self.shadows:
+            return {}
         topk = None
         if m.topk is not None and out.topk_log_probs is not None:
             used = slice(None, out.topk_log_probs.shape[1])
@@ -85,13 +119,4 @@ class Observer:
             topk=topk,
             targets=m.targets,
         )
-        add_shadow_masks(
-            metrics,
-            self.shadows,
-            shadow_masks(self.shadows, inputs),
-            out.mask,
-            log_probs=out.log_probs,
-            rollout_log_probs=m.rollout_log_probs,
-            advantages=m.advantages,
-            loss_mask=m.loss_mask,
-        )
+        return shadow_masks(self.shadows, inputs)

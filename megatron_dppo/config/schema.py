@@ -386,6 +386,8 @@ class TrackingConfig(Section):
     """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
     alarms: Literal["log", "stop", "off"] = "log"
     """What follows where a rollout looks wrong: reward, length, tails, routers, values that are not finite."""
+    clipped_tokens_every: NonNegativeInt = 0
+    """Every so many rollouts, at each gradient step list the tokens that masks drop most; 0 never."""
     shadow: bool = True
     """Beside each gradient step, judge its tokens by other presets too: what they would have masked."""
     shadow_presets: tuple[str, ...] = ()

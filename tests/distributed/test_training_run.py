@@ -16,6 +16,7 @@ import torch
 from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 
+from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.models.hf_checkpoint import HFWeights
 from megatron_dppo.runtime import Runtime
 
@@ -180,13 +181,19 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
 def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     task: Path, tmp_path: Path, preset: str, extra: bool
 ) -> None:
-    tables = with_data(task, preset, run={"num_rollouts": 1})
+    tables = with_data(task, preset, run={"num_rollouts": 1}, tracking={"clipped_tokens_every": 1})
     tables["algorithm"] = {"preset": preset, "delta": 1e-6, "minibatches_per_rollout": 2}
     forwards = run_ranks(train, 1, tmp_path, tables)[0]["forwards"]
     trained = sum(forwards)
     assert trained >= 2
     assert len(forwards) - trained == (trained if extra else 0)
     warnings = (tmp_path / "rank0.log").read_text().count("sits inside the engines' noise")
+    files = sorted((task / preset / "clipped_tokens").iterdir())
+    rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    assert [file.name for file in files] == ["step_000000.jsonl", "step_000001.jsonl"]
+    of_active = [row for row in rows if row["preset"] == "active"]
+    assert of_active and {row["preset"] for row in rows} <= {"active", *PRESETS}
+    assert all(row["token"] and row["count"] >= 1 and 0 <= row["mean_tv"] <= 1 for row in rows)
     assert warnings == (not extra), "recomputed log-probs have no noise before the first step"
 
 

@@ -30,8 +30,10 @@ def add_shadow_masks(
     the part that its mask drops. The log-ratio is clamped as in `mismatch.py`. One device synchronisation
     beside that of choosing the tokens.
     """
+    if not masks:
+        return
     rows = (loss_mask.bool() & (advantages != 0)).nonzero()[:, 0]
-    if not masks or rows.numel() == 0:
+    if rows.numel() == 0:
         return
     advantages = advantages[rows].double()
     log_ratio = (log_probs[rows].double() - rollout_log_probs[rows].double()).clamp(

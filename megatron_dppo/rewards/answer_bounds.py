@@ -12,7 +12,10 @@ _MAX_FACTORIAL = 1_000
 _OPENERS = {"(": ")", "[": "]", "{": "}"}
 _CLOSERS = frozenset(_OPENERS.values())
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_SIGNS = re.compile(r"[ +-]*")
+_ATOM = re.compile(r"(?P<command>\\[a-zA-Z]+)|\d+(?:\.\d+)?|[a-zA-Z]")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
+_GROWS = re.compile(r"!|binom|choose")  # beyond what its numbers make by sums and products
 _POWER = re.compile(r"\^|\*\*|\\uparrow")
 
 
@@ -49,9 +52,11 @@ def _has_small_powers(text: str, groups: dict[int, int]) -> bool:
     """Powers of powers multiply, whether they stand in the base or in the exponent."""
     of_groups, of_others = 1.0, 1.0
     for power in _POWER.finditer(text):
-        exponent = _operand(text, power.end(), groups)
+        end = _end_of_operand(text, power.end(), groups)
+        exponent = text[power.end() : end]
         size = _size(exponent)
-        if size > _MAX_EXPONENT or "!" in exponent:
+        goes_on = size > 1.0 and text[end:].lstrip().startswith(("^", "**", "!"))
+        if size > _MAX_EXPONENT or _GROWS.search(exponent) or goes_on:
             return False
         if text[: power.start()].rstrip()[-1:] in _CLOSERS:
             of_groups *= max(size, 1.0)
@@ -72,14 +77,17 @@ def _has_small_factorials(text: str, groups: dict[int, int]) -> bool:
     return True
 
 
-def _operand(text: str, place: int, groups: dict[int, int]) -> str:
-    """What follows a power sign: a group, or a number; a lone command or letter counts as nothing."""
-    rest = text[place:]
-    place += len(rest) - len(rest.lstrip(" -+"))
-    if place in groups:
-        return text[place : groups[place] + 1]
-    number = _NUMBER.match(text, place)
-    return number.group() if number else ""
+def _end_of_operand(text: str, place: int, groups: dict[int, int]) -> int:
+    """Where what follows a power sign ends: a number, a letter, a group, or a command with its groups."""
+    signs = _SIGNS.match(text, place)
+    place = signs.end() if signs else place
+    atom = _ATOM.match(text, place)
+    if atom is None:
+        return groups.get(place, place - 1) + 1
+    place = atom.end()
+    while atom["command"] and groups.get(place, -1) > place:
+        place = groups[place] + 1
+    return place
 
 
 def _size(text: str) -> float:

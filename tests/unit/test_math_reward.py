@@ -62,9 +62,13 @@ def test_a_reference_may_stand_in_a_box_and_in_dollars() -> None:
         assert scored(reference, "0.5") == RIGHT
 
 
-@pytest.mark.parametrize(
-    "answer", ["9^{9^{9^9}}", "(9!)!", "9!!!!", "(9^{999})^{999}", "2^{99999}", "(" * 20 + "1"]
-)
+TOO_LARGE = [
+    *("9^{9^{9^9}}", "(9!)!", "9!!!!", "(9^{999})^{999}", "2^{99999}", "(" * 20 + "1"),
+    *("9^9^9", "9^{9}^{9}", "9^9!", "9^{99}!", r"9^\frac{99999}{1}", r"9^\binom{99}{50}", "9**9**9"),
+]
+
+
+@pytest.mark.parametrize("answer", TOO_LARGE)
 def test_what_cannot_be_computed_is_wrong_and_counted(answer: str) -> None:
     assert scored("5", answer) == TOO_HARD
 

@@ -16,6 +16,7 @@ Counts = MutableMapping[str, int]
 
 _HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,8 @@ def last_boxed(solution: str) -> str:
     if not boxes:
         return ""
     begin, depth = boxes[-1].end(), 1
-    for place in range(begin, len(solution)):
-        if solution[place - 1] == "\\":
-            continue
-        depth += (solution[place] == "{") - (solution[place] == "}")
+    for piece in _BRACE.finditer(solution, begin):
+        depth += (piece.group() == "{") - (piece.group() == "}")
         if depth == 0:
-            return solution[begin:place]
+            return solution[begin : piece.start()]
     return ""

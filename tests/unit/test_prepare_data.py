@@ -218,5 +218,6 @@ def test_folders_and_names_on_the_hub(tmp_path: Path, model: Path, monkeypatch: 
 def test_the_last_box() -> None:
     assert last_boxed(r"\boxed{1} then $\boxed{\frac{1}{2}}$.") == r"\frac{1}{2}"
     assert last_boxed(r"\fbox {a\}b}") == r"a\}b"
+    assert last_boxed(r"\boxed{1\\2\\}.") == r"1\\2\\"
     assert last_boxed(r"\boxed{1} then \boxed{2") == ""
     assert last_boxed("none") == ""

@@ -11,6 +11,7 @@ case "$*" in
         ;;
     *)
         echo "$SLURMD_NODENAME: $*"
+        mkdir -p "$STAND_IN_FOLDER"
         touch "$STAND_IN_FOLDER/begun"
         [[ -n ${SLURM_RESTART_COUNT:-} ]] || sleep "${STAND_IN_SECONDS:-0}"
         ;;

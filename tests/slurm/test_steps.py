@@ -71,6 +71,15 @@ def test_an_engine_step_runs_beside_the_trainer(
     assert ended == [f"{node}: ended" for node in server_nodes]
 
 
+def test_an_array_is_a_run_for_each_seed(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
+    job = start(cluster, run, tiny, "--array=3,8", "--nodes=1", sets=("parallel.expert=1",))
+    job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    for seed in (3, 8):
+        (log,) = run.glob(f"seed_{seed}/slurm/*-attempt_0/trainer.log")
+        command = log.read_text()
+        assert f"--set run.seed={seed} --set run.folder='{run}/seed_{seed}'" in command
+
+
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
     job = start(cluster, run, tiny, STAND_IN_SECONDS="100")
     cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")

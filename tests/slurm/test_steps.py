@@ -80,6 +80,15 @@ def test_an_array_is_a_run_for_each_seed(cluster: Cluster, tiny: tuple[str, ...]
         assert f"--set run.seed={seed} --set run.folder='{run}/seed_{seed}'" in command
 
 
+def test_a_config_with_problems_starts_no_rank(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
+    job = start(cluster, run, tiny, sets=("rollout.top_p=0.9", "parallel.tensor=3"))
+    said = job.wait_for_state("FAILED", timeout_s=_LIMIT_S)
+    assert "ConfigError: " in said
+    assert "rollout.top_p: found 0.9" in said
+    assert "parallel.tensor" in said
+    assert not (run / "begun").exists()
+
+
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:
     job = start(cluster, run, tiny, STAND_IN_SECONDS="100")
     cluster.wait_until((run / "begun").exists, _LIMIT_S, f"the trainer starts; it said:\n{job.output}")

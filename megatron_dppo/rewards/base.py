@@ -100,7 +100,7 @@ def problem_with(name: str) -> Problem | None:
 def reward(name: str) -> Reward:
     """The reward registered under `name`, or the function that "package.module:function" names.
 
-    Such a module is imported; no other user code ever is. What it raises then comes through.
+    Such a module is imported, and what it raises then comes through.
 
     Raises:
         ConfigError: There is none of that name; the message says what there is.

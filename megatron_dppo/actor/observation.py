@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, TopKLogProbs, shadow_masks
 from megatron_dppo.algorithms.shadow import with_inputs
-from megatron_dppo.config.schema import TrackingConfig
+from megatron_dppo.config.measuring import TrackingConfig
 from megatron_dppo.diagnostics.bound import add_bound_of_responses, add_bound_of_tokens
 from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
 from megatron_dppo.diagnostics.metrics import Metrics

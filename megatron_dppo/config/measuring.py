@@ -1,0 +1,65 @@
+"""What a user may set of evaluation, and of what a run tells of itself."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megatron_dppo.config.section import RewardSetting, Section
+
+
+class EvaluationSetConfig(Section):
+    """[evaluation.sets.<name>]: one set of held-out prompts; what is none here is as in [evaluation]."""
+
+    prompts: Path
+    """A file like data.prompts."""
+    samples_per_prompt: PositiveInt | None = None
+    """Responses to each prompt of this set."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature of this set."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling of this set."""
+    max_response_tokens: PositiveInt | None = None
+    """Where responses of this set are cut."""
+    reward: RewardSetting | None = None
+    """As data.reward; none: that one. Here right is worth 1 and wrong 0."""
+
+
+class EvaluationConfig(Section):
+    """[evaluation]: scores on sets of held-out prompts, with sampling of its own."""
+
+    sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
+    """Tables [evaluation.sets.<name>], each with its prompts; without any there is no evaluation."""
+    every: PositiveInt = 10
+    """Evaluate after this many rollouts, before the first and after the last."""
+    samples_per_prompt: PositiveInt = 32
+    """Responses to each prompt: n of avg@n."""
+    temperature: NonNegativeFloat = 0.7
+    """0 decodes greedily."""
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    """Nucleus sampling."""
+    max_response_tokens: PositiveInt | None = None
+    """Longer responses are cut and counted as truncated; none: rollout.max_response_tokens."""
+    pass_at: tuple[PositiveInt, ...] | None = None
+    """k of pass@k; none: 1, 2, 4, ... up to a set's samples_per_prompt."""
+
+
+class TrackingConfig(Section):
+    """[tracking]: what is written beside the metrics file, and diagnostics that cost time."""
+
+    backends: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Trackers to feed beside metrics.jsonl (extra `track`)."""
+    samples_every: NonNegativeInt = 10
+    """Write the rollout's samples as text after this many rollouts; 0 never."""
+    batches_every: NonNegativeInt = 0
+    """Keep the rollout's mini-batches as tensors after this many rollouts, for what-if; 0 never."""
+    paired_routing_every: NonNegativeInt = 0
+    """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
+    alarms: Literal["log", "stop", "off"] = "log"
+    """What follows where a rollout looks wrong: reward, length, tails, routers, values that are not finite."""
+    clipped_tokens_every: NonNegativeInt = 0
+    """Every so many rollouts, at each gradient step list the tokens that masks drop most; 0 never."""
+    shadow: bool = True
+    """Beside each gradient step, judge its tokens by other presets too: what they would have masked."""
+    shadow_presets: tuple[str, ...] = ()
+    """Names in megatron_dppo.algorithms.PRESETS; none: all that the batch has the inputs of."""

@@ -2,18 +2,23 @@
 
     python examples/make_tiny.py runs/tiny
 
-One random model of each family in Hugging Face form, with the quickstart's tokenizer and prompts.
+One random model of each family in Hugging Face form, with the quickstart's tokenizer and prompts; and one for
+examples/tiny_gem.toml, all of whose words but `<unk>` are answers to tasks of the Gem library.
 """
 
 import argparse
+import itertools
 import runpy
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.data import sanity_task
+from megatron_dppo.data.jsonl import write_jsonl
 
 FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -59,15 +64,31 @@ def write_tiny(folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
     sanity_task.write_prompts(folder / "prompts.jsonl", 64, seed=0)
     sanity_task.write_prompts(folder / "held_out.jsonl", 4, seed=0, split="held_out")
+    gem = gem_tokenizer()
+    write_model(folder / "gem", "Qwen3ForCausalLM", vocab_size=len(gem), max_position_embeddings=1024)
+    gem.save_pretrained(folder / "gem")
+    write_jsonl(folder / "gem.jsonl", [{"id": f"{n}", "prompt": "Solve:", "answer": ""} for n in range(64)])
 
 
-def write_model(folder: Path, architecture: str) -> None:
+def gem_tokenizer() -> PreTrainedTokenizerFast:
+    """Every answer to Acre and every move of the small Sudoku is a token of its own; other words are one."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    moves = (" ".join(move) for move in itertools.product("1234", repeat=3))
+    answers = [rf"\boxed{{{answer}}}" for answer in ("on", "off", "undetermined", *moves)]
+    words.add_tokens([AddedToken(answer, normalized=False) for answer in answers])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def write_model(folder: Path, architecture: str, **changes: Any) -> None:
     """Save a random model whose distributions and routers are far from flat."""
     model_class = getattr(transformers, architecture)
     config_class = model_class.config_class
     has_experts = hasattr(config_class(), "num_experts")
     torch.manual_seed(0)
-    model = model_class(config_class(**_SIZES | (_EXPERT_SIZES if has_experts else {})))
+    model = model_class(config_class(**_SIZES | (_EXPERT_SIZES if has_experts else {}) | changes))
     model.save_pretrained(folder)
 
 

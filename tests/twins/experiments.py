@@ -9,7 +9,9 @@ from published_models import PUBLISHED
 from examples.make_tiny import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-TINY = Path("examples") / "tiny.toml"
+_TINY = Path("examples") / "tiny.toml"
+_TINY_GEM = Path("examples") / "tiny_gem.toml"
+_GEM = "gem_tasks"
 _ELSEWHERE = {"quickstart", "sudoku"}
 
 
@@ -25,6 +27,16 @@ class Algorithm:
         """The TOML files of the run, relative to the repository's root."""
         folder = Path("examples") / self.experiment
         return folder / "base.toml", folder / f"{self.name}.toml"
+
+    @property
+    def tiny_layers(self) -> tuple[Path, ...]:
+        """The TOML files of its twin."""
+        return (*self.layers, _TINY, *((_TINY_GEM,) if self.experiment == _GEM else ()))
+
+    @property
+    def earns_tiny_reward(self) -> bool:
+        """Whether a random model's rewards vary; it solves no whole puzzle, and moves of Sudoku at times."""
+        return self.experiment != _GEM or "sudoku" in self.name
 
     def __str__(self) -> str:
         return f"{self.experiment}-{self.name}"
@@ -48,6 +60,8 @@ def model_of(experiment: str) -> str:
 
 
 def tiny_family(algorithm: Algorithm) -> str:
-    """The tiny model of the same architecture."""
+    """The tiny model of the same architecture, or the one that answers Gem's tasks."""
+    if algorithm.experiment == _GEM:
+        return "gem"
     (architecture,) = PUBLISHED[model_of(algorithm.experiment)]["architectures"]
     return next(name for name, known in FAMILIES.items() if known == architecture)

@@ -19,7 +19,10 @@ FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(
     ("moe_base", "moe_base_r3", "moe_thinking", "moe_base_lora", "topk_ablation"), 16
 )
 """Of 80 GB each, on nodes of eight, on which an experiment fits as it stands."""
-DATA = ("dapo_math_17k", "math_sanity", "math", "gem", "aime24", "aime25")
+DATA = (
+    *("dapo_math_17k", "math_sanity", "math", "gem"),
+    *("aime24", "aime25", "aime24_r1_distill", "aime25_r1_distill"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,6 +29,8 @@ APPENDIX_F: dict[str, dict[str, Any]] = {
 }
 TV_OF_LORA = 0.15
 RATIO_CAP = 5.0
+EVALUATION = {"samples_per_prompt": 32, "temperature": 0.7, "top_p": 0.95, "max_response_tokens": None}
+EVALUATED_EVERY = (5, 5, 5, 10, 10)
 LORA_ALPHA = 64
 SCALING = [algorithm for algorithm in ALGORITHMS if algorithm.experiment in COLUMNS]
 
@@ -71,3 +73,11 @@ def test_an_algorithm_has_the_thresholds_of_appendix_f(algorithm: Algorithm) -> 
     assert {field: getattr(objective, field) for field in expected} == expected
     assert objective.ratio_cap == RATIO_CAP
     assert objective.anchor == "rollout"
+
+
+@pytest.mark.parametrize("algorithm", SCALING, ids=str)
+def test_evaluation_is_that_of_appendix_f(algorithm: Algorithm) -> None:
+    evaluation = load_config(algorithm.layers).evaluation
+    assert evaluation.model_dump(include=set(EVALUATION)) == EVALUATION
+    assert evaluation.every == EVALUATED_EVERY[COLUMNS.index(algorithm.experiment)]
+    assert evaluation.sets.keys() == {"aime24", "aime25"}

@@ -24,6 +24,7 @@ class Twin:
     config: Config  # as the run resolved it
     rollouts: list[dict[str, Any]]
     steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
 
     @property
     def objective(self) -> Objective:
@@ -45,7 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_twin_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -> None:
     twin = _train(folder, algorithm)
     assert [row["step"] for row in twin.steps] == [0, 1, 2, 3]
-    for row in (*twin.rollouts, *twin.steps):
+    assert all(
+        f"eval/{name}/avg_at_2" in row for row in twin.evaluations for name in twin.config.evaluation.sets
+    )
+    assert [row["rollout"] for row in twin.evaluations] == [0, 2]
+    for row in (*twin.rollouts, *twin.steps, *twin.evaluations):
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row
     assert all(row["optimizer/skipped_steps"] == 0 for row in twin.steps)
     if algorithm.earns_tiny_reward:
@@ -65,9 +70,10 @@ def _train(folder: Path, algorithm: Algorithm) -> Twin:
     arguments = [*map(str, algorithm.tiny_layers), *(word for each in settings for word in ("--set", each))]
     assert train(arguments, folder, log) == 0, log.read_text()[-3000:]
     rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    rollouts, steps = ([row for row in rows if row["kind"] == kind] for kind in ("rollout", "step"))
+    kinds = ("rollout", "step", "evaluation")
+    rollouts, steps, evaluations = ([row for row in rows if row["kind"] == kind] for kind in kinds)
     full_size = load_config([ROOT / layer for layer in algorithm.layers])
-    return Twin(full_size, load_config([folder / run / "config.toml"]), rollouts, steps)
+    return Twin(full_size, load_config([folder / run / "config.toml"]), rollouts, steps, evaluations)
 
 
 def _acts_as(objective: Objective, steps: list[dict[str, Any]]) -> bool:

@@ -37,7 +37,7 @@ def forked(function: Callable[..., Any], *arguments: Any) -> int:
 def _train(arguments: list[str], folder: Path, log: Path) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = log.open("w")
+    for descriptor in (1, 2):  # what other languages and processes print
+        os.dup2(sys.stdout.fileno(), descriptor)
     app(["train", *arguments])

@@ -28,6 +28,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     overrides = {
         "model.load": folder / "qwen3_moe",
         "data.prompts": folder / "prompts.jsonl",
+        "evaluation.sets.aime24.prompts": folder / "held_out.jsonl",
+        "evaluation.sets.aime25.prompts": folder / "held_out.jsonl",
         "parallel.expert": 2,
         "run.num_rollouts": 4,
     }

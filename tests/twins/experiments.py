@@ -1,4 +1,4 @@
-"""What examples/ holds: its experiments, their algorithms, and the model and machine of each."""
+"""The experiments in examples/, those that have a job script, and the algorithms and the model of each."""
 
 import tomllib
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 _TINY = Path("examples") / "tiny.toml"
 _TINY_GEM = Path("examples") / "tiny_gem.toml"
 _GEM = "gem_tasks"
-_ELSEWHERE = {"quickstart", "sudoku"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,7 @@ class Algorithm:
         return f"{self.experiment}-{self.name}"
 
 
-EXPERIMENTS = sorted(
-    path.parent.name for path in (ROOT / "examples").glob("*/base.toml") if path.parent.name not in _ELSEWHERE
-)
+EXPERIMENTS = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.sbatch"))
 ALGORITHMS = [
     Algorithm(experiment, path.stem)
     for experiment in EXPERIMENTS

@@ -194,7 +194,8 @@ def test_long_responses_are_lowered_where_they_are_judged() -> None:
         return RewardResult(1.0, {"x": 2.0})
 
     def rewarded(judge: Judge) -> list[tuple[float | None, dict[str, float]]]:
-        answered = [(PROMPT, make_sample([1] * length, 2)) for length in (4, 10, 12)]
+        unscored = [dataclasses.replace(make_sample([1] * length, 2), reward=None) for length in (4, 10, 12)]
+        answered = [(PROMPT, sample, None) for sample in unscored]
         samples = [verdict for verdict in judge(answered) if isinstance(verdict, Sample)]
         return [(sample.reward, dict(sample.reward_info)) for sample in samples]
 

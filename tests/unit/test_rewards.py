@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.errors import ConfigError, RewardError
@@ -73,6 +73,7 @@ def test_right_means_equal(answer: int, given_number: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS))
+@settings(deadline=None)  # the first call loads the reward's libraries
 @given(response=st.text(max_size=40), finish_reason=st.sampled_from(FINISH_REASONS))
 def test_every_reward_takes_garbage(name: str, response: str, finish_reason: FinishReason) -> None:
     result = reward(name)(PROMPT, response, finish_reason)

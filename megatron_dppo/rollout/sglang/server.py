@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -266,9 +267,9 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
 
 
 def registered(folder: Path) -> list[ServerRecord]:
-    """The servers that a run's servers/ names, by name."""
+    """The servers that a run's servers/ names, by name: node-2 before node-10, as ranks are."""
     records: list[ServerRecord] = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json"), key=_by_numbers):
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
             records.append(ServerRecord(**content))
@@ -278,6 +279,12 @@ def registered(folder: Path) -> list[ServerRecord]:
                 "the server again."
             ) from None
     return records
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """Numbers in a name count as numbers."""
+    parts = re.split(r"(\d+)", path.stem)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def require_registered(folder: Path) -> list[ServerRecord]:

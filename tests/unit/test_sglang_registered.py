@@ -1,0 +1,30 @@
+"""What a run's servers/ names."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.sglang.server import ServerRecord, registered, require_registered
+
+
+def record(name: str) -> ServerRecord:
+    """A record whose every field says the name, or 1."""
+    return ServerRecord(**{f.name: name if f.type in (str, "str") else 1 for f in fields(ServerRecord)})
+
+
+def test_servers_stand_in_the_order_of_the_ranks_that_push_to_them(tmp_path: Path) -> None:
+    names = [f"node-{node}-{server}" for node in (2, 10) for server in (1, 11)]
+    for name in reversed(names):
+        (tmp_path / f"{name}.json").write_text(json.dumps(asdict(record(name))))
+    assert registered(tmp_path) == [record(name) for name in names]
+
+
+def test_a_torn_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(ServerError, match="expected what megatron-dppo serve writes"):
+        registered(tmp_path)
+    with pytest.raises(ServerError, match="found no SGLang server"):
+        require_registered(tmp_path / "absent")

@@ -13,6 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from megatron_dppo.diagnostics.report_plots import COLOURS, LAYER, Section, figure
 from megatron_dppo.diagnostics.report_sections import sections
+from megatron_dppo.diagnostics.report_seeds import seed_tables
 from megatron_dppo.diagnostics.report_shadow import agreement_table
 from megatron_dppo.diagnostics.report_summary import ROWS, SummaryRow, formatted, paired_kl_k3, summary
 from megatron_dppo.diagnostics.report_text import caveats, differences, distinct_names, why_missing
@@ -65,6 +66,7 @@ def render(runs: Sequence[Run]) -> str:
             for section in shown
         ],
         agreement_rows=agreement_table(runs),
+        seeds=seed_tables(runs),
         caveats=caveats(runs, names),
         figures_json=_for_script({key: value for key, value in figures.items() if value is not None}),
         plotly_js=get_plotlyjs(),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from megatron_dppo.diagnostics.run_reader import MetricsRow, Run
 
 Points = tuple[list[float], list[float]]
@@ -24,6 +26,8 @@ GAP = 76  # pixels between them: tick labels, axis title, the next panel's title
 DASHES = ("solid", "dash", "dot", "dashdot")
 COLOURS = 8  # the page has this many; further runs repeat them with the next dash
 LAYER = re.compile(r"routing/agreement_layer_(\d+)$")
+SMOOTHING_SIGMA = 2.0  # points
+MIN_POINTS_TO_SMOOTH = 10
 PHASES = ("rollout", "batch", "train", "sync")
 MAX_POINTS_WITH_MARKERS = 60
 MAX_LABELLED_PLACES = 8  # else plotly chooses round numbers
@@ -40,6 +44,7 @@ class Panel:
     points: Callable[[Run, str], Points] | None = None  # none: the metric over the rollouts
     bars: bool = False
     band: tuple[str, str] | None = None  # metrics between which the first one's interval is shaded
+    smooth: bool = False  # whether a smoothed curve stands before the raw one
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,23 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> li
             if panel.band is not None and (between := _band(run, panel.band, name, index)):
                 traces.append(between)
             label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
-            traces.append(_bar(label, index, x, y) if panel.bars else _line(label, index, position, x, y))
+            drawn = _bar(label, index, x, y) if panel.bars else _line(label, index, position, x, y)
+            if panel.smooth and len(x) >= MIN_POINTS_TO_SMOOTH:
+                before = _line(f"{label}, smoothed", index, position, x, smoothed(y))
+                traces += [drawn | {"opacity": 0.3}, before | {"mode": "lines"}]
+            else:
+                traces.append(drawn)
     return traces
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The paper's smoothing: a Gaussian over the points before and after; what is not finite does not count."""
+    known = np.asarray(values, dtype=np.float64)
+    places = np.arange(known.size)
+    weights = np.exp(-0.5 * ((places[:, None] - places) / SMOOTHING_SIGMA) ** 2) * np.isfinite(known)
+    total = weights.sum(axis=1)
+    mean = weights @ np.nan_to_num(known, posinf=0.0, neginf=0.0) / np.where(total > 0, total, 1.0)
+    return np.where(total > 0, mean, np.nan).tolist()
 
 
 def _line(label: str, run: int, position: int, x: list[float], y: list[float]) -> Trace:

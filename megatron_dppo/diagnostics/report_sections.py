@@ -11,8 +11,8 @@ REWARD = Section(
     "reward",
     "Reward",
     "Mean reward of each rollout's samples, at the training temperature: it should rise, and a steady fall "
-    "is how a collapse shows.",
-    (Panel("reward/mean", ("reward/mean",)),),
+    "is how a collapse shows. In front, smoothed over rollouts (Gaussian, sigma 2); behind, as it was.",
+    (Panel("reward/mean", ("reward/mean",), smooth=True),),
 )
 
 TRAINING = (

@@ -41,9 +41,9 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
 
 def differences(runs: Sequence[Run]) -> list[Difference]:
     """Config keys and versions whose values are not the same in all runs, without bookkeeping."""
-    flat = [_flat(run.config) | _flat(run.versions, "versions.") for run in runs]
-    keys = sorted({key for values in flat for key in values} - set(BOOKKEEPING))
-    rows = [Difference(key, tuple(_shown(values.get(key)) for values in flat)) for key in keys]
+    of_runs = [flat(run.config) | flat(run.versions, "versions.") for run in runs]
+    keys = sorted({key for values in of_runs for key in values} - set(BOOKKEEPING))
+    rows = [Difference(key, tuple(shown(values.get(key)) for values in of_runs)) for key in keys]
     return [row for row in rows if len(set(row.values)) > 1]
 
 
@@ -89,13 +89,12 @@ def _seeds(runs: Sequence[Run]) -> str:
     """Runs that differ in the seed alone are repetitions of one setting."""
     seeds_of: dict[str, set[str]] = {}
     for run in runs:
-        settings = _flat(run.config).items()
-        config = {key: value for key, value in settings if not key.startswith(WITHOUT_EFFECT)}
-        seeds_of.setdefault(repr(sorted(config.items())), set()).add(_shown(run.option("run.seed")))
+        seeds_of.setdefault(repr(sorted(settings_of(run).items())), set()).add(shown(run.option("run.seed")))
     fewest = min(map(len, seeds_of.values()))
     if fewest >= SEEDS_FOR_A_CLAIM:
         return (
-            f"Each setting has {fewest} seeds or more; this report still draws runs, not confidence intervals."
+            f"Each setting has {fewest} seeds or more; curves are single runs, and the intervals of the "
+            "tables say nothing about another model to start from."
         )
     seeds = "one seed" if fewest == 1 else f"as few as {fewest} seeds"
     verdict = (
@@ -131,7 +130,7 @@ def _lengths(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def _size(runs: Sequence[Run]) -> str:
-    models = sorted({_shown(run.option("model.load")) for run in runs})
+    models = sorted({shown(run.option("model.load")) for run in runs})
     sizes = {row.values.get("model/num_parameters") for run in runs for row in run.rollouts[:1]} - {None}
     size = " and ".join(f"{value:,.0f} parameters" for value in sorted(filter(None, sizes)))
     what = f"models of {size}" if size else f"what model.load names ({', '.join(models)})"
@@ -206,7 +205,7 @@ def _routing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def _machines(runs: Sequence[Run]) -> list[str]:
-    hosts = {_shown(run.versions.get("host")) for run in runs}
+    hosts = {shown(run.versions.get("host")) for run in runs}
     if len(hosts) > 1:
         return [
             f"The runs ran on different machines ({', '.join(sorted(hosts))}): do not compare their seconds."
@@ -225,20 +224,26 @@ def _odd_files(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     return texts
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            found[prefix + key] = value
+    return found
 
 
-def _shown(value: Any) -> str:
+def settings_of(run: Run) -> dict[str, Any]:
+    """What the run was told, as dotted keys, without what differs between repetitions."""
+    return {key: value for key, value in flat(run.config).items() if not key.startswith(WITHOUT_EFFECT)}
+
+
+def shown(value: Any) -> str:
+    """A config's value as a person reads it."""
     if value is None:
         return NOT_SET
     if isinstance(value, bool):
         return str(value).lower()
-    return ", ".join(map(_shown, value)) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(map(shown, value)) if isinstance(value, list | tuple) else str(value)

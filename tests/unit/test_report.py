@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnostics.report import compare, summary
+from megatron_dppo.diagnostics.report_plots import smoothed
 from megatron_dppo.diagnostics.report_summary import ROWS
 from megatron_dppo.diagnostics.tracking import RunFolder
 from megatron_dppo.errors import ConfigError
@@ -140,6 +141,7 @@ def test_points_are_the_file_s(report: Path, runs: list[Path], section: str, pan
     for index, run in enumerate(runs):
         rows = [row for row in _rows(run) if row["kind"] == "rollout" and metric in row]
         mine = [trace for trace in traces if trace["meta"] == index and trace["xaxis"] == axis]
+        mine = [trace for trace in mine if not trace["name"].endswith(", smoothed")]
         if section == "paired" and mine:
             mine = [mine[0 if "live" in metric else 1]]
         assert len(mine) == bool(rows)
@@ -166,6 +168,20 @@ def test_step_rows_become_one_point_per_rollout(
         (trace,) = [t for t in traces if t["meta"] == index and t["xaxis"] == axis]
         assert trace["x"] == list(range(NUM_ROLLOUTS))
         assert trace["y"] == [fmean(values[i : i + 4]) for i in range(0, len(values), 4)]
+
+
+def test_the_reward_is_smoothed_in_front_of_itself(report: Path, runs: list[Path]) -> None:
+    rewards = [row["reward/mean"] for row in _rows(runs[0]) if row["kind"] == "rollout"]
+    (trace,) = [
+        t
+        for t in _figures(report.read_text())["reward"]["data"]
+        if t["meta"] == 0 and t["name"].endswith("smoothed")
+    ]
+    for place in (0, 15, NUM_ROLLOUTS - 1):
+        weights = [math.exp(-((place - other) ** 2) / 8) for other in range(NUM_ROLLOUTS)]
+        mean = sum(w * r for w, r in zip(weights, rewards, strict=True)) / sum(weights)
+        assert trace["y"][place] == pytest.approx(mean, rel=1e-12)
+    assert smoothed([math.nan, math.nan])[0] != smoothed([1.0, math.nan])[0] == 1.0
 
 
 def test_means_in_the_plots_and_the_summary(report: Path, runs: list[Path]) -> None:

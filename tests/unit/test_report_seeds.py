@@ -1,0 +1,66 @@
+"""Runs that differ in their seed alone, in the report."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.diagnostics.contrasts import contrast, estimate
+from megatron_dppo.diagnostics.report import compare
+from megatron_dppo.diagnostics.report_seeds import seed_tables
+from megatron_dppo.diagnostics.run_reader import read_run
+from megatron_dppo.diagnostics.tracking import RunFolder
+
+
+def write_run(folder: Path, preset: str, seed: int, reward: float) -> Path:
+    """A run of two rollouts with a constant reward."""
+    path = folder / f"{preset}_{seed}"
+    tables = {"run": {"folder": path, "seed": seed, "num_rollouts": 2}, "algorithm": {"preset": preset}}
+    config = Config.model_validate(tables).model_dump(exclude_none=True)
+    with RunFolder.open(path, config, resume=False) as opened:
+        for rollout in range(2):
+            opened.write_step(rollout, rollout, {"policy/entropy": 0.5})
+            values = {"reward/mean": reward, "throughput/tokens_per_s": 1.0, "time/rollout_s": 1.0}
+            opened.write_rollout(rollout, values, num_rollouts=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("seeds")
+    rewards = {"dppo_binary_tv": [0.8, 0.7, 0.9], "grpo": [0.5, 0.45, 0.52]}
+    return [write_run(folder, name, seed, r) for name, of in rewards.items() for seed, r in enumerate(of)]
+
+
+def test_means_and_contrasts_are_of_equal_seeds(runs: list[Path]) -> None:
+    tables = seed_tables([read_run(run) for run in (*runs[:3], *runs[3:5])])
+    assert tables is not None
+    assert list(tables.columns) == ["seeds", "reward, last 10", "entropy, last 10"]
+    own, other = tables.means
+    assert (own.label, own.cells[0], other.label, other.cells[0]) == (
+        "preset dppo_binary_tv",
+        "3",
+        "preset grpo",
+        "2",
+    )
+    expected = estimate([0.8, 0.7, 0.9])
+    assert own.cells[1] == f"0.8 [{expected.low:.3g}, {expected.high:.3g}]"
+    (row,) = tables.contrasts
+    of_two = contrast([0.5, 0.45], [0.8, 0.7])
+    assert row.label == "preset grpo − preset dppo_binary_tv"
+    assert row.cells[0] == "2"
+    shown = f"{of_two.mean:.3g} [{of_two.low:.3g}, {of_two.high:.3g}]; d {of_two.effect_size:.3g}"
+    assert row.cells[1] == shown.replace("-", "\N{MINUS SIGN}")
+
+
+def test_the_report_has_them_where_there_are_seeds(runs: list[Path], tmp_path: Path) -> None:
+    compare(runs, tmp_path / "six.html")
+    page = (tmp_path / "six.html").read_text()
+    assert "Seeds together" in page and "Contrasts on equal seeds" in page
+    compare([runs[0], runs[3]], tmp_path / "two.html")
+    assert "Seeds together" not in (tmp_path / "two.html").read_text()
+
+
+def test_one_setting_has_no_contrast(runs: list[Path]) -> None:
+    tables = seed_tables([read_run(run) for run in runs[:3]])
+    assert tables is not None and tables.means[0].label == "all runs" and not tables.contrasts

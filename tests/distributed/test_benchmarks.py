@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from layout_cases import LAYOUTS
 from ranks import run_ranks
 from tiny import write_model
@@ -17,6 +18,7 @@ from megatron_dppo.runtime import Runtime
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
+@pytest.mark.slow
 def test_layouts_are_benchmarked(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, TOOLS / "benchmark_layouts.py", "--short", "--out", out]

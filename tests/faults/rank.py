@@ -58,8 +58,8 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     elif kind == "hang":
         while True:
             time.sleep(0.05)
-    elif kind == "disk full":  # writes of more fail, as they do on a full disk; small files still fit
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    elif kind == "disk full":  # large files fail, as they do on a full disk; metrics.jsonl still fits
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
         threading.Timer(1.0, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))).start()
     elif kind == "second run":
         alone = os.environ | {"WORLD_SIZE": "1", "RANK": "0"}

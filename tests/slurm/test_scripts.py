@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from jobs import ROOT
 
-EXPERIMENTS = sorted({path.parent.name for path in (ROOT / "examples").glob("*/base.toml")} - {"quickstart"})
+_ON_A_CPU = {"miniature_study", "quickstart", "sudoku"}
+EXPERIMENTS = sorted({path.parent.name for path in (ROOT / "examples").glob("*/base.toml")} - _ON_A_CPU)
 _SCRIPTS = sorted([*(ROOT / "examples").glob("*/*.sbatch"), *(ROOT / "examples" / "slurm").glob("*.sh")])
 
 

@@ -82,7 +82,8 @@ def _of_findings(found: Sequence[Finding]) -> Table:
             rows.append([*cells, "-", "-", "-"])
         else:
             shown = Estimate(difference.mean, difference.low, difference.high, difference.num_pairs)
-            rows.append([*cells, _shown(shown), f"{difference.effect_size:+.2f}", str(difference.num_pairs)])
+            effect = "-" if math.isnan(difference.effect_size) else f"{difference.effect_size:+.2f}"
+            rows.append([*cells, _shown(shown), effect, str(difference.num_pairs)])
     return Table(("difference", "of", "mean", "effect size d_z", "seeds"), rows)
 
 

@@ -1,7 +1,7 @@
 """What a run's servers/ names."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ from megatron_dppo.rollout.sglang.server import ServerRecord, registered, requir
 
 
 def record(name: str) -> ServerRecord:
-    """A record whose every field says the name, or 1."""
-    return ServerRecord(**{f.name: name if f.type in (str, "str") else 1 for f in fields(ServerRecord)})
+    """A record of that name."""
+    return ServerRecord(name, "http://127.0.0.1:1", "here", pid=1, version="0.5.21", since="now", num_starts=1)
 
 
 def test_servers_stand_in_the_order_of_the_ranks_that_push_to_them(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_dppo.environments.base import Observation, Play, Response, Turn
 from megatron_dppo.rewards.base import RewardFault
-from megatron_dppo.rewards.wire import OUT_OF_MEMORY, fields_of, line_of
+from megatron_dppo.rewards.wire import fields_of, fields_of_answer, line_of
 from megatron_dppo.types import Prompt
 
 
@@ -37,13 +37,9 @@ def read_verdict(line: bytes, number: int) -> Observation | Turn | RewardFault:
     Raises:
         ValueError: This is none.
     """
-    if line == OUT_OF_MEMORY.rstrip():
-        return RewardFault("reward_out_of_memory", "")
-    fields = fields_of(line, "number")
-    if fields["number"] != number:
-        raise ValueError(f"an answer to request {fields['number']}, where {number} was due")
-    if "failed" in fields:
-        return RewardFault("reward_failed", fields["failed"])
+    fields = fields_of_answer(line, number)
+    if isinstance(fields, RewardFault):
+        return fields
     if "opening" in fields:
         return Observation(fields["opening"]["text"], _messages(fields["opening"]["messages"]))
     return Turn(**fields_of(line, "turn")["turn"])

@@ -56,6 +56,16 @@ def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
     Raises:
         ValueError: This is none.
     """
+    found = fields_of_answer(line, number)
+    return found if isinstance(found, RewardFault) else RewardResult(found["value"], found["info"])
+
+
+def fields_of_answer(line: bytes, number: int) -> dict[str, Any] | RewardFault:
+    """What the answer to request `number` holds, whatever workers do, or that it failed.
+
+    Raises:
+        ValueError: This is no answer to it.
+    """
     if line == OUT_OF_MEMORY.rstrip():
         return RewardFault("reward_out_of_memory", "")
     fields = fields_of(line, "number")
@@ -63,7 +73,7 @@ def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
         raise ValueError(f"an answer to request {fields['number']}, where {number} was due")
     if "failed" in fields:
         return RewardFault("reward_failed", fields["failed"])
-    return RewardResult(fields["value"], fields["info"])
+    return fields
 
 
 def line_of(content: dict[str, Any]) -> bytes:

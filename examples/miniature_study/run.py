@@ -27,6 +27,7 @@ from megatron_dppo.errors import MegatronDppoError
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("examples/miniature_study")
 QUICKSTART = Path("examples/quickstart")
+MODEL = ("--layers", "2", "--experts", "8", "--experts-per-token", "2")
 SHORT = {"algorithms": ["dppo_binary_tv", "pg_is"], "settings": ["too_fast"]}
 _SHORT_ROLLOUTS, _SHORT_WARM_START = 3, 60
 
@@ -38,7 +39,7 @@ def main(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once, one core each. [default: all cores]")
     ] = None,
-    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of each run.")] = 100,
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of each run.")] = 40,
     algorithm: Names = None,
     setting: Names = None,
     short: Annotated[bool, typer.Option("--short", help="Two cells, two seeds, three rollouts each.")] = False,
@@ -74,7 +75,7 @@ def main(
 
 def make_model(folder: Path, steps: int | None) -> None:
     """The quickstart's warm start; kept while its recipe is the same."""
-    flags = ["--steps", str(steps)] if steps else []
+    flags = [*MODEL, *(["--steps", str(steps)] if steps else [])]
     command = [sys.executable, str(QUICKSTART / "make_model.py"), "--out", str(folder), *flags]
     subprocess.run(command, check=True)
 

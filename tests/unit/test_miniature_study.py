@@ -72,7 +72,7 @@ def test_verdicts(above: list[float], below: list[float], words: str) -> None:
 
 
 def test_the_report_says_what_is_missing_and_what_came_out(tmp_path: Path) -> None:
-    grid = GRID.only(["dppo_binary_tv", "pg_is"], ["too_fast", "base"])
+    grid = GRID.only(["dppo_binary_tv", "pg_is"], ["too_fast", "reuse"])
 
     def result(cell: Cell, last: float) -> CellResult:
         figures = dict.fromkeys(
@@ -99,7 +99,7 @@ def test_the_report_says_what_is_missing_and_what_came_out(tmp_path: Path) -> No
     write_report(tmp_path, grid, results, findings(grid, results), ["6 of 12 runs have finished."])
     text = (tmp_path / "report.md").read_text()
     assert "when the learning rate is too high: came out (3 seeds)." in text
-    assert "| base/pg_is | 0 | 0/0 | - |" in text
+    assert "| reuse/pg_is | 0 | 0/0 | - |" in text
     page = (tmp_path / "report.html").read_text()
     assert "plotly" in page and "too_fast/dppo_binary_tv" in page
 

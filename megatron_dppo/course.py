@@ -11,7 +11,7 @@ from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint
 from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.errors import CheckpointError, TrainingError
-from megatron_dppo.journal import Journal
+from megatron_dppo.journal import Alarm, Journal
 from megatron_dppo.preemption import Preempted, StopRequests
 from megatron_dppo.runtime import Runtime, Stopwatch
 from megatron_dppo.types import DataCursor, OpenRollout, RunState, TrainBatch
@@ -122,12 +122,51 @@ class Course:
         if rest:
             self.save_if_due()
 
-    def close_rollout(self, weight_version: int, pushed: Mapping[str, float]) -> None:
-        """All steps were taken, and the engine holds the new weights; `pushed` are the metrics of that."""
+    def close_rollout(self, weight_version: int, pushed: Mapping[str, float]) -> bool:
+        """All steps were taken, and the engine holds the new weights; `pushed` are the metrics of that.
+
+        Returns:
+            Whether the run went back to an earlier checkpoint, whose weights the engine does not hold.
+
+        Raises:
+            TrainingError: The rollout raised an alarm that ends the run, or that there is no way back from.
+        """
         self._journal.add_values(pushed)
-        self._journal.write_rollout(self.state.rollout, self.watch.stop())
+        if self.state.roll_backs:
+            self._journal.add_values({"alarms/roll_backs": self.state.roll_backs})
+        alarm = self._journal.write_rollout(self.state.rollout, self.watch.stop())
         self._move(rollout=self.state.rollout + 1, weight_version=weight_version)
         self.opened = None
+        if alarm is not None:
+            self._go_back(alarm)
+        return alarm is not None
+
+    def _go_back(self, alarm: Alarm) -> None:
+        """Go on from before the trouble, with the next prompts; what a resume finds is the same."""
+        left, limit = self.state, self._config.tracking.max_roll_backs
+        here = f"rollout {left.rollout - 1}: {alarm.text} (rows: {alarm.evidence})"
+        if left.roll_backs >= limit:
+            raise TrainingError(
+                f"{here}. The run went back {left.roll_backs} times; expected at most "
+                f"tracking.max_roll_backs = {limit}. Change the settings, and start again from a checkpoint."
+            )
+        point = self._checkpoints.go_back(self._actor, alarm.good_until)
+        if point is None:
+            raise TrainingError(
+                f"{here}. Found no checkpoint of at most {alarm.good_until} rollouts to go back to. Lower "
+                "checkpoint.every, raise checkpoint.keep_last, or set tracking.alarms = 'log'."
+            )
+        self._journal.go_back_to(point.metrics_offset, left.rollout - 1)
+        self.state = replace(point.state, roll_backs=left.roll_backs)
+        self._move(
+            data_cursor=left.data_cursor,
+            weight_version=left.weight_version + 1,
+            roll_backs=left.roll_backs + 1,
+        )
+        self._save(point.score)  # or a resume would meet the same prompts
+        if self._runtime.is_main:
+            done = self.state.rollout
+            logger.warning("went back to %d rollouts; the prompts go on where they are", done)
 
     def count_evaluation(self) -> None:
         """The policy as it stands was evaluated."""
@@ -165,11 +204,11 @@ class Course:
             is_due |= self.is_over or (options.every > 0 and state.rollout % options.every == 0)
         return is_due
 
-    def _save(self) -> None:
-        opened, score = self.opened, None
-        if opened is None:
+    def _save(self, score: float | None = None) -> None:
+        opened = self.opened
+        if opened is None and score is None:
             score = self._journal.latest(self._config.checkpoint.best_metric)
-        else:
+        elif opened is not None:
             metrics, seconds = self._journal.rollout_metrics, self.watch.stop()
             opened = replace(opened, metrics=metrics, seconds=seconds)
         point = RunPoint(self.state, self._journal.offset(), self._prompts_digest, opened, score)

@@ -9,7 +9,7 @@ from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
 from megatron_dppo.course import Course
 from megatron_dppo.data.batch_file import read_batches, write_batches
-from megatron_dppo.errors import DataError
+from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.job import Job, joined
 from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.train import Training
@@ -24,6 +24,7 @@ def roll_out_only(config: Config, folder: Path) -> None:
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
     """
+    _refuse_to_go_back(config)
     with joined(config) as job, own_servers(config, job.runtime):
         training = Training.prepare(config, job)
         with closing(training.rollouts), closing(training.sync):
@@ -46,6 +47,7 @@ def train_only(config: Config, folder: Path) -> None:
         DataError: A rollout is not there, or was kept by another number of processes.
         Preempted: A signal asked the run to stop, and it has saved.
     """
+    _refuse_to_go_back(config)
     with joined(config) as job:
         _require_all(folder, config.run.num_rollouts, job)
         actor = Actor(config, job.runtime)
@@ -77,6 +79,12 @@ def _keep(folder: Path, steps: Sequence[TrainBatch], job: Job) -> None:
     write_batches(_file(folder, job), steps)
     metrics = job.journal.rollout_metrics
     job.runtime.on_main(lambda: (folder / _METRICS).write_text(json.dumps(metrics)))
+
+
+def _refuse_to_go_back(config: Config) -> None:
+    if config.tracking.alarms == "roll_back":
+        expected = "log, stop or off: half a loop meets the same rollouts again"
+        raise ConfigError(Problem("tracking.alarms", "roll_back", expected, "--set tracking.alarms=log"))
 
 
 def _require_all(folder: Path, num_rollouts: int, job: Job) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,17 @@ from megatron_dppo.runtime import Runtime, gpu_libraries
 from megatron_dppo.types import TrainBatch
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rollout that a run goes back for."""
+
+    text: str  # what was found
+    good_until: int  # rollouts that were finished before the trouble began
+    evidence: Path
+
+
 logger = logging.getLogger(__name__)
 
 # Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
@@ -215,8 +227,11 @@ class Journal:
         if every and rollout % every == 0 and speaks_for_its_group():
             write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
-    def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> None:
+    def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> Alarm | None:
         """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total".
+
+        Returns:
+            What to go back for, where the row raises an alarm and tracking.alarms is "roll_back".
 
         Raises:
             TrainingError: The row raises an alarm, and tracking.alarms is "stop".
@@ -232,14 +247,14 @@ class Journal:
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
-        self._raise_alarms(rollout, row)
+        return self._raise_alarms(rollout, row)
 
-    def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> None:
+    def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
         """Log what looks wrong and keep the rows that say so; every rank comes to the same verdict."""
         mode = self._config.tracking.alarms
         found = {} if mode == "off" else self._alarms.judge(row)
         if not found:
-            return
+            return None
         rows, folder = self._alarms.rows, self._config.run.folder / "evidence"
         file = self._on_main(lambda _: write_alarms(folder, rollout, found, rows))
         texts = "; ".join(f"{name}: {text}" for name, text in found.items())
@@ -250,6 +265,13 @@ class Journal:
             )
         if self._runtime.is_main:
             logger.warning("rollout %d: %s; see %s", rollout, texts, file)
+        return Alarm(texts, self._alarms.good_until(found), file) if mode == "roll_back" else None
+
+    def go_back_to(self, metrics_offset: int, rollout: int) -> None:
+        """Cut metrics.jsonl as `start_at` does; what is cut stays in `evidence/rolled_back_<rollout>.jsonl`."""
+        kept = self._config.run.folder / "evidence" / f"rolled_back_rollout_{rollout:06d}.jsonl"
+        self._on_main(lambda folder: folder.copy_rows(metrics_offset, kept))
+        self.start_at(metrics_offset, {})
 
     def write_evaluation(self, rollout: int, scores: Mapping[str, Sequence[PromptScore]]) -> None:
         """The row of an evaluation and the files of its responses, given each rank's share of every set."""

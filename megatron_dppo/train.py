@@ -97,10 +97,9 @@ class Training:
     def _train(self) -> None:
         while self.course.opened is not None and self.course.opened.steps:
             with self.course.watch.time("train"):
-                is_first = self.course.opened.num_done == 0
-                lists_clipped = self.course.lists_clipped_tokens
+                opened, lists_clipped = self.course.opened, self.course.lists_clipped_tokens
                 step = self.actor.train_step(
-                    self.course.opened.steps[0], is_first=is_first, lists_clipped=lists_clipped
+                    opened.steps[0], is_first=opened.num_done == 0, lists_clipped=lists_clipped
                 )
             self.course.count_step(step)
 
@@ -108,7 +107,8 @@ class Training:
         version = self.course.state.weight_version + 1
         with self.course.watch.time("sync"):
             pushed = self.sync.push(version)
-        self.course.close_rollout(version, pushed)
+        if self.course.close_rollout(version, pushed):  # it went back: the engine holds what it left
+            self.sync.push(self.course.state.weight_version)
 
     def _evaluate_if_due(self) -> None:
         if self.course.is_evaluation_due:

@@ -179,3 +179,4 @@ class RunState:
     data_cursor: DataCursor
     last_evaluation: int = -1  # rollouts finished when the policy was last evaluated; -1 before the first
     skipped_in_a_row: int = 0  # gradient steps just skipped for values that were not finite
+    roll_backs: int = 0  # times that the run went back to an earlier checkpoint

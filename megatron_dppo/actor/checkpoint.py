@@ -162,6 +162,20 @@ class Checkpoints:
             logger.info("resuming from %s: %d gradient steps are done", found, point.state.step)
         return point
 
+    def go_back(self, actor: Actor, num_rollouts: int) -> RunPoint | None:
+        """Restore the newest checkpoint of at most `num_rollouts` rollouts; none where none is kept.
+
+        Raises:
+            CheckpointError: As `resume`.
+        """
+        self.complete()
+        find = checkpoint_folder.newest_between_rollouts
+        found = self._runtime.on_main(lambda: find(self._folder, num_rollouts))
+        if found is None:
+            return None
+        self._runtime.on_main(lambda: checkpoint_folder.set_latest(found))
+        return self.resume(actor)
+
     def _newest_whole(self) -> Path | None:
         runtime = self._runtime
         candidates = runtime.on_main(lambda: checkpoint_folder.candidates(self._folder))

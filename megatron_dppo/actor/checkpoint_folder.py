@@ -16,7 +16,9 @@
 No tensor library is needed here.
 """
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
@@ -92,6 +94,16 @@ def candidates(folder: Path) -> list[Path]:
     if name is not None:
         logger.warning("%s names %r, which is not there; using the newest checkpoint", pointer, name[:80])
     return newest_first
+
+
+def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
+    """The newest complete checkpoint of at most so many finished rollouts, and no open one; not yet checked."""
+    for checkpoint in reversed(complete(folder)):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            content = json.loads((checkpoint / STATE).read_text())
+            if content["open_rollout"] is None and content["state"]["rollout"] <= num_rollouts:
+                return checkpoint
+    return None
 
 
 def sums_of(files: Iterable[Path], root: Path) -> dict[str, str]:

@@ -37,6 +37,14 @@ def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem(name, "false with parallel.overlap_param_gather", "true", action)
 
 
+@rule("roll_back")
+def _roll_back(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A run that goes back has checkpoints between rollouts to go back to."""
+    if config.tracking.alarms == "roll_back" and config.checkpoint.every == 0:
+        expected = "1 or more with tracking.alarms = 'roll_back'"
+        yield Problem("checkpoint.every", "0", expected, "Set how far a run may fall back, in rollouts.")
+
+
 @rule("best_metric")
 def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
     """The metric that picks the best checkpoints is one that this run measures."""

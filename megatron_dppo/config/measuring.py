@@ -55,8 +55,12 @@ class TrackingConfig(Section):
     """Keep the rollout's mini-batches as tensors after this many rollouts, for what-if; 0 never."""
     paired_routing_every: NonNegativeInt = 0
     """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
-    alarms: Literal["log", "stop", "off"] = "log"
-    """What follows where a rollout looks wrong: reward, length, tails, routers, values that are not finite."""
+    alarms: Literal["log", "stop", "roll_back", "off"] = "log"
+    """What follows where a rollout looks wrong: reward, length, tails, routers, values that are not finite.
+
+    "roll_back" goes on from the newest checkpoint before the trouble began, with the prompts that come next."""
+    max_roll_backs: PositiveInt = 3
+    """The run ends at the alarm after so many."""
     clipped_tokens_every: NonNegativeInt = 0
     """Every so many rollouts, at each gradient step list the tokens that masks drop most; 0 never."""
     shadow: bool = True

@@ -58,6 +58,16 @@ class AlarmWatch:
         self._steps, self._last = [], frozenset(found)
         return new
 
+    def good_until(self, found: Mapping[str, str]) -> int:
+        """How many rollouts were finished before the trouble of the last one began.
+
+        A collapse began after the rollouts whose mean reward was best; everything else in the rollout itself.
+        """
+        if "reward_collapse" not in found:
+            return len(self.rows) - 1
+        means = _running_means([_value(row, "reward/mean") for row in self.rows])
+        return max(means, key=means.__getitem__)
+
 
 def write_alarms(folder: Path, rollout: int, found: Mapping[str, str], rows: Sequence[Row]) -> Path:
     """Write `alarm_rollout_<n>.json`: what was found, and the last rows, that rollout's included."""
@@ -73,7 +83,7 @@ def reward_collapse(history: Sequence[Row], row: Row) -> str | None:
     rewards = [value for value in (_value(r, "reward/mean") for r in [*history, row]) if value is not None]
     if len(rewards) < 2 * ENOUGH:
         return None
-    means = [fmean(rewards[i : i + ENOUGH]) for i in range(len(rewards) - ENOUGH + 1)]
+    means = list(_running_means(rewards).values())
     best, lost = max(means), max(means) - means[-1]
     noise = pstdev([after - before for before, after in pairwise(rewards)]) / math.sqrt(2)
     chance = STANDARD_ERRORS * noise * math.sqrt(2 / ENOUGH)
@@ -126,6 +136,13 @@ def _not_finite(rows: Sequence[Row]) -> str | None:
     return (
         f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}: found values that are not finite"
     )
+
+
+def _running_means(rewards: Sequence[float | None]) -> dict[int, float]:
+    """Mean of ENOUGH known rewards in a row, by how many rollouts are finished after the last of them."""
+    known = [(number, value) for number, value in enumerate(rewards, start=1) if value is not None]
+    windows = (known[i : i + ENOUGH] for i in range(len(known) - ENOUGH + 1))
+    return {window[-1][0]: fmean(value for _, value in window) for window in windows}
 
 
 def _value(row: Row, name: str) -> float | None:

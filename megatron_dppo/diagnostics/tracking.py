@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,13 @@ class RunFolder:
         """Bytes of metrics.jsonl that are safely on disk, for a checkpoint."""
         os.fsync(self._metrics.fileno())
         return os.fstat(self._metrics.fileno()).st_size
+
+    def copy_rows(self, offset: int, to: Path) -> None:
+        """Append what stands in metrics.jsonl after `offset` to another file."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with (self.path / "metrics.jsonl").open("rb") as rows, to.open("ab") as copy:
+            rows.seek(offset)
+            shutil.copyfileobj(rows, copy)
 
     def truncate(self, offset: int) -> None:
         """Cut metrics.jsonl back to a checkpoint's offset: no row is lost, none comes twice."""

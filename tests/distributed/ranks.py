@@ -1,30 +1,23 @@
-"""Runs a function on several gloo ranks, each a fresh process, and returns what each gave back."""
+"""Runs a function on several gloo ranks, each a process of its own, and returns what each gave back.
 
+The processes are forked from one that has imported PyTorch and Megatron, and has done nothing else: importing
+them takes a rank longer than most tests.
+"""
+
+import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-_WORKER = """
-import os, pickle, sys, warnings
-warnings.filterwarnings("ignore")
-with open(sys.argv[1], "rb") as file:
-    module, name, arguments = pickle.load(file)
-sys.path[:0] = module[0]
-import importlib
-from megatron_dppo import runtime
-this = runtime.start()
-result = getattr(importlib.import_module(module[1]), name)(this, *arguments)
-with open(sys.argv[2] + str(this.rank), "wb") as file:
-    pickle.dump(result, file)
-runtime.stop()
-sys.stdout.flush()
-os._exit(0)  # once in many hundred ends, a thread of PyTorch's aborts the interpreter's own way out
-"""
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["pytest", "megatron_dppo.train"])
 
 
 def run_ranks(
@@ -32,29 +25,52 @@ def run_ranks(
 ) -> list[Any]:
     """`function(runtime, *arguments)` on `world_size` processes; the results in rank order.
 
-    `function` must stand at the top of a module in tests/distributed, and its arguments must pickle.
+    `function` must stand at the top of a module, and its arguments must pickle.
     """
-    file = sys.modules[function.__module__].__file__
-    assert file is not None
-    job = folder / "job.pickle"
-    folders = [str(Path(file).parent), str(Path(file).parents[1] / "unit")]
-    module = (folders, function.__module__.rpartition(".")[2])
-    job.write_bytes(pickle.dumps((module, function.__name__, arguments)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    processes = []
+    processes: list[ForkServerProcess] = []
     for rank in range(world_size):
-        log = (folder / f"rank{rank}.log").open("w")
-        command = [sys.executable, "-c", _WORKER, str(job), str(folder / "result")]
         environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        process = _FORKS.Process(target=_run_rank, args=(environment, folder, rank, function, arguments))
+        process.start()
+        processes.append(process)
+    deadline = time.monotonic() + timeout_s
     try:
-        codes = [process.wait(timeout=timeout_s) for process in processes]
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
     logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(world_size))
-    assert not any(codes), f"ranks ended with {codes}:\n{logs}"
+    assert codes == [0] * world_size, f"ranks ended with {codes} (None: not within {timeout_s} s):\n{logs}"
     return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _run_rank(
+    environment: dict[str, str],
+    folder: Path,
+    rank: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """One rank's process."""
+    with (folder / f"rank{rank}.log").open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.filterwarnings("ignore")
+    import torch
+
+    from megatron_dppo import runtime
+
+    torch.set_num_threads(1)
+    this = runtime.start()
+    (folder / f"result{rank}").write_bytes(pickle.dumps(function(this, *arguments)))
+    runtime.stop()
+    sys.stdout.flush()
+    os._exit(0)  # once in many hundred ends, a thread of PyTorch's aborts the interpreter's own way out

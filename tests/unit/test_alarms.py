@@ -94,3 +94,14 @@ def test_the_evidence_holds_the_rows(tmp_path: Path) -> None:
     assert file.name == "alarm_rollout_000020.json"
     assert kept["alarms"] == {"not_finite": "reward/mean"} and len(kept["rows"]) == 11
     assert kept["rows"][-1] == {"reward/mean": "nan"} and kept["rows"][0] == rows[10]
+
+
+def test_the_way_back_leads_to_before_the_trouble() -> None:
+    rows = _healthy(0)
+    for n, row in enumerate(rows[20:]):
+        row["reward/mean"] = max(0.05, row["reward/mean"] - 0.08 * n)
+    rewards = [row["reward/mean"] for row in rows[:31]]
+    watch = AlarmWatch(rows[:31])
+    best = max(range(5, 32), key=lambda finished: sum(rewards[finished - 5 : finished]))
+    assert watch.good_until({"reward_collapse": "", "tv_tail": ""}) == best
+    assert watch.good_until({"tv_tail": ""}) == 30, "all but the rollout that was judged last"

@@ -1,5 +1,6 @@
 """Checkpoints as folders: what is torn is found, what may go is known, and nothing half is ever seen."""
 
+import json
 import os
 import shutil
 import time
@@ -154,3 +155,12 @@ def test_a_run_that_goes_back_leaves_newer_checkpoints_behind(tmp_path: Path) ->
         "step_00000003.abandoned",
     ]
     assert folders.complete(tmp_path) == paths[:1]
+
+
+def test_the_newest_checkpoint_between_two_rollouts(tmp_path: Path) -> None:
+    for step, rollout, opened in ((2, 1, None), (4, 2, None), (5, 2, {"num_done": 1}), (6, 3, None)):
+        content = {"state": {"rollout": rollout}, "open_rollout": opened}
+        (make(tmp_path, step) / folders.STATE).write_text(json.dumps(content))
+    make(tmp_path, 1)  # its state.json cannot be read
+    found = [folders.newest_between_rollouts(tmp_path, num) for num in (0, 1, 2, 9)]
+    assert [path and path.name for path in found] == [None, *(folders.name_of(step) for step in (2, 4, 6))]

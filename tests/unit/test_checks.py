@@ -186,6 +186,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=lambda: Path("model/tokenizer_config.json").write_text("{")),
     ],
     "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
+    "roll_back": [Example("checkpoint.every", {"tracking.alarms": "roll_back", "checkpoint.every": 0})],
     "best_metric": [
         Example(
             "checkpoint.best_metric",

@@ -1,0 +1,75 @@
+"""A run that goes back to an earlier checkpoint: nothing comes twice, nothing is lost, and a resume knows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from sanity_run import make_task, settings
+
+from megatron_dppo.runtime import Runtime
+
+EXACT = {"rollout": {"transformers": {"weights": "float32"}, "routing_replay": "measure"}}
+
+
+def train_with_alarms(runtime: Runtime, config: dict[str, Any], alarmed: list[int], good: int) -> str | None:
+    """A run in which rollouts of these numbers raise an alarm, each once, and the error it ends with."""
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.diagnostics import alarms
+    from megatron_dppo.errors import TrainingError
+    from megatron_dppo.train import main
+
+    left = list(alarmed)
+
+    def rule(history: Any, row: Any) -> str | None:
+        if left and len(history) == left[0]:
+            left.pop(0)
+            return "found trouble"
+        return None
+
+    alarms.RULES = {"trouble": rule}
+    alarms.AlarmWatch.good_until = lambda self, found: good  # type: ignore[method-assign]
+    try:
+        main(Config.model_validate(config))
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("roll_back"))
+
+
+def config_of(task: Path, name: str, **tracking: Any) -> dict[str, Any]:
+    tables = settings(task, name, tracking={"alarms": "roll_back", **tracking}, checkpoint={"every": 1})
+    tables["rollout"] |= EXACT["rollout"]
+    return tables
+
+
+def test_a_run_goes_back_and_on_with_the_next_prompts(task: Path, tmp_path: Path) -> None:
+    config = config_of(task, "back")
+    assert run_ranks(train_with_alarms, 2, tmp_path, config, [2], 1) == [None, None]
+    run = Path(config["run"]["folder"])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rollouts = [row for row in rows if row["kind"] == "rollout"]
+    assert [row["rollout"] for row in rollouts] == [0, 1, 2, 3]
+    assert [row.get("alarms/roll_backs") for row in rollouts] == [None, 1, 1, 1]
+    left = (run / "evidence" / "rolled_back_rollout_000002.jsonl").read_text().splitlines()
+    assert [json.loads(row)["rollout"] for row in left if '"kind": "rollout"' in row] == [1, 2]
+    for row in rollouts:  # a float32 engine that holds the weights that it should
+        assert row["mismatch/abs_prob_diff_mean"] < 1e-6, row
+    assert "went back to 1 rollouts" in (tmp_path / "rank0.log").read_text()
+    names = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    assert "step_00000004.abandoned" in names
+    states = [json.loads((run / "checkpoints" / n / "state.json").read_text())["state"] for n in names[-1:]]
+    assert [state["rollout"] for state in states] == [4] and states[0]["weight_version"] == 7
+
+
+def test_it_says_where_there_is_no_way_back(task: Path, tmp_path: Path) -> None:
+    errors = run_ranks(train_with_alarms, 1, tmp_path, config_of(task, "none"), [0], 0)
+    assert "Found no checkpoint of at most 0 rollouts to go back to" in errors[0]
+    config = config_of(task, "often", max_roll_backs=1)
+    errors = run_ranks(train_with_alarms, 1, tmp_path, config, [1, 1], 1)
+    assert "The run went back 1 times; expected at most tracking.max_roll_backs = 1" in errors[0]

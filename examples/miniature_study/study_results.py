@@ -74,22 +74,25 @@ def read_results(grid: Grid, out: Path, seeds: Sequence[int], num_rollouts: int)
             except DataError:
                 continue
             if len(run.rollouts) >= num_rollouts:
-                runs.append(_result(run, seed))
+                runs.append(_result(run, seed, num_rollouts))
         found[cell] = CellResult(cell, tuple(runs))
     return found
 
 
-def _result(run: Run, seed: int) -> RunResult:
-    rewards = tuple(row.values["reward/mean"] for row in run.rollouts)
-    last = run.rollouts[-LAST:]
+def _result(run: Run, seed: int, num_rollouts: int) -> RunResult:
+    """Of a run's first rollouts; it may have been gone on with."""
+    rollouts = run.rollouts[:num_rollouts]
+    steps = [row for row in run.steps if row.rollout < num_rollouts]
+    rewards = tuple(row.values["reward/mean"] for row in rollouts)
+    last = rollouts[-LAST:]
     figures = {
         "reward_last": fmean(rewards[-LAST:]),
         "abs_prob_diff_last": _mean(row.values.get("mismatch/abs_prob_diff_mean") for row in last),
-        "kl_k3_mean": _mean(row.values.get("mismatch/kl_k3") for row in run.rollouts),
+        "kl_k3_mean": _mean(row.values.get("mismatch/kl_k3") for row in rollouts),
         "kl_k3_last": _mean(row.values.get("mismatch/kl_k3") for row in last),
-        "masked_positive": _mean(row.values.get("trust_region/masked_fraction_positive") for row in run.steps),
-        "masked_negative": _mean(row.values.get("trust_region/masked_fraction_negative") for row in run.steps),
-        "agreement": _mean(row.values.get("routing/agreement_mean") for row in run.rollouts),
+        "masked_positive": _mean(row.values.get("trust_region/masked_fraction_positive") for row in steps),
+        "masked_negative": _mean(row.values.get("trust_region/masked_fraction_negative") for row in steps),
+        "agreement": _mean(row.values.get("routing/agreement_mean") for row in rollouts),
     }
     return RunResult(seed, rewards, figures, is_collapsed(rewards))
 

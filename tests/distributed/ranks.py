@@ -12,29 +12,39 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["pytest", "megatron_dppo.train"])
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, folder: Path, *arguments: Any, timeout_s: float = 300
+    function: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *arguments: Any,
+    timeout_s: float = 300,
+    is_fresh: bool = False,
 ) -> list[Any]:
     """`function(runtime, *arguments)` on `world_size` processes; the results in rank order.
 
-    `function` must stand at the top of a module, and its arguments must pickle.
+    `function` must stand at the top of a module, and its arguments must pickle. Where `is_fresh`, the processes
+    are new ones that have not imported Megatron yet.
     """
+    must_be_fresh = is_fresh or torch.cuda.is_available()  # CUDA does not survive a fork
+    context = multiprocessing.get_context("spawn") if must_be_fresh else _FORKS
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    processes: list[ForkServerProcess] = []
+    processes: list[BaseProcess] = []
     for rank in range(world_size):
         environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        process = _FORKS.Process(target=_run_rank, args=(environment, folder, rank, function, arguments))
+        process = context.Process(target=_run_rank, args=(environment, folder, rank, function, arguments))
         process.start()
         processes.append(process)
     deadline = time.monotonic() + timeout_s
@@ -64,8 +74,6 @@ def _run_rank(
     os.environ.clear()
     os.environ.update(environment)
     warnings.filterwarnings("ignore")
-    import torch
-
     from megatron_dppo import runtime
 
     torch.set_num_threads(1)

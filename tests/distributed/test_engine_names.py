@@ -142,7 +142,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_one(models: Path) -> dict[str, dict[str, Any]]:
-    return run_ranks(compare_all, 1, models, str(models), list(MODELS), {})[0]
+    return run_ranks(compare_all, 1, models, str(models), list(MODELS), {}, is_fresh=True)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -161,5 +161,6 @@ def test_a_checkpoint_of_one_spec_is_one_of_the_other(on_one: dict[str, dict[str
 
 
 def test_experts_of_other_ranks_find_theirs(models: Path, tmp_path: Path) -> None:
-    for result in run_ranks(compare_all, 2, tmp_path, str(models), ["experts"], {"expert": 2}):
+    results = run_ranks(compare_all, 2, tmp_path, str(models), ["experts"], {"expert": 2}, is_fresh=True)
+    for result in results:
         assert max(result["experts"]["errors"].values()) <= 1e-5

@@ -74,7 +74,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
-    package_data={"megatron_dppo.diagnostics": ["templates/*"], "megatron_dppo.kernels": ["csrc/*"]},
+    package_data={
+        "megatron_dppo.diagnostics": ["templates/*"],
+        "megatron_dppo.figures": ["templates/*"],
+        "megatron_dppo.kernels": ["csrc/*"],
+    },
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels},
     python_requires=">=3.11",
     install_requires=[

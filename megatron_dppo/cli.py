@@ -276,6 +276,40 @@ def compare(
     typer.echo(f"wrote {out}")
 
 
+@app.command()
+def figures(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Run folders, and those of tools/measure_mismatch.py.")
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="DIR", help="Gets the figures, captions and index.html.")
+    ] = Path("figures"),
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", metavar="png|svg", help="Many times. [default: both]")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Stands over every figure and over the gallery.")] = "",
+) -> None:
+    """Draw the paper's figures of runs, with captions, and a gallery of them.
+
+    Runs that differ in run.seed alone are one line with an interval; what else tells them apart, their own
+    configs say:
+
+        megatron-dppo figures runs/moe_base/*/ runs/moe_base_r3/*/ -o figures
+
+        megatron-dppo figures runs/stability/*/seed_* --format svg --title "tiny model"
+
+    Runs may still be going on. A figure that these runs lack the data of is left out, and the command says what
+    to set. The gallery, DIR/index.html, opens without a network.
+    """
+    with _user_errors():
+        from megatron_dppo.figures.command import draw_figures, formats_of
+
+        written = draw_figures(folders, out, formats_of(formats or ()), title)
+    for sentence in written.not_drawn:
+        typer.echo(f"not drawn: {sentence}", err=True)
+    typer.echo(f"wrote {len(written.names)} figures and index.html to {out}")
+
+
 @app.command(name="what-if")
 def what_if(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that kept mini-batches.")],

@@ -1,0 +1,92 @@
+"""Figure 2: how far two engines with the same weights are apart, by the probability of the token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from megatron_dppo.figures.canvas import Drawing
+from megatron_dppo.figures.material import Kind, Lacking, Material
+from megatron_dppo.figures.style import LOOKS
+from megatron_dppo.figures.tokens import TokenPairs
+
+MOST_TOKENS = 20_000  # drawn; more would only hide each other
+_SEED = 0
+
+
+def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """The ratio on the left, total variation on the right; a row for each way of forwarding."""
+    known = [pairs for pairs in material.tokens if pairs.log_mu.size]
+    if not known:
+        return Lacking(
+            "no folder holds the probabilities of single tokens by both engines",
+            "name a folder that tools/measure_mismatch.py wrote, too; or a run with tracking.batches_every "
+            'whose algorithm.anchor is "recomputed"',
+        )
+    by_folder: dict[str, list[TokenPairs]] = {}
+    for pairs in known:
+        by_folder.setdefault(str(pairs.folder), []).append(pairs)
+    return [
+        Drawing(
+            name=kind.name if len(by_folder) == 1 else f"{kind.name}_{number}",
+            paper=kind.paper,
+            title="Two engines, the same weights",
+            panels=[panel for pairs in of for panel in (_ratio(pairs), _total_variation(pairs))],
+            caption=[*_caption(folder, of)],
+            columns=2,
+        )
+        for number, (folder, of) in enumerate(by_folder.items(), 1)
+    ]
+
+
+def _caption(folder: str, of: list[TokenPairs]) -> list[str]:
+    said = [
+        f"Tokens of {folder}: mu is their probability in the rollout, pi in the trainer; same weights.",
+        "Left: the ratio that PPO clips. Right: the binary total variation that DPPO limits.",
+        "Nothing is smoothed.",
+    ]
+    for pairs in of:
+        size = pairs.log_mu.size
+        drawn = f", of which {MOST_TOKENS:,} drawn at random are shown" if size > MOST_TOKENS else ""
+        said.append(f"{pairs.source}: {size:,} tokens{drawn}.")
+    return said
+
+
+def drawn_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
+    """Of log mu and log pi, [at most MOST_TOKENS] each; the same ones each time."""
+    size = pairs.log_mu.size
+    if size <= MOST_TOKENS:
+        return pairs.log_mu, pairs.log_pi
+    chosen = np.sort(np.random.default_rng(_SEED).choice(size, MOST_TOKENS, replace=False))
+    return pairs.log_mu[chosen], pairs.log_pi[chosen]
+
+
+def _ratio(pairs: TokenPairs) -> Callable[[Axes], None]:
+    log_mu, log_pi = drawn_tokens(pairs)
+
+    def panel(axes: Axes) -> None:
+        _scatter(axes, log_mu, np.exp(log_pi - log_mu), LOOKS["grpo_clip_higher"][0])
+        axes.axhline(1, color="black", linewidth=0.5)
+        axes.set_title(f"ratio, {pairs.source}")
+        axes.set_ylabel("π / μ")
+
+    return panel
+
+
+def _total_variation(pairs: TokenPairs) -> Callable[[Axes], None]:
+    log_mu, log_pi = drawn_tokens(pairs)
+
+    def panel(axes: Axes) -> None:
+        _scatter(axes, log_mu, np.abs(np.exp(log_pi) - np.exp(log_mu)), LOOKS["dppo_binary_tv"][0])
+        axes.set_title(f"total variation, {pairs.source}")
+        axes.set_ylabel("|π − μ|")
+
+    return panel
+
+
+def _scatter(axes: Axes, log_mu: np.ndarray, values: np.ndarray, colour: str) -> None:
+    axes.scatter(np.exp(log_mu), values, s=3, alpha=0.35, color=colour, linewidths=0, rasterized=True)
+    axes.set_xscale("log")
+    axes.set_xlabel("μ, probability in the rollout")

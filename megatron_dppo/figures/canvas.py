@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -29,8 +30,8 @@ class Page:
     dots_per_inch: int
 
 
-WIDE = Page(width=7.0, most_columns=4, num_characters=100, dots_per_inch=200)
-NARROW = Page(width=3.5, most_columns=1, num_characters=48, dots_per_inch=160)
+WIDE = Page(width=7.0, most_columns=4, num_characters=100, dots_per_inch=160)
+NARROW = Page(width=3.5, most_columns=1, num_characters=48, dots_per_inch=140)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
     """The drawing on a page, with the headline over its title."""
     columns = min(drawing.columns, page.most_columns, len(drawing.panels))
     rows = -(-len(drawing.panels) // columns)
+    columns = -(-len(drawing.panels) // rows)  # no row is left nearly empty
     with matplotlib.rc_context(dict(RC)):
         figure = Figure(layout="constrained")
         places = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -69,7 +71,7 @@ def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
 
 def _add_legend(figure: Figure, page: Page) -> int:
     """One entry for each label that a panel has; the rows it takes."""
-    entries: dict[str, object] = {}
+    entries: dict[str, Artist] = {}
     for place in figure.axes:
         for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)

@@ -94,10 +94,10 @@ def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable
 def _draw_curve(axes: Axes, line: Line, curve: Curve) -> None:
     own = look(line.objective, line.shade, is_replayed=line.is_replayed)
     if curve.is_smoothed:
-        axes.plot(curve.x, curve.raw, color=own["color"], linewidth=0.6, alpha=0.35, gid="raw")
+        axes.plot(curve.x, curve.raw, color=own["color"], linewidth=0.6, alpha=0.25, gid="raw")
     if curve.low is not None and curve.high is not None:
         axes.fill_between(curve.x, curve.low, curve.high, color=own["color"], alpha=0.15, linewidth=0)
-    marker = "o" if curve.x.size <= _FEW_POINTS else ""
+    marker = "o" if curve.x.size <= _FEW_POINTS and not curve.is_smoothed else ""
     axes.plot(curve.x, curve.mean, marker=marker, label=line.label, **own)
 
 

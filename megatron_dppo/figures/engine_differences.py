@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from megatron_dppo.figures.canvas import Drawing
 from megatron_dppo.figures.material import Kind, Lacking, Material
-from megatron_dppo.figures.style import LOOKS
+from megatron_dppo.figures.style import LOOKS, plain_log_ticks
 from megatron_dppo.figures.tokens import TokenPairs
 
 MOST_TOKENS = 20_000  # drawn; more would only hide each other
@@ -89,4 +89,5 @@ def _total_variation(pairs: TokenPairs) -> Callable[[Axes], None]:
 def _scatter(axes: Axes, log_mu: np.ndarray, values: np.ndarray, colour: str) -> None:
     axes.scatter(np.exp(log_mu), values, s=3, alpha=0.35, color=colour, linewidths=0, rasterized=True)
     axes.set_xscale("log")
+    plain_log_ticks(axes.xaxis)
     axes.set_xlabel("μ, probability in the rollout")

@@ -13,7 +13,7 @@ from matplotlib.colors import ListedColormap
 from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, policy_loss
 from megatron_dppo.figures.canvas import Drawing
 from megatron_dppo.figures.material import Kind, Lacking, Material
-from megatron_dppo.figures.style import objective_label
+from megatron_dppo.figures.style import objective_label, plain_log_ticks
 
 NUM_POINTS = 241  # along each axis
 LARGEST_RATIO = 2.0
@@ -145,6 +145,7 @@ def _plane(objective: Objective, *, is_logarithmic: bool) -> Callable[[Axes], No
         if is_logarithmic:
             axes.set_xscale("log")
             axes.set_yscale("log")
+            plain_log_ticks(axes.xaxis, axes.yaxis)
         axes.set_xlabel("μ")
         axes.set_ylabel("π")
         axes.grid(visible=False)

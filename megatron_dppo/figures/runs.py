@@ -13,7 +13,7 @@ from megatron_dppo.diagnostics.report_plots import Points, over_rollouts
 from megatron_dppo.diagnostics.report_text import distinct_names, settings_of, shown
 from megatron_dppo.diagnostics.run_reader import Run, read_run
 from megatron_dppo.figures.clipped import clipped_curves
-from megatron_dppo.figures.style import objective_label
+from megatron_dppo.figures.style import LOOKS, objective_label
 
 METRICS = (
     "reward/mean",
@@ -151,13 +151,19 @@ def _common_folder(runs: Sequence[RunCurves]) -> Path:
     return first
 
 
+def _place(objective: Objective, is_replayed: bool) -> tuple[object, ...]:
+    """Legends have the order of the looks, whatever order the folders came in."""
+    numbers = [v for f in fields(Objective) if isinstance(v := getattr(objective, f.name), float)]
+    return (list(LOOKS).index(objective.name), is_replayed, numbers)
+
+
 def _lines(runs: Sequence[RunCurves]) -> list[Line]:
     grouped: dict[tuple[Objective, bool], dict[str, RunCurves]] = {}
     for run in runs:
         grouped.setdefault((run.objective, run.is_replayed), {})[run.seed] = run
     shades: Counter[str] = Counter()
     lines: list[Line] = []
-    for (objective, is_replayed), by_seed in grouped.items():
+    for (objective, is_replayed), by_seed in sorted(grouped.items(), key=lambda item: _place(*item[0])):
         alike = [other for other, _ in grouped if other.name == objective.name]
         label = objective_label(objective, alike) + (" + R3" if is_replayed else "")
         lines.append(Line(label, objective, is_replayed, tuple(by_seed.values()), shades[objective.name]))

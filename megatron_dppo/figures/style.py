@@ -8,11 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.typing import RcKeyType
 
 from megatron_dppo.algorithms import Objective
 
-RC: Mapping[str, Any] = MappingProxyType(
+RC: Mapping[RcKeyType, Any] = MappingProxyType(
     {
         "font.family": "DejaVu Sans",
         "font.size": 8,
@@ -114,6 +117,13 @@ def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
         values = {"δ": objective.delta} | {k: v for k, v in values.items() if not k.startswith("delta")}
     parts = [f"{_SYMBOLS.get(name, name)} {_number(value)}" for name, value in values.items()]
     return ", ".join([NAMES.get(objective.name, objective.name), *parts])
+
+
+def plain_log_ticks(*axes: Axis) -> None:
+    """Powers of ten as 0.01: mathematical text is off, for tokens and paths may hold a $."""
+    for axis in axes:
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _number(value: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_dppo.figures.canvas import Drawing
-from megatron_dppo.figures.curves import CurvePanel
+from megatron_dppo.figures.curves import CurvePanel, on_one_scale
 from megatron_dppo.figures.experiment_figures import (
     REWARD,
     drawings_of,
@@ -31,12 +31,15 @@ def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         )
 
     def panels(experiment: Experiment) -> list[CurvePanel]:
+        sides = [
+            (words, [line for line in experiment.lines if line.is_replayed == is_replayed])
+            for words, is_replayed in (("without R3", False), ("with R3", True))
+        ]
         return [
-            replace(panel, title=f"{panel.title}, {words}", lines=lines)
+            side
             for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
-            for words, lines in (
-                ("without R3", [line for line in experiment.lines if not line.is_replayed]),
-                ("with R3", [line for line in experiment.lines if line.is_replayed]),
+            for side in on_one_scale(
+                [replace(panel, title=f"{panel.title}, {words}", lines=lines) for words, lines in sides]
             )
         ]
 

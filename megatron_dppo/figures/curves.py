@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ from megatron_dppo.figures.style import look
 Floats = np.ndarray
 _PERCENTS = (2.5, 97.5)
 _SEED = 0
+_MARGIN = 0.05  # of the values' range
 _FEW_POINTS = 15  # of which each one is marked
 
 
@@ -42,6 +43,7 @@ class CurvePanel:
     lines: Sequence[Line]
     can_be_smoothed: bool = True
     factor: float = 1.0
+    y_range: tuple[float, float] | None = None  # none: its own
 
 
 def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
@@ -79,6 +81,18 @@ def curve_panels(panels: Sequence[CurvePanel]) -> list[Callable[[Axes], None]]:
     ]
 
 
+def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
+    """The same panels with one y axis, so that what stands side by side can be compared."""
+    curves = [c for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None]
+    shown = [part for c in curves for part in (c.raw, c.mean, c.low, c.high) if part is not None]
+    known = np.concatenate([part[np.isfinite(part)] for part in shown]) if shown else np.zeros(0)
+    if not known.size:
+        return list(panels)
+    margin = _MARGIN * (known.max() - known.min()) or _MARGIN
+    y_range = (float(known.min() - margin), float(known.max() + margin))
+    return [replace(panel, y_range=y_range) for panel in panels]
+
+
 def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for line, curve in curves:
@@ -87,6 +101,8 @@ def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable
         axes.set_xlabel("rollout")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.margins(x=0.02)
+        if panel.y_range is not None:
+            axes.set_ylim(*panel.y_range)
 
     return draw
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,6 +14,7 @@ from megatron_dppo.figures.tokens import TokenPairs
 
 MOST_TOKENS = 20_000  # drawn; more would only hide each other
 _SEED = 0
+_MARGIN = 0.05  # of the values' range
 
 
 def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -33,7 +34,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             name=kind.name if len(by_folder) == 1 else f"{kind.name}_{number}",
             paper=kind.paper,
             title="Two engines, the same weights",
-            panels=[panel for pairs in of for panel in (_ratio(pairs), _total_variation(pairs))],
+            panels=_panels(of),
             caption=[*_caption(folder, of)],
             columns=2,
         )
@@ -63,31 +64,35 @@ def drawn_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
     return pairs.log_mu[chosen], pairs.log_pi[chosen]
 
 
-def _ratio(pairs: TokenPairs) -> Callable[[Axes], None]:
-    log_mu, log_pi = drawn_tokens(pairs)
+def _panels(of: Sequence[TokenPairs]) -> list[Callable[[Axes], None]]:
+    """A row for each way of forwarding; rows have the same axes."""
+    tokens = [drawn_tokens(pairs) for pairs in of]
+    ratios = [np.exp(log_pi - log_mu) for log_mu, log_pi in tokens]
+    differences = [np.abs(np.exp(log_pi) - np.exp(log_mu)) for log_mu, log_pi in tokens]
+    panels: list[Callable[[Axes], None]] = []
+    for pairs, (log_mu, _), ratio, difference in zip(of, tokens, ratios, differences, strict=True):
+        ends = (min(map(np.min, ratios)), max(map(np.max, ratios)))
+        panels.append(
+            _scatter(f"ratio, {pairs.source}", "π / μ", log_mu, ratio, ends, LOOKS["grpo_clip_higher"][0])
+        )
+        ends = (0.0, max(map(np.max, differences)))
+        title = f"total variation, {pairs.source}"
+        panels.append(_scatter(title, "|π − μ|", log_mu, difference, ends, LOOKS["dppo_binary_tv"][0]))
+    return panels
+
+
+def _scatter(
+    title: str, y_label: str, log_mu: np.ndarray, values: np.ndarray, ends: tuple[float, float], colour: str
+) -> Callable[[Axes], None]:
+    margin = _MARGIN * (ends[1] - ends[0]) or _MARGIN
 
     def panel(axes: Axes) -> None:
-        _scatter(axes, log_mu, np.exp(log_pi - log_mu), LOOKS["grpo_clip_higher"][0])
-        axes.axhline(1, color="black", linewidth=0.5)
-        axes.set_title(f"ratio, {pairs.source}")
-        axes.set_ylabel("π / μ")
+        axes.scatter(np.exp(log_mu), values, s=3, alpha=0.35, color=colour, linewidths=0, rasterized=True)
+        axes.set_xscale("log")
+        plain_log_ticks(axes.xaxis)
+        axes.set_ylim(ends[0] - margin, ends[1] + margin)
+        axes.set_title(title)
+        axes.set_xlabel("μ, probability in the rollout")
+        axes.set_ylabel(y_label)
 
     return panel
-
-
-def _total_variation(pairs: TokenPairs) -> Callable[[Axes], None]:
-    log_mu, log_pi = drawn_tokens(pairs)
-
-    def panel(axes: Axes) -> None:
-        _scatter(axes, log_mu, np.abs(np.exp(log_pi) - np.exp(log_mu)), LOOKS["dppo_binary_tv"][0])
-        axes.set_title(f"total variation, {pairs.source}")
-        axes.set_ylabel("|π − μ|")
-
-    return panel
-
-
-def _scatter(axes: Axes, log_mu: np.ndarray, values: np.ndarray, colour: str) -> None:
-    axes.scatter(np.exp(log_mu), values, s=3, alpha=0.35, color=colour, linewidths=0, rasterized=True)
-    axes.set_xscale("log")
-    plain_log_ticks(axes.xaxis)
-    axes.set_xlabel("μ, probability in the rollout")

@@ -124,6 +124,7 @@ def _surrogate(objective: Objective, label: str) -> Callable[[Axes], None]:
         axes.set_title(label)
         axes.set_xlabel("π / μ")
         axes.set_ylabel("surrogate")
+        axes.set_ylim(-1.1, 1.1)  # of all alike: ratios go from 0 to 2
 
     return panel
 

@@ -61,7 +61,7 @@ class Line:
     objective: Objective
     is_replayed: bool
     runs: tuple[RunCurves, ...]  # each with another seed
-    shade: int  # place among the lines of this preset, from 0
+    shade: int  # place of the objective among those of its preset, from 0
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,12 @@ def _lines(runs: Sequence[RunCurves]) -> list[Line]:
     grouped: dict[tuple[Objective, bool], dict[str, RunCurves]] = {}
     for run in runs:
         grouped.setdefault((run.objective, run.is_replayed), {})[run.seed] = run
-    shades: Counter[str] = Counter()
+    shades: dict[str, list[Objective]] = {}
     lines: list[Line] = []
     for (objective, is_replayed), by_seed in sorted(grouped.items(), key=lambda item: _place(*item[0])):
         alike = [other for other, _ in grouped if other.name == objective.name]
         label = objective_label(objective, alike) + (" + R3" if is_replayed else "")
-        lines.append(Line(label, objective, is_replayed, tuple(by_seed.values()), shades[objective.name]))
-        shades[objective.name] += 1
+        seen = shades.setdefault(objective.name, [])
+        seen += [] if objective in seen else [objective]
+        lines.append(Line(label, objective, is_replayed, tuple(by_seed.values()), seen.index(objective)))
     return lines

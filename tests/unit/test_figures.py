@@ -1,0 +1,363 @@
+"""The paper's figures: what is drawn is what was measured, and captions say what it is."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dppo.algorithms import PRESETS, preset
+from megatron_dppo.cli import app
+from megatron_dppo.config.schema import Config
+from megatron_dppo.diagnostics.contrasts import estimate
+from megatron_dppo.diagnostics.report_plots import smoothed
+from megatron_dppo.diagnostics.tracking import RunFolder
+from megatron_dppo.errors import ConfigError, DataError
+from megatron_dppo.figures.canvas import NARROW, Drawing, build
+from megatron_dppo.figures.catalogue import KINDS
+from megatron_dppo.figures.command import Written, draw_figures
+from megatron_dppo.figures.curves import mean_intervals
+from megatron_dppo.figures.engine_differences import MOST_TOKENS, drawn_tokens
+from megatron_dppo.figures.mask_regions import kept, region, surrogate
+from megatron_dppo.figures.material import Lacking, Material
+from megatron_dppo.figures.runs import experiments_of, objective_of, read_curves
+from megatron_dppo.figures.style import LOOKS, NAMES, look
+from megatron_dppo.figures.tokens import TokenPairs, read_token_pairs
+
+NUM_ROLLOUTS = 12
+Tables = dict[str, dict[str, Any]]
+
+
+def write_run(path: Path, seed: int = 0, num_rollouts: int = NUM_ROLLOUTS, **tables: dict[str, Any]) -> Path:
+    """A run with two gradient steps in each rollout, and a score before every fourth."""
+    given: Tables = {"run": {"folder": path, "seed": seed}, **tables}
+    config = Config.model_validate(given).model_dump(exclude_none=True)
+    noise = np.random.default_rng([seed, len(path.name)])
+    with RunFolder.open(path, config, resume=False) as folder:
+        for rollout in range(num_rollouts):
+            for step in (2 * rollout, 2 * rollout + 1):
+                folder.write_step(
+                    rollout, step, {"policy/entropy": 1.0 + step, "trust_region/bad_update_fraction": 0.001}
+                )
+            row = {"reward/mean": noise.random(), "mismatch/abs_prob_diff_mean": noise.random() / 100}
+            folder.write_rollout(rollout, row, num_rollouts=num_rollouts)
+            if rollout % 4 == 0:
+                folder.write_evaluation(rollout, {"eval/aime24/avg_at_4": rollout / 100})
+    return path
+
+
+def write_clipped(run: Path, step: int, rows: list[tuple[str, str, int, float]]) -> None:
+    """A list of (preset, sign, count, mean mu)."""
+    (run / "clipped_tokens").mkdir(exist_ok=True)
+    lines = [
+        {"preset": name, "sign": sign, "count": count, "mean_mu": mu, "mean_entropy": 1.0, "token": "$x"}
+        for name, sign, count, mu in rows
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "clipped_tokens" / f"step_{step:06d}.jsonl").write_text(text)
+
+
+def algorithm(name: str, **fields: Any) -> Tables:
+    return {"algorithm": {"preset": name, **fields}}
+
+
+def drawn(name: str, folders: list[Path]) -> list[Drawing] | Lacking:
+    """What a kind of figure makes of these runs."""
+    (kind,) = (kind for kind in KINDS if kind.name == name)
+    return kind.draw(kind, Material(experiments_of(read_curves(folders)), []))
+
+
+def only(answer: list[Drawing] | Lacking) -> Drawing:
+    assert isinstance(answer, list)
+    (drawing,) = answer
+    return drawing
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three seeds of Binary-TV, the last of them shorter, and one of GRPO."""
+    folder = tmp_path_factory.mktemp("runs")
+    of_tv = [
+        write_run(folder / f"tv_{seed}", seed, NUM_ROLLOUTS - (seed == 2), **algorithm("dppo_binary_tv"))
+        for seed in range(3)
+    ]
+    return [*of_tv, write_run(folder / "grpo", 0, **algorithm("grpo_clip_higher"))]
+
+
+def rewards(run: Path) -> list[float]:
+    """From metrics.jsonl, by this test's own reading."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["reward/mean"] for row in rows if row["kind"] == "rollout"]
+
+
+def test_axes_hold_what_metrics_jsonl_holds(runs: list[Path]) -> None:
+    figure = build(only(drawn("03_stability", runs)))
+    (axes,) = [axes for axes in figure.axes if axes.get_title() == "reward"]
+    by_label = {line.get_label(): line for line in axes.lines}
+    raw = [line for line in axes.lines if line.get_gid() == "raw"]
+    np.testing.assert_allclose(np.asarray(by_label["GRPO-ClipHigher"].get_ydata()), smoothed(rewards(runs[3])))
+    np.testing.assert_allclose(np.asarray(raw[0].get_ydata()), rewards(runs[3]))
+    together = np.mean([rewards(run)[: NUM_ROLLOUTS - 1] for run in runs[:3]], axis=0)
+    np.testing.assert_allclose(np.asarray(raw[1].get_ydata()), together)
+    np.testing.assert_allclose(np.asarray(by_label["DPPO-Binary-TV"].get_ydata()), smoothed(together.tolist()))
+    assert list(np.asarray(raw[1].get_xdata())) == list(range(NUM_ROLLOUTS - 1))
+    assert len(axes.collections) == 1, "three seeds have an interval, one has none"
+
+
+def test_scores_are_not_smoothed_and_stand_at_their_rollouts(runs: list[Path]) -> None:
+    figure = build(only(drawn("03_stability", runs)))
+    (axes,) = [axes for axes in figure.axes if axes.get_title() == "aime24, avg@4"]
+    assert not [line for line in axes.lines if line.get_gid() == "raw"]
+    for line in axes.lines:
+        assert list(np.asarray(line.get_xdata())) == [0, 4, 8]
+        assert list(np.asarray(line.get_ydata())) == [0.0, 0.04, 0.08]
+
+
+def test_the_interval_is_that_of_the_contrasts() -> None:
+    values = np.random.default_rng(0).random((4, 5))
+    low, high = mean_intervals(values)
+    for place, column in enumerate(values.T):
+        expected = estimate(column.tolist())
+        assert (low[place], high[place]) == pytest.approx((expected.low, expected.high))
+
+
+def test_a_caption_names_runs_seeds_and_smoothing(runs: list[Path]) -> None:
+    caption = " ".join(only(drawn("03_stability", runs)).caption)
+    assert "DPPO-Binary-TV: seeds 0, 1, 2 (runs: tv_0, tv_1, tv_2)." in caption
+    assert "GRPO-ClipHigher: seed 0 (runs: grpo)." in caption
+    assert "Smoothed by a Gaussian of 2 points, the raw mean behind: mean |π − μ|, reward." in caption
+    assert "Not smoothed: aime24, avg@4." in caption
+    assert "to the last rollout that all of a line's seeds have" in caption
+
+
+def test_experiments_are_told_apart_by_settings_and_lines_by_trust_regions(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "a", **algorithm("dppo_binary_tv")),
+        write_run(tmp_path / "b", **algorithm("dppo_binary_tv", delta=0.05)),
+        write_run(tmp_path / "c", **algorithm("dppo_binary_tv"), rollout={"routing_replay": "replay"}),
+        write_run(tmp_path / "d", **algorithm("pg_is"), tracking={"samples_every": 3}),
+        write_run(tmp_path / "e", **algorithm("pg_is"), optimizer={"lr": 0.5}),
+    ]
+    usual, fast = experiments_of(read_curves(folders))
+    labels = ["PG-IS", "DPPO-Binary-TV, δ 0.05", "DPPO-Binary-TV, δ 0.15", "DPPO-Binary-TV, δ 0.15 + R3"]
+    assert [line.label for line in usual.lines] == labels
+    assert [line.shade for line in usual.lines] == [0, 0, 1, 1]
+    assert (usual.label, fast.label) == ("lr 1e-06", "lr 0.5")
+    assert fast.settings == "optimizer.lr = 0.5"
+
+
+def test_every_preset_has_a_look_and_a_name_and_keeps_its_colour() -> None:
+    assert {*PRESETS, "sft"} == LOOKS.keys() == NAMES.keys()
+    looks = [(look(objective)["color"], str(look(objective)["linestyle"])) for objective in PRESETS.values()]
+    assert len(set(looks)) == len(looks), "two algorithms look the same"
+    own = preset("dppo_binary_tv", delta=0.3)
+    assert look(own) == look(PRESETS["dppo_binary_tv"])
+    assert look(own, 1)["color"] != look(own)["color"]
+
+
+@pytest.mark.parametrize("name", [n for n, o in PRESETS.items() if not o.needs_topk and o.anchor == "rollout"])
+def test_regions_are_the_masks_that_train(name: str) -> None:
+    """Against the paper's formulas, written out again in plain numbers."""
+    objective = PRESETS[name]
+    for is_logarithmic in (False, True):
+        own = region(objective, is_logarithmic=is_logarithmic)
+        for column in range(7, own.mu.size, 39):
+            for row in range(5, own.pi.size, 23):
+                expected = _dropped(name, float(own.mu[column]), float(own.pi[row]))
+                assert (own.drops_positive[row, column], own.drops_negative[row, column]) == expected
+
+
+def _dropped(name: str, mu: float, pi: float) -> tuple[bool, bool]:
+    """Whether a token with A > 0, and one with A < 0, learns nothing."""
+    far = {
+        "dppo_binary_tv": abs(mu - pi) > 0.15,
+        "dppo_binary_kl": mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi)) > 0.05,
+    }
+    if name in far:
+        return far[name] and pi > mu, far[name] and pi < mu
+    if name == "negative_mask":
+        return False, mu - pi >= 0.5
+    if name in ("pg_is", "pg_tis", "cispo"):
+        return False, False
+    is_rare = mu < 0.1
+    above = pi / mu > (1.2 if name == "grpo" else 1.28) and not (
+        name in ("relax_high", "relax_both") and is_rare
+    )
+    return above, pi / mu < 0.8 and not (name in ("relax_low", "relax_both") and is_rare)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_ratio_s_surrogate_is_ppo_s_clipped_objective(advantage: float) -> None:
+    ratio, value = surrogate(PRESETS["grpo"], 0.05, advantage)
+    clipped = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+    np.testing.assert_allclose(value, clipped - advantage, atol=2 * (ratio[1] - ratio[0]))
+
+
+def test_a_mask_keeps_the_token_on_its_edge() -> None:
+    mu, pi = np.asarray([0.5]), np.asarray([0.625])
+    assert kept(preset("dppo_binary_tv", delta=0.125001), mu, pi, 1.0).all()
+    assert not kept(preset("dppo_binary_tv", delta=0.124999), mu, pi, 1.0).any()
+
+
+def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
+    names = ("dppo_binary_kl", "dppo_binary_kl_decoupled", "grpo", "minirl", "pg_is")
+    folders = [write_run(tmp_path / name, **algorithm(name)) for name in names]
+    axes = build(only(drawn("04_anchor", folders))).axes[0]
+    labels = {line.get_label() for line in axes.lines if line.get_gid() != "raw"}
+    assert labels == {"DPPO-Binary-KL", "DPPO-Binary-KL, recomputed"}, "MiniRL's clip is not that of grpo"
+
+
+def test_bad_updates_are_percents_of_minimal_masks_where_there_are_any(tmp_path: Path) -> None:
+    names = ("pg_is", "negative_mask", "grpo")
+    folders = [write_run(tmp_path / name, **algorithm(name)) for name in names]
+    drawing = only(drawn("05_bad_updates", folders))
+    axes = build(drawing).axes[1]
+    lines = {str(line.get_label()): line for line in axes.lines if line.get_gid() != "raw"}
+    assert lines.keys() == {"PG-IS", "Mask"}
+    np.testing.assert_allclose(np.asarray(lines["Mask"].get_ydata()), 0.1)
+    assert "bad updates" in " ".join(drawing.caption).lower()
+    alone = only(drawn("05_bad_updates", folders[2:]))
+    assert "are not among these runs" in " ".join(alone.caption)
+
+
+def test_clipped_tokens_are_the_run_s_own_and_weigh_by_count(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, **algorithm(name)) for name in ("grpo_clip_higher", "relax_both")]
+    drawing = only(drawn("06_relaxation_threshold", folders))
+    assert "set tracking.clipped_tokens_every" in " ".join(drawing.caption)
+    write_clipped(folders[0], 2, [("active", "+", 3, 0.1), ("active", "-", 1, 0.5), ("pg_is", "+", 9, 0.9)])
+    write_clipped(folders[0], 3, [("active", "+", 1, 0.4)])
+    write_clipped(folders[0], 99, [("active", "+", 1, 0.4)])  # of a step that metrics.jsonl has not
+    figure = build(only(drawn("06_relaxation_threshold", folders)))
+    (axes,) = [axes for axes in figure.axes if axes.get_title() == "μ of clipped tokens"]
+    (line,) = axes.lines
+    assert list(np.asarray(line.get_xdata())) == [1.0]
+    assert list(np.asarray(line.get_ydata())) == pytest.approx([((3 * 0.1 + 0.5) / 4 + 0.4) / 2])
+    bars = build(only(drawn("clipped_tokens", folders))).axes[0]
+    assert [label.get_text() for label in bars.get_yticklabels()] == ["'$x'"]
+
+
+def test_a_damaged_list_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "clipped_tokens").mkdir()
+    (run / "clipped_tokens" / "step_000001.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"step_000001.jsonl: found no list of clipped tokens"):
+        read_curves([run])
+
+
+def test_replay_stands_beside_its_absence_on_one_scale(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / mode, **algorithm("grpo"), rollout={"routing_replay": mode})
+        for mode in ("measure", "replay")
+    ]
+    without, with_it = build(only(drawn("08_replay", folders))).axes
+    assert (without.get_title(), with_it.get_title()) == ("aime24, avg@4, without R3", "aime24, avg@4, with R3")
+    assert without.get_ylim() == with_it.get_ylim()
+
+
+def test_thresholds_need_runs_that_differ_in_them(runs: list[Path], tmp_path: Path) -> None:
+    answer = drawn("thresholds", runs)
+    assert isinstance(answer, Lacking) and "algorithm.delta" in answer.action
+    other = write_run(tmp_path / "other", **algorithm("dppo_binary_tv", delta=0.3))
+    labels = {line.label for e in experiments_of(read_curves([runs[0], other])) for line in e.lines}
+    assert labels == {"DPPO-Binary-TV, δ 0.15", "DPPO-Binary-TV, δ 0.3"}
+    assert only(drawn("thresholds", [runs[0], other])).panels
+
+
+def test_tokens_of_a_measurement_are_drawn_as_they_are(tmp_path: Path) -> None:
+    row = {"rollout_log_probs": [-1.0, -2.0, "NaN"], "live_log_probs": [-1.5, -2.0, -1.0], "tokens": [1, 2, 3]}
+    (tmp_path / "tokens.jsonl").write_text(json.dumps(row) + "\n")
+    (pairs,) = read_token_pairs(tmp_path)
+    (kind,) = (kind for kind in KINDS if kind.name == "02_engine_differences")
+    ratio, difference = build(only(kind.draw(kind, Material([], [pairs])))).axes
+    mu, pi = np.exp([-1.0, -2.0]), np.exp([-1.5, -2.0])
+    np.testing.assert_allclose(np.asarray(ratio.collections[0].get_offsets()), np.stack([mu, pi / mu], 1))
+    np.testing.assert_allclose(
+        np.asarray(difference.collections[0].get_offsets()), np.stack([mu, abs(pi - mu)], 1)
+    )
+
+
+def test_a_sample_of_many_tokens_is_always_the_same() -> None:
+    values = np.linspace(-5, 0, 3 * MOST_TOKENS)
+    pairs = TokenPairs(Path("run"), "live routes", values, values)
+    first, second = drawn_tokens(pairs), drawn_tokens(pairs)
+    assert first[0].size == MOST_TOKENS and (first[0] == second[0]).all()
+
+
+@pytest.fixture(scope="module")
+def written(runs: list[Path]) -> tuple[Path, Written]:
+    """All that the runs suffice for."""
+    out = runs[0].parent / "figures"
+    return out, draw_figures(runs, out, title="tiny model")
+
+
+def test_files_are_images_with_captions(written: tuple[Path, Written]) -> None:
+    out, said = written
+    for name in said.names:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        assert ElementTree.fromstring((out / f"{name}.svg").read_text()).tag.endswith("svg")
+        caption = (out / f"{name}.txt").read_text()
+        assert caption.startswith("tiny model.\n") and "of arXiv 2602.04879." in caption
+    assert {path.name.split(".")[0] for path in out.iterdir()} == {*said.names, "index"}
+
+
+def test_the_gallery_holds_all_of_them_and_fetches_nothing(written: tuple[Path, Written]) -> None:
+    out, said = written
+    page = (out / "index.html").read_text()
+    assert (
+        page.count("<img ")
+        == len(said.names)
+        == page.count('max-width: 600px)" srcset="data:image/png;base64,')
+    )
+    assert "http" not in page and "<h1>tiny model</h1>" in page
+    for name in said.names:
+        assert f'id="{name}"' in page and f'href="{name}.svg"' in page
+    assert page.count("<li>07_relaxation_side (Figure 7)") == 1
+
+
+def test_what_is_missing_is_said_with_what_to_set(written: tuple[Path, Written]) -> None:
+    said = " ".join(written[1].not_drawn)
+    for name in (
+        "02_engine_differences",
+        "04_anchor",
+        "06_relaxation_threshold",
+        "08_replay",
+        "clipped_tokens",
+    ):
+        assert name in said and name not in written[1].names
+    assert "tools/measure_mismatch.py" in said and "tracking.clipped_tokens_every" in said
+
+
+def test_every_figure_says_what_it_is_of_on_a_narrow_page(runs: list[Path]) -> None:
+    figure = build(only(drawn("11_metrics", runs)), NARROW, "tiny model")
+    assert figure.get_suptitle() == "tiny model\nEvolution of metrics"
+    assert len({axes.get_position().x0 for axes in figure.axes}) == 1, "one column"
+
+
+def test_runs_without_a_rollout_cannot_be_drawn(tmp_path: Path) -> None:
+    empty = write_run(tmp_path / "empty", num_rollouts=0)
+    with pytest.raises(ConfigError, match=r"found nothing to draw in .*empty; expected finished rollouts"):
+        draw_figures([empty], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="named twice"):
+        draw_figures([empty, empty], tmp_path / "out")
+
+
+def test_the_command_writes_the_formats_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    row = {"rollout_log_probs": [-1.0], "live_log_probs": [-1.5]}
+    (tmp_path / "tokens.jsonl").write_text(json.dumps(row) + "\n")
+    result = CliRunner().invoke(app, ["figures", str(tmp_path), "-o", str(out), "--format", "svg"])
+    assert result.exit_code == 0, result.output
+    assert not list(out.glob("*.png")) and (out / "02_engine_differences.svg").is_file()
+    assert "not drawn: 04_anchor (Figure 4)" in result.output
+    refused = CliRunner().invoke(app, ["figures", str(tmp_path), "-o", str(out), "--format", "pdf"])
+    assert refused.exit_code == 2 and "--format" in refused.output
+
+
+def test_an_objective_is_what_the_config_names(runs: list[Path]) -> None:
+    (own, *_) = read_curves(runs[:1])
+    assert objective_of(own.run) == PRESETS["dppo_binary_tv"]

@@ -12,6 +12,7 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megatron_dppo.figures.style import RC
 
@@ -53,7 +54,8 @@ def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
     rows = -(-len(drawing.panels) // columns)
     columns = -(-len(drawing.panels) // rows)  # no row is left nearly empty
     with matplotlib.rc_context(dict(RC)):
-        figure = Figure(layout="constrained")
+        engine = ConstrainedLayoutEngine()
+        figure = Figure(layout=engine)
         places = figure.subplots(rows, columns, squeeze=False).flatten()
         for place, draw in zip(places, drawing.panels, strict=False):
             draw(place)
@@ -66,6 +68,8 @@ def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
         num_legend_rows = _add_legend(figure, page)
         extra = _LEGEND_ROW * (num_legend_rows + len(lines)) + 0.1
         figure.set_size_inches(page.width, rows * drawing.panel_height + extra)
+        engine.execute(figure)
+        figure.set_layout_engine("none")  # each rendering would seek the same places again
     return figure
 
 

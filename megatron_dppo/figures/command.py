@@ -84,12 +84,13 @@ def _material(folders: Sequence[Path]) -> Material:
 
 def _write(drawing: Drawing, out: Path, formats: Sequence[Format], title: str) -> Picture:
     wide = build(drawing, headline=title)
+    png = render(wide, "png")
     for kind in formats:
-        (out / f"{drawing.name}.{kind}").write_bytes(render(wide, kind))
+        (out / f"{drawing.name}.{kind}").write_bytes(png if kind == "png" else render(wide, kind))
     (out / f"{drawing.name}.txt").write_text("\n".join(caption_lines(drawing, title)) + "\n", encoding="utf-8")
     narrow = render(build(drawing, NARROW, title), "png", NARROW)
     files = tuple(f"{drawing.name}.{kind}" for kind in (*formats, "txt"))
-    return Picture(drawing, render(wide, "png"), narrow, files)
+    return Picture(drawing, png, narrow, files)
 
 
 def caption_lines(drawing: Drawing, title: str = "") -> Iterator[str]:

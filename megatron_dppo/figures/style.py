@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import NullLocator, StrMethodFormatter
 from matplotlib.typing import RcKeyType
 
 from megatron_dppo.algorithms import Objective
@@ -123,7 +123,7 @@ def plain_log_ticks(*axes: Axis) -> None:
     """Powers of ten as 0.01: mathematical text is off, for tokens and paths may hold a $."""
     for axis in axes:
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_minor_locator(NullLocator())
 
 
 def _number(value: object) -> str:

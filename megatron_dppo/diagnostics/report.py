@@ -11,12 +11,14 @@ import jinja2
 import tomli_w
 from plotly.offline import get_plotlyjs
 
+from megatron_dppo.diagnostics.clipped_tokens import TOP
 from megatron_dppo.diagnostics.report_plots import COLOURS, LAYER, Section, figure
 from megatron_dppo.diagnostics.report_sections import sections
 from megatron_dppo.diagnostics.report_seeds import seed_tables
 from megatron_dppo.diagnostics.report_shadow import agreement_table
 from megatron_dppo.diagnostics.report_summary import ROWS, SummaryRow, formatted, paired_kl_k3, summary
 from megatron_dppo.diagnostics.report_text import caveats, differences, distinct_names, why_missing
+from megatron_dppo.diagnostics.report_tokens import token_lists
 from megatron_dppo.diagnostics.run_reader import Run, read_run
 from megatron_dppo.errors import ConfigError
 
@@ -44,6 +46,7 @@ def render(runs: Sequence[Run]) -> str:
     names = distinct_names(runs)
     shown = sections(runs)
     figures = {section.id: figure(section, runs, names) for section in shown}
+    listed = token_lists(runs, names)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_dppo.diagnostics"),
         autoescape=True,
@@ -67,8 +70,11 @@ def render(runs: Sequence[Run]) -> str:
         ],
         agreement_rows=agreement_table(runs),
         seeds=seed_tables(runs),
+        token_lists=listed,
+        top=TOP,
         caveats=caveats(runs, names),
         figures_json=_for_script({key: value for key, value in figures.items() if value is not None}),
+        token_lists_json=_for_script(listed),
         plotly_js=get_plotlyjs(),
     )
 

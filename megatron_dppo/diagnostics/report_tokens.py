@@ -1,0 +1,124 @@
+"""What the report shows of masked tokens: those that each preset drops most often, by sign."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.data.jsonl import read_jsonl
+from megatron_dppo.diagnostics.clipped_tokens import MEANS, TOP
+from megatron_dppo.diagnostics.run_reader import Run
+from megatron_dppo.errors import DataError
+
+_STEP_FILE = re.compile(r"step_(\d+)\.jsonl$")
+_ACTIVE = "active"  # in place of a preset's name: the objective that trained
+_SPACES = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
+
+
+@dataclass
+class _Masked:
+    """What one preset masked of one sign, over the gradient steps that were listed."""
+
+    total: float = 0.0  # masked tokens, those of no list included
+    tokens: dict[int, str] = field(default_factory=dict[int, str])
+    sums: dict[int, list[float]] = field(default_factory=dict[int, list[float]])  # a count, then MEANS's sums
+
+
+def token_lists(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each run that listed its masked tokens, what the page draws; plain values.
+
+    A preset has `positive` and `negative`: rows of token, id, count, share, and means of mu, pi, entropy and
+    |pi - mu|, the last five None where they are not finite.
+
+    Raises:
+        DataError: A file of the list is not what a run writes.
+    """
+    shown: list[dict[str, Any]] = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        files = step_files(run, "clipped_tokens")
+        if files:
+            presets = list(_presets(run, files))
+            shown.append({"run": index, "name": name, "num_lists": len(files), "presets": presets})
+    return shown
+
+
+def step_files(run: Run, folder: str) -> list[Path]:
+    """Files of the gradient steps in metrics.jsonl; later ones are of a past that a resume took back."""
+    last = max((row.step for row in run.steps if row.step is not None), default=-1)
+    found = ((_STEP_FILE.match(file.name), file) for file in sorted((run.path / folder).glob("step_*.jsonl")))
+    return [file for match, file in found if match and int(match[1]) <= last]
+
+
+def _presets(run: Run, files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    masked: dict[tuple[str, str], _Masked] = {}
+    for file in files:
+        _add_file(masked, file)
+    order = [_ACTIVE, *PRESETS]
+    named = {preset for preset, _ in masked}
+    for preset in sorted(named, key=lambda name: (order.index(name) if name in order else len(order), name)):
+        signs = {"positive": masked.get((preset, "+")), "negative": masked.get((preset, "-"))}
+        trained = f"{run.option('algorithm.preset') or 'preset not set'} (trained)"
+        yield {
+            "name": trained if preset == _ACTIVE else f"{preset} (shadow)",
+            **{sign: [] if found is None else _rows(found) for sign, found in signs.items()},
+            **{f"num_{sign}": 0 if found is None else round(found.total) for sign, found in signs.items()},
+        }
+
+
+def _add_file(masked: dict[tuple[str, str], _Masked], file: Path) -> None:
+    totals: dict[tuple[str, str], float] = {}
+    for number, row in read_jsonl(file):
+        try:
+            key, token_id = (str(row["preset"]), str(row["sign"])), int(_number(row, "token_id"))
+            count = _number(row, "count")
+            totals[key] = count / _number(row, "share")
+            means = [_number(row, f"mean_{name}") for name in MEANS]
+        except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
+            raise DataError(
+                f"{file}, line {number}: not a row of clipped tokens ({error!r}). Restore or remove the file."
+            ) from error
+        of_key = masked.setdefault(key, _Masked())
+        of_key.tokens[token_id] = visible(str(row.get("token", "")))
+        sums = of_key.sums.setdefault(token_id, [0.0] * (1 + len(MEANS)))
+        for place, value in enumerate((1.0, *means)):
+            sums[place] += count * value
+    for key, total in totals.items():
+        masked[key].total += total
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    return float(row[name])
+
+
+def _rows(masked: _Masked) -> list[list[Any]]:
+    ranked = sorted(masked.sums.items(), key=lambda item: (-item[1][0], item[0]))
+    rows: list[list[Any]] = []
+    for token_id, (count, *sums) in ranked[:TOP]:
+        means = [rounded(total / count) for total in sums]
+        rows.append([masked.tokens[token_id], token_id, round(count), rounded(count / masked.total), *means])
+    return rows
+
+
+def rounded(value: float) -> float | None:
+    """Four digits, for a table; None for what is not finite."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def visible(text: str) -> str:
+    """A token with its white space as signs, and what has no shape of its own as its code point."""
+    return "".join(map(_sign, text)) or "⟨empty⟩"
+
+
+def _sign(char: str) -> str:
+    if char in _SPACES:
+        return _SPACES[char]
+    category = unicodedata.category(char)
+    if category[0] in "CZ":
+        return f"⟨{ord(char):04X}⟩"
+    return f"\N{DOTTED CIRCLE}{char}" if category[0] == "M" else char

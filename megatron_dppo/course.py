@@ -108,8 +108,8 @@ class Course:
         batch, *rest = self.opened.steps
         skipped = self.state.skipped_in_a_row + 1 if step.is_skipped else 0
         self._journal.write_step(self.state.rollout, self.state.step, step.metrics)
-        if step.clipped is not None:
-            self._journal.write_clipped_tokens(self.state.step, step.clipped)
+        if step.lists is not None:
+            self._journal.write_token_lists(self.state.rollout, self.state.step, step.lists)
         if step.is_skipped:
             try:
                 self._journal.keep_evidence(self.state.step, batch, step, skipped)

@@ -20,7 +20,7 @@ from megatron_dppo.data.kept_batches import write_group
 from megatron_dppo.data.memory import bytes_of_samples
 from megatron_dppo.diagnostics.alarms import AlarmWatch, write_alarms
 from megatron_dppo.diagnostics.bound import bound_terms
-from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
+from megatron_dppo.diagnostics.masked_tokens import TokenLists
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.noise import noise_warning
 from megatron_dppo.diagnostics.run_lock import locked
@@ -161,17 +161,21 @@ class Journal:
             if self._runtime.is_main:
                 logger.warning("%s", warning)
 
-    def write_clipped_tokens(self, step: int, clipped: ClippedTokens) -> None:
-        """`clipped_tokens/step_<n>.jsonl`: what each mask dropped most often, given by each rank."""
-        merged = ClippedTokens().merge(self._runtime.all_gather(clipped.state()))
+    def write_token_lists(self, rollout: int, step: int, lists: TokenLists) -> None:
+        """A gradient step's masked tokens, given by each rank.
+
+        `clipped_tokens/step_<n>.jsonl` has those that each mask dropped most often, `masked_tokens/` those that
+        lay farthest out, each in its response.
+        """
+        merged = TokenLists().merge(self._runtime.all_gather(lists.state()))
 
         def write(folder: RunFolder) -> None:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 hf_files(self._config.model.load), trust_remote_code=False
             )
-            file = folder.path / "clipped_tokens" / f"step_{step:06d}.jsonl"
-            file.parent.mkdir(exist_ok=True)
-            write_jsonl(file, merged.rows(tokenizer.decode))
+            name = f"step_{step:06d}.jsonl"
+            write_jsonl(folder.path / "clipped_tokens" / name, merged.clipped.rows(tokenizer.decode))
+            write_jsonl(folder.path / "masked_tokens" / name, merged.masked.rows(tokenizer.decode, rollout))
 
         self._on_main(write)
 

@@ -131,6 +131,7 @@ class Microbatch:
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
     routed_experts: RoutedExperts | None = None  # indices [T, moe_layers, top_k]
     old_log_probs: Tensor | None = None  # [T] float32, only for anchor = "recomputed"
+    sample_ids: tuple[str, ...] = ()  # of the S sequences; none where they are no samples
 
     @property
     def num_loss_tokens(self) -> int:

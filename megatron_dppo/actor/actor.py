@@ -34,7 +34,7 @@ from megatron_dppo.data.balance import SampleCost
 from megatron_dppo.data.exchange import DataParallel
 from megatron_dppo.data.packing import microbatches_of, placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
-from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
+from megatron_dppo.diagnostics.masked_tokens import TokenLists
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_agreement, add_mismatch
 from megatron_dppo.errors import ConfigError, Problem
@@ -162,7 +162,7 @@ class Actor:
             batch: This rank's micro-batches; as many on every rank.
             is_first: The weights are still those that the rollout sampled with: measure the mismatch of the
                 engines and the agreement of the routers, which later steps would mix with learning.
-            lists_clipped: Count the tokens that each mask drops.
+            lists_clipped: List the tokens that each mask drops.
         """
         step = self.accumulate_gradients(batch, is_first=is_first, lists_clipped=lists_clipped)
         metrics = step.metrics
@@ -181,7 +181,7 @@ class Actor:
     def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool, lists_clipped: bool = False) -> "Step":
         """Forward and backward of every micro-batch; gradients are then averaged over all learning tokens."""
         metrics, faults = Metrics(), list[str]()
-        clipped = ClippedTokens() if lists_clipped else None
+        lists = TokenLists() if lists_clipped else None
         for chunk in self._ddp:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -197,7 +197,7 @@ class Actor:
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
             if speaks_for_its_tokens():
-                self._observer.observe(metrics, out, microbatch, is_first=is_first, clipped=clipped)
+                self._observer.observe(metrics, out, microbatch, is_first=is_first, lists=lists)
             return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
@@ -206,9 +206,11 @@ class Actor:
             self._run(batch.microbatches, loss, replay)
         if speaks_for_its_group():
             self._observer.observe_whole(metrics, batch.microbatches)
+        if lists is not None:
+            lists.masked.read_around(batch.microbatches)
         if is_measuring and replay is not None:
             add_agreement(metrics, replay.agreement())
-        return Step(metrics, tuple(faults), clipped=clipped)
+        return Step(metrics, tuple(faults), lists=lists)
 
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with log-probs of the current weights: one more forward, for "recomputed" anchors only."""
@@ -363,7 +365,7 @@ class Step:
     metrics: Metrics
     faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words
     is_skipped: bool = False  # the weights were left as they were, on every rank
-    clipped: ClippedTokens | None = None  # what masks dropped, where it was asked for
+    lists: TokenLists | None = None  # of what masks dropped, where they were asked for
 
 
 def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:

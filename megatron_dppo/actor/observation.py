@@ -8,7 +8,7 @@ from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, TopKL
 from megatron_dppo.algorithms.shadow import with_inputs
 from megatron_dppo.config.measuring import TrackingConfig
 from megatron_dppo.diagnostics.bound import add_bound_of_responses, add_bound_of_tokens
-from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
+from megatron_dppo.diagnostics.masked_tokens import TokenLists
 from megatron_dppo.diagnostics.metrics import Metrics
 from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_noise, add_trust_region
 from megatron_dppo.diagnostics.shadow import add_shadow_masks
@@ -50,7 +50,7 @@ class Observer:
         microbatch: Microbatch,
         *,
         is_first: bool,
-        clipped: ClippedTokens | None = None,
+        lists: TokenLists | None = None,
     ) -> None:
         """Statistics of one micro-batch.
 
@@ -59,7 +59,7 @@ class Observer:
             out: The loss of its tokens.
             microbatch: This rank's tokens.
             is_first: The weights are still those that the rollout sampled with.
-            clipped: Gets the tokens that each mask drops, where given.
+            lists: Get the tokens that each mask drops, where given.
         """
         m = microbatch
         metrics.add_mean("loss/policy", out.loss_sum.detach(), m.num_loss_tokens)
@@ -88,8 +88,9 @@ class Observer:
             advantages=m.advantages,
             loss_mask=m.loss_mask,
         )
-        if clipped is not None:
-            clipped.add(
+        if lists is not None:
+            lists.masked.add(m, mask=out.mask, divergence=out.divergence, log_probs=out.log_probs)
+            lists.clipped.add(
                 {ACTIVE: out.mask, **masks},
                 targets=m.targets,
                 log_probs=out.log_probs,

@@ -62,7 +62,7 @@ class TrackingConfig(Section):
     max_roll_backs: PositiveInt = 3
     """The run ends at the alarm after so many."""
     clipped_tokens_every: NonNegativeInt = 0
-    """Every so many rollouts, at each gradient step list the tokens that masks drop most; 0 never."""
+    """Every so many rollouts, at each gradient step list tokens that masks drop, also in context; 0 never."""
     shadow: bool = True
     """Beside each gradient step, judge its tokens by other presets too: what they would have masked."""
     shadow_presets: tuple[str, ...] = ()

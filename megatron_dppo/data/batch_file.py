@@ -14,15 +14,15 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, TrainBatch
 
 _LAYOUT = "steps"  # the metadata key that says how tensors make up steps
-_NESTED = ("topk", "routed_experts")
+_NESTED = ("topk", "routed_experts", "sample_ids")
 _PLAIN = tuple(field.name for field in fields(Microbatch) if field.name not in _NESTED)
 
 
 def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
     """Write gradient steps so that `read_batches` gives the same bits; no pickle.
 
-    Tensors are named `<step>.<micro-batch>.<field>`; counts and the layers that routes are of stand in the
-    file's metadata as JSON.
+    Tensors are named `<step>.<micro-batch>.<field>`; counts, the layers that routes are of and the samples'
+    ids stand in the file's metadata as JSON.
     """
     tensors: dict[str, Tensor] = {}
     layout: list[dict[str, object]] = []
@@ -38,6 +38,7 @@ def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
                 "num_samples": step.num_samples,
                 "layer_numbers": None if routes is None else list(routes.layer_numbers),
                 "num_experts": None if routes is None else routes.num_experts,
+                "sample_ids": [list(microbatch.sample_ids) for microbatch in step.microbatches],
             }
         )
     save_file(tensors, path, metadata={_LAYOUT: json.dumps(layout)})
@@ -88,13 +89,14 @@ def _step(
     num_samples: int,
     layer_numbers: list[int] | None,
     num_experts: int | None,
+    sample_ids: Sequence[Sequence[str]] = (),
 ) -> TrainBatch:
     microbatches: list[Microbatch] = []
     for j in range(num_microbatches):
         prefix = f"{index}.{j}."
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         plain: dict[str, Any] = {name: own[name] for name in _PLAIN if name in own}
-        microbatch = Microbatch(**plain)
+        microbatch = Microbatch(**plain, sample_ids=tuple(sample_ids[j]) if sample_ids else ())
         if "topk.ids" in own:
             microbatch = replace(microbatch, topk=RolloutTopK(own["topk.ids"], own["topk.log_probs"]))
         if layer_numbers is not None and num_experts is not None:

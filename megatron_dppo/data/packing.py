@@ -31,6 +31,7 @@ def pack(samples: Sequence[WeightedSample]) -> Microbatch:
         token_weights=_scored([s.token_weights for s in samples], samples),
         topk=_pack_topk(samples),
         routed_experts=_pack_routes([s.sample for s in samples]),
+        sample_ids=tuple(s.sample.id for s in samples),
     )
 
 

@@ -61,6 +61,7 @@ class TokenSlice:
             topk=None if topk is None else RolloutTopK(take(topk.ids, -1), take(topk.log_probs, -math.inf)),
             routed_experts=routes,
             old_log_probs=None if m.old_log_probs is None else take(m.old_log_probs, 0.0),
+            sample_ids=m.sample_ids,
         )
 
     def scattered(self, values: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import tomli_w
 from plotly.offline import get_plotlyjs
 
 from megatron_dppo.diagnostics.clipped_tokens import TOP
+from megatron_dppo.diagnostics.masked_tokens import FARTHEST
+from megatron_dppo.diagnostics.report_context import farthest
 from megatron_dppo.diagnostics.report_plots import COLOURS, LAYER, Section, figure
 from megatron_dppo.diagnostics.report_sections import sections
 from megatron_dppo.diagnostics.report_seeds import seed_tables
@@ -33,20 +35,20 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     if len(set(resolved)) < len(resolved):
         raise ConfigError("compare: the same run folder is named twice. Name each once.")
     read = [read_run(Path(path)) for path in runs]
-    html = render(read)
     out = Path(out)
+    html = render(read, out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     temporary.write_text(html, encoding="utf-8")
     temporary.replace(out)
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The report's HTML."""
+def render(runs: Sequence[Run], folder: Path) -> str:
+    """The report's HTML; links are relative to `folder`."""
     names = distinct_names(runs)
     shown = sections(runs)
     figures = {section.id: figure(section, runs, names) for section in shown}
-    listed = token_lists(runs, names)
+    listed = [of | {"farthest": farthest(runs[of["run"]], folder)} for of in token_lists(runs, names)]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_dppo.diagnostics"),
         autoescape=True,
@@ -72,6 +74,7 @@ def render(runs: Sequence[Run]) -> str:
         seeds=seed_tables(runs),
         token_lists=listed,
         top=TOP,
+        farthest=FARTHEST,
         caveats=caveats(runs, names),
         figures_json=_for_script({key: value for key, value in figures.items() if value is not None}),
         token_lists_json=_for_script(listed),

@@ -115,6 +115,11 @@ def visible(text: str) -> str:
     return "".join(map(_sign, text)) or "⟨empty⟩"
 
 
+def readable(text: str) -> str:
+    """Text around a token: white space stays, line ends get a sign, the rest is as in `visible`."""
+    return "".join("↵\n" if char == "\n" else char if char in " \t" else _sign(char) for char in text)
+
+
 def _sign(char: str) -> str:
     if char in _SPACES:
         return _SPACES[char]

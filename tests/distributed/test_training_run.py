@@ -17,6 +17,7 @@ from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 
 from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.data.jsonl import read_jsonl
 from megatron_dppo.models.hf_checkpoint import HFWeights
 from megatron_dppo.runtime import Runtime
 
@@ -194,6 +195,15 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     of_active = [row for row in rows if row["preset"] == "active"]
     assert of_active and {row["preset"] for row in rows} <= {"active", *PRESETS}
     assert all(row["token"] and row["count"] >= 1 and 0 <= row["mean_tv"] <= 1 for row in rows)
+    samples = {row["id"]: row for _, row in read_jsonl(task / preset / "samples" / "rollout_000000.jsonl")}
+    for file in sorted((task / preset / "masked_tokens").iterdir()):
+        for row in map(json.loads, file.read_text().splitlines()):
+            sample: Any = samples[row["sample"]]
+            around = " ".join(filter(None, (row["before"], row["token"], row["after"])))
+            assert around in f"{sample['prompt']} {sample['response']}"
+            assert row["advantage"] == pytest.approx(sample["advantage"]) and (row["advantage"] > 0) == (
+                row["sign"] == "+"
+            )
     assert warnings == (not extra), "recomputed log-probs have no noise before the first step"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.diagnostics.report import compare
+from megatron_dppo.diagnostics.report_context import farthest
 from megatron_dppo.diagnostics.report_tokens import token_lists, visible
 from megatron_dppo.diagnostics.run_reader import Run, read_run
 from megatron_dppo.diagnostics.tracking import RunFolder
@@ -103,3 +104,44 @@ def test_a_broken_list_is_named(run: Path) -> None:
     broken: Run = read_run(run)
     with pytest.raises(DataError, match=r"step_000000\.jsonl, line 1: not a row of clipped tokens"):
         token_lists([broken], ["run"])
+
+
+def _masked(sign: str, divergence: float | str, sample: str, **changes: Any) -> dict[str, Any]:
+    named = {"sign": sign, "rollout": 0, "sample": sample, "position": 60, "before": "1 +\n", "after": " = 3"}
+    return {
+        **named,
+        "token": HOSTILE,
+        "mu": 0.9,
+        "pi": 0.1,
+        "divergence": divergence,
+        "advantage": 1.0,
+        **changes,
+    }
+
+
+def test_the_farthest_out_stand_in_context_with_their_samples_line(run: Path, tmp_path: Path) -> None:
+    steps = [_masked("+", 0.5, "a"), _masked("-", 0.7, "b")], [_masked("+", "inf", "b", rollout=1)]
+    for step, rows in enumerate(steps):
+        write_jsonl(run / "masked_tokens" / f"step_{step:06d}.jsonl", rows)
+    samples = [
+        {"id": "c", "prompt_length": 4},
+        {"id": "b", "prompt_length": 11},
+        {"id": "a", "prompt_length": 3},
+    ]
+    write_jsonl(run / "samples" / "rollout_000000.jsonl", samples)
+    infinite, largest, negative = farthest(read_run(run), tmp_path / "out")
+    assert [row["sign"] for row in (infinite, largest, negative)] == ["+", "+", "-"]
+    assert (infinite["divergence"], infinite["step"], "link" in infinite) == (None, 1, False)
+    assert (largest["file"], largest["line"], largest["place"]) == ("samples/rollout_000000.jsonl", 3, 58)
+    assert (tmp_path / "out" / negative["link"]).resolve() == run / "samples" / "rollout_000000.jsonl"
+    assert (negative["line"], negative["place"]) == (2, 50)
+    assert (largest["before"], largest["after"]) == ("… 1 +↵\n", " = 3")
+    compare([run], tmp_path / "out" / "report.html")
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "In context: the 3 tokens farthest out" in html and HOSTILE not in html
+
+
+def test_a_broken_context_is_named(run: Path) -> None:
+    write_jsonl(run / "masked_tokens" / "step_000000.jsonl", [{"sign": "+"}])
+    with pytest.raises(DataError, match=r"step_000000\.jsonl, line 1: not a masked token"):
+        farthest(read_run(run), run.parent)

@@ -31,9 +31,33 @@
     }
   }
 
+  function context(token) {
+    const item = document.createElement("li");
+    const text = add(item, "p", "", "context");
+    const isPositive = token.sign === "+";
+    text.append(token.before);
+    add(text, "mark", token.token, isPositive ? "positive" : "negative");
+    text.append(token.after);
+    const [mu, pi, divergence, advantage] = [token.mu, token.pi, token.divergence, token.advantage].map(number);
+    const facts = add(item, "p", `${isPositive ? "A > 0" : "A < 0"}: μ ${mu}, π ${pi}, divergence ${divergence}, advantage ${advantage}; gradient step ${token.step}, `, "facts");
+    if (token.link === undefined) {
+      facts.append(`rollout ${token.rollout}, sample ${token.sample}, its token ${token.position + 1}`);
+    } else {
+      facts.append(`token ${token.place} of the response in `);
+      add(facts, "a", `${token.file}, line ${token.line}`).href = token.link;
+      facts.append(` (${token.sample})`);
+    }
+    return item;
+  }
+
   for (const details of document.querySelectorAll("[data-tokens]")) {
     details.addEventListener("toggle", () => details.open && fill(details));
     details.querySelector("select")?.addEventListener("change", () => fill(details));
     if (details.open) fill(details);
+    const contexts = details.querySelector(".contexts");
+    contexts?.addEventListener("toggle", () => {
+      const tokens = lists[details.dataset.tokens].farthest;
+      if (contexts.open) contexts.querySelector("ol").replaceChildren(...tokens.map(context));
+    });
   }
 })();

@@ -107,6 +107,7 @@ class Course:
         assert self.opened is not None, "steps are taken on a rollout"
         batch, *rest = self.opened.steps
         skipped = self.state.skipped_in_a_row + 1 if step.is_skipped else 0
+        step.metrics.add_max("drift/mini_step", self.opened.num_done)
         self._journal.write_step(self.state.rollout, self.state.step, step.metrics)
         if step.lists is not None:
             self._journal.write_token_lists(self.state.rollout, self.state.step, step.lists)

@@ -7,15 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from megatron_dppo.algorithms.divergence import binary_tv
 from megatron_dppo.conversion.quantized_folder import QuantizedFolder
-from megatron_dppo.diagnostics.token_mismatch import MeasuredResponse, pairs, token_statistics
+from megatron_dppo.diagnostics.token_mismatch import MeasuredResponse, token_statistics
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.hf_checkpoint import HFWeights
 from megatron_dppo.rollout.rollouts import end_tokens
@@ -210,13 +208,12 @@ def figures(
     of_pi: Sequence[Forward],
     num_experts: int,
 ) -> dict[str, float]:
-    """The names of `token_statistics`, `tv_p99`, `top1_agreement` and `agreement_layer_<n>`."""
+    """The names of `token_statistics`, `top1_agreement` and `agreement_layer_<n>`."""
     measured = [
         MeasuredResponse(prompt.cpu(), response.cpu(), mu.log_probs, {"live": pi.log_probs}, {})
         for prompt, response, mu, pi in zip(prompts, responses, of_mu, of_pi, strict=True)
     ]
     values = token_statistics(measured, "live")
-    values["tv_p99"] = float(np.percentile(binary_tv(*pairs(measured, "live")).numpy(), 99))
     best = [torch.cat([forward.best for forward in forwards]) for forwards in (of_mu, of_pi)]
     values["top1_agreement"] = float((best[0] == best[1]).double().mean())
     for layer in of_mu[0].experts:

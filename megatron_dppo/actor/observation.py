@@ -74,6 +74,7 @@ class Observer:
         add_trust_region(metrics, counts)
         add_entropy(metrics, out.entropy, m.loss_mask)
         add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
+        add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask, prefix="drift")
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
             add_noise(metrics, counts)

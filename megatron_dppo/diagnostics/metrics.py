@@ -8,7 +8,7 @@ of a sum may differ, by the order of float64 additions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TypedDict
@@ -16,16 +16,19 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-LOWEST_EXPONENT = -8  # bins span 1e-8 .. 1
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -8, 2  # bins span 1e-8 .. 100 on either side of 0
 BINS_PER_DECADE = 100  # a bin's edges are 2.3 % apart
-NUM_BINS = -LOWEST_EXPONENT * BINS_PER_DECADE
-REPORTED_QUANTILES = {"p999": 0.999}  # suffix of the metric's name -> quantile
+NUM_BINS = (HIGHEST_EXPONENT - LOWEST_EXPONENT) * BINS_PER_DECADE
+OUTERMOST = NUM_BINS + 2
+REPORTED_QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "max": 1.0}  # suffix of the name -> quantile
+RATIO_QUANTILES = {"min": 0.0, "p001": 0.001, "p999": 0.999, "max": 1.0}
 
 
 class HistogramState(TypedDict):
     """What a histogram sends to other ranks."""
 
     counts: dict[int, int]
+    smallest: float
     largest: float
 
 
@@ -37,16 +40,18 @@ class MetricsState(TypedDict):
     maxima: dict[str, float]
     minima: dict[str, float]
     histograms: dict[str, HistogramState]
+    log_ratios: dict[str, HistogramState]
 
 
 @dataclass
 class Histogram:
-    """Counts of non-negative values in log-spaced bins, and the exact largest value.
+    """Counts of values in log-spaced bins by sign, and the exact extremes.
 
-    Bin 0 holds zeros, bin 1 values below 1e-8, bin NUM_BINS + 2 values of 1 and more.
+    Bin 0 holds zeros, bin 1 values below 1e-8, bin OUTERMOST those of 100 and more; -n is n's mirror image.
     """
 
     counts: dict[int, int] = field(default_factory=dict[int, int])
+    smallest: float = math.inf
     largest: float = -math.inf
 
     def add(self, values: Tensor) -> None:
@@ -54,19 +59,24 @@ class Histogram:
         values = values.detach().flatten().double()
         if values.numel() == 0:
             return
-        edges = _bin_edges().to(values.device)
-        bins = torch.where(values == 0, 0, torch.bucketize(values, edges, right=True) + 1)
-        counts = torch.bincount(bins, minlength=NUM_BINS + 3).tolist()
-        self._merge({index: count for index, count in enumerate(counts) if count}, float(values.max()))
+        sizes = torch.bucketize(values.abs(), _bin_edges().to(values.device), right=True) + 1
+        bins = torch.where(values < 0, -sizes, sizes).masked_fill(values == 0, 0)
+        counts = torch.bincount(bins + OUTERMOST, minlength=2 * OUTERMOST + 1).tolist()
+        smallest, largest = torch.stack(torch.aminmax(values)).tolist()
+        own = {index - OUTERMOST: count for index, count in enumerate(counts) if count}
+        self.merge({"counts": own, "smallest": smallest, "largest": largest})
 
     def merge(self, state: HistogramState) -> None:
         """Add another histogram's counts."""
-        self._merge(state["counts"], state["largest"])
-
-    def _merge(self, counts: Mapping[int, int], largest: float) -> None:
-        for index, count in counts.items():
+        for index, count in state["counts"].items():
             self.counts[index] = self.counts.get(index, 0) + count
-        self.largest = _largest(self.largest, largest)
+        self.smallest = -_largest(-self.smallest, -state["smallest"])
+        self.largest = _largest(self.largest, state["largest"])
+
+    @property
+    def state(self) -> HistogramState:
+        """All of it as plain numbers."""
+        return {"counts": dict(self.counts), "smallest": self.smallest, "largest": self.largest}
 
     def quantile(self, q: float) -> float:
         """As `torch.quantile` (linear between neighbours), right to within one bin; NaN if a value was."""
@@ -79,14 +89,16 @@ class Histogram:
         return value if weight == 0 else value + weight * (self._order_statistic(low + 1, num_values) - value)
 
     def _order_statistic(self, rank: int, num_values: int) -> float:
-        """The value with `rank` values before it, as its bin's middle."""
+        """The value with `rank` values before it: exact at both ends, else its bin's middle."""
+        if rank <= 0:
+            return self.smallest
         if rank >= num_values - 1:
             return self.largest
         seen = 0
         for index in sorted(self.counts):
             seen += self.counts[index]
             if rank < seen:
-                return min(_bin_middle(index), self.largest)
+                return min(max(_bin_middle(index), self.smallest), self.largest)
         raise AssertionError("rank is below the number of values")
 
 
@@ -99,6 +111,7 @@ class Metrics:
         self._maxima: dict[str, float] = {}
         self._minima: dict[str, float] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._log_ratios: dict[str, Histogram] = {}
 
     def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Add to `name`, which is the sum of totals over the sum of counts."""
@@ -118,8 +131,12 @@ class Metrics:
         self._minima[name] = -_largest(-self._minima.get(name, math.inf), -float(value))
 
     def add_histogram(self, name: str, values: Tensor) -> None:
-        """Count non-negative `values`; reported as `<name>_p999` and the exact `<name>_max`."""
+        """Count `values`; reported as `<name>_p50`, `_p99`, `_p999` and the exact `_max`."""
         self._histograms.setdefault(name, Histogram()).add(values)
+
+    def add_log_ratios(self, name: str, log_ratios: Tensor) -> None:
+        """Count logs; of the ratios are reported `<name>_p001`, `_p999`, and the exact `_min` and `_max`."""
+        self._log_ratios.setdefault(name, Histogram()).add(log_ratios)
 
     def quantile(self, name: str, q: float) -> float:
         """Any quantile of a histogram; NaN where it holds nothing."""
@@ -132,10 +149,8 @@ class Metrics:
             "sums": dict(self._sums),
             "maxima": dict(self._maxima),
             "minima": dict(self._minima),
-            "histograms": {
-                name: {"counts": dict(histogram.counts), "largest": histogram.largest}
-                for name, histogram in self._histograms.items()
-            },
+            "histograms": {name: histogram.state for name, histogram in self._histograms.items()},
+            "log_ratios": {name: histogram.state for name, histogram in self._log_ratios.items()},
         }
 
     def merge(self, others: Iterable[Metrics | MetricsState]) -> Metrics:
@@ -152,6 +167,8 @@ class Metrics:
                 self.add_min(name, value)
             for name, histogram in state["histograms"].items():
                 self._histograms.setdefault(name, Histogram()).merge(histogram)
+            for name, histogram in state["log_ratios"].items():
+                self._log_ratios.setdefault(name, Histogram()).merge(histogram)
         return self
 
     def values(self) -> dict[str, float]:
@@ -160,9 +177,13 @@ class Metrics:
         values |= self._sums | self._maxima | self._minima
         for name, histogram in self._histograms.items():
             if histogram.counts:
-                values[f"{name}_max"] = histogram.largest
-                for suffix, q in REPORTED_QUANTILES.items():
-                    values[f"{name}_{suffix}"] = histogram.quantile(q)
+                values |= {
+                    f"{name}_{suffix}": histogram.quantile(q) for suffix, q in REPORTED_QUANTILES.items()
+                }
+        for name, histogram in self._log_ratios.items():
+            if histogram.counts:
+                for suffix, q in RATIO_QUANTILES.items():
+                    values[f"{name}_{suffix}"] = math.exp(histogram.quantile(q))
         return dict(sorted(values.items()))
 
 
@@ -173,17 +194,19 @@ def _largest(a: float, b: float) -> float:
 
 @cache
 def _bin_edges() -> Tensor:
-    """Edges between bins 1, 2, .. NUM_BINS + 2."""
+    """Edges between bins 1, 2, .. OUTERMOST."""
     exponents = torch.arange(NUM_BINS + 1, dtype=torch.float64) / BINS_PER_DECADE + LOWEST_EXPONENT
     return torch.pow(torch.tensor(10.0, dtype=torch.float64), exponents)
 
 
 def _bin_middle(index: int) -> float:
-    """Geometric middle of a bin; the outer bins give the edge that bounds them."""
+    """Geometric middle of a bin; the outer bins of a sign give the edge that bounds them."""
+    if index < 0:
+        return -_bin_middle(-index)
     if index == 0:
         return 0.0
     if index == 1:
         return 10.0**LOWEST_EXPONENT
-    if index == NUM_BINS + 2:
-        return 1.0
+    if index == OUTERMOST:
+        return 10.0**HIGHEST_EXPONENT
     return 10.0 ** (LOWEST_EXPONENT + (index - 1.5) / BINS_PER_DECADE)

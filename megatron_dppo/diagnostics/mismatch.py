@@ -27,7 +27,8 @@ def add_mismatch(
 
     `kl_k1` and `kl_k3` both estimate KL(mu || pi): k1 = -log r is unbiased but noisy and may be negative;
     k3 = r - 1 - log r has little noise and is never negative. r = pi / mu.
-    With prefix "mismatch_live" or "mismatch_replayed", one of two paired forwards.
+    With prefix "mismatch_live" or "mismatch_replayed", one of two paired forwards; with "drift", the policy
+    that a gradient step starts from.
     """
     mask = loss_mask.bool()
     log_pi, log_mu = (x.detach()[mask].double() for x in (log_probs, rollout_log_probs))
@@ -38,16 +39,12 @@ def add_mismatch(
     log_ratio = (log_pi - log_mu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     tv = (log_pi.exp() - log_mu.exp()).abs()
     k3 = torch.expm1(log_ratio) - log_ratio
-    statistics = torch.stack(
-        [tv.sum(), -log_ratio.sum(), k3.sum(), log_ratio.max().exp(), log_ratio.min().exp()]
-    )
-    sum_tv, sum_k1, sum_k3, ratio_max, ratio_min = statistics.tolist()
+    sum_tv, sum_k1, sum_k3 = torch.stack([tv.sum(), -log_ratio.sum(), k3.sum()]).tolist()
     metrics.add_mean(f"{prefix}/abs_prob_diff_mean", sum_tv, num_tokens)
     metrics.add_mean(f"{prefix}/kl_k1", sum_k1, num_tokens)
     metrics.add_mean(f"{prefix}/kl_k3", sum_k3, num_tokens)
-    metrics.add_max(f"{prefix}/ratio_max", ratio_max)
-    metrics.add_min(f"{prefix}/ratio_min", ratio_min)
     metrics.add_histogram(f"{prefix}/tv", tv)
+    metrics.add_log_ratios(f"{prefix}/ratio", log_ratio)
 
 
 def add_entropy(metrics: Metrics, entropy: Tensor, loss_mask: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs, binary_tv, topk_partition, topk_tv
-from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.diagnostics.metrics import REPORTED_QUANTILES, Metrics
 from megatron_dppo.diagnostics.mismatch import LOG_RATIO_LIMIT, add_mismatch
 from megatron_dppo.diagnostics.tracking import json_number
 from megatron_dppo.types import Microbatch
@@ -90,7 +90,8 @@ def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> d
     log_ratio = log_pi - log_mu
     values["log_prob_diff_mean"] = float(log_ratio.abs().mean())
     values["log_prob_diff_max"] = float(log_ratio.abs().max())
-    values["tv_p999"] = float(np.percentile(binary_tv(log_pi, log_mu).numpy(), 99.9))
+    tv = binary_tv(log_pi, log_mu).numpy()
+    values |= {f"tv_{suffix}": float(np.percentile(tv, 100 * q)) for suffix, q in REPORTED_QUANTILES.items()}
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().numpy()
     for suffix, quantile in zip(
         RATIO_PERCENTS, np.percentile(ratio, list(RATIO_PERCENTS.values())), strict=True

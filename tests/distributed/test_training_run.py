@@ -166,8 +166,9 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     for metric in (*reported, *paired, "trust_region/noise_masked_fraction"):
         assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-7), metric
     steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]
-    of_every_token = [name for name in steps[0] if name.startswith(("shadow/", "theory/"))]
-    assert {"shadow/dppo_topk_kl/agreement", "theory/linear_term"} <= set(of_every_token)
+    of_every_token = [name for name in steps[0] if name.startswith(("shadow/", "theory/", "drift/"))]
+    known = {"shadow/dppo_topk_kl/agreement", "theory/linear_term", "drift/tv_p99", "drift/ratio_p001"}
+    assert known <= set(of_every_token)
     for metric in of_every_token:
         assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=1e-6), metric
     parts = ("digits", "arithmetic", "arithmetic/has_answer", "overlong_penalty")
@@ -188,6 +189,11 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     trained = sum(forwards)
     assert trained >= 2
     assert len(forwards) - trained == (trained if extra else 0)
+    of_steps, of_rollout = lines(task / preset)[:2], lines(task / preset)[2]
+    assert [row["drift/mini_step"] for row in of_steps] == [0, 1]
+    of_first = {name.removeprefix("drift/"): value for name, value in of_steps[0].items() if "drift/" in name}
+    for name in ("kl_k3", "tv_p50", "tv_p99", "ratio_p001", "ratio_p999", "num_tokens"):
+        assert of_rollout[f"mismatch/{name}"] == of_first[name], name
     warnings = (tmp_path / "rank0.log").read_text().count("sits inside the engines' noise")
     files = sorted((task / preset / "clipped_tokens").iterdir())
     rows = [json.loads(line) for line in files[-1].read_text().splitlines()]

@@ -46,9 +46,9 @@ def test_the_split_does_not_matter(sizes: list[int]) -> None:
 
     assert merged == pytest.approx(whole.values(), rel=1e-12)
     exact = [
-        name for name in merged if name.endswith(("ratio_max", "ratio_min", "tv_max", "tv_p999", "num_tokens"))
+        name for name in merged if name.startswith(("mismatch/ratio_", "mismatch/tv_", "mismatch/num_tokens"))
     ]
-    assert len(exact) == 5
+    assert len(exact) == 4 + 4 + 1
     assert {name: merged[name] for name in exact} == {name: whole.values()[name] for name in exact}
     assert Metrics().merge(reversed(states)).values() == pytest.approx(merged, rel=1e-12)
 
@@ -63,6 +63,26 @@ def test_quantiles_are_right_to_one_bin(q: float, seed: int) -> None:
     assert metrics.quantile("x", q) == pytest.approx(float(torch.quantile(values, q)), rel=BIN_WIDTH)
     if q == 1.0:
         assert metrics.values()["x_max"] == float(values.max())
+
+
+@pytest.mark.parametrize("q", [0.0, 0.001, 0.3, 0.5, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_quantiles_of_both_signs_are_right_to_one_bin(q: float, seed: int) -> None:
+    """Below 0, at it, and far beyond 1; ratios are reported as the exponentials of their logs."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(20000, generator=generator, dtype=torch.float64).pow(3)
+    values[values.abs() < 1e-4] = 0
+    metrics = Metrics()
+    metrics.add_histogram("x", values)
+    assert values.min() < -30 and values.max() > 30
+    assert metrics.quantile("x", q) == pytest.approx(float(torch.quantile(values, q)), rel=BIN_WIDTH)
+    logs = values / values.abs().max() * 3
+    metrics.add_log_ratios("ratio", logs)
+    reported = metrics.values()
+    assert reported["ratio_min"] == math.exp(logs.min()) and reported["ratio_max"] == math.exp(logs.max())
+    for suffix, quantile in (("p001", 0.001), ("p999", 0.999)):
+        exact = float(torch.quantile(logs, quantile))
+        assert math.log(reported[f"ratio_{suffix}"]) == pytest.approx(exact, rel=BIN_WIDTH)
 
 
 @pytest.mark.parametrize("num_values", [1, 2, 3, 100])
@@ -83,7 +103,7 @@ def test_zeros_tiny_values_and_ones() -> None:
     assert metrics.quantile("x", 0.9) == 1.0
     zeros = Metrics()
     zeros.add_histogram("x", torch.zeros(7))
-    assert zeros.values() == {"x_max": 0.0, "x_p999": 0.0}
+    assert zeros.values() == {"x_max": 0.0, "x_p50": 0.0, "x_p99": 0.0, "x_p999": 0.0}
 
 
 def test_nothing_is_left_out_and_nan_is_kept() -> None:
@@ -98,6 +118,7 @@ def test_nothing_is_left_out_and_nan_is_kept() -> None:
             broken.add_max("max", value)
             broken.add_min("min", value)
             broken.add_histogram("h", torch.tensor([value]))
+            broken.add_log_ratios("ratio", torch.tensor([value]))
         assert all(math.isnan(value) for value in broken.values().values())
 
 
@@ -110,7 +131,16 @@ def test_mismatch_formulas() -> None:
     ratios = [math.exp(p - m) for p, m in pairs]
     tv = [abs(math.exp(p) - math.exp(m)) for p, m in pairs]
     n = len(pairs)
-    assert metrics.values() == pytest.approx(
+    quantiles = (
+        ("tv", tv, {"p50": 0.5, "p99": 0.99, "p999": 0.999}),
+        ("ratio", ratios, {"p001": 0.001, "p999": 0.999}),
+    )
+    found = metrics.values()
+    for name, values, reported in quantiles:
+        for suffix, q in reported.items():
+            expected = float(torch.quantile(torch.tensor(values, dtype=torch.float64), q))
+            assert found.pop(f"mismatch_live/{name}_{suffix}") == pytest.approx(expected, rel=2 * BIN_WIDTH)
+    assert found == pytest.approx(
         {
             "mismatch_live/num_tokens": n,
             "mismatch_live/abs_prob_diff_mean": math.fsum(tv) / n,
@@ -119,12 +149,9 @@ def test_mismatch_formulas() -> None:
             "mismatch_live/ratio_max": max(ratios),
             "mismatch_live/ratio_min": min(ratios),
             "mismatch_live/tv_max": max(tv),
-            "mismatch_live/tv_p999": metrics.quantile("mismatch_live/tv", 0.999),
         },
         rel=1e-9,
     )
-    expected = float(torch.quantile(torch.tensor(tv, dtype=torch.float64), 0.999))
-    assert metrics.values()["mismatch_live/tv_p999"] == pytest.approx(expected, rel=BIN_WIDTH)
 
 
 def test_k3_is_precise_near_zero() -> None:
@@ -146,7 +173,7 @@ def test_equal_policies_give_exact_zeros() -> None:
     assert [values[f"mismatch/{name}"] for name in ("abs_prob_diff_mean", "kl_k1", "kl_k3", "tv_p999")] == [
         0
     ] * 4
-    assert values["mismatch/ratio_max"] == values["mismatch/ratio_min"] == 1
+    assert {value for name, value in values.items() if name.startswith("mismatch/ratio_")} == {1}
 
 
 def test_hopeless_tokens_stay_finite() -> None:

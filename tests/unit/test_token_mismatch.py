@@ -43,6 +43,8 @@ def test_statistics_are_those_computed_by_hand() -> None:
     expected = {
         "num_tokens": 3,
         "abs_prob_diff_mean": (0.25 + 0 + 0.2) / 3,
+        "tv_p50": 0.2,
+        "tv_p99": 0.2 + 0.98 * 0.05,
         "tv_p999": 0.2 + 0.998 * 0.05,
         "tv_max": 0.25,
         "kl_k1": (-log2 + 0 + log2) / 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from plotly.offline import get_plotlyjs
 from megatron_dppo.diagnostics.clipped_tokens import TOP
 from megatron_dppo.diagnostics.masked_tokens import FARTHEST
 from megatron_dppo.diagnostics.report_context import farthest
-from megatron_dppo.diagnostics.report_plots import COLOURS, LAYER, Section, figure
+from megatron_dppo.diagnostics.report_mismatch import mismatch_tables
+from megatron_dppo.diagnostics.report_plots import COLOURS, Section, figure
 from megatron_dppo.diagnostics.report_sections import sections
 from megatron_dppo.diagnostics.report_seeds import seed_tables
 from megatron_dppo.diagnostics.report_shadow import agreement_table
@@ -70,6 +72,7 @@ def render(runs: Sequence[Run], folder: Path) -> str:
             }
             for section in shown
         ],
+        mismatch=mismatch_tables(runs),
         agreement_rows=agreement_table(runs),
         seeds=seed_tables(runs),
         token_lists=listed,
@@ -130,9 +133,10 @@ def _missing(section: Section, runs: Sequence[Run], names: Sequence[str]) -> lis
 
 def _has(run: Run, metric: str) -> bool:
     rows = (*run.rollouts, *run.steps, *run.evaluations)
-    if metric == "routing/agreement_layer_<n>":
-        return any(LAYER.match(name) for row in rows for name in row.values)
-    return any(metric in row.values for row in rows)
+    if "<n>" not in metric:
+        return any(metric in row.values for row in rows)
+    pattern = re.compile(re.escape(metric).replace("<n>", r"\d+"))
+    return any(pattern.fullmatch(name) for row in rows for name in row.values)
 
 
 def _for_script(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -43,6 +43,8 @@ class Panel:
     x_title: str = "rollout"
     points: Callable[[Run, str], Points] | None = None  # none: the metric over the rollouts
     bars: bool = False
+    bar_labels: tuple[str, ...] = PHASES
+    unit: str = ""  # of bars
     band: tuple[str, str] | None = None  # metrics between which the first one's interval is shaded
     smooth: bool = False  # whether a smoothed curve stands before the raw one
 
@@ -77,13 +79,20 @@ def over_rollouts(run: Run, metric: str) -> Points:
 def by_mini_step(run: Run, metric: str) -> Points:
     """The metric by the place of a gradient step in its rollout, from 0; means over the rollouts."""
     of_place: dict[int, list[float]] = {}
-    first = {row.rollout: row.step or 0 for row in reversed(run.steps)}
-    for row in run.steps:
-        if metric in row.values and row.step is not None:
-            of_place.setdefault(row.step - first[row.rollout], []).append(row.values[metric])
+    for place, row in place_in_rollout(run):
+        if metric in row.values:
+            of_place.setdefault(place, []).append(row.values[metric])
     means = {place: finite_mean(values) for place, values in sorted(of_place.items())}
     known = [(float(place), mean) for place, mean in means.items() if mean is not None]
     return [place for place, _ in known], [mean for _, mean in known]
+
+
+def place_in_rollout(run: Run) -> Iterator[tuple[int, MetricsRow]]:
+    """Each gradient step's row with its place in its rollout, from 0."""
+    first = {row.rollout: row.step or 0 for row in reversed(run.steps)}
+    for row in run.steps:
+        if row.step is not None:
+            yield row.step - first[row.rollout], row
 
 
 def finite_mean(values: Iterable[float]) -> float | None:
@@ -147,7 +156,7 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> li
             if panel.band is not None and (between := _band(run, panel.band, name, index)):
                 traces.append(between)
             label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
-            drawn = _bar(label, index, x, y) if panel.bars else _line(label, index, position, x, y)
+            drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, position, x, y)
             if panel.smooth and len(x) >= MIN_POINTS_TO_SMOOTH:
                 before = _line(f"{label}, smoothed", index, position, x, smoothed(y))
                 traces += [drawn | {"opacity": 0.3}, before | {"mode": "lines"}]
@@ -199,7 +208,7 @@ def _band(run: Run, limits: tuple[str, str], label: str, index: int) -> Trace | 
     }
 
 
-def _bar(label: str, run: int, x: list[float], y: list[float]) -> Trace:
+def _bar(label: str, run: int, x: list[float], y: list[float], unit: str) -> Trace:
     return {
         "type": "bar",
         "name": label,
@@ -210,7 +219,7 @@ def _bar(label: str, run: int, x: list[float], y: list[float]) -> Trace:
         "texttemplate": "%{y:.2~g}",
         "textposition": "outside",
         "cliponaxis": False,
-        "hovertemplate": "%{y:.4g} s",
+        "hovertemplate": f"%{{y:.4g}}{unit}",
     }
 
 
@@ -225,7 +234,7 @@ def _x_axis(panel: Panel, traces: Sequence[Trace], anchor: str) -> dict[str, Any
         "title": {"text": panel.x_title, "font": {"size": 12}, "standoff": 6},
     }
     if panel.bars:
-        return {**axis, "tickvals": list(range(len(PHASES))), "ticktext": list(PHASES)}
+        return {**axis, "tickvals": list(range(len(panel.bar_labels))), "ticktext": list(panel.bar_labels)}
     places = sorted({x for trace in traces for x in trace["x"]})
     return {**axis, "tickvals": places} if len(places) <= MAX_LABELLED_PLACES else {**axis, "nticks": 9}
 

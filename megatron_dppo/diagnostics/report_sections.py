@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence, Set
 
+from megatron_dppo.diagnostics.report_mismatch import mismatch_sections
 from megatron_dppo.diagnostics.report_plots import PHASES, Panel, Section, agreement_by_layer, seconds_by_phase
 from megatron_dppo.diagnostics.report_shadow import shadow_sections
 from megatron_dppo.diagnostics.run_reader import Run
@@ -102,6 +103,7 @@ TRAINING = (
                 x_title="phase",
                 points=seconds_by_phase,
                 bars=True,
+                unit=" s",
             ),
         ),
     ),
@@ -123,7 +125,7 @@ BOUND = Section(
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """All sections; evaluation, shadows and the bound come in where a run has them."""
+    """All sections; evaluation, sources of the mismatch, shadows and the bound come in where a run has them."""
     names = {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
     evaluation = Section(
         "evaluation",
@@ -137,6 +139,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         REWARD,
         *([evaluation] if names else []),
         *TRAINING,
+        *mismatch_sections(runs),
         *shadow_sections(runs),
         *([BOUND] if has_bound else []),
     ]

@@ -155,7 +155,8 @@ def _several_causes(runs: Sequence[Run]) -> list[str]:
 def _mismatch(runs: Sequence[Run]) -> str:
     text = (
         "Mismatch is measured before the first gradient step of each rollout: it shows how far two engines "
-        "disagree on the same weights, not how far the policy drifts during the steps that follow."
+        "disagree on the same weights, not how far the policy drifts during the steps that follow; drift holds "
+        "both, each step's on its own mini-batch."
     )
     if any(run.option("rollout.engine") == "transformers" for run in runs):
         text += " It is the embedded engine's, and says nothing about SGLang's."

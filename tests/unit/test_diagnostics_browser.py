@@ -26,7 +26,7 @@ from megatron_dppo.diagnostics.report_plots import PHASES
 from megatron_dppo.diagnostics.report_sections import TRAINING
 from megatron_dppo.diagnostics.tracking import RunFolder
 
-NUM_SECTIONS = len(TRAINING) + 2  # and reward, and evaluation
+NUM_SECTIONS = len(TRAINING) + 5  # and reward, evaluation, sources of the mismatch, drift, staleness
 
 
 def _write_run(path: Path, seed: int, *, routed: bool) -> Path:
@@ -37,11 +37,16 @@ def _write_run(path: Path, seed: int, *, routed: bool) -> Path:
     names |= {f"time/{phase}_s" for phase in PHASES}
     if routed:
         names |= {f"routing/agreement_layer_{n}" for n in range(48)} | {"mismatch_live/num_tokens"}
+        names |= {f"mismatch_age_{age}/kl_k3" for age in range(3)}
     else:
         names = {name for name in names if not name.startswith(("routing/", "mismatch_"))}
     names.discard("routing/agreement_layer_<n>")
     with RunFolder.open(path, config, resume=False) as folder:
         for rollout in range(80):
+            for step in range(4 * rollout, 4 * rollout + 4):
+                folder.write_step(
+                    rollout, step, {f"drift/{name}": noise.random() for name in ("kl_k3", "tv_p999")}
+                )
             row = {name: noise.uniform(0.001, 1) for name in sorted(names)}
             folder.write_rollout(rollout, row, num_rollouts=80)
         folder.write_evaluation(80, {"eval/held_out/avg_at_8": noise.random()})

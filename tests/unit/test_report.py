@@ -335,3 +335,47 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     compare([plain], tmp_path / "alone.html")
     alone = (tmp_path / "alone.html").read_text()
     assert "shadow" not in _figures(alone) and 'id="shadow-agreement"' not in alone
+
+
+def test_sources_of_the_mismatch_are_told_apart(tmp_path: Path) -> None:
+    """Bars and a table by source, drift by mini-step, staleness by age; nothing where a run has no drift."""
+    with RunFolder.open(tmp_path / "sources", {}, resume=False) as folder:
+        for rollout in range(2):
+            for place in range(3):
+                drift = {"kl_k3": 0.1 * (place + rollout), "tv_p999": 0.5, "ratio_min": 0.25 - 0.1 * rollout}
+                values = {f"drift/{name}": value for name, value in drift.items()}
+                folder.write_step(rollout, 3 * rollout + place, values | {"drift/num_tokens": 10})
+            row = {"mismatch/kl_k3": 0.002, "mismatch_live/kl_k3": 0.01, "mismatch_replayed/kl_k3": 0.001}
+            row |= {"mismatch_age_0/kl_k3": 0.001, "mismatch_age_2/kl_k3": 0.03 * rollout}
+            seconds = {"time/paired_forward_s": 1.0 + rollout, "time/total_s": 10.0}
+            folder.write_rollout(rollout, row | seconds, num_rollouts=2)
+    plain = _write_run(tmp_path / "plain", 1, num_rollouts=2)
+    compare([tmp_path / "sources", plain], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    figures, text = _figures(html), html[: html.index("<script>")]
+    bars, of_plain = figures["mismatch-sources"]["data"]
+    assert (bars["x"], bars["y"]) == ([0, 1, 2, 3], pytest.approx([0.001, 0.01, 0.002, 0.25]))
+    assert of_plain["x"] == [2]
+    drift = figures["drift"]["data"][0]
+    assert (drift["x"], drift["y"]) == ([0, 1, 2], pytest.approx([0.05, 0.15, 0.25]))
+    assert (figures["staleness"]["data"][0]["x"], figures["staleness"]["data"][0]["y"]) == (
+        [0, 2],
+        [0.001, 0.015],
+    )
+    table = text[text.index('id="mismatch-table"') : text.index('id="caveats"')]
+    labels = re.findall(r'<th scope="row">(.*?)</th>', table[: table.index("plain")])
+    assert labels == [
+        "engines: replayed routes",
+        "engines and routing: live routes",
+        "as trained, before the first step",
+        "of these, weights of age 0",
+        "of these, weights of age 2",
+        "after 1 gradient step",
+        "after 2 gradient steps",
+    ]
+    cells = re.findall(r'<td class="number">(.*?)</td>', table)[5 * 11 : 6 * 11]
+    assert cells == ["–", "–", "–", "0.5", "–", "0.15", "0.15", "–", "–", "–", "20"]
+    assert "The paired forward took 1.5 s, 15.0% of the time of a rollout that has one." in table
+    compare([plain], tmp_path / "alone.html")
+    alone = (tmp_path / "alone.html").read_text()
+    assert "drift" not in _figures(alone) and 'id="mismatch-table"' not in alone

@@ -63,7 +63,11 @@ def train_only(config: Config, folder: Path) -> None:
                 course.open_rollout(read_batches(_file(kept, job)), {})
             while course.opened is not None and course.opened.steps:
                 with course.watch.time("train"):
-                    step = actor.train_step(course.opened.steps[0], is_first=course.opened.num_done == 0)
+                    step = actor.train_step(
+                        course.opened.steps[0],
+                        is_first=course.opened.num_done == 0,
+                        weight_version=course.state.weight_version,
+                    )
                 course.count_step(step)
             course.close_rollout(course.state.weight_version + 1, {})
         course.finish()

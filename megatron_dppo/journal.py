@@ -22,6 +22,7 @@ from megatron_dppo.diagnostics.alarms import AlarmWatch, write_alarms
 from megatron_dppo.diagnostics.bound import bound_terms
 from megatron_dppo.diagnostics.masked_tokens import TokenLists
 from megatron_dppo.diagnostics.metrics import Metrics
+from megatron_dppo.diagnostics.mismatch import without_lone_age
 from megatron_dppo.diagnostics.noise import noise_warning
 from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.diagnostics.run_reader import read_run
@@ -51,7 +52,7 @@ class Alarm:
 logger = logging.getLogger(__name__)
 
 # Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
-_OF_THE_ROLLOUT = ("mismatch/", "routing/", "trust_region/noise_")
+_OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
 
 
 class Journal:
@@ -144,7 +145,7 @@ class Journal:
 
     def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
         """One gradient step's statistics, given by each rank."""
-        values = self._merged(metrics)
+        values = without_lone_age(self._merged(metrics))
         values |= bound_terms(values)
         of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
         self._rollout_metrics |= of_rollout

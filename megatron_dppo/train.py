@@ -97,9 +97,10 @@ class Training:
     def _train(self) -> None:
         while self.course.opened is not None and self.course.opened.steps:
             with self.course.watch.time("train"):
-                opened, lists_clipped = self.course.opened, self.course.lists_clipped_tokens
+                opened, version = self.course.opened, self.course.state.weight_version
+                lists = self.course.lists_clipped_tokens
                 step = self.actor.train_step(
-                    opened.steps[0], is_first=opened.num_done == 0, lists_clipped=lists_clipped
+                    opened.steps[0], is_first=opened.num_done == 0, weight_version=version, lists_clipped=lists
                 )
             self.course.count_step(step)
 

@@ -132,6 +132,7 @@ class Microbatch:
     routed_experts: RoutedExperts | None = None  # indices [T, moe_layers, top_k]
     old_log_probs: Tensor | None = None  # [T] float32, only for anchor = "recomputed"
     sample_ids: tuple[str, ...] = ()  # of the S sequences; none where they are no samples
+    weight_versions: Tensor | None = None  # [T] int32: which sampled the target; -1: none did, or not known
 
     @property
     def num_loss_tokens(self) -> int:

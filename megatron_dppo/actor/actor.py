@@ -4,16 +4,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_dppo.actor import cpu, mcore_fixes
-from megatron_dppo.actor.data_parallel import complete_parameters, wrap_for_data_parallelism
+from megatron_dppo.actor.data_parallel import bad_gradients, complete_parameters, wrap_for_data_parallelism
 from megatron_dppo.actor.forward import run_microbatches, to_device
 from megatron_dppo.actor.groups import (
     initialize_groups,
@@ -155,16 +155,26 @@ class Actor:
         """Wait until this rank has all its updated parameters, before they are read outside a forward pass."""
         complete_parameters(self._ddp)
 
-    def train_step(self, batch: TrainBatch, *, is_first: bool, lists_clipped: bool = False) -> "Step":
+    def train_step(
+        self,
+        batch: TrainBatch,
+        *,
+        is_first: bool,
+        weight_version: int | None = None,
+        lists_clipped: bool = False,
+    ) -> "Step":
         """One gradient step; skipped, on every rank, where a loss or a gradient is not finite on any.
 
         Args:
             batch: This rank's micro-batches; as many on every rank.
             is_first: The weights are still those that the rollout sampled with: measure the mismatch of the
                 engines and the agreement of the routers, which later steps would mix with learning.
+            weight_version: Of these weights: tells that mismatch apart by the age of what sampled a token.
             lists_clipped: List the tokens that each mask drops.
         """
-        step = self.accumulate_gradients(batch, is_first=is_first, lists_clipped=lists_clipped)
+        step = self.accumulate_gradients(
+            batch, is_first=is_first, weight_version=weight_version, lists_clipped=lists_clipped
+        )
         metrics = step.metrics
         metrics.add_max("optimizer/lr", self.optimizer.param_groups[0]["lr"])
         faults = [*step.faults, *bad_gradients(self._ddp)]
@@ -178,10 +188,19 @@ class Actor:
         self._schedule.step(1)
         return replace(step, faults=tuple(faults), is_skipped=is_skipped)
 
-    def accumulate_gradients(self, batch: TrainBatch, *, is_first: bool, lists_clipped: bool = False) -> "Step":
+    def accumulate_gradients(
+        self,
+        batch: TrainBatch,
+        *,
+        is_first: bool,
+        weight_version: int | None = None,
+        lists_clipped: bool = False,
+    ) -> "Step":
         """Forward and backward of every micro-batch; gradients are then averaged over all learning tokens."""
         metrics, faults = Metrics(), list[str]()
         lists = TokenLists() if lists_clipped else None
+        observed: dict[str, Any] = dict(is_first=is_first, weight_version=weight_version, lists=lists)
+        observe = partial(self._observer.observe, metrics, **observed)
         for chunk in self._ddp:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -197,7 +216,7 @@ class Actor:
             if not bool(out.loss_sum.isfinite()):
                 faults.append(f"loss: found {float(out.loss_sum)} over {int(num_tokens)} tokens")
             if speaks_for_its_tokens():
-                self._observer.observe(metrics, out, microbatch, is_first=is_first, lists=lists)
+                observe(out, microbatch)
             return out.loss_sum, num_tokens, {}
 
         replay_mode = self._config.rollout.routing_replay
@@ -366,18 +385,3 @@ class Step:
     faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words
     is_skipped: bool = False  # the weights were left as they were, on every rank
     lists: TokenLists | None = None  # of what masks dropped, where they were asked for
-
-
-def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
-    """What is not finite among this rank's gradients, in words; one pass over them where all are."""
-    wrapped: list[Any] = list(chunks)
-    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):
-        return []
-    parameters: list[tuple[str, Any]] = [
-        named for chunk in wrapped for named in chunk.module.named_parameters()
-    ]
-    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    names = [name for name, parameter in trained if not bool(parameter.main_grad.isfinite().all())]
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return [f"gradient: not finite in {len(names)} tensors ({shown})"]

@@ -63,3 +63,18 @@ def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
         wrapped: Any = chunk
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.start_param_sync(force_sync=True)
+
+
+def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
+    """What is not finite among this rank's gradients, in words; one pass over them where all are."""
+    wrapped: list[Any] = list(chunks)
+    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):
+        return []
+    parameters: list[tuple[str, Any]] = [
+        named for chunk in wrapped for named in chunk.module.named_parameters()
+    ]
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    names = [name for name, parameter in trained if not bool(parameter.main_grad.isfinite().all())]
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return [f"gradient: not finite in {len(names)} tensors ({shown})"]

@@ -10,7 +10,13 @@ from megatron_dppo.config.measuring import TrackingConfig
 from megatron_dppo.diagnostics.bound import add_bound_of_responses, add_bound_of_tokens
 from megatron_dppo.diagnostics.masked_tokens import TokenLists
 from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.mismatch import add_entropy, add_mismatch, add_noise, add_trust_region
+from megatron_dppo.diagnostics.mismatch import (
+    add_entropy,
+    add_mismatch,
+    add_mismatch_by_age,
+    add_noise,
+    add_trust_region,
+)
 from megatron_dppo.diagnostics.shadow import add_shadow_masks
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.types import Microbatch
@@ -50,6 +56,7 @@ class Observer:
         microbatch: Microbatch,
         *,
         is_first: bool,
+        weight_version: int | None = None,
         lists: TokenLists | None = None,
     ) -> None:
         """Statistics of one micro-batch.
@@ -59,6 +66,7 @@ class Observer:
             out: The loss of its tokens.
             microbatch: This rank's tokens.
             is_first: The weights are still those that the rollout sampled with.
+            weight_version: Theirs, where the mismatch is to be told apart by the age of what sampled a token.
             lists: Get the tokens that each mask drops, where given.
         """
         m = microbatch
@@ -78,6 +86,9 @@ class Observer:
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
             add_noise(metrics, counts)
+            if weight_version is not None and m.weight_versions is not None:
+                tokens = (out.log_probs, m.rollout_log_probs, m.loss_mask, m.weight_versions)
+                add_mismatch_by_age(metrics, *tokens, weight_version)
         masks = self._shadow_masks(out, m)
         add_shadow_masks(
             metrics,

@@ -32,6 +32,7 @@ def pack(samples: Sequence[WeightedSample]) -> Microbatch:
         topk=_pack_topk(samples),
         routed_experts=_pack_routes([s.sample for s in samples]),
         sample_ids=tuple(s.sample.id for s in samples),
+        weight_versions=_pack_weight_versions(samples),
     )
 
 
@@ -81,6 +82,19 @@ def _pack_topk(samples: Sequence[WeightedSample]) -> RolloutTopK | None:
     assert len(topk) == len(samples), "either every sample carries top-K log-probs or none does"
     ids = _scored([t.ids for t in topk], samples, fill=-1)
     return RolloutTopK(ids, _scored([t.log_probs for t in topk], samples, fill=float("-inf")))
+
+
+def _pack_weight_versions(samples: Sequence[WeightedSample]) -> Tensor | None:
+    """None where no sample knows which weights sampled it."""
+    if not any(s.sample.weight_versions for s in samples):
+        return None
+    rows: list[Tensor] = []
+    for sample in (s.sample for s in samples):
+        versions = torch.full((sample.response_length,), -1, dtype=torch.int32)
+        for span in sample.weight_versions:
+            versions[span.start : span.stop] = span.version
+        rows.append(versions)
+    return _scored(rows, samples, fill=-1)
 
 
 def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:

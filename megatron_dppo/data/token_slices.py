@@ -62,6 +62,7 @@ class TokenSlice:
             routed_experts=routes,
             old_log_probs=None if m.old_log_probs is None else take(m.old_log_probs, 0.0),
             sample_ids=m.sample_ids,
+            weight_versions=None if m.weight_versions is None else take(m.weight_versions, -1),
         )
 
     def scattered(self, values: Tensor) -> Tensor:

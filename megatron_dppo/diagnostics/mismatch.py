@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_dppo.diagnostics.metrics import Metrics
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
+OLDEST_AGE = 8  # in weight versions; stands for older ones as well
 
 
 def add_mismatch(
@@ -45,6 +46,32 @@ def add_mismatch(
     metrics.add_mean(f"{prefix}/kl_k3", sum_k3, num_tokens)
     metrics.add_histogram(f"{prefix}/tv", tv)
     metrics.add_log_ratios(f"{prefix}/ratio", log_ratio)
+
+
+def add_mismatch_by_age(
+    metrics: Metrics,
+    log_probs: Tensor,  # [T] log pi(y_t) of the trainer
+    rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
+    loss_mask: Tensor,  # [T] bool
+    weight_versions: Tensor,  # [T] int: that sampled y_t; below 0 where it is not known
+    weight_version: int,
+) -> None:
+    """`mismatch_age_<n>/*`: `add_mismatch` of what weights n versions before `weight_version` sampled.
+
+    At age 0 only the engines set pi and mu apart; OLDEST_AGE holds older tokens as well.
+    """
+    ages = (weight_version - weight_versions).clamp(max=OLDEST_AGE)
+    is_known = loss_mask.bool() & (weight_versions >= 0)
+    for age in ages[is_known].unique().tolist():
+        of_age = is_known & (ages == age)
+        add_mismatch(metrics, log_probs, rollout_log_probs, of_age, prefix=f"mismatch_age_{age}")
+
+
+def without_lone_age(values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics without `mismatch_age_0/*` where that is the only age: it repeats `mismatch/*`."""
+    ages = {name.partition("/")[0] for name in values if name.startswith("mismatch_age_")}
+    repeats = "mismatch_age_0/" if ages == {"mismatch_age_0"} else None
+    return {name: value for name, value in values.items() if repeats is None or not name.startswith(repeats)}
 
 
 def add_entropy(metrics: Metrics, entropy: Tensor, loss_mask: Tensor) -> None:

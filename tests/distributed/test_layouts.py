@@ -56,7 +56,7 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     (batch,), _ = train_batches([own], shape, actor.data_parallel)
     log_probs = actor.with_old_log_probs(batch).microbatches
     before = {name: tensor.clone() for name, tensor in actor.weights()}
-    result = actor.train_step(batch, is_first=True)
+    result = actor.train_step(batch, is_first=True, weight_version=3)
     gradients: dict[str, Tensor] = {}
     if not config.optimizer.distributed:
         exported = export_hf_weights(actor.chunks, actor.hf, actor.main_gradients())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.types import Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup
+from megatron_dppo.types import Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup, WeightVersionSpan
 
 VOCAB, EXPERTS, TOP_K, LAYERS = 97, 8, 2, 3
 
@@ -75,6 +75,10 @@ def random_groups(
             topk=RolloutTopK(best.indices.int(), best.values),
             routed_experts=RoutedExperts(
                 scores.topk(TOP_K).indices.to(torch.uint8), tuple(range(moe_layers)), EXPERTS
+            ),
+            weight_versions=(
+                WeightVersionSpan(0, response // 2, index),
+                WeightVersionSpan(response // 2, response, samples_per_group),
             ),
             reward=float(torch.rand((), generator=generator)),
         )

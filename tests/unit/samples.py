@@ -9,7 +9,15 @@ import torch
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import Reward, RewardFault, RewardRequest, RewardResult, checked
-from megatron_dppo.types import ModelRouting, Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup
+from megatron_dppo.types import (
+    ModelRouting,
+    Prompt,
+    RolloutTopK,
+    RoutedExperts,
+    Sample,
+    SampleGroup,
+    WeightVersionSpan,
+)
 
 ROUTING = ModelRouting(layer_numbers=(0, 2), num_experts=8, top_k=2)
 
@@ -39,6 +47,7 @@ def make_sample(
             places[:, None].int() + torch.tensor([0, 50]).int(), -places[:, None].float().expand(-1, 2)
         ),
         routed_experts=RoutedExperts(routes, ROUTING.layer_numbers, ROUTING.num_experts),
+        weight_versions=(WeightVersionSpan(0, 1, 6), WeightVersionSpan(1, num_response, 7)),
         reward=reward,
         advantage=reward - 0.5,
     )

@@ -22,7 +22,7 @@ def microbatches() -> list[Microbatch]:
 def steps() -> tuple[TrainBatch, ...]:
     packed = microbatches()
     old = [replace(m, old_log_probs=torch.full((m.tokens.numel(),), float("nan"))) for m in packed]
-    plain = replace(packed[0], topk=None, routed_experts=None)
+    plain = replace(packed[0], topk=None, routed_experts=None, weight_versions=None)
     return (
         TrainBatch((*packed, placeholder(2, ROUTING)), 9, 4),
         TrainBatch(tuple(old), 3, 2),

@@ -9,9 +9,12 @@ import torch
 from megatron_dppo.diagnostics.metrics import BINS_PER_DECADE, Metrics
 from megatron_dppo.diagnostics.mismatch import (
     LOG_RATIO_LIMIT,
+    OLDEST_AGE,
     add_entropy,
     add_mismatch,
+    add_mismatch_by_age,
     add_trust_region,
+    without_lone_age,
 )
 
 BIN_WIDTH = 10 ** (1 / BINS_PER_DECADE) - 1
@@ -152,6 +155,31 @@ def test_mismatch_formulas() -> None:
         },
         rel=1e-9,
     )
+
+
+def test_the_mismatch_is_told_apart_by_the_age_of_the_weights() -> None:
+    """Each age as if it were alone, in any micro-batches; tokens of unknown age are in none."""
+    log_probs, rollout, mask = _tokens(4)
+    versions = 100 - torch.arange(NUM_TOKENS, dtype=torch.int32) % 12
+    versions[::7] = -1
+    whole, parts, expected = Metrics(), Metrics(), Metrics()
+    add_mismatch_by_age(whole, log_probs, rollout, mask, versions, 100)
+    for piece in torch.arange(NUM_TOKENS).split(1234):
+        of_piece = log_probs[piece], rollout[piece], mask[piece], versions[piece]
+        add_mismatch_by_age(parts, *of_piece, 100)
+    for age in range(OLDEST_AGE):
+        add_mismatch(expected, log_probs, rollout, mask & (versions == 100 - age), prefix=f"mismatch_age_{age}")
+    old = mask & (versions >= 0) & (versions <= 100 - OLDEST_AGE)
+    add_mismatch(expected, log_probs, rollout, old, prefix=f"mismatch_age_{OLDEST_AGE}")
+    assert whole.values() == expected.values()
+    assert parts.values() == pytest.approx(whole.values(), rel=1e-12)
+    assert without_lone_age(whole.values()) == whole.values()
+
+
+@pytest.mark.parametrize(("age", "num_kept"), [(0, 1), (3, 2)])
+def test_one_age_is_told_unless_it_repeats_the_mismatch(age: int, num_kept: int) -> None:
+    values = {"mismatch/kl_k3": 0.1, f"mismatch_age_{age}/kl_k3": 0.1}
+    assert len(without_lone_age(values)) == num_kept
 
 
 def test_k3_is_precise_near_zero() -> None:

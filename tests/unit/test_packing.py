@@ -1,5 +1,7 @@
 """Packing: each value stands at the position that scores its token, and no sample is lost or cut."""
 
+from dataclasses import replace
+
 import torch
 from samples import ROUTING, make_sample
 
@@ -26,7 +28,16 @@ def test_a_token_is_scored_at_the_position_before_it() -> None:
     assert m.topk is not None
     assert m.topk.ids[:, 1].tolist() == [-1, 50, 51, 52, -1, 50, 51, -1]
     assert m.topk.log_probs[0].tolist() == [float("-inf")] * 2
+    assert m.weight_versions is not None and m.weight_versions.dtype == torch.int32
+    assert m.weight_versions.tolist() == [-1, 6, 7, 7, -1, 6, 7, -1]
     assert m.num_loss_tokens == 4
+
+
+def test_samples_of_unknown_weights_carry_no_versions() -> None:
+    unknown = WeightedSample(replace(SECOND, weight_versions=()), torch.ones(2))
+    assert pack([unknown]).weight_versions is None
+    mixed = pack([unknown, WeightedSample(SECOND, torch.ones(2))]).weight_versions
+    assert mixed is not None and mixed.tolist() == [-1, -1, -1, 6, 7, -1]
 
 
 def test_sequences_start_over_in_positions_and_cu_seqlens() -> None:

@@ -39,7 +39,7 @@ def main(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once, one core each. [default: all cores]")
     ] = None,
-    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of each run.")] = 30,
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of each run.")] = 24,
     algorithm: Names = None,
     setting: Names = None,
     short: Annotated[bool, typer.Option("--short", help="Two cells, two seeds, three rollouts each.")] = False,

@@ -66,7 +66,7 @@ class Journal:
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
-        self._is_noise_known = False
+        self._is_noise_known = self._is_cost_told = False
         self._alarms = AlarmWatch()
 
     @classmethod
@@ -252,7 +252,24 @@ class Journal:
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
+        self._tell_cost_of_paired_forward(row)
         return self._raise_alarms(rollout, row)
+
+    def _tell_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
+        """Once per process: what forwarding tokens only to measure them takes."""
+        seconds = row.get("time/paired_forward_s")
+        if seconds is None or self._is_cost_told:
+            return
+        self._is_cost_told = True
+        if self._runtime.is_main:
+            share, of_rollout = self._config.tracking.mismatch_share, seconds / row["time/total_s"]
+            logger.info(
+                "the paired forward of %.3g of a mini-batch took %.3g s, %.1f %% of its rollout's time; "
+                "tracking.mismatch_share makes it smaller, tracking.paired_routing_every rarer",
+                share,
+                seconds,
+                100 * of_rollout,
+            )
 
     def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
         """Log what looks wrong and keep the rows that say so; every rank comes to the same verdict."""

@@ -133,6 +133,7 @@ class Microbatch:
     old_log_probs: Tensor | None = None  # [T] float32, only for anchor = "recomputed"
     sample_ids: tuple[str, ...] = ()  # of the S sequences; none where they are no samples
     weight_versions: Tensor | None = None  # [T] int32: which sampled the target; -1: none did, or not known
+    is_measured: Tensor | None = None  # [T] bool: of a sample whose mismatch is told apart; none: all are
 
     @property
     def num_loss_tokens(self) -> int:

@@ -32,7 +32,7 @@ from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.balance import SampleCost
 from megatron_dppo.data.exchange import DataParallel
-from megatron_dppo.data.packing import microbatches_of, placeholder
+from megatron_dppo.data.packing import measured_part, microbatches_of, placeholder
 from megatron_dppo.data.token_slices import TokenSlice, token_slice
 from megatron_dppo.diagnostics.masked_tokens import TokenLists
 from megatron_dppo.diagnostics.metrics import Metrics
@@ -239,12 +239,17 @@ class Actor:
         return replace(batch, microbatches=tuple(replace(m, old_log_probs=old) for m, old in pairs))
 
     def paired_mismatch(self, batch: TrainBatch) -> Metrics:
-        """Mismatch on the same tokens with live routes and with the rollout's: what R3 changes, noise apart."""
+        """Mismatch on the same tokens with live routes and with the rollout's: what R3 changes, noise apart.
+
+        Only samples that are to be measured are forwarded.
+        """
         metrics = Metrics()
+        filler = placeholder(0, self.routing)
+        microbatches = [measured_part(m, filler) for m in batch.microbatches]
         for prefix, is_replaying in (("mismatch_live", False), ("mismatch_replayed", True)):
-            log_probs = self._forward_log_probs(batch.microbatches, is_replaying)
+            log_probs = self._forward_log_probs(microbatches, is_replaying)
             if speaks_for_its_group():
-                for m, values in zip(batch.microbatches, log_probs, strict=True):
+                for m, values in zip(microbatches, log_probs, strict=True):
                     add_mismatch(metrics, values, m.rollout_log_probs, m.loss_mask, prefix=prefix)
         return metrics
 

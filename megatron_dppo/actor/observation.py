@@ -82,12 +82,13 @@ class Observer:
         add_trust_region(metrics, counts)
         add_entropy(metrics, out.entropy, m.loss_mask)
         add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
-        add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask, prefix="drift")
+        measured = m.loss_mask if m.is_measured is None else m.loss_mask & m.is_measured
+        add_mismatch(metrics, out.log_probs, m.rollout_log_probs, measured, prefix="drift")
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
             add_noise(metrics, counts)
             if weight_version is not None and m.weight_versions is not None:
-                tokens = (out.log_probs, m.rollout_log_probs, m.loss_mask, m.weight_versions)
+                tokens = (out.log_probs, m.rollout_log_probs, measured, m.weight_versions)
                 add_mismatch_by_age(metrics, *tokens, weight_version)
         masks = self._shadow_masks(out, m)
         add_shadow_masks(

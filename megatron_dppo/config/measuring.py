@@ -55,6 +55,8 @@ class TrackingConfig(Section):
     """Keep the rollout's mini-batches as tensors after this many rollouts, for what-if; 0 never."""
     paired_routing_every: NonNegativeInt = 0
     """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
+    mismatch_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the samples that this forward takes, and that drift and age are measured on; chosen by id."""
     alarms: Literal["log", "stop", "roll_back", "off"] = "log"
     """What follows where a rollout looks wrong: reward, length, tails, routers, values that are not finite.
 

@@ -77,6 +77,7 @@ def gradient_steps(
         max_tokens=config.parallel.max_tokens_per_microbatch,
         topk_columns=config.rollout.num_topk_log_probs,
         routing=routing,
+        measured_share=config.tracking.mismatch_share,
     )
     num_prompts, num_minibatches = config.rollout.prompts_per_rollout, config.algorithm.minibatches_per_rollout
     minibatches: list[list[Sample]] = []
@@ -119,6 +120,7 @@ class BatchShape:
     max_tokens: int  # of one micro-batch
     topk_columns: int = 0  # K of the rollout's top-K; 0 without
     routing: ModelRouting | None = None  # the model's, where samples carry routes
+    measured_share: float = 1.0  # of the samples: those whose mismatch is told apart
 
 
 def train_batches(
@@ -196,7 +198,8 @@ def _train_batch(
         return WeightedSample(samples[place], torch.where(mask, weights[place].float(), 0.0))
 
     filler = placeholder(shape.topk_columns, shape.routing)
-    packed = [pack([weighted(place) for place in chosen]) if chosen else filler for chosen in microbatches]
+    share = shape.measured_share
+    packed = [pack([weighted(i) for i in chosen], share) if chosen else filler for chosen in microbatches]
     return TrainBatch(tuple(packed), num_loss_tokens, len(sizes))
 
 

@@ -26,7 +26,8 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
         routes = len(routing.layer_numbers) * routing.top_k * (1 if routing.num_experts <= 256 else 2)
     topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
     sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
-    packed = num_tokens * (3 * 8 + 1 + 5 * 4 + topk + routes)  # positions, targets; four floats, weight version
+    masks = 1 if config.tracking.mismatch_share == 1 else 2
+    packed = num_tokens * (3 * 8 + masks + 5 * 4 + topk + routes)  # positions, targets; floats, weight version
     num_refilled = options.max_refills * options.prompts_per_rollout if options.refill_zero_variance else 0
     num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout) + num_refilled
     held = _share(num_begun, world_size) * options.samples_per_prompt * sample

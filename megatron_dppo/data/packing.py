@@ -1,7 +1,9 @@
 """From samples to packed micro-batches: whole sequences, end to end."""
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +19,11 @@ class WeightedSample:
     token_weights: Tensor  # [R] float32
 
 
-def pack(samples: Sequence[WeightedSample]) -> Microbatch:
-    """One micro-batch of the samples, at least one, in their order; what belongs to a token moves with it."""
+def pack(samples: Sequence[WeightedSample], measured_share: float = 1.0) -> Microbatch:
+    """One micro-batch of the samples, at least one, in their order; what belongs to a token moves with it.
+
+    Of `measured_share` < 1 of all samples, chosen by their ids, the tokens are marked `is_measured`.
+    """
     lengths = torch.tensor([s.sample.tokens.numel() for s in samples])
     return Microbatch(
         tokens=torch.cat([s.sample.tokens for s in samples]),
@@ -33,6 +38,7 @@ def pack(samples: Sequence[WeightedSample]) -> Microbatch:
         routed_experts=_pack_routes([s.sample for s in samples]),
         sample_ids=tuple(s.sample.id for s in samples),
         weight_versions=_pack_weight_versions(samples),
+        is_measured=_pack_measured([s.sample for s in samples], measured_share),
     )
 
 
@@ -95,6 +101,41 @@ def _pack_weight_versions(samples: Sequence[WeightedSample]) -> Tensor | None:
             versions[span.start : span.stop] = span.version
         rows.append(versions)
     return _scored(rows, samples, fill=-1)
+
+
+def _pack_measured(samples: Sequence[Sample], share: float) -> Tensor | None:
+    if share == 1.0:
+        return None
+    chosen = [torch.full((s.tokens.numel(),), is_chosen(s.id, share)) for s in samples]
+    return torch.cat(chosen)
+
+
+def is_chosen(sample_id: str, share: float) -> bool:
+    """Whether a sample is among a share of all, by its id alone: the same on any rank and in any layout."""
+    digest = hashlib.blake2b(sample_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
+    """The micro-batch with those of its sequences alone whose mismatch is told apart; `filler` without any."""
+    m = microbatch
+    if m.is_measured is None:
+        return m
+    starts, lengths = m.cu_seqlens[:-1].long(), m.cu_seqlens.diff().long()
+    lengths = lengths[m.is_measured[starts]]
+    if not lengths.numel():
+        return filler
+    rows = m.is_measured.nonzero()[:, 0]
+    topk, routes = m.topk, m.routed_experts
+    own = {field.name: getattr(m, field.name) for field in fields(m) if field.name != "cu_seqlens"}
+    taken: dict[str, Any] = {name: value[rows] for name, value in own.items() if isinstance(value, Tensor)}
+    return replace(
+        m,
+        **taken,
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        topk=None if topk is None else RolloutTopK(topk.ids[rows], topk.log_probs[rows]),
+        routed_experts=None if routes is None else replace(routes, indices=routes.indices[rows]),
+    )
 
 
 def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:

@@ -63,6 +63,7 @@ class TokenSlice:
             old_log_probs=None if m.old_log_probs is None else take(m.old_log_probs, 0.0),
             sample_ids=m.sample_ids,
             weight_versions=None if m.weight_versions is None else take(m.weight_versions, -1),
+            is_measured=None if m.is_measured is None else take(m.is_measured, False),
         )
 
     def scattered(self, values: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ _ONE_ROLLOUT: dict[str, Any] = {
     },
     "rollout": {"transformers": {"weights": "float32"}},
     "optimizer": {"eps": 1.0},
-    "tracking": {"paired_routing_every": 1},
+    "tracking": {"paired_routing_every": 1, "mismatch_share": 0.5},
 }
 
 
@@ -162,7 +162,7 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     first = [next(r for r in lines(task / run) if r["kind"] == "rollout") for run in ("one", split)]
     reported = ("reward/mean", "rollout/response_length_mean", "routing/agreement_mean", "mismatch/num_tokens")
     paired = [name for name in first[0] if name.startswith(("mismatch_live/", "mismatch_replayed/"))]
-    assert paired
+    assert 0 < first[0]["mismatch_live/num_tokens"] < first[0]["mismatch/num_tokens"]
     for metric in (*reported, *paired, "trust_region/noise_masked_fraction"):
         assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-7), metric
     steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]

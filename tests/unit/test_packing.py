@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
-from samples import ROUTING, make_sample
+from samples import ROUTING, assert_same, make_sample
 
-from megatron_dppo.data.packing import WeightedSample, pack, placeholder
+from megatron_dppo.data.packing import WeightedSample, is_chosen, measured_part, pack, placeholder
 from megatron_dppo.types import Microbatch
 
 FIRST = make_sample([10, 11, 12, 13, 14], prompt_length=2, reward=1.0)
@@ -38,6 +39,30 @@ def test_samples_of_unknown_weights_carry_no_versions() -> None:
     assert pack([unknown]).weight_versions is None
     mixed = pack([unknown, WeightedSample(SECOND, torch.ones(2))]).weight_versions
     assert mixed is not None and mixed.tolist() == [-1, -1, -1, 6, 7, -1]
+
+
+def test_the_measured_part_is_what_packing_its_samples_alone_gives() -> None:
+    samples = [make_sample(list(range(5 + n)), 2, group=str(n)) for n in range(12)]
+    weighted = [WeightedSample(s, torch.ones(s.response_length)) for s in samples]
+    chosen = [w for w in weighted if is_chosen(w.sample.id, 0.4)]
+    assert 0 < len(chosen) < len(samples)
+    filler = placeholder(2, ROUTING)
+    assert_same(measured_part(pack(weighted, 0.4), filler), pack(chosen, 0.4))
+    others = [w for w in weighted if w not in chosen]
+    assert measured_part(pack(others, 0.4), filler) is filler
+    whole = pack(weighted)
+    assert whole.is_measured is None and measured_part(whole, filler) is whole
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+def test_a_share_of_the_samples_is_chosen_by_their_ids(share: float) -> None:
+    ids = [f"rollout{n}/prompt/0+{n % 8}" for n in range(20_000)]
+    chosen = {each for each in ids if is_chosen(each, share)}
+    assert len(chosen) / len(ids) == pytest.approx(share, abs=0.01)
+    assert {each for each in ids if is_chosen(each, 1.0)} == set(ids)
+    assert chosen <= {each for each in ids if is_chosen(each, share + 0.05)}, (
+        "a larger share holds a smaller one"
+    )
 
 
 def test_sequences_start_over_in_positions_and_cu_seqlens() -> None:

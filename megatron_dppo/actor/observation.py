@@ -15,6 +15,7 @@ from megatron_dppo.diagnostics.mismatch import (
     add_mismatch,
     add_mismatch_by_age,
     add_noise,
+    add_topk_tv,
     add_trust_region,
 )
 from megatron_dppo.diagnostics.shadow import add_shadow_masks
@@ -84,13 +85,17 @@ class Observer:
         add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
         measured = m.loss_mask if m.is_measured is None else m.loss_mask & m.is_measured
         add_mismatch(metrics, out.log_probs, m.rollout_log_probs, measured, prefix="drift")
+        topk = _topk_of(out, m)
+        if topk is not None:
+            tokens = (m.targets, out.log_probs, m.rollout_log_probs, measured)
+            add_topk_tv(metrics, topk, *tokens, prefix="drift")
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
             add_noise(metrics, counts)
             if weight_version is not None and m.weight_versions is not None:
                 tokens = (out.log_probs, m.rollout_log_probs, measured, m.weight_versions)
                 add_mismatch_by_age(metrics, *tokens, weight_version)
-        masks = self._shadow_masks(out, m)
+        masks = self._shadow_masks(out, m, topk)
         add_shadow_masks(
             metrics,
             self.shadows,
@@ -117,13 +122,11 @@ class Observer:
         """What only whole micro-batches show; one rank of each data-parallel group calls this."""
         add_bound_of_responses(metrics, microbatches)
 
-    def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
+    def _shadow_masks(
+        self, out: FusedPolicyLoss, m: Microbatch, topk: TopKLogProbs | None
+    ) -> dict[str, Tensor]:
         if not self.shadows:
             return {}
-        topk = None
-        if m.topk is not None and out.topk_log_probs is not None:
-            used = slice(None, out.topk_log_probs.shape[1])
-            topk = TopKLogProbs(m.topk.ids[:, used], m.topk.log_probs[:, used], out.topk_log_probs)
         inputs = PolicyLossInputs(
             log_probs=out.log_probs,
             rollout_log_probs=m.rollout_log_probs,
@@ -134,3 +137,11 @@ class Observer:
             targets=m.targets,
         )
         return shadow_masks(self.shadows, inputs)
+
+
+def _topk_of(out: FusedPolicyLoss, m: Microbatch) -> TopKLogProbs | None:
+    """Those of the rollout's Top-K columns that the loss reported, where it did."""
+    if m.topk is None or out.topk_log_probs is None:
+        return None
+    used = slice(None, out.topk_log_probs.shape[1])
+    return TopKLogProbs(m.topk.ids[:, used], m.topk.log_probs[:, used], out.topk_log_probs)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, topk_tv
 from megatron_dppo.diagnostics.metrics import Metrics
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
@@ -46,6 +47,28 @@ def add_mismatch(
     metrics.add_mean(f"{prefix}/kl_k3", sum_k3, num_tokens)
     metrics.add_histogram(f"{prefix}/tv", tv)
     metrics.add_log_ratios(f"{prefix}/ratio", log_ratio)
+
+
+def add_topk_tv(
+    metrics: Metrics,
+    topk: TopKLogProbs,  # [T, K]
+    targets: Tensor,  # [T] y_t
+    log_probs: Tensor,  # [T] log pi(y_t) of the trainer
+    rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
+    loss_mask: Tensor,  # [T] bool
+    *,
+    prefix: str,
+) -> None:
+    """`<prefix>/topk_tv_*`: total variation over mu's K most probable tokens, the sampled one and the rest."""
+    rows = loss_mask.nonzero()[:, 0]
+    if rows.numel() == 0:
+        return
+    of_rows = TopKLogProbs(*(x[rows] for x in (topk.ids, topk.rollout_log_probs, topk.log_probs)))
+    sampled = [x.detach()[rows].clamp(max=0) for x in (log_probs, rollout_log_probs)]
+    num_columns = topk.ids.shape[1]
+    tv = topk_tv(*topk_partition(of_rows, targets[rows], *sampled, top_k=num_columns)).double()
+    metrics.add_mean(f"{prefix}/topk_tv_mean", tv.sum(), tv.numel())
+    metrics.add_histogram(f"{prefix}/topk_tv", tv)
 
 
 def add_mismatch_by_age(

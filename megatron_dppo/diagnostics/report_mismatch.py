@@ -63,7 +63,22 @@ def mismatch_sections(runs: Sequence[Run]) -> list[Section]:
         (Panel("k3 KL", ("mismatch_age_<n>/kl_k3",), x_title="age in versions", points=by_age, log=True),),
     )
     has_ages = any(len(_ages(run)) > 1 for run in runs)
-    return [_SOURCES, _DRIFT, *([staleness] if has_ages else [])]
+    return [_SOURCES, _drift(runs), *([staleness] if has_ages else [])]
+
+
+def _drift(runs: Sequence[Run]) -> Section:
+    known = {name for run in runs for row in run.steps for name in row.values}
+    return Section(
+        "drift",
+        "Drift by mini-step",
+        "How far π stands from μ at each gradient step of a rollout, mean over the run: at 0 it has the "
+        "weights that sampled, and the rise after it is what the steps themselves add.",
+        tuple(
+            Panel(title, (metric,), x_title="gradient step", points=by_mini_step, log=True)
+            for metric, title in _DRIFT.items()
+            if metric in known
+        ),
+    )
 
 
 def by_source(run: Run, _metric: str) -> Points:
@@ -103,16 +118,11 @@ _SOURCES = Section(
         ),
     ),
 )
-_DRIFT = Section(
-    "drift",
-    "Drift by mini-step",
-    "How far π stands from μ at each gradient step of a rollout, mean over the run: at 0 it has the weights "
-    "that sampled, and the rise after it is what the steps themselves add.",
-    tuple(
-        Panel(title, (metric,), x_title="gradient step", points=by_mini_step, log=True)
-        for title, metric in (("k3 KL", "drift/kl_k3"), ("|π − μ|, 99.9th percentile", "drift/tv_p999"))
-    ),
-)
+_DRIFT = {
+    "drift/kl_k3": "k3 KL",
+    "drift/tv_p999": "|π − μ|, 99.9th percentile",
+    "drift/topk_tv_p999": "Top-K total variation, 99.9th percentile",
+}
 
 
 def mismatch_tables(runs: Sequence[Run]) -> dict[str, object] | None:

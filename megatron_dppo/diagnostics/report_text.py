@@ -58,6 +58,8 @@ def why_missing(run: Run, metric: str) -> str:
         return "tracking.paired_routing_every is 0, so no mini-batch was forwarded twice"
     if metric.startswith("routing/"):
         return "not in metrics.jsonl although routes were captured"
+    if metric.startswith("drift/topk_tv"):
+        return "no Top-K log-probs were kept, or none were compared"
     if metric.startswith("mismatch_age_"):
         return "no token was sampled by older weights than those it was first trained with"
     if metric.startswith("shadow/"):

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from megatron_dppo.algorithms import TopKLogProbs
 from megatron_dppo.diagnostics.metrics import BINS_PER_DECADE, Metrics
 from megatron_dppo.diagnostics.mismatch import (
     LOG_RATIO_LIMIT,
@@ -13,6 +14,7 @@ from megatron_dppo.diagnostics.mismatch import (
     add_entropy,
     add_mismatch,
     add_mismatch_by_age,
+    add_topk_tv,
     add_trust_region,
     without_lone_age,
 )
@@ -180,6 +182,20 @@ def test_the_mismatch_is_told_apart_by_the_age_of_the_weights() -> None:
 def test_one_age_is_told_unless_it_repeats_the_mismatch(age: int, num_kept: int) -> None:
     values = {"mismatch/kl_k3": 0.1, f"mismatch_age_{age}/kl_k3": 0.1}
     assert len(without_lone_age(values)) == num_kept
+
+
+def test_topk_tv_is_half_the_sum_over_the_outcomes() -> None:
+    """Two tokens of a vocabulary of four, K = 2: one sampled among them, one not; a third does not learn."""
+    mu = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.5, 0.3, 0.1, 0.1], [1, 0, 0, 0]], dtype=torch.float64)
+    pi = torch.tensor([[0.4, 0.5, 0.1, 0.0], [0.2, 0.3, 0.4, 0.1], [0, 0, 0, 1]], dtype=torch.float64)
+    ids, targets = torch.tensor([[0, 1]] * 3), torch.tensor([0, 2, 0])
+    topk = TopKLogProbs(ids, mu.gather(1, ids).log(), pi.gather(1, ids).log())
+    log_pi, log_mu = (p.gather(1, targets[:, None])[:, 0].log() for p in (pi, mu))
+    metrics = Metrics()
+    add_topk_tv(metrics, topk, targets, log_pi, log_mu, torch.tensor([True, True, False]), prefix="drift")
+    found = metrics.values()
+    assert found["drift/topk_tv_mean"] == pytest.approx(((0.1 + 0.2 + 0.1) / 2 + (0.3 + 0.3) / 2) / 2)
+    assert found["drift/topk_tv_max"] == pytest.approx(0.3)
 
 
 def test_k3_is_precise_near_zero() -> None:

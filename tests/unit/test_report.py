@@ -363,6 +363,10 @@ def test_sources_of_the_mismatch_are_told_apart(tmp_path: Path) -> None:
         [0.001, 0.015],
     )
     table = text[text.index('id="mismatch-table"') : text.index('id="caveats"')]
+    titles = [annotation["text"] for annotation in figures["drift"]["layout"]["annotations"]]
+    assert titles == ["k3 KL", "|π − μ|, 99.9th percentile"], (
+        "without Top-K log-probs there is no panel of them"
+    )
     labels = re.findall(r'<th scope="row">(.*?)</th>', table[: table.index("plain")])
     assert labels == [
         "engines: replayed routes",

@@ -18,11 +18,12 @@ from typing import Annotated
 
 import typer
 from study_grid import Cell, Grid, read_grid
-from study_report import write_report
+from study_report import TITLE, write_report
 from study_results import CellResult, findings, read_results
 from study_runs import Task, run_all
 
 from megatron_dppo.errors import MegatronDppoError
+from megatron_dppo.figures.command import draw_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("examples/miniature_study")
@@ -106,9 +107,18 @@ def report(grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int, fa
     ]
     write_report(folder, grid, results, found, facts)
     (folder / "summary.json").write_text(json.dumps(summary(results), indent=1) + "\n")
+    draw(folder, results)
     for finding in found:
         typer.echo(f"- {finding.expectation.text}: {finding.verdict}")
     typer.echo(f"wrote report.html, report.md and summary.json to {folder}")
+
+
+def draw(folder: Path, results: Mapping[Cell, CellResult]) -> None:
+    """The paper's figures of the finished runs, in figures/; none where no run has finished."""
+    runs = [cell.folder(folder, run.seed) for cell, result in results.items() for run in result.runs]
+    if runs:
+        written = draw_figures(runs, folder / "figures", title=TITLE)
+        typer.echo(f"wrote {len(written.names)} figures and index.html to {folder / 'figures'}")
 
 
 def summary(results: Mapping[Cell, CellResult]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from study_results import FIGURES, CellResult, Finding
 
 from megatron_dppo.diagnostics.contrasts import Estimate, estimate
 
+TITLE = "Miniature study: a tiny model on a toy task"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -45,18 +46,17 @@ def write_report(
         found: The expectations, judged.
         facts: Sentences on what was run, at the top.
     """
-    title = "Miniature study: a tiny model on a toy task"
     parts: list[tuple[str, Any]] = [("words", facts), ("heading", "What reproduced, and what did not")]
     parts += [("words", [_sentence(finding) for finding in found]), ("table", _of_findings(found))]
     for block in grid.blocks:
         parts += [("heading", block.title), ("table", _of_block(block, results)), ("plot", (block, results))]
     parts += [("words", _READING)]
-    (out / "report.md").write_text(f"# {title}\n\n" + "\n\n".join(_as_markdown(parts)) + "\n")
+    (out / "report.md").write_text(f"# {TITLE}\n\n" + "\n\n".join(_as_markdown(parts)) + "\n")
     body = "\n".join(_as_html(parts))
     (out / "report.html").write_text(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{TITLE}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
-        f"<body><h1>{title}</h1>{body}</body></html>\n",
+        f"<body><h1>{TITLE}</h1>{body}</body></html>\n",
         encoding="utf-8",
     )
 

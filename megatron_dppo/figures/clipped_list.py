@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from megatron_dppo.figures.canvas import Drawing
 from megatron_dppo.figures.clipped import Rows, clipped_files, read_clipped
@@ -60,6 +61,7 @@ def _panel(heading: str, rows: Rows, run: RunCurves) -> Callable[[Axes], None]:
         axes.invert_yaxis()
         axes.set_title(heading)
         axes.set_xlabel("times masked")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(visible=False, axis="y")
 
     return panel

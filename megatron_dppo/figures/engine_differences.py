@@ -33,7 +33,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         Drawing(
             name=kind.name if len(by_folder) == 1 else f"{kind.name}_{number}",
             paper=kind.paper,
-            title="Two engines, the same weights",
+            title="Two engines, the same weights" + ("" if len(by_folder) == 1 else f": {of[0].folder.name}"),
             panels=_panels(of),
             caption=[*_caption(folder, of)],
             columns=2,

@@ -130,14 +130,14 @@ def _surrogate(objective: Objective, label: str) -> Callable[[Axes], None]:
 
 
 def _linear(objective: Objective, label: str) -> Callable[[Axes], None]:
-    return _plane(objective, is_logarithmic=False)
+    return _plane(objective, label, is_logarithmic=False)
 
 
 def _logarithmic(objective: Objective, label: str) -> Callable[[Axes], None]:
-    return _plane(objective, is_logarithmic=True)
+    return _plane(objective, label, is_logarithmic=True)
 
 
-def _plane(objective: Objective, *, is_logarithmic: bool) -> Callable[[Axes], None]:
+def _plane(objective: Objective, label: str, *, is_logarithmic: bool) -> Callable[[Axes], None]:
     def panel(axes: Axes) -> None:
         own = region(objective, is_logarithmic=is_logarithmic)
         codes = np.where(own.drops_positive, 1, np.where(own.drops_negative, 2, 0))
@@ -147,6 +147,7 @@ def _plane(objective: Objective, *, is_logarithmic: bool) -> Callable[[Axes], No
             axes.set_xscale("log")
             axes.set_yscale("log")
             plain_log_ticks(axes.xaxis, axes.yaxis)
+        axes.set_title(label)
         axes.set_xlabel("μ")
         axes.set_ylabel("π")
         axes.grid(visible=False)

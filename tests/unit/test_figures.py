@@ -32,9 +32,11 @@ NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]
 
 
-def write_run(path: Path, seed: int = 0, num_rollouts: int = NUM_ROLLOUTS, **tables: dict[str, Any]) -> Path:
+def write_run(
+    path: Path, tables: Tables | None = None, *, seed: int = 0, num_rollouts: int = NUM_ROLLOUTS
+) -> Path:
     """A run with two gradient steps in each rollout, and a score before every fourth."""
-    given: Tables = {"run": {"folder": path, "seed": seed}, **tables}
+    given: Tables = {"run": {"folder": path, "seed": seed}, **(tables or {})}
     config = Config.model_validate(given).model_dump(exclude_none=True)
     noise = np.random.default_rng([seed, len(path.name)])
     with RunFolder.open(path, config, resume=False) as folder:
@@ -82,10 +84,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three seeds of Binary-TV, the last of them shorter, and one of GRPO."""
     folder = tmp_path_factory.mktemp("runs")
     of_tv = [
-        write_run(folder / f"tv_{seed}", seed, NUM_ROLLOUTS - (seed == 2), **algorithm("dppo_binary_tv"))
+        write_run(
+            folder / f"tv_{seed}",
+            algorithm("dppo_binary_tv"),
+            seed=seed,
+            num_rollouts=NUM_ROLLOUTS - (seed == 2),
+        )
         for seed in range(3)
     ]
-    return [*of_tv, write_run(folder / "grpo", 0, **algorithm("grpo_clip_higher"))]
+    return [*of_tv, write_run(folder / "grpo", algorithm("grpo_clip_higher"))]
 
 
 def rewards(run: Path) -> list[float]:
@@ -136,11 +143,11 @@ def test_a_caption_names_runs_seeds_and_smoothing(runs: list[Path]) -> None:
 
 def test_experiments_are_told_apart_by_settings_and_lines_by_trust_regions(tmp_path: Path) -> None:
     folders = [
-        write_run(tmp_path / "a", **algorithm("dppo_binary_tv")),
-        write_run(tmp_path / "b", **algorithm("dppo_binary_tv", delta=0.05)),
-        write_run(tmp_path / "c", **algorithm("dppo_binary_tv"), rollout={"routing_replay": "replay"}),
-        write_run(tmp_path / "d", **algorithm("pg_is"), tracking={"samples_every": 3}),
-        write_run(tmp_path / "e", **algorithm("pg_is"), optimizer={"lr": 0.5}),
+        write_run(tmp_path / "a", algorithm("dppo_binary_tv")),
+        write_run(tmp_path / "b", algorithm("dppo_binary_tv", delta=0.05)),
+        write_run(tmp_path / "c", algorithm("dppo_binary_tv") | {"rollout": {"routing_replay": "replay"}}),
+        write_run(tmp_path / "d", algorithm("pg_is") | {"tracking": {"samples_every": 3}}),
+        write_run(tmp_path / "e", algorithm("pg_is") | {"optimizer": {"lr": 0.5}}),
     ]
     usual, fast = experiments_of(read_curves(folders))
     labels = ["PG-IS", "DPPO-Binary-TV, δ 0.05", "DPPO-Binary-TV, δ 0.15", "DPPO-Binary-TV, δ 0.15 + R3"]
@@ -205,7 +212,7 @@ def test_a_mask_keeps_the_token_on_its_edge() -> None:
 
 def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
     names = ("dppo_binary_kl", "dppo_binary_kl_decoupled", "grpo", "minirl", "pg_is")
-    folders = [write_run(tmp_path / name, **algorithm(name)) for name in names]
+    folders = [write_run(tmp_path / name, algorithm(name)) for name in names]
     axes = build(only(drawn("04_anchor", folders))).axes[0]
     labels = {line.get_label() for line in axes.lines if line.get_gid() != "raw"}
     assert labels == {"DPPO-Binary-KL", "DPPO-Binary-KL, recomputed"}, "MiniRL's clip is not that of grpo"
@@ -213,7 +220,7 @@ def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
 
 def test_bad_updates_are_percents_of_minimal_masks_where_there_are_any(tmp_path: Path) -> None:
     names = ("pg_is", "negative_mask", "grpo")
-    folders = [write_run(tmp_path / name, **algorithm(name)) for name in names]
+    folders = [write_run(tmp_path / name, algorithm(name)) for name in names]
     drawing = only(drawn("05_bad_updates", folders))
     axes = build(drawing).axes[1]
     lines = {str(line.get_label()): line for line in axes.lines if line.get_gid() != "raw"}
@@ -225,7 +232,7 @@ def test_bad_updates_are_percents_of_minimal_masks_where_there_are_any(tmp_path:
 
 
 def test_clipped_tokens_are_the_run_s_own_and_weigh_by_count(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / name, **algorithm(name)) for name in ("grpo_clip_higher", "relax_both")]
+    folders = [write_run(tmp_path / name, algorithm(name)) for name in ("grpo_clip_higher", "relax_both")]
     drawing = only(drawn("06_relaxation_threshold", folders))
     assert "set tracking.clipped_tokens_every" in " ".join(drawing.caption)
     write_clipped(folders[0], 2, [("active", "+", 3, 0.1), ("active", "-", 1, 0.5), ("pg_is", "+", 9, 0.9)])
@@ -250,7 +257,7 @@ def test_a_damaged_list_is_named(tmp_path: Path) -> None:
 
 def test_replay_stands_beside_its_absence_on_one_scale(tmp_path: Path) -> None:
     folders = [
-        write_run(tmp_path / mode, **algorithm("grpo"), rollout={"routing_replay": mode})
+        write_run(tmp_path / mode, algorithm("grpo") | {"rollout": {"routing_replay": mode}})
         for mode in ("measure", "replay")
     ]
     without, with_it = build(only(drawn("08_replay", folders))).axes
@@ -261,7 +268,7 @@ def test_replay_stands_beside_its_absence_on_one_scale(tmp_path: Path) -> None:
 def test_thresholds_need_runs_that_differ_in_them(runs: list[Path], tmp_path: Path) -> None:
     answer = drawn("thresholds", runs)
     assert isinstance(answer, Lacking) and "algorithm.delta" in answer.action
-    other = write_run(tmp_path / "other", **algorithm("dppo_binary_tv", delta=0.3))
+    other = write_run(tmp_path / "other", algorithm("dppo_binary_tv", delta=0.3))
     labels = {line.label for e in experiments_of(read_curves([runs[0], other])) for line in e.lines}
     assert labels == {"DPPO-Binary-TV, δ 0.15", "DPPO-Binary-TV, δ 0.3"}
     assert only(drawn("thresholds", [runs[0], other])).panels

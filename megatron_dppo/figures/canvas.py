@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import matplotlib
@@ -19,6 +19,7 @@ from megatron_dppo.figures.style import RC
 Format = Literal["png", "svg"]
 _METADATA = {"png": {"Software": None}, "svg": {"Date": None}}
 _LEGEND_ROW = 0.17  # inches
+_WIDEST_PANEL = 4.5  # inches
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,17 @@ class Drawing:
     panel_height: float = 1.75  # inches
 
 
+def _at_most(page: Page, width: float) -> Page:
+    """The page, or one of that width with as much less text."""
+    if page.width <= width:
+        return page
+    return replace(page, width=width, num_characters=int(page.num_characters * width / page.width))
+
+
 def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
     """The drawing on a page, with the headline over its title."""
+    if len(drawing.panels) == 1:
+        page = _at_most(page, _WIDEST_PANEL)
     columns = min(drawing.columns, page.most_columns, len(drawing.panels))
     rows = -(-len(drawing.panels) // columns)
     columns = -(-len(drawing.panels) // rows)  # no row is left nearly empty

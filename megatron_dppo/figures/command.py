@@ -97,5 +97,5 @@ def caption_lines(drawing: Drawing, title: str = "") -> Iterator[str]:
     """The caption, a sentence or two to a line."""
     if title:
         yield f"{title}."
-    yield f"{drawing.title}. After {drawing.paper} of arXiv 2602.04879."
+    yield f"{drawing.title}. After arXiv 2602.04879, {drawing.paper}."
     yield from drawing.caption

@@ -125,6 +125,9 @@ def seeds_said(lines: Sequence[Line]) -> list[str]:
         names = ", ".join(run.name for run in line.runs)
         noun = "seed" if len(line.runs) == 1 else "seeds"
         found.append(f"{line.label}: {noun} {seeds} (runs: {names}).")
+        if line.left_out:
+            left_out = ", ".join(line.left_out)
+            found.append(f"Left out, for a later run has the same settings and seed: {left_out}.")
     return found
 
 
@@ -144,7 +147,7 @@ def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
     names = dict.fromkeys(panel.title for panel, curve in curves if curve.is_smoothed)
     plain = dict.fromkeys(panel.title for panel, curve in curves if not curve.is_smoothed)
     if names:
-        said.append(f"Smoothed by a Gaussian of 2 points, the raw mean behind: {', '.join(names)}.")
+        said.append(f"Smoothed by a Gaussian of 2 points, the raw mean behind: {'; '.join(names)}.")
     if plain:
-        said.append(f"Not smoothed: {', '.join(plain)}.")
+        said.append(f"Not smoothed: {'; '.join(plain)}.")
     return said

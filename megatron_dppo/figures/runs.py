@@ -62,6 +62,7 @@ class Line:
     is_replayed: bool
     runs: tuple[RunCurves, ...]  # each with another seed
     shade: int  # place of the objective among those of its preset, from 0
+    left_out: tuple[str, ...] = ()  # names of runs in whose place a later one of the same seed stands
 
 
 @dataclass(frozen=True)
@@ -168,5 +169,8 @@ def _lines(runs: Sequence[RunCurves]) -> list[Line]:
         label = objective_label(objective, alike) + (" + R3" if is_replayed else "")
         seen = shades.setdefault(objective.name, [])
         seen += [] if objective in seen else [objective]
-        lines.append(Line(label, objective, is_replayed, tuple(by_seed.values()), seen.index(objective)))
+        shade, own = seen.index(objective), tuple(by_seed.values())
+        names = [r.name for r in runs if (r.objective, r.is_replayed) == (objective, is_replayed)]
+        left_out = tuple(name for name in names if name not in {run.name for run in own})
+        lines.append(Line(label, objective, is_replayed, own, shade, left_out))
     return lines

@@ -104,8 +104,7 @@ _SYMBOLS = {
     "top_k": "K",
     "entropy_coef": "entropy",
 }
-_LIGHTEST = 0.6  # share of white in the last shade
-_NUM_SHADES = 4
+_WHITES = (0.0, 0.45, 0.25, 0.65)  # shares of white in the shades, those in turn far apart
 _REPLAYED = (0, (6, 1, 1, 1))
 
 
@@ -136,6 +135,6 @@ def look(objective: Objective, shade: int = 0, *, is_replayed: bool = False) -> 
     A value of another field is no other algorithm, so its colour stays the preset's.
     """
     colour, dash = LOOKS.get(objective.name, ("#777777", SOLID))
-    white = _LIGHTEST * (shade % _NUM_SHADES) / (_NUM_SHADES - 1)
+    white = _WHITES[shade % len(_WHITES)]
     mixed = (1 - white) * np.asarray(to_rgb(colour)) + white
     return {"color": to_hex(tuple(mixed)), "linestyle": _REPLAYED if is_replayed and dash == SOLID else dash}

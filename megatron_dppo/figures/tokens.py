@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.data.kept_batches import kept_rollouts, read_share
+from megatron_dppo.data.kept_batches import group_files, kept_rollouts, read_share
 from megatron_dppo.errors import DataError
 
 TOKENS = "tokens.jsonl"  # of tools/measure_mismatch.py
@@ -60,7 +60,7 @@ def _of_rows(folder: Path) -> list[TokenPairs]:
 
 def _of_batches(run: Path) -> list[TokenPairs]:
     """Of the newest rollout whose trainer computed its own log-probs before it trained (anchor recomputed)."""
-    if not (kept := kept_rollouts(run / "batches")):
+    if not (kept := [rollout for rollout in kept_rollouts(run / "batches") if _is_whole(run, rollout)]):
         return []
     log_mu: list[float] = []
     log_pi: list[float] = []
@@ -71,6 +71,14 @@ def _of_batches(run: Path) -> list[TokenPairs]:
             log_mu += m.rollout_log_probs[m.loss_mask].tolist()
             log_pi += m.old_log_probs[m.loss_mask].tolist()
     return [_pairs(run, f"mini-batches of rollout {kept[-1]}", log_mu, log_pi)]
+
+
+def _is_whole(run: Path, rollout: int) -> bool:
+    """Whether each group has written its part; those of a run that goes on may not have."""
+    try:
+        return bool(group_files(run / "batches", rollout))
+    except DataError:
+        return False
 
 
 def _pairs(folder: Path, source: str, log_mu: list[float], log_pi: list[float]) -> TokenPairs:

@@ -136,7 +136,7 @@ def test_a_caption_names_runs_seeds_and_smoothing(runs: list[Path]) -> None:
     caption = " ".join(only(drawn("03_stability", runs)).caption)
     assert "DPPO-Binary-TV: seeds 0, 1, 2 (runs: tv_0, tv_1, tv_2)." in caption
     assert "GRPO-ClipHigher: seed 0 (runs: grpo)." in caption
-    assert "Smoothed by a Gaussian of 2 points, the raw mean behind: mean |π − μ|, reward." in caption
+    assert "Smoothed by a Gaussian of 2 points, the raw mean behind: mean |π − μ|; reward." in caption
     assert "Not smoothed: aime24, avg@4." in caption
     assert "to the last rollout that all of a line's seeds have" in caption
 
@@ -155,6 +155,13 @@ def test_experiments_are_told_apart_by_settings_and_lines_by_trust_regions(tmp_p
     assert [line.shade for line in usual.lines] == [0, 0, 1, 1]
     assert (usual.label, fast.label) == ("lr 1e-06", "lr 0.5")
     assert fast.settings == "optimizer.lr = 0.5"
+
+
+def test_a_run_in_whose_place_another_stands_is_named(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, algorithm("grpo")) for name in ("first", "second")]
+    caption = " ".join(only(drawn("03_stability", folders)).caption)
+    assert "GRPO: seed 0 (runs: second)." in caption
+    assert "Left out, for a later run has the same settings and seed: first." in caption
 
 
 def test_every_preset_has_a_look_and_a_name_and_keeps_its_colour() -> None:
@@ -307,7 +314,7 @@ def test_files_are_images_with_captions(written: tuple[Path, Written]) -> None:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert ElementTree.fromstring((out / f"{name}.svg").read_text()).tag.endswith("svg")
         caption = (out / f"{name}.txt").read_text()
-        assert caption.startswith("tiny model.\n") and "of arXiv 2602.04879." in caption
+        assert caption.startswith("tiny model.\n") and "After arXiv 2602.04879, " in caption
     assert {path.name.split(".")[0] for path in out.iterdir()} == {*said.names, "index"}
 
 

@@ -18,7 +18,7 @@ Rows = list[dict[str, Any]]
 
 
 def clipped_files(run: Path) -> dict[int, Path]:
-    """By gradient step, in order, the run's lists."""
+    """By gradient step, in order, the run's lists; some may be of a past that a resume undid."""
     folder = run / "clipped_tokens"
     names = folder.iterdir() if folder.is_dir() else ()
     found = {int(match[1]): path for path in names if (match := _FILE.fullmatch(path.name))}
@@ -41,16 +41,16 @@ def read_clipped(file: Path) -> Rows:
         ) from error
 
 
-def clipped_curves(run: Path, rollout_of: Mapping[int, int]) -> dict[str, Points]:
+def clipped_curves(files: Mapping[int, Path], rollout_of: Mapping[int, int]) -> dict[str, Points]:
     """Mean mu and entropy of masked tokens over rollouts, each listed occurrence counting once.
 
     Args:
-        run: A run folder.
-        rollout_of: Gradient step -> rollout; a list of a step that is not in metrics.jsonl is left out.
+        files: Gradient step -> list.
+        rollout_of: Gradient step -> rollout.
     """
     found: dict[str, dict[int, list[float]]] = {metric: {} for metric in CURVES}
-    for step, file in clipped_files(run).items():
-        if step not in rollout_of or not (rows := read_clipped(file)):
+    for step, file in files.items():
+        if not (rows := read_clipped(file)):
             continue
         for metric, field in CURVES.items():
             found[metric].setdefault(rollout_of[step], []).append(_mean(rows, field))

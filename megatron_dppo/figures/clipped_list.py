@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from megatron_dppo.figures.canvas import Drawing
-from megatron_dppo.figures.clipped import Rows, clipped_files, read_clipped
+from megatron_dppo.figures.clipped import Rows, read_clipped
 from megatron_dppo.figures.material import Kind, Lacking, Material
 from megatron_dppo.figures.runs import RunCurves
 from megatron_dppo.figures.style import look
@@ -22,7 +22,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     drawings: list[Drawing] = []
     for experiment in material.experiments:
         for line in experiment.lines:
-            listed = [run for run in line.runs if clipped_files(run.run.path)]
+            listed = [run for run in line.runs if run.clipped]
             if listed and (drawing := _of_run(kind, listed[0], line.label)):
                 drawings.append(drawing)
     return drawings or Lacking(
@@ -31,7 +31,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _of_run(kind: Kind, run: RunCurves, label: str) -> Drawing | None:
-    step, file = list(clipped_files(run.run.path).items())[-1]
+    step, file = list(run.clipped.items())[-1]
     rows = read_clipped(file)
     by_sign = {heading: [row for row in rows if row["sign"] == sign] for sign, heading in _SIGNS.items()}
     panels = [_panel(heading, of, run) for heading, of in by_sign.items() if of]

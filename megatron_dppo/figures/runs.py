@@ -12,7 +12,7 @@ from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.diagnostics.report_plots import Points, over_rollouts
 from megatron_dppo.diagnostics.report_text import distinct_names, settings_of, shown
 from megatron_dppo.diagnostics.run_reader import Run, read_run
-from megatron_dppo.figures.clipped import clipped_curves
+from megatron_dppo.figures.clipped import clipped_curves, clipped_files
 from megatron_dppo.figures.style import LOOKS, objective_label
 
 METRICS = (
@@ -41,6 +41,7 @@ class RunCurves:
     name: str
     objective: Objective
     curves: Mapping[str, Points]  # by metric: rollouts, and values as metrics.jsonl has them
+    clipped: Mapping[int, Path]  # by gradient step, in order: lists of clipped tokens
 
     @property
     def seed(self) -> str:
@@ -87,10 +88,11 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
         scores = {name for row in run.evaluations for name in row.values if SCORE.fullmatch(name)}
         points = {metric: over_rollouts(run, metric) for metric in (*METRICS, *sorted(scores))}
         rollout_of = {row.step: row.rollout for row in run.steps if row.step is not None}
-        points |= clipped_curves(path, rollout_of)
+        clipped = {step: file for step, file in clipped_files(path).items() if step in rollout_of}
+        points |= clipped_curves(clipped, rollout_of)
         bare = replace(run, steps=(), rollouts=(), evaluations=())
         curves = {metric: known for metric, known in points.items() if known[0]}
-        found.append(RunCurves(bare, path.name, objective_of(run), curves))
+        found.append(RunCurves(bare, path.name, objective_of(run), curves, clipped))
     names = distinct_names([each.run for each in found])
     return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
 
@@ -120,8 +122,11 @@ def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
 
 
 def _settings(run: RunCurves) -> dict[str, str]:
-    of_run = settings_of(run.run)
-    return {key: shown(value) for key, value in of_run.items() if key not in _NOT_OF_THE_EXPERIMENT}
+    """What tells experiments apart; with a constant learning rate a longer run is one that went on."""
+    without = {*_NOT_OF_THE_EXPERIMENT}
+    if run.run.option("optimizer.schedule") in (None, "constant"):
+        without.add("run.num_rollouts")
+    return {key: shown(value) for key, value in settings_of(run.run).items() if key not in without}
 
 
 def _labels(

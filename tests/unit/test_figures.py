@@ -33,10 +33,15 @@ Tables = dict[str, dict[str, Any]]
 
 
 def write_run(
-    path: Path, tables: Tables | None = None, *, seed: int = 0, num_rollouts: int = NUM_ROLLOUTS
+    path: Path,
+    tables: Tables | None = None,
+    *,
+    seed: int = 0,
+    num_rollouts: int = NUM_ROLLOUTS,
+    planned: int = 100,
 ) -> Path:
     """A run with two gradient steps in each rollout, and a score before every fourth."""
-    given: Tables = {"run": {"folder": path, "seed": seed}, **(tables or {})}
+    given: Tables = {"run": {"folder": path, "seed": seed, "num_rollouts": planned}, **(tables or {})}
     config = Config.model_validate(given).model_dump(exclude_none=True)
     noise = np.random.default_rng([seed, len(path.name)])
     with RunFolder.open(path, config, resume=False) as folder:
@@ -146,7 +151,7 @@ def test_experiments_are_told_apart_by_settings_and_lines_by_trust_regions(tmp_p
         write_run(tmp_path / "a", algorithm("dppo_binary_tv")),
         write_run(tmp_path / "b", algorithm("dppo_binary_tv", delta=0.05)),
         write_run(tmp_path / "c", algorithm("dppo_binary_tv") | {"rollout": {"routing_replay": "replay"}}),
-        write_run(tmp_path / "d", algorithm("pg_is") | {"tracking": {"samples_every": 3}}),
+        write_run(tmp_path / "d", algorithm("pg_is") | {"tracking": {"samples_every": 3}}, planned=99),
         write_run(tmp_path / "e", algorithm("pg_is") | {"optimizer": {"lr": 0.5}}),
     ]
     usual, fast = experiments_of(read_curves(folders))

@@ -22,6 +22,7 @@ from megatron_dppo.diagnostics.report_seeds import seed_tables
 from megatron_dppo.diagnostics.report_shadow import agreement_table
 from megatron_dppo.diagnostics.report_summary import ROWS, SummaryRow, formatted, paired_kl_k3, summary
 from megatron_dppo.diagnostics.report_text import caveats, differences, distinct_names, why_missing
+from megatron_dppo.diagnostics.report_toggles import FEW, looks, title, toggles
 from megatron_dppo.diagnostics.report_tokens import token_lists
 from megatron_dppo.diagnostics.run_reader import Run, read_run
 from megatron_dppo.errors import ConfigError
@@ -49,7 +50,8 @@ def render(runs: Sequence[Run], folder: Path) -> str:
     """The report's HTML; links are relative to `folder`."""
     names = distinct_names(runs)
     shown = sections(runs)
-    figures = {section.id: figure(section, runs, names) for section in shown}
+    toggled = toggles(runs, names)
+    figures = {section.id: figure(section, runs, names, looks(toggled)) for section in shown}
     listed = [of | {"farthest": farthest(runs[of["run"]], folder)} for of in token_lists(runs, names)]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_dppo.diagnostics"),
@@ -60,6 +62,10 @@ def render(runs: Sequence[Run], folder: Path) -> str:
     )
     return environment.get_template("report.html.j2").render(
         names=names,
+        title=title(names, toggled),
+        toggles=toggled,
+        looks=looks(toggled),
+        few=FEW,
         num_colours=COLOURS,
         runs=[_header(run) for run in runs],
         differences=differences(runs),

@@ -30,6 +30,7 @@ SMOOTHING_SIGMA = 2.0  # points
 MIN_POINTS_TO_SMOOTH = 10
 PHASES = ("rollout", "batch", "train", "sync")
 MAX_POINTS_WITH_MARKERS = 60
+MAX_RUNS_AT_ONCE = 12  # else pointing at a plot shows one curve's number, not all
 MAX_LABELLED_PLACES = 8  # else plotly chooses round numbers
 
 
@@ -118,9 +119,16 @@ def seconds_by_phase(run: Run, _metric: str) -> Points:
     return [index for index, _ in known], [mean for _, mean in known]
 
 
-def figure(section: Section, runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any] | None:
-    """A plotly figure; panels that no run has data for are left out, and None stands for no panel at all."""
-    drawn = [(panel, traces) for panel in section.panels if (traces := _panel_traces(panel, runs, names))]
+def figure(
+    section: Section, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]
+) -> dict[str, Any] | None:
+    """A plotly figure; panels that no run has data for are left out, and None stands for no panel at all.
+
+    `looks` number the runs' colours and dashes, as in `report_toggles`.
+    """
+    drawn = [
+        (panel, traces) for panel in section.panels if (traces := _panel_traces(panel, runs, names, looks))
+    ]
     if not drawn:
         return None
     data: list[Trace] = []
@@ -129,7 +137,7 @@ def figure(section: Section, runs: Sequence[Run], names: Sequence[str]) -> dict[
     layout: dict[str, Any] = {
         "height": axes_height + margins["t"] + margins["b"],
         "margin": margins,
-        "hovermode": "x unified",
+        "hovermode": "x unified" if len(runs) <= MAX_RUNS_AT_ONCE else "closest",
         "barmode": "group",
         "uniformtext": {"mode": "hide", "minsize": 9},
         "annotations": [],
@@ -145,7 +153,7 @@ def figure(section: Section, runs: Sequence[Run], names: Sequence[str]) -> dict[
     return {"data": data, "layout": layout}
 
 
-def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> list[Trace]:
+def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]) -> list[Trace]:
     """One trace per run and metric that has points; `meta` is the run's index, for colour and toggling."""
     traces: list[Trace] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -156,9 +164,10 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> li
             if panel.band is not None and (between := _band(run, panel.band, name, index)):
                 traces.append(between)
             label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
-            drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, position, x, y)
+            dash = DASHES[(looks[index] // COLOURS + 2 * position) % len(DASHES)]
+            drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, dash, x, y)
             if panel.smooth and len(x) >= MIN_POINTS_TO_SMOOTH:
-                before = _line(f"{label}, smoothed", index, position, x, smoothed(y))
+                before = _line(f"{label}, smoothed", index, dash, x, smoothed(y))
                 traces += [drawn | {"opacity": 0.3}, before | {"mode": "lines"}]
             else:
                 traces.append(drawn)
@@ -175,7 +184,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return np.where(total > 0, mean, np.nan).tolist()
 
 
-def _line(label: str, run: int, position: int, x: list[float], y: list[float]) -> Trace:
+def _line(label: str, run: int, dash: str, x: list[float], y: list[float]) -> Trace:
     return {
         "type": "scatter",
         "name": label,
@@ -183,7 +192,7 @@ def _line(label: str, run: int, position: int, x: list[float], y: list[float]) -
         "mode": "lines+markers" if len(x) <= MAX_POINTS_WITH_MARKERS else "lines",
         "x": x,
         "y": [_or_gap(value) for value in y],
-        "line": {"width": 1.8, "dash": DASHES[(run // COLOURS + 2 * position) % len(DASHES)]},
+        "line": {"width": 1.8, "dash": dash},
         "marker": {"size": 4},
         "hovertemplate": "%{y:.5g}",
     }

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.diagnostics.report import compare
 from megatron_dppo.diagnostics.report_plots import PHASES
 from megatron_dppo.diagnostics.report_sections import TRAINING
@@ -62,8 +63,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _write_run(folder / "a_run_with_a_rather_long_name_as_people_like_to_give", 2, routed=True),
         _write_run(folder / "off", 3, routed=False),
     ]
+    _list_masked_tokens(runs[0])
     compare(runs, folder / "report.html")
     return folder / "report.html"
+
+
+def _list_masked_tokens(run: Path) -> None:
+    """As if the run's first gradient step had listed what it masked."""
+    means = {f"mean_{name}": 0.25 for name in ("mu", "pi", "entropy", "tv")}
+    token = {"preset": "active", "sign": "-", "token": " wait<b>", "token_id": 7, "count": 1200, "share": 0.5}
+    write_jsonl(run / "clipped_tokens" / "step_000000.jsonl", [token | means])
+    place = {"sign": "-", "rollout": 0, "sample": "a", "position": 3, "before": "so\n", "after": ", <i>"}
+    numbers = {"mu": 0.9, "pi": 0.1, "divergence": 0.8, "advantage": -1.0}
+    write_jsonl(run / "masked_tokens" / "step_000000.jsonl", [place | {"token": " wait"} | numbers])
 
 
 def _figures(report: Path) -> dict[str, Any]:
@@ -160,6 +172,15 @@ class Chromium:
             assert time.monotonic() < deadline, "the page did not load within 30 s"
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
+    def press(self, key: str) -> dict[str, Any]:
+        """Press a key and say what has the focus then: tag, text, class, top edge, and style of its outline."""
+        codes = {"Tab": 9, "Enter": 13, " ": 32}
+        text = {"Enter": "\r", " ": " "}.get(key)
+        down = {"type": "keyDown", "key": key, "windowsVirtualKeyCode": codes[key]}
+        self.call("Input.dispatchKeyEvent", **down, **({"text": text} if text else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes[key])
+        return self.evaluate(FOCUSED)
+
     def screenshot(self, file: Path) -> None:
         """The whole page as a PNG."""
         image = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
@@ -183,6 +204,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     browser.close()
 
 
+FOCUSED = """(() => {
+    const on = document.activeElement;
+    return {tag: on.tagName, text: on.textContent.trim(), class: on.className,
+        top: on.getBoundingClientRect().top, outline: getComputedStyle(on).outlineStyle};
+})()"""
 PLOTS = """[...document.querySelectorAll("[data-figure]")].map(plot => ({
     id: plot.dataset.figure,
     width: plot.querySelector("svg.main-svg")?.getBoundingClientRect().width ?? 0,
@@ -231,3 +257,73 @@ def test_a_run_is_toggled_in_every_plot(browser: Chromium, report: Path) -> None
         of_run = sum(trace["meta"] == 1 for trace in figures[was["id"]]["data"])
         assert now["traces"] == was["traces"] - of_run
     assert browser.evaluate(PLOTS) == before
+
+
+def test_everything_is_reached_by_keyboard(browser: Chromium, report: Path) -> None:
+    """Skip link, contents, toggles, tables and details: in the page's order, seen where they are focused."""
+    browser.open(report, 390, "dark")
+    skip = browser.press("Tab")
+    assert (skip["class"], skip["outline"]) == ("skip", "solid") and skip["top"] >= 0
+    stops = [skip]
+    while (focused := browser.press("Tab"))["tag"] != "BODY" and len(stops) < 100:
+        stops.append(focused)
+    assert all(stop["outline"] == "solid" for stop in stops)
+    tags = [stop["tag"] for stop in stops]
+    titles = browser.evaluate('[...document.querySelectorAll("main section h2")].map(h => h.textContent)')
+    assert [stop["text"] for stop in stops[1:] if stop["tag"] == "A"] == titles
+    assert [tag for tag, _ in itertools.groupby(tags)][:3] == ["A", "BUTTON", "SUMMARY"]
+    scrolling = browser.evaluate(
+        """[...document.querySelectorAll(".scroll, ol[tabindex], pre")].filter(e => e.checkVisibility())
+            .map(e => e.tabIndex === 0 && (e.tagName === "PRE" || Boolean(e.getAttribute("aria-label"))))"""
+    )
+    assert len(scrolling) >= 3 and all(scrolling) and tags.count("DIV") >= len(scrolling)
+    assert tags.count("SELECT") == 1 and tags.count("SUMMARY") == 5
+    levels = browser.evaluate('[...document.querySelectorAll("h1, h2, h3")].map(h => Number(h.tagName[1]))')
+    assert levels[0] == levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_keys_press_toggles_and_open_what_was_masked(browser: Chromium, report: Path) -> None:
+    browser.open(report, 1280, "light")
+    browser.evaluate("document.querySelector('.legend button').focus()")
+    browser.press(" ")
+    pressed = "document.querySelector('.legend button').getAttribute('aria-pressed')"
+    assert browser.evaluate(pressed) == "false"
+    browser.press("Enter")
+    assert browser.evaluate(pressed) == "true"
+    cells = "[...document.querySelectorAll('[data-sign=negative] tbody tr > *')].map(e => e.textContent)"
+    assert browser.evaluate(cells) == ["␣wait<b>", "7", "1\u202f200", "50.0 %", "0.25", "0.25", "0.25", "0.25"]
+    browser.evaluate("document.querySelector('.contexts summary').focus()")
+    browser.press("Enter")
+    browser.evaluate("new Promise(done => setTimeout(done, 50))")
+    context = "document.querySelector('.context').innerHTML"
+    assert browser.evaluate(context) == 'so↵\n<mark class="negative">␣wait</mark>, &lt;i&gt;'
+    if folder := os.environ.get("REPORT_SCREENSHOTS"):
+        browser.screenshot(Path(folder) / "report-masked-tokens.png")
+
+
+def test_many_runs_are_folded_by_setting_and_drawn_when_seen(browser: Chromium, tmp_path: Path) -> None:
+    runs: list[Path] = []
+    for setting, seed in itertools.product(range(8), range(3)):
+        config = {"run": {"seed": seed}, "algorithm": {"delta_low": 0.1 * setting}}
+        with RunFolder.open(tmp_path / f"delta_{setting}" / f"seed_{seed}", config, resume=False) as folder:
+            values = {name: 0.1 * seed + 0.01 for section in TRAINING for name in section.metrics}
+            values |= {f"routing/agreement_layer_{n}": 0.9 for n in range(2)} | {"reward/mean": 0.5}
+            folder.write_rollout(0, values, num_rollouts=1)
+            folder.write_rollout(1, values, num_rollouts=1)
+        runs.append(tmp_path / f"delta_{setting}" / f"seed_{seed}")
+    compare(runs, tmp_path / "report.html")
+    browser.open(tmp_path / "report.html", 390, "light")
+    drawn = "[...document.querySelectorAll('.plot')].map(p => Boolean(p.querySelector('.main-svg')))"
+    assert browser.evaluate(drawn).count(False) > 0
+    labels = browser.evaluate("[...document.querySelectorAll('[data-run]')].map(b => b.textContent.trim())")
+    assert labels == [f"delta_{setting} ×3" for setting in range(8)]
+    browser.evaluate("document.querySelector('[data-run=\"3 4 5\"]').click()")
+    browser.evaluate("document.querySelector('#reward').scrollIntoView()")
+    browser.evaluate("new Promise(done => setTimeout(done, 400))")
+    plot = next(plot for plot in browser.evaluate(PLOTS) if plot["id"] == "reward")
+    assert plot["traces"] == 21
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    methods = {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
+    assert [event for event in browser.events if event.get("method") in methods] == []

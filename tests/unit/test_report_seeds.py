@@ -8,6 +8,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.diagnostics.contrasts import contrast, estimate
 from megatron_dppo.diagnostics.report import compare
 from megatron_dppo.diagnostics.report_seeds import seed_tables
+from megatron_dppo.diagnostics.report_toggles import Toggle, looks, title, toggles
 from megatron_dppo.diagnostics.run_reader import read_run
 from megatron_dppo.diagnostics.tracking import RunFolder
 
@@ -64,3 +65,16 @@ def test_the_report_has_them_where_there_are_seeds(runs: list[Path], tmp_path: P
 def test_one_setting_has_no_contrast(runs: list[Path]) -> None:
     tables = seed_tables([read_run(run) for run in runs[:3]])
     assert tables is not None and tables.means[0].label == "all runs" and not tables.contrasts
+
+
+def test_seeds_share_a_toggle_where_runs_are_many(runs: list[Path]) -> None:
+    read = [read_run(run) for run in runs]
+    names = [run.name for run in read]
+    both = toggles(read, names)
+    assert both == [Toggle("dppo_binary_tv ×3", (0, 1, 2)), Toggle("grpo ×3", (3, 4, 5))]
+    assert looks(both) == [0, 0, 0, 1, 1, 1] and title(names, both) == "6 runs of 2 settings"
+    few = toggles(read[1:4], names[1:4])
+    assert looks(few) == [0, 1, 2] and title(names[1:4], few) == "dppo_binary_tv_1 · dppo_binary_tv_2 · grpo_0"
+    assert looks(toggles(read[:3] * 2, names[:3] * 2)) == list(range(6)), "one setting: each run for itself"
+    alike = [f"s/seed_{n}" for n in range(6)]
+    assert [toggle.label for toggle in toggles(read, alike)] == ["s/seed_0 ×3", "s/seed_3 ×3"]

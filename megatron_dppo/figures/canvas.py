@@ -69,6 +69,7 @@ def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
         places = figure.subplots(rows, columns, squeeze=False).flatten()
         for place, draw in zip(places, drawing.panels, strict=False):
             draw(place)
+            place.set_title(textwrap.fill(place.get_title(), page.num_characters // columns))
         for place in places[len(drawing.panels) :]:
             place.set_axis_off()
         lines = [

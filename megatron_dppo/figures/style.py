@@ -28,6 +28,7 @@ RC: Mapping[RcKeyType, Any] = MappingProxyType(
         "axes.spines.right": False,
         "axes.formatter.limits": (-3, 4),
         "axes.formatter.use_mathtext": False,
+        "axes.formatter.useoffset": False,
         "figure.titlesize": 9,
         "grid.color": "#dddddd",
         "grid.linewidth": 0.5,

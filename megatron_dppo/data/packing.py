@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
     if m.is_measured is None:
         return m
     starts, lengths = m.cu_seqlens[:-1].long(), m.cu_seqlens.diff().long()
-    lengths = lengths[m.is_measured[starts]]
+    is_kept = m.is_measured[starts]
+    lengths = lengths[is_kept]
     if not lengths.numel():
         return filler
     rows = m.is_measured.nonzero()[:, 0]
@@ -135,6 +137,7 @@ def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
         topk=None if topk is None else RolloutTopK(topk.ids[rows], topk.log_probs[rows]),
         routed_experts=None if routes is None else replace(routes, indices=routes.indices[rows]),
+        sample_ids=tuple(compress(m.sample_ids, map(bool, is_kept))),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_dppo.config.schema import Config
@@ -65,6 +66,7 @@ def test_an_offline_wandb_run_is_read_back(tmp_path: Path, monkeypatch: pytest.M
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb_home"))
     track(tmp_path / "my_run", "wandb")
+    wandb.teardown()  # its service would live as long as this process, which other tests count the children of
     (log,) = (tmp_path / "my_run" / "wandb").glob("offline-run-*/*.wandb")
     reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
     lines = subprocess.run(reader, capture_output=True, check=True, text=True).stdout.splitlines()

@@ -164,7 +164,8 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     paired = [name for name in first[0] if name.startswith(("mismatch_live/", "mismatch_replayed/"))]
     assert 0 < first[0]["mismatch_live/num_tokens"] < first[0]["mismatch/num_tokens"]
     for metric in (*reported, *paired, "trust_region/noise_masked_fraction"):
-        assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-7), metric
+        # equal engines: k1 is a mean of the last bits of float32 log-probs
+        assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-6), metric
     steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]
     of_every_token = [name for name in steps[0] if name.startswith(("shadow/", "theory/", "drift/"))]
     known = {"shadow/dppo_topk_kl/agreement", "theory/linear_term", "drift/tv_p99", "drift/ratio_p001"}

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import NoReturn
 
 _WRITE_TIMEOUT_S = 2.0
+_ending = threading.Lock()  # taken by the thread that ends the process: another would cut its last words off
 
 
 def leave_at_once(exit_code: int) -> NoReturn:
     """End without a word of our own."""
+    _ending.acquire()
     _try_for(_WRITE_TIMEOUT_S, _flush)
     os._exit(exit_code)
 
 
 def leave_with(text: str, exit_code: int) -> NoReturn:
     """End with `text` as the last thing that this process writes to stderr."""
+    _ending.acquire()
     _try_for(_WRITE_TIMEOUT_S, _flush)
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # other threads still run, and may log

@@ -42,8 +42,9 @@ class Member:
     def fail(self, report: Report) -> NoReturn:
         """Report, and end with rank 0's verdict; or by ourselves, if none comes."""
         self._report = report
-        if not self._has_head_left and self._link.send(kind="report", report=vars(report)):
-            self._thread.join(self._patience_s)  # being told to end ends the process
+        if not self._has_head_left:
+            self._link.send(kind="report", report=vars(report))
+            self._thread.join(self._patience_s)  # being told to end, or a lost rank 0, ends the process
         place = f"rank {report.rank} (host {socket.gethostname()}, pid {os.getpid()}) failed in {report.where}"
         if self._has_head_left:
             leave_with(f"{place}; rank 0 had already left:\n{report.text}", report.exit_code)

@@ -17,8 +17,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.data import sanity_task
-from megatron_dppo.data.jsonl import write_jsonl
+from megatron_dppo.data.prompts import sanity_task
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",

@@ -4,20 +4,20 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from megatron_dppo.checks import check as find_problems
-from megatron_dppo.checks import not_checked, require_evaluable, require_valid
+from megatron_dppo import __version__, cli_analysis
+from megatron_dppo.checks import gather_facts, not_checked, problems_of, require_evaluable, require_valid
+from megatron_dppo.checks.summary import lines_of, summary
+from megatron_dppo.cli_options import AcceptChanges, Configs, Overrides, user_errors
 from megatron_dppo.config.load import dump_config, load_config
-from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem
-from megatron_dppo.plan import Machine, Options, as_json, as_text, make_plan, parse_bytes
-from megatron_dppo.plan.options import Granularity, LayerSpec, LossFrom, Moments
-from megatron_dppo.runtime import gpu_libraries, quiet_library_warnings, world_size_from_launcher
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.plan import Machine, as_json, as_text, make_plan, parse_bytes
+from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer(
     name="megatron-dppo",
@@ -28,20 +28,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Configs = Annotated[
-    list[Path],
-    typer.Argument(metavar="CONFIG", help="TOML files; a later one overrides an earlier one, key by key."),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be given many times."),
-]
+app.add_typer(cli_analysis.app)
 
 
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"megatron-dppo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end."),
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training of MoE language models with Divergence PPO."""
 
 
 @app.command()
@@ -54,6 +62,7 @@ def train(
     train_only: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Only train, on what --rollout-only kept in DIR.")
     ] = None,
+    accepts_changes: AcceptChanges = False,
 ) -> None:
     """Train a model, as the config says.
 
@@ -63,32 +72,34 @@ def train(
 
         torchrun --nproc-per-node 2 -m megatron_dppo train ep2.toml
 
-    A run folder that holds a checkpoint is gone on with, unless checkpoint.resume is false. SIGTERM and SIGUSR1
-    save the run and end it with status 75: start the same command again. Errors in what you gave end with 2.
+    A run folder that holds a checkpoint is resumed, unless checkpoint.resume is false. Settings that would make
+    it another experiment (algorithm, data, reward, model, sampling, learning rate) are refused then, unless
+    you add --accept-changes. SIGTERM and SIGUSR1 save the run and end it with status 75: start the same
+    command again. Errors in what you gave end with 2.
 
     --rollout-only and --train-only run one half of the loop, to find out which one goes wrong. Give each a
     run.folder of its own.
     """
-    with _user_errors():
+    with user_errors():
         config = load_config(configs, overrides or ())
         if rollout_only is not None and train_only is not None:
             action = "Run the command twice."
             raise ConfigError(Problem("--rollout-only", "--train-only too", "one of them", action))
-        require_valid(config, world_size_from_launcher())
+        require_valid(config, world_size_from_launcher(), accepts_changes=accepts_changes)
         quiet_library_warnings()
         gpu_libraries()
         if rollout_only is not None:
-            from megatron_dppo.halves import roll_out_only
+            from megatron_dppo.single_phase import roll_out_only
 
-            roll_out_only(config, rollout_only)
+            roll_out_only(config, rollout_only, accepts_changes=accepts_changes)
         elif train_only is not None:
-            from megatron_dppo.halves import train_only as train_on
+            from megatron_dppo.single_phase import train_only as train_on
 
-            train_on(config, train_only)
+            train_on(config, train_only, accepts_changes=accepts_changes)
         else:
             from megatron_dppo.train import main as run
 
-            run(config)
+            run(config, accepts_changes=accepts_changes)
 
 
 @app.command()
@@ -99,32 +110,44 @@ def check(
         int | None,
         typer.Option(min=1, help="Number of processes to check for. [default: WORLD_SIZE, or 1]"),
     ] = None,
+    accepts_changes: AcceptChanges = False,
+    is_verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every setting first, as TOML.")
+    ] = False,
 ) -> None:
-    """Print the resolved config and all its problems.
-
-    Loads no model and no Megatron; exits with 1 when there is a problem.
+    """Say in a few lines what a run would be, and find all its problems, without loading a model.
 
         megatron-dppo check base.toml dppo.toml --set optimizer.lr=2e-6
 
         megatron-dppo check ep2.toml --world-size 2
+
+    It reads every row of the prompt files with the model's tokenizer, tries rewards and environments in
+    processes of their own, writes and removes a folder where the run's will be, and compares the settings with
+    those of a run that would be resumed. Exits with 1 when there is a problem.
     """
     try:
         config = load_config(configs, overrides or ())
     except ConfigError as error:
-        _exit_with_problems([str(problem) for problem in error.problems])
-    typer.echo(dump_config(config))
-    for note in not_checked(config):
+        _exit_with_problems(error.problems)
+    if is_verbose:
+        typer.echo(dump_config(config))
+    facts = gather_facts(config, world_size or world_size_from_launcher(), accepts_changes=accepts_changes)
+    problems = problems_of(config, facts)
+    typer.echo(summary(config, facts))
+    notes = not_checked(config)
+    for note in notes:
         typer.echo(f"not checked: {note}", err=True)
-    problems = find_problems(config, world_size or world_size_from_launcher())
     if problems:
-        _exit_with_problems([str(problem) for problem in problems])
-    typer.echo("no problems found", err=True)
+        _exit_with_problems(problems)
+    typer.echo(f"no problems found{' in what was checked' if notes else ''}", err=True)
 
 
 @app.command()
 def plan(
     configs: Configs,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs of the trainer, over all nodes.")],
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=1, help="Processes of train, one to a GPU, over all nodes.")
+    ],
     gpu_memory: Annotated[
         str, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU: 80GB (80e9 bytes), 79.6GiB, ...")
     ],
@@ -133,55 +156,31 @@ def plan(
         str | None, typer.Option("--host-memory", metavar="SIZE", help="Of each node. [default: not judged]")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
-    recompute: Annotated[
-        Granularity | None,
-        typer.Option(
-            help="In the place of megatron.recompute_granularity. [default: as configured; proposals vary it]"
-        ),
-    ] = None,
-    offload_optimizer: Annotated[
-        bool,
-        typer.Option("--offload-optimizer", help="Adam and its states on the host; the trainer cannot yet."),
-    ] = False,
-    moments: Annotated[
-        Moments, typer.Option(help="Type of Adam's moments; below float32: a precision-aware optimizer.")
-    ] = "float32",
-    separate_engine: Annotated[
-        bool, typer.Option("--separate-engine", help="SGLang has GPUs of its own, which are not counted.")
-    ] = False,
-    layer_spec: Annotated[
-        LayerSpec, typer.Option(help="Modules of the layers: ours (torch), or Transformer Engine's (te).")
-    ] = "torch",
-    loss_from: Annotated[
-        LossFrom | None,
-        typer.Option(help="In the place of algorithm.loss_from: logits of some tokens at a time, or of all."),
-    ] = None,
-    proposals: Annotated[int, typer.Option(min=0, help="Layouts to propose, of each kind.")] = 5,
+    proposals: Annotated[int, typer.Option(min=0, help="Layouts to show of those that fit.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
 ) -> None:
-    """Say how much memory a run takes, whether it fits, and which layouts would.
+    """Say whether train admits a run on so many GPUs, whether it fits, and which layouts do.
 
     Reads the config and the config.json of model.load; no weights are needed, and no GPU:
 
-        megatron-dppo plan base.toml --gpus 8 --gpu-memory 80GB
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB
 
-        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --json
+    What costs memory or saves it are keys of the config, the same as for train: optimizer.offload=true,
+    algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
 
-    The worst rank is counted at five moments: at the loss, in backward, in the optimizer's step, in a rollout
-    and while weights go to the engine. Exits with 0 when the configured layout fits, with 1 when it does not,
-    and with 2 for errors in what you gave.
+    Refused: what check says of the config on as many processes, except about files and libraries. Fits, or
+    does not: the worst rank is counted at the loss, in backward, in the optimizer's step, in a rollout and
+    while weights go to the engine. Layouts that fit are listed with the --set that makes them; where none fits,
+    the fewest GPUs that are enough. Times are estimates.
+
+    Exits with 0 when the configured run is admitted and fits, with 1 when not, and with 2 for errors in what
+    you gave.
     """
-    with _user_errors():
-        given = [] if loss_from is None else [f"algorithm.loss_from={loss_from}"]
-        config = load_config(configs, [*(overrides or ()), *given])
+    with user_errors():
+        config = load_config(configs, overrides or ())
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
-        made = make_plan(
-            config,
-            Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node),
-            Options(offload_optimizer=offload_optimizer, moments=moments, layer_spec=layer_spec),
-            recompute=recompute,
-            is_engine_separate=separate_engine,
-        )
+        machine = Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node)
+        made = make_plan(config, machine)
     typer.echo(
         json.dumps(as_json(made, proposals), indent=2) if is_json else as_text(made, proposals), nl=is_json
     )
@@ -204,7 +203,7 @@ def serve(
     A server that ends by itself is started again, rollout.sglang.max_restarts times; its log is
     servers/NAME.log. Clients must know the key in $MEGATRON_DPPO_SGLANG_API_KEY, where there is one.
     """
-    with _user_errors():
+    with user_errors():
         config = load_config(configs, overrides or ())
         from megatron_dppo.rollout.sglang.server import Server, plan_launch, supervise
 
@@ -241,7 +240,7 @@ def evaluate(
     prompts are spread over the processes. Of a checkpoint it draws what the run draws in its evaluation after
     as many rollouts. Started again, it keeps the sets that were finished, unless weights or settings differ.
     """
-    with _user_errors():
+    with user_errors():
         if checkpoint is not None and model is not None:
             raise ConfigError(Problem("--checkpoint", "--model too", "one of them", "Run the command twice."))
         folder = checkpoint or model
@@ -258,129 +257,7 @@ def evaluate(
         typer.echo(as_table(results))
 
 
-@app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, one or more.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The report to write.")] = Path("report.html"),
-) -> None:
-    """Overlay several runs in one HTML report.
-
-    It needs nothing but the run folders, and opens in a browser without a network:
-
-        megatron-dppo compare runs/no_replay runs/replay -o report.html
-    """
-    with _user_errors():
-        from megatron_dppo.diagnostics.report import compare as write_report
-
-        write_report(runs, out)
-    typer.echo(f"wrote {out}")
-
-
-@app.command()
-def figures(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run folders, and those of tools/measure_mismatch.py.")
-    ],
-    out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="DIR", help="Gets the figures, captions and index.html.")
-    ] = Path("figures"),
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", metavar="png|svg", help="Many times. [default: both]")
-    ] = None,
-    title: Annotated[str, typer.Option(help="Stands over every figure and over the gallery.")] = "",
-) -> None:
-    """Draw the paper's figures of runs, with captions, and a gallery of them.
-
-    Runs that differ in run.seed alone are one line with an interval; what else tells them apart, their own
-    configs say:
-
-        megatron-dppo figures runs/moe_base/*/ runs/moe_base_r3/*/ -o figures
-
-        megatron-dppo figures runs/stability/*/seed_* --format svg --title "tiny model"
-
-    Runs may still be going on. A figure that these runs lack the data of is left out, and the command says what
-    to set. The gallery, DIR/index.html, opens without a network.
-    """
-    with _user_errors():
-        from megatron_dppo.figures.command import draw_figures, formats_of
-
-        written = draw_figures(folders, out, formats_of(formats or ()), title)
-    for sentence in written.not_drawn:
-        typer.echo(f"not drawn: {sentence}", err=True)
-    typer.echo(f"wrote {len(written.names)} figures and index.html to {out}")
-
-
-@app.command(name="what-if")
-def what_if(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that kept mini-batches.")],
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Weights to ask. [default: the run's newest checkpoint]")
-    ] = None,
-    before: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Weights that sampled the rollouts, for anchor = recomputed."),
-    ] = None,
-    rollouts: Annotated[
-        list[int] | None, typer.Option("--rollout", help="Of those kept; many times. [default: the last]")
-    ] = None,
-    presets: Annotated[
-        list[str] | None, typer.Option("--preset", help="Another algorithm; many times. [default: the run's]")
-    ] = None,
-    sweeps: Annotated[
-        list[str] | None, typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Of the presets; many times.")
-    ] = None,
-    overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="DIR", help="[default: RUN/what_if]")
-    ] = None,
-) -> None:
-    """Ask what other trust regions would have masked in a run's mini-batches.
-
-    No engine samples: the tokens that tracking.batches_every kept are forwarded once with the weights of a
-    checkpoint, with live and with replayed routes where the rollout has them, and each variant judges them:
-
-        megatron-dppo what-if runs/r3 --preset grpo --preset dppo_topk_tv --sweep delta=0.05,0.1,0.2
-
-        megatron-dppo what-if runs/r3 --before runs/r3/checkpoints/step_00000040 --preset minirl
-
-    One process reads the batches of any job; torchrun with the run's layout does, too.
-    """
-    with _user_errors():
-        from megatron_dppo.what_if.question import question_of
-
-        config, question = question_of(
-            run,
-            checkpoint=checkpoint,
-            before=before,
-            rollouts=rollouts or (),
-            presets=presets or (),
-            sweeps=sweeps or (),
-            overrides=overrides or (),
-            world_size=world_size_from_launcher(),
-        )
-        quiet_library_warnings()
-        gpu_libraries()
-        from megatron_dppo.what_if.answer import run as ask
-
-        ask(config, question, out or run / "what_if")
-
-
-def _exit_with_problems(problems: list[str]) -> NoReturn:
-    noun = "problem" if len(problems) == 1 else "problems"
-    typer.echo(f"{len(problems)} {noun}:", err=True)
-    for problem in problems:
-        typer.echo(f"- {problem}", err=True)
+def _exit_with_problems(problems: Sequence[Problem]) -> NoReturn:
+    for line in lines_of(problems):
+        typer.echo(line, err=True)
     raise typer.Exit(1)
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """Errors made for users end as a message and status 2; each rank finds the same faults in a config."""
-    try:
-        yield
-    except MegatronDppoError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, ConfigError):
-            prefix = "" if rank == "0" else f"rank {rank}: "
-            typer.echo(f"{prefix}{type(error).__name__}: {error}", err=True)
-        raise typer.Exit(2) from None

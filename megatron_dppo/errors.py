@@ -1,7 +1,9 @@
 """The exceptions users see. Each message says what was found, what was expected, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -13,15 +15,18 @@ class Problem:
         found: What stands there.
         expected: What would be accepted.
         action: What to do about it, as an imperative sentence.
+        details: Lines that follow, indented: a table, or the first of many cases.
     """
 
     where: str
     found: str
     expected: str
     action: str
+    details: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: found {self.found}; expected {self.expected}. {self.action}"
+        sentence = f"{self.where}: found {self.found}; expected {self.expected}. {self.action}"
+        return f"{sentence}\n{self.details}" if self.details else sentence
 
 
 class MegatronDppoError(Exception):
@@ -38,6 +43,24 @@ class ConfigError(MegatronDppoError, ValueError):
         super().__init__(message if isinstance(message, str) else "\n".join(map(str, message)))
 
 
+@contextmanager
+def writing_to(key: str, path: Path) -> Iterator[None]:
+    """Make a failure to write in the body a ConfigError that names what the user gave.
+
+    Args:
+        key: The option or setting that holds the path.
+        path: As it was given.
+
+    Raises:
+        ConfigError: The body raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        found, expected = f"{path} ({error.strerror or error})", "a place that can be written"
+        raise ConfigError(Problem(key, found, expected, "Choose another place, or make room.")) from error
+
+
 class LaunchError(MegatronDppoError):
     """The processes of the job did not find each other."""
 
@@ -47,7 +70,11 @@ class LayoutError(ConfigError):
 
 
 class DataError(MegatronDppoError):
-    """A data set is missing, torn, or lacks the named columns."""
+    """A data set is missing, torn, or lacks the named columns; `problem` has the parts of the message."""
+
+    def __init__(self, message: str | Problem) -> None:
+        self.problem = message if isinstance(message, Problem) else None
+        super().__init__(str(message))
 
 
 class RewardError(MegatronDppoError):

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from megatron_dppo.actor.checkpoint_folder import STATE
-from megatron_dppo.checks import require_evaluable
+from megatron_dppo.checkpoints.checkpoint_folder import STATE
+from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.schema import Config
 from megatron_dppo.conversion.stored_weights import StoredWeights
-from megatron_dppo.data.jsonl import write_whole
-from megatron_dppo.diagnostics.run_lock import locked
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
-from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.failure_detection import watching
+from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
 from megatron_dppo.rollout.reward_pools import RewardPools
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
 from megatron_dppo.rollout.sglang.own_servers import own_servers
-from megatron_dppo.runtime import Runtime, start, stop
-from megatron_dppo.watch import watching
+from megatron_dppo.run_folder.lock import locked
+from megatron_dppo.runtime.jsonl import write_whole
+from megatron_dppo.runtime.process import Runtime, start, stop
 from megatron_dppo.weight_sync.factory import build_sync
 
 METRICS = "metrics.json"
@@ -50,7 +50,8 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
         with watching(runtime):
-            require_evaluable(config, runtime.world_size)
+            size, needs = runtime.world_size, BEFORE_LOADING
+            runtime.on_main(lambda: require_evaluable(config, size, needs=needs))
             with _held(config, folder, runtime):
                 weights = StoredWeights(config.model.load, getattr(torch, config.model.dtype), runtime)
                 wanted = runtime.on_main(lambda: _wanted(config, weights.identity, rollout))
@@ -172,9 +173,9 @@ def _evaluate_rest(
     dialogue = Dialogue(config.rollout, config.data, engine, tokenizer, hf_folder)
     share = runtime.rank, runtime.world_size
     with closing(rewards), closing(dialogue), closing(build_sync(config, weights, engine, runtime)) as sync:
-        rewards.start()
-        dialogue.start()
         evaluation = Evaluation(config, dialogue, tokenizer, rewards, share=share)
+        rewards.start(evaluation.first_prompts)
+        dialogue.start(next(iter(evaluation.first_prompts.values())))
         sync.push(0)
         for each in evaluation.sets:
             if each.name in done:

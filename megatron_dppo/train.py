@@ -5,25 +5,25 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
-from megatron_dppo.course import Course
-from megatron_dppo.data.batches import gradient_steps, with_advantages
-from megatron_dppo.job import Job, joined
-from megatron_dppo.journal import Journal
-from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.rollout.sglang.own_servers import own_servers
-from megatron_dppo.runtime import Runtime, Stopwatch
+from megatron_dppo.run.logger import Journal
+from megatron_dppo.run.progress import Course
+from megatron_dppo.run.session import Job, joined
+from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.weight_sync.factory import WeightSync, build_sync
 
 
-def main(config: Config) -> None:
-    """Train as `config` says, in this process of the job; goes on from the run's latest checkpoint.
+def main(config: Config, *, accepts_changes: bool = False) -> None:
+    """Train as `config` says, in this process of the job; resumes from the run's latest checkpoint.
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
         Preempted: A signal asked the run to stop, and it has saved.
     """
-    with joined(config) as job, own_servers(config, job.runtime):
+    with joined(config, accepts_changes=accepts_changes) as job, own_servers(config, job.runtime):
         training = Training.prepare(config, job)
         with closing(training.rollouts), closing(training.sync):
             training.run()
@@ -43,11 +43,11 @@ class Training:
 
     @classmethod
     def prepare(cls, config: Config, job: Job) -> "Training":
-        """Load model, engine and prompts, and stand where the latest checkpoint stood."""
-        runtime, journal = job.runtime, job.journal
-        actor, folder = Actor(config, runtime), hf_files(config.model.load)
+        """Load prompts, engine and model, and stand where the latest checkpoint stood."""
+        runtime, journal, folder = job.runtime, job.journal, hf_files(config.model.load)
         engine = build_engine(config, folder, runtime.device)
-        rollouts = Rollouts(config, folder, engine, actor.routing, share=(runtime.rank, runtime.world_size))
+        rollouts = Rollouts(config, folder, engine, share=(runtime.rank, runtime.world_size))
+        actor = Actor(config, runtime)
         course = Course(config, runtime, journal, actor, job.requests)
         course.resume(rollouts.cursor, rollouts.prompts_digest)
         rollouts.seek(course.state.data_cursor)

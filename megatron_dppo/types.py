@@ -1,4 +1,4 @@
-"""The nouns of the package: what flows from prompts to samples to packed micro-batches.
+"""The data types of the package, from prompts and samples to packed micro-batches.
 
 Letters in shape comments: L tokens of one sample (prompt and response), R of them response tokens,
 K top-K columns, T packed tokens of one micro-batch, S sequences in it.
@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # reward workers read this module and start without a tensor 
 
 FinishReason = Literal["stop", "length", "abort"]
 RoutingReplay = Literal["off", "measure", "replay"]
+AnswerForm = Literal["boxed", "answer_line"]
+"""How a response gives its answer: in its last box, or in a last line "Answer: ..."."""
 
 
 DataCursor = Mapping[str, "int | list[int]"]
@@ -94,6 +96,7 @@ class Sample:
     topk: RolloutTopK | None = None
     routed_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
+    num_retractions: int = 0  # times that the engine dropped the sample's cache and computed it again
     reward: float | None = None
     reward_info: Mapping[str, float] = field(default_factory=dict[str, float])
     advantage: float | None = None
@@ -153,13 +156,6 @@ class TrainBatch:
     microbatches: tuple[Microbatch, ...]
     num_loss_tokens: int
     num_samples: int
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one gradient step reports, already reduced over all ranks."""
-
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ import typer
 from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, warn_if_busy, write_json
 from convert_jobs import GB, WRITERS
 
+from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
 from megatron_dppo.conversion.compare import compare
 from megatron_dppo.conversion.pieces import hf_shapes
 from megatron_dppo.conversion.sources import HuggingFaceSource
-from megatron_dppo.models.hf_checkpoint import HFWeights, write_hf_checkpoint
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -32,11 +32,14 @@ import torch
 import typer
 from benchmarking import OUT, ROOT, cli, machine, show_table, write_json
 
+from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.balance import SampleCost
-from megatron_dppo.models.spec_choice import LayerSpecName
-from megatron_dppo.plan import Machine, Options, make_plan
-from megatron_dppo.runtime import Runtime, gpu_libraries, quiet_library_warnings, start, stop
+from megatron_dppo.data.batches.balance import SampleCost
+from megatron_dppo.plan import Machine
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.memory import memory_of
+from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
 
 if TYPE_CHECKING:
     from megatron_dppo.actor.actor import Actor
@@ -219,7 +222,7 @@ def measure(
 def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> int:
     """Most bytes that a plan gives to a gradient step on one micro-batch of sequences of one length."""
     tables = {
-        "model": {"load": model, "dtype": DTYPE},
+        "model": {"load": model, "dtype": DTYPE, "layer_spec": layer_spec},
         "parallel": {"max_tokens_per_microbatch": sum(lengths)},
         "data": {"max_prompt_tokens": 1},
         "rollout": {
@@ -231,11 +234,9 @@ def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: La
         },
         "algorithm": {"minibatches_per_rollout": 1},
     }
-    machine = Machine(num_gpus=1, gpu_bytes=10**12)
-    options = Options(layer_spec="torch" if layer_spec == "torch" else "te")
-    plan = make_plan(Config.model_validate(tables), machine, options, is_engine_separate=True)
-    assert plan.memory is not None, "one process is always a layout"
-    moments = plan.memory.worst.moments
+    config = Config.model_validate(tables)
+    job = Job.of(config, model_facts(config, 1), Machine(num_gpus=1, gpu_bytes=10**12))
+    moments = memory_of(job, job.layout).worst.moments
     return max(
         sum(size for name, size in moments[moment].items() if name != "reserve")
         for moment in ("loss", "backward", "step")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.balance import plan_minibatch
-from megatron_dppo.data.batches import BatchShape, train_batches
-from megatron_dppo.data.packing import WeightedSample, pack
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.data.batches.balance import plan_minibatch
+from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
+from megatron_dppo.data.batches.packing import WeightedSample, pack
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RolloutTopK, Sample, TrainBatch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "distributed"))

@@ -27,7 +27,7 @@ import typer
 from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, torchrun, warn_if_busy, write_json
 from tqdm import tqdm
 
-from megatron_dppo.diagnostics.run_reader import Run, read_run
+from megatron_dppo.run_folder.reader import Run, read_run
 
 MODEL = Path("runs/quickstart/model")
 QUICKSTART = Path("examples/quickstart")

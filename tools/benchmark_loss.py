@@ -47,7 +47,7 @@ from loss_goals import FLOOR, Verdict, judge_goals
 from loss_rounds import Row, measure
 from torch._C._distributed_c10d import HashStore
 
-from megatron_dppo.runtime import quiet_library_warnings
+from megatron_dppo.runtime.process import quiet_library_warnings
 
 DEAD_SHARES = (0.0, 0.3)
 FORMS = {

@@ -86,7 +86,7 @@ def serve() -> None:
     """One rank: run what stdin asks for until it ends; answers alone go to stdout."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log
-    from megatron_dppo import runtime
+    from megatron_dppo.runtime import process as runtime
 
     runtime.quiet_library_warnings()
     jobs: Any = importlib.import_module("benchmark_jobs")

@@ -20,7 +20,7 @@ from typing import Any
 _ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(_ROOT / "tests" / "distributed")]
 
-from megatron_dppo.runtime import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher  # noqa: E402
+from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop, world_size_from_launcher  # noqa: E402
 
 
 def main() -> None:
@@ -44,9 +44,9 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int) -> None
     from tiny import random_groups, write_model
 
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import gradient_steps, with_advantages
+    from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+    from megatron_dppo.run.checkpoints import Checkpoints, RunPoint
     from megatron_dppo.types import RunState
 
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)

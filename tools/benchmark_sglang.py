@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 
 from megatron_dppo.config.schema import Config  # noqa: E402
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams  # noqa: E402
-from megatron_dppo.runtime import Runtime, quiet_library_warnings, start, stop  # noqa: E402
+from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop  # noqa: E402
 
 WAYS = ("distributed", "disk", "tensor")
 RESPONSE = 48  # tokens

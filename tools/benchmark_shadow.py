@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, spread, warn_if_busy, write_json
 
-from megatron_dppo.runtime import Runtime, quiet_library_warnings, start, stop
+from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -28,7 +28,7 @@ from benchmarking import OUT, ROOT, cli, machine, spread, torchrun, warn_if_busy
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.diagnostics.run_reader import read_run
+from megatron_dppo.run_folder.reader import read_run
 
 TARGET, SKIPPED, TRIAL_ROLLOUTS, CORES = 0.75, 3, 8, 2
 OURS, TRL = "ours", "TRL"

@@ -18,7 +18,7 @@ import torch
 import typer
 from tqdm import tqdm
 
-from megatron_dppo import runtime
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.compare import compare
 from megatron_dppo.conversion.contents import contents_of
 from megatron_dppo.conversion.description import read_convertible_config
@@ -28,8 +28,8 @@ from megatron_dppo.conversion.sources import HuggingFaceSource, MegatronSource, 
 from megatron_dppo.conversion.to_hf import write_hf
 from megatron_dppo.conversion.unfinished import refuse_existing
 from megatron_dppo.errors import ConversionError, MegatronDppoError
-from megatron_dppo.models.hf_checkpoint import HFWeights
 from megatron_dppo.plan.units import parse_bytes
+from megatron_dppo.runtime import process as runtime
 
 logger = logging.getLogger("megatron_dppo.tools.convert_checkpoint")
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -92,7 +92,7 @@ def to_adapter(
     with _user_errors():
         refuse_existing(out)
         from megatron_dppo.models.lora_files import adapter_tensors, write_adapter
-        from megatron_dppo.models.megatron_checkpoint import stored_dtype, stored_lora
+        from megatron_dppo.models.megatron_folder import stored_dtype, stored_lora
 
         with _one_process_model(megatron, stored_dtype(megatron)) as (model, _):
             options = stored_lora(megatron)
@@ -196,18 +196,18 @@ def _progress(source: Source, num_sharers: int) -> Iterator[Callable[[int], None
 @contextmanager
 def _one_process_model(folder: Path, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The whole model on this process, with the weights and adapters of `folder`, and its config.json."""
-    from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.architectures.layout import Layout
+    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
-    from megatron_dppo.models.family import read_hf_config
     from megatron_dppo.models.lora import add_lora
-    from megatron_dppo.models.megatron_checkpoint import load_weights, stored_lora
+    from megatron_dppo.models.megatron_folder import load_weights, stored_lora
 
     hf = read_hf_config(folder)
     with _process():
         cpu.install()
-        mcore_fixes.apply()
+        fixes.apply()
         layout = Layout(world_size=1)
         initialize_groups(layout, seed=0)
         model = build_model(hf, transformer_config(hf, dtype, megatron_sizes(layout), {}))

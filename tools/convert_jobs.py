@@ -68,18 +68,18 @@ def copy(source: Path, out: Path, watch: Watch) -> None:
 
 def through_files(source: Path, out: Path, watch: Watch) -> None:
     """The tool's two ways, from folder to folder."""
-    from megatron_dppo import runtime
-    from megatron_dppo.actor import cpu, mcore_fixes
+    from megatron_dppo.checkpoints.hf_folder import HFWeights
     from megatron_dppo.conversion.description import read_convertible_config
     from megatron_dppo.conversion.options import Options
     from megatron_dppo.conversion.sources import HuggingFaceSource, MegatronSource
     from megatron_dppo.conversion.to_hf import write_hf
     from megatron_dppo.conversion.to_megatron import write_megatron
-    from megatron_dppo.models.hf_checkpoint import HFWeights
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.runtime import process as runtime
 
     this = runtime.start(num_threads=torch.get_num_threads())
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     options = Options(file_bytes=GB // 2, num_writers=WRITERS)
     with watch.part("to-megatron", out):
         config, weights = read_convertible_config(source), HFWeights(source)
@@ -91,8 +91,8 @@ def through_files(source: Path, out: Path, watch: Watch) -> None:
 
 def through_model(source: Path, out: Path, watch: Watch) -> None:
     """A model on one process, filled and written: what training does."""
+    from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
     from megatron_dppo.models.convert import export_hf_weights, load_hf_weights
-    from megatron_dppo.models.hf_checkpoint import HFWeights, write_hf_checkpoint
 
     chunks, hf = built(source)
     with watch.part("load"):
@@ -119,16 +119,16 @@ def mbridge(source: Path, out: Path, watch: Watch) -> None:
 
 def built(source: Path) -> tuple[list[Any], dict[str, Any]]:
     """A model on one process; each page of its memory is there."""
-    from megatron_dppo import runtime
-    from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.architectures.layout import Layout
+    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
-    from megatron_dppo.models.family import read_hf_config
+    from megatron_dppo.runtime import process as runtime
 
     runtime.start(num_threads=torch.get_num_threads())
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     layout, hf = Layout(world_size=1), read_hf_config(source)
     initialize_groups(layout, seed=0)
     chunks = build_model(hf, transformer_config(hf, torch.bfloat16, megatron_sizes(layout), {}))
@@ -142,7 +142,7 @@ class EngineNames:
     """Our model's parameters, an expert each, under the names of Transformer Engine's spec."""
 
     def __init__(self, chunk: Any, hf: dict[str, Any]) -> None:
-        from megatron_dppo.models.family import family_of
+        from megatron_dppo.architectures.registry import family_of
 
         self.config, self.decoder = chunk.config, chunk.decoder
         table = family_of(hf).weight_table(hf)

@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from benchmarking import cli, show_table
 
-from megatron_dppo.actor.layout import read_model_sizes
+from megatron_dppo.architectures.layout import read_model_sizes
 from megatron_dppo.checks import RULES, check
 from megatron_dppo.cli import Configs, Overrides
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem
-from megatron_dppo.runtime import Runtime, gpu_libraries, quiet_library_warnings, start, stop
-from megatron_dppo.runtime import world_size_from_launcher as world_size
+from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
+from megatron_dppo.runtime.process import world_size_from_launcher as world_size
 
 if TYPE_CHECKING:  # Megatron loads after the config was checked
     from mismatch_forwards import Measurement
@@ -159,8 +159,8 @@ def run(config: Config, folder: Path) -> None:
     from mismatch_forwards import measure
     from mismatch_servers import require_usable_servers
 
+    from megatron_dppo.failure_detection import watching
     from megatron_dppo.rollout.sglang.own_servers import own_servers
-    from megatron_dppo.watch import watching
 
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
@@ -184,11 +184,11 @@ def _begin(config: Config, folder: Path) -> None:
 
 def write(folder: Path, config: Config, found: "Measurement", runtime: Runtime) -> None:
     """The files of the output folder; mismatch.json comes last."""
-    from megatron_dppo.data.jsonl import write_jsonl
-    from megatron_dppo.diagnostics.mismatch_plot import write_plot
-    from megatron_dppo.diagnostics.token_mismatch import token_rows
-    from megatron_dppo.diagnostics.tracking import json_number
-    from megatron_dppo.diagnostics.versions import versions
+    from megatron_dppo.analysis.report.mismatch_plot import write_plot
+    from megatron_dppo.metrics.token_mismatch import token_rows
+    from megatron_dppo.run_folder.folder import json_number
+    from megatron_dppo.run_folder.versions import versions
+    from megatron_dppo.runtime.jsonl import write_jsonl
 
     write_jsonl(folder / "tokens.jsonl", token_rows(found.responses))
     title = f"{config.model.load.name}: {config.rollout.engine} engine, {config.model.dtype} trainer"

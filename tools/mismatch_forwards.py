@@ -10,21 +10,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_dppo.actor.actor import Actor
-from megatron_dppo.actor.groups import speaks_for_its_group
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.batches import gradient_steps, with_advantages
-from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.token_mismatch import (
+from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.mcore.groups import speaks_for_its_group
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,
     Routes,
     measured_responses,
     token_statistics,
 )
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.models.megatron_checkpoint import hf_files
-from megatron_dppo.rollout.collect import RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.models.megatron_folder import hf_files
+from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
-from megatron_dppo.runtime import Runtime, Stopwatch
+from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import SampleGroup, TrainBatch
 from megatron_dppo.weight_sync.in_process import InProcessSync
 
@@ -61,7 +61,7 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
         if config.rollout.engine == "transformers":
             InProcessSync(actor.weights, engine, runtime).push(0)
         share = (runtime.rank, runtime.world_size)
-        rollouts = Rollouts(config, folder, engine, actor.routing, share=share)
+        rollouts = Rollouts(config, folder, engine, share=share)
     num_samples = config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
     logger.info("sampling %d responses with the %s engine", num_samples, config.rollout.engine)
     with closing(rollouts), watch.time("rollout"):

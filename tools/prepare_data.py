@@ -1,9 +1,10 @@
 """Make a file of prompts out of a published data set: each problem once, and every drop counted.
 
-python tools/prepare_data.py dapo-math-17k --tokenizer MODEL --template base --out data/dapo_math_17k.jsonl
-python tools/prepare_data.py aime24 --source a.parquet --tokenizer MODEL --template base --out data/aime24.jsonl
+python tools/prepare_data.py dapo-math-17k --tokenizer MODEL --template dapo --out data/dapo_math_17k.jsonl
+python tools/prepare_data.py aime24 --source a.parquet --tokenizer MODEL --template dapo --out data/aime24.jsonl
 
-Beside the output stands what became of the rows, as OUT's name with .counts.json.
+The template decides which reward reads the answers: "dapo" goes with data.reward = "dapo"; "base", "thinking"
+and "r1_distill" go with "math". Beside the output stands what became of the rows: OUT with .counts.json.
 """
 
 import hashlib
@@ -17,10 +18,12 @@ import typer
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from megatron_dppo.data.jsonl import write_jsonl
-from megatron_dppo.data.prepare import Options, Prepared, prepare
-from megatron_dppo.data.sources import Source, open_source
+from megatron_dppo.data.prompts.prepare import Options, Prepared, prepare
+from megatron_dppo.data.prompts.sources import Source, open_source
+from megatron_dppo.data.prompts.templates import ASKS_FOR
 from megatron_dppo.errors import DataError, MegatronDppoError, Problem
+from megatron_dppo.rewards import REWARDS, answer_form
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -94,6 +97,9 @@ def main(
         raise typer.Exit(2) from None
     typer.echo(_table(prepared))
     typer.echo(f"{out}: sha256 {_sha256(out)}")
+    for reward in REWARDS:
+        if answer_form(reward) == ASKS_FOR.get(template, ""):
+            typer.echo(f'these prompts go with data.reward = "{reward}"')
 
 
 def counts_file(out: Path) -> Path:

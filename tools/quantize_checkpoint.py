@@ -28,15 +28,15 @@ import typer
 from benchmarking import cli, show_table
 from tqdm import tqdm
 
-from megatron_dppo import runtime
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.quantize import Quantization, calibrated, export, plan
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, fingerprint, refuse_existing
-from megatron_dppo.data.prompts import load_prompts
-from megatron_dppo.diagnostics.tracking import json_number
-from megatron_dppo.diagnostics.versions import versions
+from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.errors import ConfigError, ConversionError, DataError, MegatronDppoError, Problem
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.rollout.weight_formats import WeightFormat
+from megatron_dppo.rollout.embedded.weight_formats import WeightFormat
+from megatron_dppo.run_folder.folder import json_number
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime import process as runtime
 from megatron_dppo.types import Prompt
 
 logger = logging.getLogger("megatron_dppo.tools.quantize_checkpoint")

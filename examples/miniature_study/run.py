@@ -22,8 +22,8 @@ from study_report import TITLE, write_report
 from study_results import CellResult, findings, read_results
 from study_runs import Task, run_all
 
+from megatron_dppo.analysis.figures.command import draw_figures
 from megatron_dppo.errors import MegatronDppoError
-from megatron_dppo.figures.command import draw_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("examples/miniature_study")

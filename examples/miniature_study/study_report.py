@@ -12,7 +12,7 @@ import plotly.io
 from study_grid import Block, Cell, Grid
 from study_results import FIGURES, CellResult, Finding
 
-from megatron_dppo.diagnostics.contrasts import Estimate, estimate
+from megatron_dppo.analysis.contrasts import Estimate, estimate
 
 TITLE = "Miniature study: a tiny model on a toy task"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")

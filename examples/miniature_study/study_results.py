@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from study_grid import Cell, Expectation, Grid
 
-from megatron_dppo.diagnostics.contrasts import Contrast, Estimate, contrast, estimate
-from megatron_dppo.diagnostics.run_reader import Run, read_run
+from megatron_dppo.analysis.contrasts import Contrast, Estimate, contrast, estimate
 from megatron_dppo.errors import DataError
+from megatron_dppo.run_folder.reader import Run, read_run
 
 LAST = 10  # rollouts at a run's end that its figures are means of
 COLLAPSED_BELOW = 0.5  # of the best such mean earlier in the same run
@@ -80,7 +80,7 @@ def read_results(grid: Grid, out: Path, seeds: Sequence[int], num_rollouts: int)
 
 
 def _result(run: Run, seed: int, num_rollouts: int) -> RunResult:
-    """Of a run's first rollouts; it may have been gone on with."""
+    """Of a run's first rollouts; it may have been resumed."""
     rollouts = run.rollouts[:num_rollouts]
     steps = [row for row in run.steps if row.rollout < num_rollouts]
     rewards = tuple(row.values["reward/mean"] for row in rollouts)

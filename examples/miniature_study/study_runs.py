@@ -1,4 +1,4 @@
-"""Runs of the study as processes: several at once, gone on with after a stop, none lost by another's end.
+"""Runs of the study as processes: several at once, resumed after a stop, none lost by another's end.
 
 They are forked from one process that has imported everything: a fifth of a short run would go into that.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_dppo.cli import app
-from megatron_dppo.diagnostics.run_reader import read_run
 from megatron_dppo.errors import DataError
+from megatron_dppo.run_folder.reader import read_run
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["megatron_dppo.train"])

@@ -31,8 +31,9 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.data import jsonl, prompts, sanity_task
+from megatron_dppo.data.prompts import prompts, sanity_task
 from megatron_dppo.rewards import arithmetic
+from megatron_dppo.runtime import jsonl
 
 log = logging.getLogger("make_model")
 
@@ -45,7 +46,7 @@ EVALUATION_PROMPTS = 512
 class Recipe:
     """All that decides the folder; the defaults are the quickstart.
 
-    What routing replay mends is routers that choose other experts once a rollout engine rounds its weights to
+    What routing replay fixes is routers that choose other experts once a rollout engine rounds its weights to
     bfloat16 and fp8. Two layers of 32 experts, four to a token, are the smallest model tried that learns the
     task in a minute and flips more than 5 % of expert sets in each layer; replay then lowers the paired KL by
     34 to 58 % from run to run. Three layers flip 11 % and more, and make the effect plain. A slip of 0.08

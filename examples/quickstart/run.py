@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.diagnostics.report import compare, summary
+from megatron_dppo.analysis.report.report import compare, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("runs/quickstart")

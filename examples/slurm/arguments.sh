@@ -43,7 +43,7 @@ wait_for_servers() { # pid of the step, folder, how many, log
     until [[ $(find "$2" -name 'node-*.json' 2>/dev/null | wc -l) == "$3" ]]; do
         kill -0 "$1" 2>/dev/null || {
             tail -n 40 "$4"
-            explain "no $3 servers: the engine's step ended" "it to outlast training" "Mend what $4 says."
+            explain "no $3 servers: the engine's step ended" "it to outlast training" "Fix what $4 says."
         }
         sleep 1
     done

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.environments import Sudoku
+from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import Prompt
 
 log = logging.getLogger("make_model")

@@ -12,10 +12,26 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.actor import cpu, mcore_fixes
 from megatron_dppo.actor.data_parallel import bad_gradients, complete_parameters, wrap_for_data_parallelism
 from megatron_dppo.actor.forward import run_microbatches, to_device
-from megatron_dppo.actor.groups import (
+from megatron_dppo.actor.observation import Observer
+from megatron_dppo.actor.offload import TrainerMemory
+from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
+from megatron_dppo.actor.output_head import OutputHead
+from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.algorithms.presets import overrides_in
+from megatron_dppo.architectures.layout import Layout, model_sizes
+from megatron_dppo.architectures.registry import read_hf_config
+from megatron_dppo.architectures.spec_choice import LayerSpecName, choose_layer_spec
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.balance import SampleCost
+from megatron_dppo.data.batches.exchange import DataParallel
+from megatron_dppo.data.batches.packing import measured_part, microbatches_of, placeholder
+from megatron_dppo.data.batches.token_slices import TokenSlice, token_slice
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.kernels.ops import kernels_for
+from megatron_dppo.mcore import cpu, fixes
+from megatron_dppo.mcore.groups import (
     initialize_groups,
     megatron_sizes,
     sequence_parallel_rows,
@@ -23,30 +39,15 @@ from megatron_dppo.actor.groups import (
     speaks_for_its_tokens,
     sum_over_tokens_and_stages,
 )
-from megatron_dppo.actor.layout import Layout, model_sizes
-from megatron_dppo.actor.observation import Observer
-from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
-from megatron_dppo.actor.output_head import OutputHead
-from megatron_dppo.actor.residence import TrainerMemory
-from megatron_dppo.algorithms import Objective, preset
-from megatron_dppo.config.schema import Config
-from megatron_dppo.data.balance import SampleCost
-from megatron_dppo.data.exchange import DataParallel
-from megatron_dppo.data.packing import measured_part, microbatches_of, placeholder
-from megatron_dppo.data.token_slices import TokenSlice, token_slice
-from megatron_dppo.diagnostics.masked_tokens import TokenLists
-from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.mismatch import add_agreement, add_mismatch
-from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.kernels.ops import kernels_for
+from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.mismatch import add_agreement, add_mismatch
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.convert import describe_hf_weights, export_hf_weights
-from megatron_dppo.models.family import read_hf_config
 from megatron_dppo.models.lora import add_lora
-from megatron_dppo.models.megatron_checkpoint import load_weights
-from megatron_dppo.models.spec_choice import LayerSpecName, choose_layer_spec
+from megatron_dppo.models.megatron_folder import load_weights
 from megatron_dppo.routing_replay.replay import Replay, replaying
-from megatron_dppo.runtime import Runtime, gpu_libraries
+from megatron_dppo.runtime.process import Runtime, gpu_libraries
 from megatron_dppo.types import Microbatch, ModelRouting, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,11 @@ class Actor:
         """
         kernels_for(runtime.device.type)  # may compile them: not after minutes of loading
         cpu.install()
-        mcore_fixes.apply()
+        fixes.apply()
         self._config, self._runtime = config, runtime
-        self.objective: Objective = preset(config.algorithm.preset, **config.algorithm.objective_overrides())
+        self.objective: Objective = preset(
+            config.algorithm.preset, **overrides_in(config.algorithm.model_dump())
+        )
         self.layout = Layout.of(config.parallel, runtime.world_size)
         initialize_groups(self.layout, config.run.seed, config.run.timeout_s)
         self.data_parallel_groups: tuple[int, ...] = tuple(
@@ -115,13 +118,7 @@ class Actor:
     @property
     def routing(self) -> ModelRouting | None:
         """What routes of this model look like; none for a dense model."""
-        experts = self._model_config.num_moe_experts
-        if experts is None:
-            return None
-        frequency = self._model_config.moe_layer_freq
-        layers = range(self._model_config.num_layers)
-        sparse = layers if isinstance(frequency, int) else (i for i in layers if frequency[i])
-        return ModelRouting(tuple(sparse), experts, self._model_config.moe_router_topk)
+        return model_sizes(self.hf).routing
 
     @property
     def captured_routing(self) -> ModelRouting | None:

@@ -1,4 +1,4 @@
-"""What a gradient step says of itself: statistics of the tokens that a loss was made of."""
+"""Computes the statistics of a gradient step from the results of its loss."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,10 +7,12 @@ from torch import Tensor
 from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, TopKLogProbs, shadow_masks
 from megatron_dppo.algorithms.shadow import with_inputs
 from megatron_dppo.config.measuring import TrackingConfig
-from megatron_dppo.diagnostics.bound import add_bound_of_responses, add_bound_of_tokens
-from megatron_dppo.diagnostics.masked_tokens import TokenLists
-from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.mismatch import (
+from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
+from megatron_dppo.metrics.bound import add_bound_of_responses, add_bound_of_tokens
+from megatron_dppo.metrics.clipped_tokens import ACTIVE
+from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.mismatch import (
     add_entropy,
     add_mismatch,
     add_mismatch_by_age,
@@ -18,12 +20,8 @@ from megatron_dppo.diagnostics.mismatch import (
     add_topk_tv,
     add_trust_region,
 )
-from megatron_dppo.diagnostics.shadow import add_shadow_masks
-from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
+from megatron_dppo.metrics.shadow import add_shadow_masks
 from megatron_dppo.types import Microbatch
-
-ACTIVE = "active"
-"""In place of a preset's name: the objective that trains."""
 
 
 class Observer:

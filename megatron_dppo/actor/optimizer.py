@@ -37,14 +37,18 @@ def build_schedule(
 ) -> OptimizerParamScheduler:
     """Linear warm-up from 0, then constant, linear or cosine down to min_lr at the last gradient step.
 
-    The schedule is a function of the number of steps alone, so a resumed run builds it anew.
+    The schedule is a function of the number of steps alone, so a resumed run builds it anew. The parameter
+    groups, which a checkpoint loads as they were when it was saved, get the config's settings first.
 
     Args:
-        optimizer: Megatron's; its learning rate is set at once.
+        optimizer: Megatron's; the settings and the learning rate of its parameter groups are set at once.
         config: The run's `[optimizer]`.
         num_steps: Gradient steps of the whole run.
         num_done: Gradient steps already taken. Call `.step(1)` after each further one.
     """
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = config.lr, config.min_lr
+        group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

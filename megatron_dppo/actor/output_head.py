@@ -1,4 +1,4 @@
-"""From what the last pipeline stage puts out to log-probs and the loss."""
+"""Computes log-probs and the loss from the output of the last pipeline stage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.actor.groups import vocab_shard
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.kernels import (
@@ -18,6 +17,7 @@ from megatron_dppo.kernels import (
     linear_log_probs,
 )
 from megatron_dppo.kernels.reference import TokenLogProbs
+from megatron_dppo.mcore.groups import vocab_shard
 from megatron_dppo.types import Microbatch
 
 

@@ -17,7 +17,7 @@ from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.presets import PRESETS, preset
 from megatron_dppo.algorithms.shadow import shadow_masks
-from megatron_dppo.algorithms.trust_region import RULES, TrustRegionTokens, trust_region_mask
+from megatron_dppo.algorithms.trust_region import RULES, TrustRegionRule, TrustRegionTokens, trust_region_mask
 
 __all__ = [
     "AGGREGATIONS",
@@ -29,6 +29,7 @@ __all__ = [
     "PolicyLossInputs",
     "PolicyLossOutput",
     "TopKLogProbs",
+    "TrustRegionRule",
     "TrustRegionTokens",
     "binary_kl",
     "binary_tv",

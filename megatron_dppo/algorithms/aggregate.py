@@ -1,4 +1,4 @@
-"""How per-token losses become one number: a weight for each token of the mini-batch."""
+"""Aggregation modes: the weight of each token's loss in the mini-batch."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence

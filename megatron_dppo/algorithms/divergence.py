@@ -1,19 +1,24 @@
-"""How far the policy has moved from its anchor, seen through one partition of the vocabulary.
+"""Divergences between the policy and its anchor, over a partition of the vocabulary.
 
 A divergence takes log-masses of the policy and of its anchor (both <= 0) and returns one number per token.
 Binary ones see {sampled token, everything else} and take [T]; Top-K ones see mu's K most probable tokens, the
 sampled token and everything else, and take [T, outcomes] from `topk_partition`. Coarser partitions give smaller
 numbers: binary <= Top-K <= full vocabulary (App. C of arXiv 2602.04879, the paper cited throughout this room).
+
+The mass of everything else, a tail, is known only to within roundoff; see `_resolved_tails`. As computed,
+binary <= Top-K is exact for KL, and the other steps hold to within the roundoff of two tails: for TV
+2 ROUNDOFF_EPSILONS machine epsilons, for KL q log(1 + roundoff / p), where q is mu's tail and p is pi's.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_dppo.algorithms.registry import registry
 
 SampledToken = Literal["union", "replace"]
 
@@ -38,8 +43,10 @@ class Divergence:
     """A registered divergence, and the partition it is defined on."""
 
     function: Callable[[Tensor, Tensor], Tensor]  # (log_probs, anchor_log_probs) -> [T]
+    id: int  # its number in DppoDivergence of kernels/csrc/capi.h, or one that neither that nor another has
     over: Literal["sampled", "topk"]
     needs_other: bool = False  # undefined where the outcomes do not sum to 1
+    at_most: float = math.inf  # what it never exceeds
 
 
 def log1mexp(log_probs: Tensor) -> Tensor:
@@ -55,20 +62,34 @@ def binary_tv(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
 
 
 def binary_kl(log_probs: Tensor, anchor_log_probs: Tensor) -> Tensor:
-    """KL(mu || pi) of {a, not a} (Eq. 14), in log space, unguarded: +inf at pi = 1 > mu. [T], [T] -> [T]."""
+    """KL(mu || pi) of {a, not a} (Eq. 14), in log space. [T], [T] -> [T].
+
+    The tails 1 - pi and 1 - mu go through `_resolved_tails`: where log pi rounds to 0, float32 does not know
+    how small 1 - pi is, and the KL is a lower bound, or +inf where 1 - mu is surely positive.
+    """
     sampled = _kl_term(log_probs, anchor_log_probs)
-    other = _kl_term(log1mexp(log_probs), log1mexp(anchor_log_probs))
+    other = _kl_term(*_resolved_tails(log1mexp(log_probs), log1mexp(anchor_log_probs)))
     return (sampled + other).clamp(min=0)
 
 
 def topk_tv(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
-    """Half the sum of |mu - pi| over the outcomes (Eq. 15). [T, outcomes] twice -> [T]."""
+    """Half the sum of |mu - pi| over the outcomes (Eq. 15). [T, outcomes] twice -> [T].
+
+    It may fall below the binary TV by half of what `_resolved_tails` moves the tails, and no more.
+    """
     return (log_masses.exp() - anchor_log_masses.exp()).abs().sum(1) / 2
 
 
 def topk_kl(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
-    """KL(mu || pi) over the outcomes (Eq. 16); they must include 'other'. [T, outcomes] twice -> [T]."""
-    return _kl_term(log_masses, anchor_log_masses).sum(1).clamp(min=0)
+    """KL(mu || pi) over the outcomes (Eq. 16); they must include 'other'. [T, outcomes] twice -> [T].
+
+    The result is at least the binary KL of the last outcome but one, which is the sampled token in a Top-K
+    partition. Both are lower bounds of the whole vocabulary's KL, and so is the larger of the two. The sum over
+    the outcomes alone can fall below the binary KL: where pi's mass of 'other' is below roundoff, it counts as
+    more than it is, while the sampled token's own tail is known.
+    """
+    kl = _kl_term(log_masses, anchor_log_masses).sum(1).clamp(min=0)
+    return torch.maximum(kl, binary_kl(log_masses[:, -2], anchor_log_masses[:, -2]))
 
 
 def _kl_term(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
@@ -77,13 +98,14 @@ def _kl_term(log_masses: Tensor, anchor_log_masses: Tensor) -> Tensor:
     return torch.where(anchor_masses > 0, anchor_masses * (anchor_log_masses - log_masses), 0.0)
 
 
-DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
+DIVERGENCES: Mapping[str, Divergence] = registry(
+    "DIVERGENCES",
     {
-        "binary_tv": Divergence(binary_tv, over="sampled"),
-        "binary_kl": Divergence(binary_kl, over="sampled"),
-        "topk_tv": Divergence(topk_tv, over="topk"),
-        "topk_kl": Divergence(topk_kl, over="topk", needs_other=True),
-    }
+        "binary_tv": Divergence(binary_tv, id=0, over="sampled", at_most=1.0),
+        "binary_kl": Divergence(binary_kl, id=1, over="sampled"),
+        "topk_tv": Divergence(topk_tv, id=2, over="topk", at_most=1.0),
+        "topk_kl": Divergence(topk_kl, id=3, over="topk", needs_other=True),
+    },
 )
 
 
@@ -103,7 +125,7 @@ def topk_partition(
     `log_probs` and `rollout_log_probs`. Where it is not among those ids, "union" adds it (App. C: up to K+1
     outcomes) and "replace" puts it in the place of the last of them (the authors' code: always K).
     `include_other` adds the rest of the vocabulary as one more outcome, as App. C partitions it and Eq. 16 sums
-    it; Eq. 15 as printed leaves it out.
+    it; Eq. 15 as printed leaves it out. The sampled token has the last column, or the last before 'other'.
 
     Args:
         topk: Columns of mu; all are used where there are fewer than `top_k`.
@@ -130,28 +152,27 @@ def topk_partition(
     rollout = outcomes(topk.rollout_log_probs, rollout_log_probs)
     if not include_other:
         return policy, rollout
-    tails = _resolved_tails(_tail(policy), _tail(rollout))
-    other, rollout_other = (tail.log()[:, None] for tail in tails)
-    return torch.cat([policy, other], dim=1), torch.cat([rollout, rollout_other], dim=1)
+    other, rollout_other = _resolved_tails(_log_tail(policy), _log_tail(rollout))
+    return torch.cat([policy, other[:, None]], dim=1), torch.cat([rollout, rollout_other[:, None]], dim=1)
 
 
-def _tail(log_masses: Tensor) -> Tensor:
-    """1 - sum of masses, [T, outcomes] -> [T]; the largest through expm1, so that 1 - 1e-9 leaves 1e-9."""
+def _log_tail(log_masses: Tensor) -> Tensor:
+    """Log(1 - sum of masses), [T, outcomes] -> [T]; the largest through expm1, so that 1 - 1e-9 leaves 1e-9."""
     largest, column = log_masses.max(dim=1, keepdim=True)
     others = log_masses.exp().scatter(1, column, 0.0).sum(1)
-    return -torch.expm1(largest[:, 0]) - others
+    return (-torch.expm1(largest[:, 0]) - others).clamp(min=0).log()
 
 
-def _resolved_tails(tail: Tensor, rollout_tail: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tails without the noise of 1 - sum, which may be negative, or 1e-7 against 0: a false KL of +inf.
+def _resolved_tails(log_tail: Tensor, rollout_log_tail: Tensor) -> tuple[Tensor, Tensor]:
+    """Logs of both tails without the noise of 1 - sum, which is 1e-7 against 0 at times: a false KL of +inf.
 
     Below roundoff nothing is known of a tail. Both there: both are 0, the outcomes cover the vocabulary. Only
     the policy's there: it counts as roundoff, which makes the KL a lower bound; but as 0, and the KL is +inf,
     where the rollout's is surely positive. A token of no probability is another matter: its log-prob is -inf.
     """
-    roundoff = ROUNDOFF_EPSILONS * torch.finfo(tail.dtype).eps
-    is_unresolved = tail <= roundoff
-    is_covered = is_unresolved & (rollout_tail <= roundoff)
-    is_zero = is_covered | (is_unresolved & (rollout_tail >= SURELY_POSITIVE_TAIL))
-    tail = torch.where(is_zero, 0.0, tail.clamp(min=roundoff))
-    return tail, torch.where(is_covered, 0.0, rollout_tail.clamp(min=0))
+    log_roundoff = math.log(ROUNDOFF_EPSILONS * torch.finfo(log_tail.dtype).eps)
+    is_unresolved = log_tail <= log_roundoff
+    is_covered = is_unresolved & (rollout_log_tail <= log_roundoff)
+    is_zero = is_covered | (is_unresolved & (rollout_log_tail >= math.log(SURELY_POSITIVE_TAIL)))
+    log_tail = torch.where(is_zero, -math.inf, log_tail.clamp(min=log_roundoff))
+    return log_tail, torch.where(is_covered, -math.inf, rollout_log_tail)

@@ -1,4 +1,4 @@
-"""What a policy loss takes, checked and made safe to compute with."""
+"""Inputs of the policy loss, validated, with masked tokens replaced by neutral values."""
 
 import math
 from dataclasses import dataclass, replace

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -10,17 +10,17 @@ from megatron_dppo.algorithms.objective import DELTAS, Objective
 from megatron_dppo.errors import ConfigError, Problem
 
 
-def _ratio(name: str, eps_low: float, eps_high: float, **fields: Any) -> Objective:
-    return Objective(name, rule="ratio", eps_low=eps_low, eps_high=eps_high, **fields)
+def _ratio(name: str, eps_low: float, eps_high: float, **others: Any) -> Objective:
+    return Objective(name, rule="ratio", eps_low=eps_low, eps_high=eps_high, **others)
 
 
-def _dppo(name: str, divergence: str, delta: float, **fields: Any) -> Objective:
+def _dppo(name: str, divergence: str, delta: float, **others: Any) -> Objective:
     deltas = {"delta_low": delta, "delta_high": delta}
-    return Objective(name, rule="divergence", divergence=divergence, **deltas, **fields)
+    return Objective(name, rule="divergence", divergence=divergence, **deltas, **others)
 
 
-def _negative(name: str, delta: float, **fields: Any) -> Objective:
-    return Objective(name, rule="negative", delta_low=delta, delta_high=delta, **fields)
+def _negative(name: str, delta: float, **others: Any) -> Objective:
+    return Objective(name, rule="negative", delta_low=delta, delta_high=delta, **others)
 
 
 PRESETS: Mapping[str, Objective] = MappingProxyType(
@@ -52,6 +52,19 @@ PRESETS: Mapping[str, Objective] = MappingProxyType(
 
 SFT = Objective("sft", is_imitation=True)
 """Supervised fine-tuning; no trust region, so not among the presets, but `preset` knows its name."""
+
+
+_OF_A_PRESET = ("name", "rule", "divergence", "relax", "is_imitation")
+OVERRIDABLE: tuple[str, ...] = (
+    "delta",
+    *(field.name for field in fields(Objective) if field.name not in _OF_A_PRESET),
+)
+"""What may be set of a preset: the fields of `Objective` that do not make another rule of it, and `delta`."""
+
+
+def overrides_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of [algorithm] that override a preset's fields, as keywords of `preset`."""
+    return {name: settings[name] for name in OVERRIDABLE if settings.get(name) is not None}
 
 
 def preset(name: str, **overrides: Any) -> Objective:

@@ -1,4 +1,4 @@
-"""What other objectives would make of the tokens that one objective trains on: their masks, side by side."""
+"""Shadow masks: the masks of other objectives on the tokens that one objective trains on."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

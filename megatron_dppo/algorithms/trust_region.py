@@ -6,12 +6,12 @@ policy is already above it, A < 0 where it is already below. A token with A = 0 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.objective import Objective
+from megatron_dppo.algorithms.registry import registry
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +25,17 @@ class TrustRegionTokens:
     divergence: Tensor
 
 
+@dataclass(frozen=True)
+class TrustRegionRule:
+    """A registered rule."""
+
+    drops: Callable[[Objective, TrustRegionTokens], Tensor]  # [T] bool: the tokens that do not learn
+    id: int  # its number in DppoRule of kernels/csrc/capi.h, or one that neither that nor another rule has
+
+
 def trust_region_mask(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     """M, [T] bool: True where the token learns."""
-    return ~RULES[objective.rule](objective, tokens)
+    return ~RULES[objective.rule].drops(objective, tokens)
 
 
 def drops_none(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
@@ -76,11 +84,12 @@ def _by_sign(advantages: Tensor, drops_positive: Tensor, drops_negative: Tensor)
     return ((advantages > 0) & drops_positive) | ((advantages < 0) & drops_negative)
 
 
-RULES: Mapping[str, Callable[[Objective, TrustRegionTokens], Tensor]] = MappingProxyType(
+RULES: Mapping[str, TrustRegionRule] = registry(
+    "RULES",
     {
-        "none": drops_none,
-        "ratio": drops_by_ratio,
-        "divergence": drops_by_divergence,
-        "negative": drops_bad_negatives,
-    }
+        "none": TrustRegionRule(drops_none, id=0),
+        "ratio": TrustRegionRule(drops_by_ratio, id=1),
+        "divergence": TrustRegionRule(drops_by_divergence, id=2),
+        "negative": TrustRegionRule(drops_bad_negatives, id=3),
+    },
 )

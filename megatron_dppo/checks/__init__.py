@@ -1,15 +1,17 @@
-"""What a config's types cannot say: rules over several fields and the disk, before any model loads.
+"""Validates a config before any model loads: rules over several fields, the disk and the user's code.
 
 No rule imports Megatron or SGLang. Importing this package registers all rules; a new one is one function under
 `@rule` in a module imported here, and one failing example in tests/unit/test_checks.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import get_args
 
 from megatron_dppo.checks import (
     algorithm_rules,
     data_rules,
+    disk_rules,
     evaluation_rules,
     layer_spec_rules,
     lora_rules,
@@ -19,56 +21,118 @@ from megatron_dppo.checks import (
     run_rules,
     sampling_rules,
     sglang_rules,
+    trial_rules,
 )
-from megatron_dppo.checks.facts import Facts, gather_facts
-from megatron_dppo.checks.registry import RULES, Rule
+from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
+from megatron_dppo.checks.registry import RULES, Need, Rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.rollout.sglang.options import interpreter, read_options
+from megatron_dppo.rollout.sglang.protocol import GENERATIONS
 
 __all__ = [
+    "AT_ONCE",
+    "BEFORE_LOADING",
     "RULES",
     "Facts",
     "Rule",
     "algorithm_rules",
     "check",
+    "check_run",
     "data_rules",
+    "disk_rules",
     "evaluation_rules",
     "gather_facts",
     "layer_spec_rules",
     "lora_rules",
     "megatron_rules",
     "memory_rules",
+    "model_facts",
     "model_rules",
     "not_checked",
+    "problems_of",
     "require_evaluable",
     "require_valid",
     "run_rules",
     "sampling_rules",
     "sglang_rules",
+    "trial_rules",
 ]
 
 assert all(
     (
-        *(algorithm_rules, data_rules, layer_spec_rules, lora_rules, megatron_rules, memory_rules, model_rules),
-        *(run_rules, sampling_rules, sglang_rules, evaluation_rules),
+        *(
+            disk_rules,
+            algorithm_rules,
+            data_rules,
+            layer_spec_rules,
+            lora_rules,
+            megatron_rules,
+            memory_rules,
+            model_rules,
+        ),
+        *(run_rules, sampling_rules, sglang_rules, evaluation_rules, trial_rules),
     )
 ), "importing them registers rules"
 
 
-def check(config: Config, world_size: int, rules: Mapping[str, Rule] = RULES) -> list[Problem]:
-    """Every problem of a config that is to run on `world_size` processes; empty when it may start."""
-    facts = gather_facts(config, world_size)
-    return [problem for rule in rules.values() for problem in rule.check(config, facts)]
+AT_ONCE: tuple[Need, ...] = ("config", "machine")
+"""What every rank finds out by itself, before it joins the others."""
+BEFORE_LOADING: tuple[Need, ...] = (*AT_ONCE, "data")
+"""What rank 0 finds out before a model loads; a run tries the user's code in workers that it keeps."""
 
 
-def require_valid(config: Config, world_size: int) -> None:
-    """Go on only with a config that `check` finds no fault with.
+def check(
+    config: Config,
+    world_size: int,
+    rules: Mapping[str, Rule] = RULES,
+    *,
+    accepts_changes: bool = False,
+    needs: Collection[Need] = get_args(Need),
+) -> list[Problem]:
+    """Return every problem of a config that is to run on `world_size` processes; none where it may start.
+
+    Args:
+        config: Resolved.
+        world_size: Processes of the job.
+        rules: Asked in their order.
+        accepts_changes: A resume may change the experiment.
+        needs: Rules that need anything else are not asked.
+    """
+    facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
+    return problems_of(config, facts, rules.values(), needs)
+
+
+def check_run(config: Config, facts: Facts) -> list[Problem]:
+    """Return every problem that `check` finds on any machine; this is what `plan` asks about each layout.
+
+    Args:
+        config: The run's.
+        facts: From `model_facts`, for as many processes as are to run.
+    """
+    return problems_of(config, facts, needs=("config",))
+
+
+def problems_of(
+    config: Config,
+    facts: Facts,
+    rules: Iterable[Rule] = RULES.values(),
+    needs: Collection[Need] = get_args(Need),
+) -> list[Problem]:
+    """Return every problem that rules of these needs find."""
+    asked = (rule for rule in rules if rule.needs in needs)
+    return [problem for rule in asked for problem in rule.check(config, facts)]
+
+
+def require_valid(
+    config: Config, world_size: int, *, accepts_changes: bool = False, needs: Collection[Need] = AT_ONCE
+) -> None:
+    """Refuse a config that `check` finds fault with.
 
     Raises:
         ConfigError: With every problem.
     """
-    problems = check(config, world_size)
+    problems = check(config, world_size, accepts_changes=accepts_changes, needs=needs)
     if problems:
         raise ConfigError(problems)
 
@@ -76,8 +140,8 @@ def require_valid(config: Config, world_size: int) -> None:
 _EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions", "sglang_", "finite_numbers")
 
 
-def require_evaluable(config: Config, world_size: int) -> None:
-    """Go on only where the model, the engine and the evaluation sets have no fault; training is not asked for.
+def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need] = AT_ONCE) -> None:
+    """Refuse faults of the model, the engine and the evaluation sets; training is not asked for.
 
     Raises:
         ConfigError: With every problem.
@@ -85,7 +149,7 @@ def require_evaluable(config: Config, world_size: int) -> None:
     facts = gather_facts(config, world_size)
     held_out = {key: found for key, found in facts.columns.items() if key != "data.prompts"}
     rules = [rule for id, rule in RULES.items() if id.startswith(_EVALUATED)]
-    problems = [found for rule in rules for found in rule.check(config, replace(facts, columns=held_out))]
+    problems = problems_of(config, replace(facts, columns=held_out), rules, needs)
     if not config.evaluation.sets:
         action = "Add a table [evaluation.sets.<name>] with its prompts."
         problems.append(Problem("evaluation.sets", "none", "at least one set", action))
@@ -94,10 +158,11 @@ def require_evaluable(config: Config, world_size: int) -> None:
 
 
 def not_checked(config: Config) -> list[str]:
-    """What `check` had to take on trust, as sentences: pass-through options of an absent library."""
+    """Return what `check` had to take on trust, as sentences: options of an absent library, rules of a GPU."""
     notes: list[str] = []
     if config.megatron and megatron_rules.megatron_fields() is None:
         notes.append("[megatron]: names not checked; megatron-core is not installed here, or does not import.")
     if config.rollout.engine == "sglang" and read_options(python := interpreter(config)) is None:
-        notes.append(f"[sglang]: arguments not checked; {python} has no SGLang, or it does not import.")
+        known = next(iter(GENERATIONS))
+        notes.append(f"[sglang]: {python} has no SGLang here; arguments were compared with those of {known}.")
     return notes

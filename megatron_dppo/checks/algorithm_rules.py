@@ -1,16 +1,20 @@
 """Rules about the objective, sampling and R3."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.actor.layout import Layout
-from megatron_dppo.algorithms import PRESETS, Objective, preset
+from megatron_dppo.algorithms import DIVERGENCES, PRESETS, Objective, preset
+from megatron_dppo.algorithms.presets import overrides_in
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.kernels.encoding import require_compiled
+from megatron_dppo.runtime.process import has_gpu
 
 
 @rule("preset")
@@ -28,9 +32,52 @@ def _preset_fields(config: Config, facts: Facts) -> Iterator[Problem]:
     """The overridden fields make an objective of this preset."""
     objective = _objective(config)
     if isinstance(objective, ConfigError):
-        written = config.algorithm.objective_overrides()
+        written = overrides_in(config.algorithm.model_dump())
         problems = (_where_written(problem, written) for problem in objective.problems)
         yield from dict.fromkeys(problems)  # one `delta` sets two fields, and would be reported twice
+
+
+@rule("thresholds")
+def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Each threshold of the trust region can act, and leaves something to learn; infinity turns one off."""
+    objective = _objective(config)
+    if not isinstance(objective, Objective):
+        return
+    written = overrides_in(config.algorithm.model_dump())
+    found: list[Problem] = []
+    for field, limit in _reached(objective).items():
+        value = getattr(objective, field)
+        if value == 0 or limit <= value < math.inf:
+            effect = "drops whatever moved at all" if value == 0 else "never acts"
+            expected = f"above 0 and below {limit:g}" if limit < math.inf else "above 0"
+            usual = getattr(PRESETS[objective.name], field)
+            action = f"Choose such a value, or inf to turn it off; the preset's own is {usual:g}."
+            found.append(Problem(f"algorithm.{field}", f"{value:g}, which {effect}", expected, action))
+    yield from dict.fromkeys(_where_written(problem, written) for problem in found)
+
+
+def _reached(objective: Objective) -> dict[str, float]:
+    """The thresholds that the objective's rule reads, each with what it compares never exceeds."""
+    if objective.rule == "divergence":
+        limit = DIVERGENCES[objective.divergence].at_most
+        return {"delta_low": limit, "delta_high": limit}
+    if objective.rule == "negative":
+        return {"delta_low": 1.0}  # mu - pi
+    if objective.rule == "ratio":
+        relaxed = {} if objective.relax == "none" else {"alpha": 1.0}  # mu
+        return {"eps_low": 1.0, "eps_high": math.inf} | relaxed  # 1 - pi/mu
+    return {}
+
+
+@rule("known_to_kernels", needs="machine")
+def _known_to_kernels(config: Config, facts: Facts) -> Iterator[Problem]:
+    """On a GPU, the compiled kernels know the objective's rule and divergence."""
+    objective = _objective(config)
+    if isinstance(objective, Objective) and has_gpu():
+        try:
+            require_compiled(objective)
+        except ConfigError as error:
+            yield from (replace(problem, where="algorithm.preset") for problem in error.problems)
 
 
 @rule("topk_log_probs")
@@ -147,7 +194,7 @@ def _objective(config: Config) -> Objective | ConfigError | None:
     if config.algorithm.preset not in PRESETS:
         return None
     try:
-        return preset(config.algorithm.preset, **config.algorithm.objective_overrides())
+        return preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
     except ConfigError as error:
         return error
 

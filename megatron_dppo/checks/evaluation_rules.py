@@ -48,7 +48,7 @@ def _evaluation_positions(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem(f"{where}.max_response_tokens", found, expected, action)
 
 
-@rule("evaluation_reward")
+@rule("evaluation_reward", needs="machine")
 def _evaluation_reward(config: Config, facts: Facts) -> Iterator[Problem]:
     """The reward of a set, where it has its own, is registered, or its package can be found."""
     for name, own in config.evaluation.sets.items():

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
+from megatron_dppo.architectures.registry import FAMILIES, family_of
+from megatron_dppo.architectures.weight_map import linears_of
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
-from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES
-from megatron_dppo.models.family import family_of
-from megatron_dppo.models.weight_map import linears_of
 
 _EXPERT_LINEARS = {"gate_proj", "up_proj", "down_proj"}
 
@@ -19,7 +18,7 @@ def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
     """Every target is a linear of the model, and there is one."""
     if not config.lora.rank or isinstance(facts.model, Problem):
         return
-    if facts.architecture not in SUPPORTED_ARCHITECTURES:
+    if facts.architecture not in FAMILIES:
         return
     known = list(dict.fromkeys(name for rule in family_of(facts.model).rules for name in linears_of(rule)))
     expected = f"linears of {facts.architecture}: {', '.join(known)}"

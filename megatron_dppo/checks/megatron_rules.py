@@ -1,25 +1,58 @@
 """Rules about the `[megatron]` pass-through table, without importing Megatron here.
 
-Names of `TransformerConfig` fields are read in a subprocess and cached per version of megatron-core.
+Names and types of `TransformerConfig` fields are read in a subprocess and cached per version of megatron-core.
+Whether they go together, Megatron says in another, once for each combination.
 """
 
+import contextlib
+import hashlib
 import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
 
-from megatron_dppo.cache import cache_folder, write_json
+from megatron_dppo import __version__
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.runtime.cache import cache_folder, write_json
 
 _PRINT_FIELDS = """
-import dataclasses, json
+import dataclasses, json, types, typing
 from megatron.core.transformer.transformer_config import TransformerConfig
-print(json.dumps([field.name for field in dataclasses.fields(TransformerConfig) if field.name[0] != "_"]))
+def kinds(hint):
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return [kind for part in typing.get_args(hint) for kind in kinds(part)]
+    if origin is typing.Literal:
+        return [json.dumps(choice) for choice in typing.get_args(hint)]
+    if origin in (list, tuple) or hint in (list, tuple):
+        return ["list"]
+    return [{bool: "bool", int: "int", float: "float", str: "str", type(None): "none"}.get(hint, "any")]
+hints = typing.get_type_hints(TransformerConfig)
+names = [field.name for field in dataclasses.fields(TransformerConfig) if field.name[0] != "_"]
+print(json.dumps({name: kinds(hints[name]) for name in names}))
+"""
+_BUILD_CONFIG = """
+import json, sys, torch
+from megatron_dppo.mcore.groups import megatron_sizes
+from megatron_dppo import __version__
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.models.build import transformer_config
+hf, dtype, layout, overrides = json.load(sys.stdin)
+try:
+    transformer_config(hf, getattr(torch, dtype), megatron_sizes(Layout(**layout)), overrides)
+    print(json.dumps([]))
+except ConfigError as error:
+    print(json.dumps([problem.found for problem in error.problems]))
 """
 _FROM_MODEL = "the model's config.json (model.load)"
 _BY_TRAINER = "the training loop, which depends on it"
@@ -74,9 +107,16 @@ _OWNED: dict[str, str] = {
     ),
 }
 """TransformerConfig fields that the package sets, and what decides them."""
+_KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a list",
+}
 
 
-@rule("megatron_names")
+@rule("megatron_names", needs="machine")
 def _megatron_names(config: Config, facts: Facts) -> Iterator[Problem]:
     """Keys of [megatron] are TransformerConfig fields."""
     known = megatron_fields() if config.megatron else None
@@ -97,26 +137,90 @@ def _megatron_owned(config: Config, facts: Facts) -> Iterator[Problem]:
             yield Problem(f"megatron.{key}", found, "a field that the package does not set itself", action)
 
 
-def megatron_fields() -> frozenset[str] | None:
-    """Names of TransformerConfig's public fields; None where megatron-core is absent or does not import."""
+@rule("megatron_values", needs="machine")
+def _megatron_values(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Values of [megatron] are of their fields' types, and among their choices."""
+    fields = (megatron_fields() if config.megatron else None) or {}
+    for key, value in config.megatron.items():
+        kinds = fields.get(key, ["any"])
+        if key not in _OWNED and "any" not in kinds and not kinds_of(value) & set(kinds):
+            expected = " or ".join(_KINDS.get(kind, kind) for kind in kinds if kind != "none")
+            yield Problem(f"megatron.{key}", json.dumps(value), expected, "Correct or remove it.")
+
+
+@rule("megatron_config", needs="trial")
+def _megatron_config(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Megatron makes a TransformerConfig of the model, the layout and [megatron]."""
+    if not config.megatron or facts.architecture not in FAMILIES:
+        return
+    others = [each for each in (_megatron_names, _megatron_owned, _megatron_values) if any(each(config, facts))]
     try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
+        layout = Layout.of(config.parallel, facts.world_size)
+    except ConfigError:  # another rule says so
+        return
+    asked = [facts.model, config.model.dtype, asdict(layout), config.megatron]
+    for refusal in [] if others else _refusals(asked):
+        action = "Correct [megatron]; these are fields of Megatron's TransformerConfig."
+        yield Problem("megatron", refusal, "settings that Megatron accepts together", action)
+
+
+def kinds_of(value: object) -> set[str]:
+    """Return the kinds that a TOML value may stand for, as `megatron_fields` names them."""
+    plain = {bool: {"bool"}, int: {"int", "float"}, float: {"float"}, str: {"str"}, list: {"list"}}
+    return plain.get(type(value), {"any"}) | {json.dumps(value, default=str)}
+
+
+def megatron_fields() -> Mapping[str, list[str]] | None:
+    """Return the kinds of values that each public field of TransformerConfig takes.
+
+    A kind is bool, int, float, str, list, none, any, or one choice as JSON. The result is None where
+    megatron-core is absent or does not import.
+    """
+    version = _version()
+    if version is None:
         return None
     cache = cache_folder() / f"megatron-core-{version}-fields.json"
-    try:
-        return frozenset(json.loads(cache.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        names = _read_fields()
-    if names is not None:
-        write_json(cache, sorted(names))
-    return names
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(cache.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    fields = _read_fields()
+    if fields is not None:
+        write_json(cache, fields)
+    return fields
 
 
-def _read_fields() -> frozenset[str] | None:
-    command = [sys.executable, "-c", _PRINT_FIELDS]
+def _read_fields() -> dict[str, list[str]] | None:
+    return _last_line(_PRINT_FIELDS)
+
+
+def _refusals(asked: list[Any]) -> list[str]:
+    """What Megatron says against a config; nothing where it accepts it, or is not there."""
+    version, text = _version(), json.dumps(asked, sort_keys=True)
+    if version is None:
+        return []
+    key = hashlib.blake2b(f"{__version__} {text}".encode(), digest_size=16).hexdigest()
+    cache = cache_folder() / f"megatron-core-{version}-config-{key}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(cache.read_text(encoding="utf-8"))
+    refusals = _last_line(_BUILD_CONFIG, text)
+    if refusals is not None:
+        write_json(cache, refusals)
+    return refusals or []
+
+
+def _version() -> str | None:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-        return frozenset(json.loads(result.stdout.splitlines()[-1]))
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _last_line(program: str, given: str = "") -> Any:
+    """The last line that a program prints, as JSON; none where it fails."""
+    command = [sys.executable, "-c", program]
+    try:
+        result = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300, check=True)
+        return json.loads(result.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None

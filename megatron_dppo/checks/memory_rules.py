@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.memory import rollout_bytes_bound
+from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.errors import Problem
-from megatron_dppo.types import ModelRouting
 
 
 @rule("rollout_memory")
@@ -16,9 +15,7 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
     sizes, parallel = facts.model_sizes, config.parallel
     if sizes is None:
         return
-    routing = None
-    if config.rollout.routing_replay != "off" and sizes.num_experts is not None:
-        routing = ModelRouting(sizes.moe_layers, sizes.num_experts, sizes.experts_per_token)
+    routing = sizes.routing if config.rollout.routing_replay != "off" else None
     num_groups = max(facts.world_size // (parallel.tensor * parallel.pipeline * parallel.context), 1)
     bound = rollout_bytes_bound(config, facts.world_size, num_groups, routing) / (1 << 30)
     if bound > config.rollout.max_data_gib:

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator
 
-from megatron_dppo.actor.layout import config_file, layout_problems
+from megatron_dppo.architectures.layout import config_file, layout_problems
+from megatron_dppo.architectures.registry import FAMILIES, variant_problems
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
-from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES, variant_problems
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -23,27 +23,27 @@ def _model_folder(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("model_architecture")
 def _model_architecture(config: Config, facts: Facts) -> Iterator[Problem]:
     """The model is of a family we have."""
-    if facts.architecture is not None and facts.architecture not in SUPPORTED_ARCHITECTURES:
+    if facts.architecture is not None and facts.architecture not in FAMILIES:
         found = f"{config.model.load} of {facts.architecture}"
-        yield Problem("model.load", found, " or ".join(SUPPORTED_ARCHITECTURES), "Use a supported model.")
+        yield Problem("model.load", found, " or ".join(FAMILIES), "Use a supported model.")
 
 
 @rule("model_sizes")
 def _model_sizes(config: Config, facts: Facts) -> Iterator[Problem]:
     """config.json names every size of the model."""
-    if facts.architecture in SUPPORTED_ARCHITECTURES and isinstance(facts.sizes, Problem):
+    if facts.architecture in FAMILIES and isinstance(facts.sizes, Problem):
         yield facts.sizes
 
 
 @rule("model_variant")
 def _model_variant(config: Config, facts: Facts) -> Iterator[Problem]:
     """The architecture is used in a variant whose forward pass we have."""
-    if isinstance(facts.model, Problem) or facts.architecture not in SUPPORTED_ARCHITECTURES:
+    if isinstance(facts.model, Problem) or facts.architecture not in FAMILIES:
         return
     yield from variant_problems(facts.model)
 
 
-@rule("model_weights")
+@rule("model_weights", needs="machine")
 def _model_weights(config: Config, facts: Facts) -> Iterator[Problem]:
     """A Hugging Face folder holds safetensors."""
     path = config_file(config.model.load)
@@ -54,7 +54,7 @@ def _model_weights(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("model.load", found, "weights in safetensors format", action)
 
 
-@rule("model_tokenizer")
+@rule("model_tokenizer", needs="machine")
 def _model_tokenizer(config: Config, facts: Facts) -> Iterator[Problem]:
     """A tokenizer stands beside config.json."""
     path = config_file(config.model.load)
@@ -64,7 +64,7 @@ def _model_tokenizer(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("model.load", f"{path.parent} without a tokenizer", expected, action)
 
 
-@rule("model_code")
+@rule("model_code", needs="machine")
 def _model_code(config: Config, facts: Facts) -> Iterator[Problem]:
     """No code of the folder is needed: transformers itself has the classes of the model and its tokenizer."""
     path = config_file(config.model.load)

@@ -1,26 +1,38 @@
-"""Rules about the engine, the optimizer, tracking and the run folder."""
+"""Rules about the engine, the optimizer, tracking, and what a resume may change."""
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+import tomllib
+from collections.abc import Iterator
 
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.load import did_you_mean
+from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.settings import flat
 from megatron_dppo.errors import Problem
 from megatron_dppo.rollout.evaluation import evaluation_sets
 
 
-@rule("run_folder")
-def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
-    """The run folder is, or can become, a folder."""
-    folder = config.run.folder
-    in_the_way = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    if in_the_way.exists() and not in_the_way.is_dir():
-        found = f"{folder}, where {in_the_way} is a file"
-        yield Problem("run.folder", found, "a folder, or a new name", "Choose another folder.")
+@rule("same_experiment", needs="machine")
+def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A resumed run has the settings that it was trained with, but for those that may change."""
+    if facts.saved is None or facts.accepts_changes:
+        return
+    file, now = config.run.folder / "config.toml", config.model_dump(mode="json")
+    accepted = file.read_text(encoding="utf-8") if file.is_file() else ""  # by the run's last start
+    changes = [experiment_changes(tomllib.loads(was), now) for was in (facts.saved.config, accepted) if was]
+    if changes and all(changes):
+        settings = "setting that differs" if len(changes[0]) == 1 else "settings that differ"
+        yield Problem(
+            "run.folder",
+            f"{len(changes[0])} {settings} from those that trained {facts.saved.checkpoint}",
+            "the same experiment; what may change is listed in megatron_dppo/config/README.md",
+            "Choose another run.folder, restore the settings, or add --accept-changes, which notes them in "
+            "metrics.jsonl.",
+            change_table(changes[0]),
+        )
 
 
 @rule("overlap")
@@ -63,7 +75,7 @@ def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("finite_numbers")
 def _finite_numbers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Numbers are finite; the algorithm's own are the preset's to judge, where infinity means off."""
-    for key, value in _leaves(config.model_dump(exclude={"algorithm", "megatron", "sglang"})):
+    for key, value in flat(config.model_dump(exclude={"algorithm", "megatron", "sglang"})).items():
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, str(value), "a finite number", "Write a number.")
 
@@ -84,7 +96,7 @@ def _warmup(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.warmup_steps", str(config.optimizer.warmup_steps), expected, "Lower it.")
 
 
-@rule("tracking_backends")
+@rule("tracking_backends", needs="machine")
 def _tracking_backends(config: Config, facts: Facts) -> Iterator[Problem]:
     """The trackers are installed."""
     for name in config.tracking.backends:
@@ -92,11 +104,3 @@ def _tracking_backends(config: Config, facts: Facts) -> Iterator[Problem]:
             found = f"{name!r}, which is not installed"
             action = "Install it with pip install 'megatron_dppo[track]', or remove it from the list."
             yield Problem("tracking.backends", found, "an installed tracker", action)
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

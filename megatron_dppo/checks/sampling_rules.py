@@ -7,7 +7,7 @@ from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import Problem
-from megatron_dppo.user_code import problem_with_path
+from megatron_dppo.runtime.user_code import problem_with_path
 
 
 @rule("over_sampling")
@@ -21,7 +21,7 @@ def _over_sampling(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("rollout.over_sampling", found, expected, action)
 
 
-@rule("environment")
+@rule("environment", needs="machine")
 def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
     """The environment is registered, or its package can be found; a user's module is not imported to check."""
     problem = problem_with(config.rollout.environment)
@@ -45,7 +45,7 @@ def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("rollout.environment", found, expected, "Set rollout.over_sampling = 1.")
 
 
-@rule("generate")
+@rule("generate", needs="machine")
 def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
     """A user's own sampling can be found, and is asked for nothing that only the package's own can do."""
     options, key = config.rollout, "rollout.generate"

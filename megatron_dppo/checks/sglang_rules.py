@@ -6,7 +6,14 @@ from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
-from megatron_dppo.rollout.sglang.options import interpreter, option_problems, owned_problems, read_options
+from megatron_dppo.rollout.sglang.options import (
+    interpreter,
+    option_problems,
+    owned_problems,
+    read_options,
+    shipped_options,
+)
+from megatron_dppo.rollout.sglang.protocol import GENERATIONS
 
 
 @rule("sglang_owned")
@@ -15,11 +22,11 @@ def _sglang_owned(config: Config, facts: Facts) -> Iterator[Problem]:
     yield from owned_problems(config.sglang)
 
 
-@rule("sglang_arguments")
+@rule("sglang_arguments", needs="machine")
 def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Keys of [sglang] are arguments of the installed SGLang's server, and their values will do."""
-    options = read_options(interpreter(config)) if config.sglang else None
-    if options is not None:
+    """Keys of [sglang] are arguments of SGLang's server, and their values will do."""
+    if config.sglang:
+        options = read_options(interpreter(config)) or shipped_options(next(iter(GENERATIONS)))
         yield from option_problems(config.sglang, options)
 
 

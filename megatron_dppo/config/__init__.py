@@ -1,4 +1,4 @@
-"""What a user may set (`schema`), and how files become it (`load`)."""
+"""The config's schema, and how TOML files become a `Config`."""
 
 from megatron_dppo.config.load import did_you_mean, dump_config, load_config
 from megatron_dppo.config.schema import (

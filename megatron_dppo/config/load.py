@@ -57,7 +57,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
         if isinstance(layer, Problem):
             problems.append(layer)
         else:
-            _merge(merged, layer, f"--set {override}", origins)
+            _merge(merged, layer, f"--set {override}", origins, empties=True)
     try:
         # Strict, as TOML has types: "3" is no number, 3.0 no count. By way of JSON, where strict reads paths.
         config = Config.model_validate_json(json.dumps(merged, default=str), strict=True)
@@ -83,7 +83,11 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str | None:
 def _read_toml(path: Path) -> Table | Problem:
     expected = "a TOML file"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):
+            action = "Save the file as UTF-8 without a byte-order mark."
+            return Problem(str(path), "a byte-order mark (BOM) at its beginning", expected, action)
+        return tomllib.loads(text)
     except FileNotFoundError:
         return Problem(str(path), "no such file", expected, f"Check the path; it starts at {Path.cwd()}.")
     except OSError as error:
@@ -99,7 +103,7 @@ def _torn_toml(path: Path, message: str) -> Problem:
     lines = path.read_text(encoding="utf-8").splitlines()
     number = int(position.group(1)) if position else len(lines)
     text = lines[number - 1].strip() if 0 < number <= len(lines) else "the end of the file"
-    action = "Mend this line; strings need quotes, and a table starts with [name]."
+    action = "Fix this line; strings need quotes, and a table starts with [name]."
     return Problem(f"{path}, line {number}", f"{text!r} ({message})", "valid TOML", action)
 
 
@@ -119,12 +123,24 @@ def _parse_override(override: str) -> Table | Problem:
     return cast(Table, value)
 
 
-def _merge(into: Table, layer: Table, origin: str, origins: dict[KeyPath, str], prefix: KeyPath = ()) -> None:
+def _merge(
+    into: Table,
+    layer: Table,
+    origin: str,
+    origins: dict[KeyPath, str],
+    prefix: KeyPath = (),
+    *,
+    empties: bool = False,
+) -> None:
+    """Add a layer; with `empties`, an empty table empties the one that is there."""
     for key, value in layer.items():
         path = (*prefix, key)
-        if isinstance(value, dict) and isinstance(into.setdefault(key, {}), dict):
+        if isinstance(value, dict) and not value and empties:
+            into[key] = {}
+            origins[path] = origin
+        elif isinstance(value, dict) and isinstance(into.setdefault(key, {}), dict):
             origins.setdefault(path, origin)
-            _merge(into[key], cast(Table, value), origin, origins, path)
+            _merge(into[key], cast(Table, value), origin, origins, path, empties=empties)
         else:
             into[key] = value
             origins[path] = origin
@@ -141,12 +157,20 @@ def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
     if details["type"] == "extra_forbidden":
         return _unknown_key(where, keys, found)
     expected = _EXPECTED.get(details["type"], details["msg"].removeprefix("Input should be "))
+    if (number := _number_of_values(details)) is not None:
+        expected = f"{number} values"
     section, name = _section(keys[:-1]), keys[-1]
     field = section.model_fields.get(name) if section else None
     if field is not None and _section(keys) is not None:
         return Problem(where, found, expected, f"Write a table [{where}] with keys of its own.")
-    meaning = field.description if field is not None and field.description else f"Mend {where}."
+    meaning = field.description if field is not None and field.description else f"Fix {where}."
     return Problem(where, found, expected, meaning.replace("\n", " "))
+
+
+def _number_of_values(details: ErrorDetails) -> int | None:
+    """How many values a list should have, where that is what is wrong."""
+    limits: dict[str, Any] = details.get("ctx", {})
+    return {"too_long": limits.get("max_length"), "too_short": limits.get("min_length")}.get(details["type"])
 
 
 def _section(keys: KeyPath) -> type[BaseModel] | None:

@@ -1,4 +1,4 @@
-"""What a user may set of evaluation, and of what a run tells of itself."""
+"""The sections [evaluation] and [tracking]."""
 
 from pathlib import Path
 from typing import Literal

@@ -194,7 +194,10 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """[algorithm]: a preset, and the fields of it to override (none: the preset's own)."""
+    """[algorithm]: a preset, the fields of it to override (none: the preset's own), and how it is trained with.
+
+    The fields are those that `algorithms.presets.OVERRIDABLE` names.
+    """
 
     preset: str = "dppo_binary_tv"
     """Name in megatron_dppo.algorithms.PRESETS."""
@@ -214,7 +217,7 @@ class AlgorithmConfig(Section):
     """relax_*: tokens with mu below this are not clipped on the relaxed side."""
     anchor: Literal["rollout", "recomputed"] | None = None
     """Policy the mask compares with."""
-    top_k: int | None = None
+    top_k: int | None = Field(default=None, ge=1, le=64)
     """Columns of mu that topk_* divergences use."""
     include_other: bool | None = None
     """topk_*: count the mass outside the K tokens as one more outcome."""
@@ -239,25 +242,11 @@ class AlgorithmConfig(Section):
     logits_dtype: Literal["model", "float32"] = "model"
     """hidden_states: float32 does not round the logits of a bfloat16 model."""
 
-    def objective_overrides(self) -> dict[str, Any]:
-        """The preset's fields that the user set, as keywords of `preset()`."""
-        not_of_the_objective = {
-            "preset",
-            "aggregation",
-            "normalize_advantage_std",
-            "minibatches_per_rollout",
-            "epochs_per_rollout",
-            "loss_from",
-            "logits_chunk_bytes",
-            "logits_dtype",
-        }
-        return self.model_dump(exclude_none=True, exclude=not_of_the_objective)
-
 
 class OptimizerConfig(Section):
     """[optimizer]: AdamW and its schedule, counted in gradient steps."""
 
-    lr: PositiveFloat = 1e-6
+    lr: float = Field(default=1e-6, gt=0, le=1)
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of a decaying schedule."""

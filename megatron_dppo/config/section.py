@@ -1,4 +1,4 @@
-"""What every section of a config is made of."""
+"""The base class of all config sections."""
 
 from typing import Annotated, Any, cast
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is and holds, in lines for a person; only headers are read."""
+"""Lists what a checkpoint holds; reads only its headers."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.actor.layout import architecture_of
+from megatron_dppo.architectures.layout import architecture_of
+from megatron_dppo.architectures.weight_map import is_adapter
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.description import read_convertible_config
 from megatron_dppo.conversion.sources import WEIGHTS, HuggingFaceSource
 from megatron_dppo.conversion.stored_tensors import StoredTensors
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.models.weight_map import is_adapter
 
 _OPTIMIZER = "optimizer."
 

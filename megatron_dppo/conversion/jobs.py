@@ -1,11 +1,11 @@
-"""Work in threads and over processes: each job once, and an error of one known to all."""
+"""Runs jobs in threads and over processes; an error of one is raised in all."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""How a checkpoint is written."""
+"""Options of how a checkpoint is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.sources import HuggingFaceSource
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.hf_checkpoint import HFWeights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

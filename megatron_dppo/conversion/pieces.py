@@ -11,9 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_dppo.actor.layout import ModelSizes, model_sizes
-from megatron_dppo.models.family import HFConfig, family_of
-from megatron_dppo.models.weight_map import DENSE_MLP, EMBEDDING, MOE_MLP, OUTPUT, WeightRule, WeightTable
+from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.layout import ModelSizes, model_sizes
+from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.weight_map import (
+    DENSE_MLP,
+    EMBEDDING,
+    MOE_MLP,
+    OUTPUT,
+    WeightRule,
+    WeightTable,
+)
 
 Shape = tuple[int, ...]
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files
 from megatron_dppo.conversion.quantized_folder import QUANTIZATION
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
-from megatron_dppo.models.family import family_of, read_hf_config
-from megatron_dppo.models.hf_checkpoint import HFWeights, copy_model_files
-from megatron_dppo.rollout.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
+from megatron_dppo.rollout.embedded.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
 
 _OLDER = "hf_quant_config.json"  # says what config.json's quantization_config says
 _EXPERTS = ".mlp.experts."

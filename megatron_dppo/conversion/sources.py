@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.pieces import Piece, pieces_of
 from megatron_dppo.conversion.stored_tensors import StoredTensors
 from megatron_dppo.errors import CheckpointError, ConversionError
-from megatron_dppo.models.family import HFConfig, family_of, read_hf_config
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.models.weight_map import ADAPTER_SUFFIX
 
 WEIGHTS = "megatron"
 SAFETENSORS_DTYPES = {

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.models.untrusted import refuse_code
 
 _READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.registry import read_hf_config
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.pieces import pieces_of
 from megatron_dppo.conversion.sources import WEIGHTS, HuggingFaceSource, MegatronSource
-from megatron_dppo.models.family import read_hf_config
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 
 class StoredWeights:

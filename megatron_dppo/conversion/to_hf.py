@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_dppo.checkpoints.hf_folder import INDEX
 from megatron_dppo.conversion.description import write_description
 from megatron_dppo.conversion.jobs import run_jobs
 from megatron_dppo.conversion.options import Options
 from megatron_dppo.conversion.sources import Source
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
-from megatron_dppo.models.hf_checkpoint import INDEX
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Shard:
 def write_hf(source: Source, template: Path, out: Path, options: Options, runtime: Runtime) -> None:
     """Write a Hugging Face folder, whole or not at all; every process calls this together.
 
-    An earlier start that was interrupted is gone on with, where source and options are the same. A process
+    An earlier start that was interrupted is resumed where source and options are the same. A process
     holds one file's tensors for each of its writers.
 
     Args:

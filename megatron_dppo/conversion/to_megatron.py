@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.actor import cpu, mcore_fixes
+from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.conversion.description import write_description
 from megatron_dppo.conversion.jobs import run_jobs
 from megatron_dppo.conversion.options import Options
@@ -17,10 +18,10 @@ from megatron_dppo.conversion.pieces import Piece, hf_shapes, pieces_of
 from megatron_dppo.conversion.sources import WEIGHTS, Source
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.family import HFConfig, family_of
-from megatron_dppo.models.megatron_checkpoint import HF
+from megatron_dppo.mcore import cpu, fixes
+from megatron_dppo.models.megatron_folder import HF
 from megatron_dppo.models.streamed_save import Block, Places, StreamedFile, StreamedSave
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 _BLOCK_ELEMENTS = 1 << 25
 """Of stacked experts: a rank loads few that are not its own, and there are not too many blocks to plan."""
@@ -91,7 +92,7 @@ def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
 def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, runtime: Runtime) -> None:
     """Write a Megatron checkpoint, whole or not at all; every process calls this together.
 
-    An earlier start that was interrupted is gone on with, where source and options are the same.
+    An earlier start that was interrupted is resumed where source and options are the same.
 
     Args:
         source: What to convert.
@@ -105,7 +106,7 @@ def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, ru
         CheckpointError: The metadata cannot be written.
     """
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     outline = require_fit(source, hf)
     dtype = options.dtype or one_dtype(outline, source.folder)
     pieces = {_key_of(piece): piece for piece in pieces_of(hf, _BLOCK_ELEMENTS)}

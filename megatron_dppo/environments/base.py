@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.runtime.user_code import imported, problem_with_path
 from megatron_dppo.types import FinishReason, Message, Prompt
-from megatron_dppo.user_code import imported, problem_with_path
 
 _KEY = "rollout.environment"
 

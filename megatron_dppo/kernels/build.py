@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from megatron_dppo.cache import cache_folder
 from megatron_dppo.errors import KernelBuildError
+from megatron_dppo.runtime.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -1,27 +1,52 @@
-"""An objective as plain numbers: what an operator's schema can carry, and a kernel can read."""
+"""An objective as plain numbers: what an operator's schema can carry, and a kernel can read.
 
+Every number is written down, here or with the divergence or rule that it names, and none follows from an order:
+those that the compiled kernels read are those of `csrc/capi.h`.
+"""
+
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, get_args
+from types import MappingProxyType
+from typing import Any
 
-from megatron_dppo.algorithms.divergence import DIVERGENCES, SampledToken
-from megatron_dppo.algorithms.objective import Anchor, Objective, Relax, Rule
+from megatron_dppo.algorithms import DIVERGENCES, RULES, Objective
+from megatron_dppo.errors import ConfigError, Problem
 
-# The values of each field that has names, by their number: capi.h's, where it has them.
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "rule": get_args(Rule),
-    "divergence": tuple(DIVERGENCES),
-    "relax": get_args(Relax),
-    "anchor": get_args(Anchor),
-    "sampled_token": get_args(SampledToken),
-    "include_other": (False, True),
-    "is_imitation": (False, True),
-}
+# The number of each value of an objective's other fields that have names.
+IDS: Mapping[str, Mapping[Any, int]] = MappingProxyType(
+    {
+        "relax": {"none": 0, "high": 1, "low": 2, "both": 3},
+        "anchor": {"rollout": 0, "recomputed": 1},
+        "sampled_token": {"union": 0, "replace": 1},
+        "include_other": {False: 0, True: 1},
+        "is_imitation": {False: 0, True: 1},
+    }
+)
+# Bits of `DppoObjective.flags`.
+FLAGS: Mapping[str, int] = MappingProxyType({"include_other": 1, "replace": 2, "imitation": 4})
+# The rules and divergences that `csrc` computes.
+COMPILED: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "rule": {"none": 0, "ratio": 1, "divergence": 2, "negative": 3},
+        "divergence": {"binary_tv": 0, "binary_kl": 1, "topk_tv": 2, "topk_kl": 3},
+    }
+)
+CHOICES = ("rule", "divergence", *IDS)
 NUMBERS = ("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "ratio_cap", "entropy_coef", "top_k")
+
+
+def ids_of(field: str) -> Mapping[Any, int]:
+    """Returns the number of each value that one of the CHOICES may have."""
+    if field == "rule":
+        return {name: rule.id for name, rule in RULES.items()}
+    if field == "divergence":
+        return {name: divergence.id for name, divergence in DIVERGENCES.items()}
+    return IDS[field]
 
 
 def encode(objective: Objective) -> list[float]:
     """The objective without its name; `decode` inverts it."""
-    choices = [float(names.index(getattr(objective, field))) for field, names in CHOICES.items()]
+    choices = [float(ids_of(field)[getattr(objective, field)]) for field in CHOICES]
     return choices + [float(getattr(objective, field)) for field in NUMBERS]
 
 
@@ -32,7 +57,41 @@ def decode(code: list[float]) -> Objective:
 
 @lru_cache
 def _decode(code: tuple[float, ...]) -> Objective:
-    choices = {field: names[int(n)] for (field, names), n in zip(CHOICES.items(), code, strict=False)}
-    numbers: dict[str, Any] = dict(zip(NUMBERS, code[len(CHOICES) :], strict=True))
-    numbers["top_k"] = int(numbers["top_k"])
-    return Objective("decoded", **choices, **numbers)
+    fields: dict[str, Any] = {}
+    for field, number in zip(CHOICES, code, strict=False):
+        fields[field] = {id: value for value, id in ids_of(field).items()}[int(number)]
+    fields |= dict(zip(NUMBERS, code[len(CHOICES) :], strict=True))
+    fields["top_k"] = int(fields["top_k"])
+    return Objective("decoded", **fields)
+
+
+def flags_of(objective: Objective) -> int:
+    """Returns the objective's FLAGS, or-ed."""
+    is_set = {
+        "include_other": objective.include_other,
+        "replace": objective.sampled_token == "replace",
+        "imitation": objective.is_imitation,
+    }
+    return sum(FLAGS[name] for name in FLAGS if is_set[name])
+
+
+def require_compiled(objective: Objective) -> None:
+    """Refuses an objective that the compiled kernels do not know, by name and number.
+
+    Raises:
+        ConfigError: Its rule or its divergence is not among COMPILED.
+    """
+    problems: list[Problem] = []
+    for field, known in COMPILED.items():
+        name = getattr(objective, field)
+        if known.get(name) != (id := ids_of(field)[name]):
+            expected = f"one that the compiled kernels know: {', '.join(known)}"
+            action = (
+                "Run it on CPU tensors, where the PyTorch reference computes it, or add it to csrc/ and to "
+                "COMPILED of kernels/encoding.py."
+            )
+            problems.append(
+                Problem(f"fused_policy_loss.objective.{field}", f"{name!r} (id {id})", expected, action)
+            )
+    if problems:
+        raise ConfigError(problems)

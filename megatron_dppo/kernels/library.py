@@ -14,12 +14,10 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels.arguments import LOGITS_DTYPES, ArgumentChecker, KernelError
-from megatron_dppo.kernels.encoding import CHOICES
+from megatron_dppo.kernels.encoding import COMPILED, IDS, flags_of, require_compiled
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
 
 ABI_VERSION = 1
-
-_INCLUDE_OTHER, _REPLACE, _IMITATION = 1, 2, 4
 
 
 class _Objective(ctypes.Structure):
@@ -41,14 +39,12 @@ class _Objective(ctypes.Structure):
 
     @classmethod
     def of(cls, objective: Objective) -> "_Objective":
-        flags = _INCLUDE_OTHER if objective.include_other else 0
-        flags |= _REPLACE if objective.sampled_token == "replace" else 0
-        flags |= _IMITATION if objective.is_imitation else 0
+        require_compiled(objective)
         return cls(
-            rule=CHOICES["rule"].index(objective.rule),
-            divergence=CHOICES["divergence"].index(objective.divergence),
-            relax=CHOICES["relax"].index(objective.relax),
-            flags=flags,
+            rule=COMPILED["rule"][objective.rule],
+            divergence=COMPILED["divergence"][objective.divergence],
+            relax=IDS["relax"][objective.relax],
+            flags=flags_of(objective),
             delta_low=objective.delta_low,
             delta_high=objective.delta_high,
             eps_low=objective.eps_low,
@@ -176,7 +172,11 @@ class KernelLibrary:
             advantages: [N].
             is_learning: [N] bool; None: all learn. Whatever stands in the other rows is ignored.
             token_weights: [N]; None: 1.
+
+        Raises:
+            ConfigError: The kernels do not know the objective's rule or divergence.
         """
+        encoded = _Objective.of(objective)
         check = ArgumentChecker("combine", self.device_type, statistics.device)
         top_k = 0 if topk_ids is None else check.top_k(topk_ids)
         num_shards, num_rows = (*statistics.shape, 0, 0)[:2]
@@ -207,7 +207,7 @@ class KernelLibrary:
             check.pointer("advantages", advantages, torch.float32, (num_rows,)),
             check.pointer("is_learning", is_learning, torch.bool, (num_rows,)),
             check.pointer("token_weights", token_weights, torch.float32, (num_rows,)),
-            ctypes.byref(_Objective.of(objective)),
+            ctypes.byref(encoded),
             rows.data_ptr(),
             None if topk_log_probs is None else topk_log_probs.data_ptr(),
         )

@@ -78,7 +78,8 @@ def fused_policy_loss(
 
     Raises:
         ConfigError: An input is missing or of the wrong shape or type, the shard does not cover the vocabulary,
-            or (always on CPU, on other devices with `debug`) holds what no learning token may have.
+            the compiled kernels of a GPU do not know the objective's rule or divergence, or (always on CPU, on
+            other devices with `debug`) an input holds what no learning token may have.
     """
     shard = require_shard(logits, vocab_start, vocab_size, tp_group)
     require_temperature(temperature)

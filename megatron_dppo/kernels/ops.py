@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from megatron_dppo.algorithms import Objective
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import cuda_library
-from megatron_dppo.kernels.encoding import decode
+from megatron_dppo.kernels.encoding import decode, require_compiled
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
 from megatron_dppo.kernels.vocab_parallel import num_columns
@@ -28,7 +29,22 @@ def kernels_for(device_type: str) -> Any:
         KernelBuildError: There are no compiled kernels for this GPU, and they cannot be compiled here.
         KernelError: Those that there are do not load.
     """
-    return KernelLibrary(cuda_library()) if device_type == "cuda" else reference
+    return KernelLibrary(cuda_library()) if is_compiled_for(device_type) else reference
+
+
+def is_compiled_for(device_type: str) -> bool:
+    """Returns whether the compiled kernels compute on such a device, and not `reference`."""
+    return device_type == "cuda"
+
+
+def require_known(objective: Objective, tensor: Tensor) -> None:
+    """Refuses an objective that the kernels for a tensor's device do not know, before one of them runs.
+
+    Raises:
+        ConfigError: The kernels are the compiled ones, and its rule or divergence is not among theirs.
+    """
+    if is_compiled_for(tensor.device.type):
+        require_compiled(objective)
 
 
 def _kernels(tensor: Tensor) -> Any:

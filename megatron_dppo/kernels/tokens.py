@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.arguments import MAX_TOP_K
 from megatron_dppo.kernels.vocab_parallel import VocabShard, require_cover
 
@@ -56,8 +57,10 @@ def loss_tokens(
     takes it.
 
     Raises:
-        ConfigError: An input is missing, or of another shape or type; all faults at once.
+        ConfigError: An input is missing, or of another shape or type; all faults at once. Or the kernels of the
+            tensors' device are compiled and do not know the objective.
     """
+    ops.require_known(objective, targets)
     given: dict[str, Tensor | None] = {
         "targets": targets,
         "rollout_log_probs": rollout_log_probs,

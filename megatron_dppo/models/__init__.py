@@ -1,1 +1,1 @@
-"""Model families, the weight table, and conversion to and from Hugging Face."""
+"""Megatron modules: built from a config, filled with weights, and exported."""

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_dppo.data.token_slices import zigzag
+from megatron_dppo.data.batches.token_slices import zigzag
 
 
 class PackedAttention(torch.nn.Module):

@@ -8,13 +8,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dppo.actor.layout import model_sizes
-from megatron_dppo.models.architectures import rope_scaling_factor
-from megatron_dppo.models.family import HFConfig, family_of
+from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.layout import model_sizes
+from megatron_dppo.architectures.refusals import rope_scaling_factor
+from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.models.fusions import fusions
 from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
-from megatron_dppo.models.spec_choice import LayerSpecName
-from megatron_dppo.runtime import gpu_libraries
+from megatron_dppo.runtime.process import gpu_libraries
 
 
 def transformer_config(
@@ -30,8 +32,11 @@ def transformer_config(
         hf: config.json.
         dtype: Type of parameters and activations.
         parallel: Megatron's parallel sizes, from `Layout`.
-        overrides: The user's `[megatron]` table, which has the last word.
+        overrides: The user's `[megatron]` table, which replaces any of them.
         layer_spec: The one that the model is going to be built in.
+
+    Raises:
+        ConfigError: Megatron refuses the settings.
     """
     settings: dict[str, Any] = dict(
         params_dtype=dtype,
@@ -48,7 +53,12 @@ def transformer_config(
     settings |= fusions(gpu_libraries()) | family_of(hf).transformer_config(hf) | parallel | overrides
     has_experts = settings.get("num_moe_experts") is not None
     settings["moe_grouped_gemm"] = has_experts and layer_spec == "transformer_engine"
-    return TransformerConfig(**settings)
+    try:
+        return TransformerConfig(**settings)
+    except (ValueError, TypeError, AssertionError, KeyError, AttributeError) as error:
+        action = "Correct [megatron]; these are fields of Megatron's TransformerConfig."
+        expected = "settings that Megatron accepts together"
+        raise ConfigError(Problem("megatron", f"{overrides}: {error}", expected, action)) from error
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:

@@ -15,12 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.actor.layout import model_sizes
-from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.family import HFConfig, family_of
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.models.lora import merged
-from megatron_dppo.models.weight_map import (
+from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.layout import model_sizes
+from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.weight_map import (
     EMBEDDING,
     OUTPUT,
     WeightEntry,
@@ -28,6 +26,9 @@ from megatron_dppo.models.weight_map import (
     WeightTable,
     is_adapter,
 )
+from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.errors import ConversionError
+from megatron_dppo.models.lora import merged
 
 T = TypeVar("T")
 
@@ -240,7 +241,9 @@ def describe_hf_weights(
         for expert in range(count):
             for hf_name, piece in zip(entry.hf_names(expert if rule.is_expert else None), pieces, strict=True):
                 if hf_name in found:
-                    raise ConversionError(f"{hf_name}: two parameters hold it. Correct models/weight_map.py.")
+                    raise ConversionError(
+                        f"{hf_name}: two parameters hold it. Correct architectures/weight_map.py."
+                    )
                 found[hf_name] = piece
     return found
 

@@ -1,8 +1,8 @@
-"""Which of Megatron-Core's fused kernels a model is built with; `[megatron]` has the last word on each."""
+"""Chooses which of Megatron-Core's fused kernels a model uses; `[megatron]` overrides each choice."""
 
 from typing import Any
 
-from megatron_dppo.libraries import Libraries
+from megatron_dppo.runtime.libraries import Libraries
 
 # Off even where it could run: nothing here measured what it gains, or that it gives the same numbers.
 _OFF: dict[str, Any] = dict(

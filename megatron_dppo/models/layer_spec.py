@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.models.attention import PackedAttention
-from megatron_dppo.models.spec_choice import LayerSpecName
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -30,11 +30,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_dppo.actor.layout import model_sizes
+from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.layout import model_sizes
+from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.models.family import HFConfig, family_of
-from megatron_dppo.models.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
 
 
 class Pair(torch.nn.Module):

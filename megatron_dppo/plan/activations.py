@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_dppo.actor.layout import Layout
-from megatron_dppo.plan.model import ModelShape
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.plan.options import LayerSpec, Recompute
 
 EXPERT_IMBALANCE = 1.3

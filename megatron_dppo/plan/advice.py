@@ -1,227 +1,210 @@
-"""What to change so that a run fits, or to make it faster: each suggestion is tried before it is made."""
+"""What to change in the config so that a run fits, or is faster; a change is planned before it is advised."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from megatron_dppo.actor.layout import Layout
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.engine import SGLANG_MEMORY_FRACTION, engine_memory
+from megatron_dppo.plan.engine import SGLANG_MEMORY_FRACTION
+from megatron_dppo.plan.fewest import Fewest, engine_alone, fewest_gpus, has_room
 from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.machine import RESERVE_BYTES
 from megatron_dppo.plan.memory import Memory, memory_of
-from megatron_dppo.plan.options import FULL, Options, Recompute
-from megatron_dppo.plan.search import HEADROOM, Found, fits, fits_hosts, has_headroom, propose
-from megatron_dppo.plan.units import counted, in_gib
+from megatron_dppo.plan.options import FULL, recompute_problems
+from megatron_dppo.plan.search import Found, fits, fits_hosts, has_headroom
+from megatron_dppo.plan.settings import Settings
+from megatron_dppo.plan.units import counted, in_gib, in_seconds
 
 TOKENS_STEP = 1024  # micro-batches are suggested in multiples of it
 WORTH_SAYING = 1.05  # a faster layout or option is mentioned from this factor on
-MAX_GPUS_TRIED = 256
 SMALLEST_FRACTION = 0.3  # of the GPU, that SGLang is still useful with
-
-Change = tuple[str, Job]  # something to do, as an imperative without a full stop, and the job that comes of it
-Changer = Callable[[Job, Layout], Change | None]  # none where it does not apply
+MAX_CHANGES = 4  # in one suggestion
 
 
-def advise(job: Job, memory: Memory | None, found: Found, vary: Sequence[Options]) -> list[str]:
-    """Sentences, most useful first.
+@dataclass(frozen=True)
+class Advice:
+    """A suggestion, and what to set to follow it."""
+
+    text: str
+    settings: Settings = field(default_factory=dict)
+
+
+Change = tuple[str, Settings]  # an imperative without a full stop, and what it sets
+Changer = Callable[[Job], Change | None]  # none where it does not apply
+
+
+def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
+    """What to do about a layout that `train` admits.
 
     Args:
         job: What was configured.
-        memory: Of the configured layout; none where it cannot be laid out.
+        memory: Of the configured layout.
         found: The layouts that fit.
-        vary: The options that they were chosen from.
     """
-    if memory is not None and fits(job, memory):
+    if fits(job, memory):
         return [_when_it_fits(job, memory, found)]
-    if memory is not None and memory.peak <= job.machine.gpu_bytes and not fits_hosts(job, memory):
-        return [_when_the_host_is_too_small(job, memory)]
-    remedy = None if memory is None else _remedy(job, memory.layout)
+    remedy = _remedy(job)
     if remedy is not None:
         return [remedy]
+    if memory.peak <= job.machine.gpu_bytes and not fits_hosts(job, memory):
+        name, num_bytes = max(memory.host.per_rank.items(), key=lambda item: item[1])
+        most = f"most of it is {name}, {in_gib(num_bytes)} GiB for each rank"
+        return [Advice(f"The host is too small; {most}. Use more nodes.")]
     if found.proposals:
-        return ["No change of options makes this layout fit; take one of the layouts below."]
-    return [_more_gpus(job, vary)]
+        return [Advice("No change of options makes this layout fit; take one of the layouts above.")]
+    return []
 
 
-def _more_gpus(job: Job, vary: Sequence[Options]) -> str:
-    """The fewest GPUs, doubled and doubled again, on which some layout fits; with another engine if need be."""
-    none = f"Nothing fits on {counted(job.machine.num_gpus, 'GPU')}"
-    for num_gpus in (job.machine.num_gpus * factor for factor in (1, 2, 4, 8)):
-        larger = replace(job, machine=replace(job.machine, num_gpus=num_gpus))
-        plain: Change = f"use {num_gpus} GPUs (--gpus {num_gpus})", larger
-        for change in (plain, _wider_engine(larger), _smaller_engine(larger), _other_engine(larger)):
-            if num_gpus > MAX_GPUS_TRIED or change is None or change[1] == job:
-                continue
-            if propose(change[1], vary).proposals:
-                more = "" if num_gpus == job.machine.num_gpus or change is plain else f"{plain[0]} and "
-                return f"{none}: {more}{change[0]}, and some layouts do."
-    return f"{none}: shorten sequences and micro-batches, or use GPUs with more memory."
+def fewest_with_other_engine(job: Job) -> Fewest | None:
+    """The fewest GPUs that are enough after a change of the engine, if any are."""
+    enough: list[Fewest] = []
+    for change in (_smaller_engine, _wider_engine, _other_engine):
+        changed = change(job)
+        if changed is None:
+            continue
+        condition, settings = changed
+        fewest = fewest_gpus(job.having(settings))
+        if fewest.proposal is not None:
+            proposal = replace(fewest.proposal, settings={**settings, **fewest.proposal.settings})
+            enough.append(replace(fewest, proposal=proposal, condition=condition))
+    return min(enough, key=lambda each: each.num_gpus) if enough else None
 
 
-def _when_it_fits(job: Job, memory: Memory, found: Found) -> str:
+def _when_it_fits(job: Job, memory: Memory, found: Found) -> Advice:
     own = step_time(job, memory.layout).total
     if job.options.recompute.granularity != "none":
-        eager = _with_recompute(job, Recompute())
+        table = {key: value for key, value in job.config.megatron.items() if key not in _RECOMPUTE_KEYS}
+        eager = job.having({"megatron": table})
         without, faster = memory_of(eager, memory.layout), own / step_time(eager, memory.layout).total
-        if fits(job, without) and faster >= WORTH_SAYING:
-            return (
+        if fits(eager, without) and faster >= WORTH_SAYING:
+            keys = ", ".join(f"megatron.{key}" for key in _RECOMPUTE_KEYS if key in job.config.megatron)
+            return Advice(
                 f"It fits without recompute too, {in_gib(without.peak)} GiB, about {faster:.2f} times as fast: "
-                "remove megatron.recompute_granularity."
+                f"remove {keys}."
             )
-    better = [p for p in found.proposals if p.time.total * WORTH_SAYING <= own]
-    admitted = [p for p in better if p.is_admitted]
+    better = [each for each in found.proposals if each.time.total * WORTH_SAYING <= own]
     if not better:
-        return "Nothing to change: no layout here is estimated to be clearly faster."
-    best = (admitted or better)[0]
-    number = found.proposals.index(best) + 1
-    later = "" if best.is_admitted else ", once the program admits it"
-    return f"Layout {number} below is estimated to be {own / best.time.total:.2f} times as fast{later}."
+        return Advice("Nothing to change: no layout here is estimated to be clearly faster.")
+    faster = own / better[0].time.total
+    return Advice(f"Layout 1 is estimated to be {faster:.2f} times as fast.", better[0].settings)
 
 
-def _when_the_host_is_too_small(job: Job, memory: Memory) -> str:
-    synchronous = job.config.checkpoint.model_copy(update={"asynchronous": False})
-    changed = replace(job, config=job.config.model_copy(update={"checkpoint": synchronous}))
-    if fits(changed, memory_of(changed, memory.layout)):
-        return "Write checkpoints without a copy on the host: --set checkpoint.asynchronous=false."
-    name, num_bytes = max(memory.host.per_rank.items(), key=lambda item: item[1])
-    return (
-        f"The host is too small; most of it is {name}, {in_gib(num_bytes)} GiB for each rank. Use more nodes."
-    )
-
-
-def _remedy(job: Job, layout: Layout) -> str | None:
-    """The fewest changes after which the layout fits, of equally few the fastest; offload as last resort."""
-    today: list[Changer] = [
-        _recompute_all,
-        _chunk_logits,
-        _park,
-        _smaller_engine,
-        _wider_engine,
-        _other_engine,
+def _remedy(job: Job) -> Advice | None:
+    """The fewest changes after which the configured layout fits, of equally few the fastest."""
+    changes: list[Changer] = [
+        *(_recompute_all, _chunk_logits, _park, _smaller_engine, _wider_engine, _other_engine),
+        _synchronous_checkpoints,
     ]
-    return _fewest_changes(job, layout, today) or _fewest_changes(job, layout, [*today, _offload])
-
-
-def _fewest_changes(job: Job, layout: Layout, changes: Sequence[Changer]) -> str | None:
-    for count in range(1, len(changes) + 2):
-        working: list[tuple[float, str]] = []
+    for count in range(1, MAX_CHANGES + 1):
+        working: list[tuple[float, str, Settings]] = []
         for chosen in combinations(changes, count):
-            working.extend(_tried(job, layout, chosen))
+            working.extend(_tried(job, chosen))
         for chosen in combinations(changes, count - 1):
-            working.extend(_tried(job, layout, (*chosen, _smaller_microbatch)))
+            working.extend(_tried(job, (*chosen, _smaller_microbatch)))
         if working:
-            return min(working)[1]
+            _, text, settings = min(working, key=lambda each: round(each[0], 2))  # of equals the first
+            return Advice(text, settings)
     return None
 
 
-def _tried(job: Job, layout: Layout, chosen: Sequence[Changer]) -> Iterator[tuple[float, str]]:
-    """(Seconds of a step, sentence) where all the changes apply and make the layout fit."""
+def _tried(job: Job, chosen: Sequence[Changer]) -> Iterator[tuple[float, str, Settings]]:
+    """(Seconds of a step, sentence, settings) where all the changes apply and make the layout fit."""
     texts: list[str] = []
+    settings: dict[str, object] = {}
     for change in chosen:
-        changed = change(job, layout)
+        changed = change(job)
         if changed is None:
             return
         texts.append(changed[0])
-        job = changed[1]
-    memory = memory_of(job, layout)
-    if has_headroom(job, memory):
-        sentence = " and ".join(texts)
-        yield (
-            step_time(job, layout).total,
-            f"{sentence[0].upper()}{sentence[1:]}: {in_gib(memory.peak)} GiB then.",
-        )
+        settings |= changed[1]
+        job = job.having(changed[1])
+    memory = memory_of(job, job.layout)
+    if has_headroom(job, memory) and not job.problems:
+        seconds = step_time(job, job.layout).total
+        node = "" if job.machine.host_bytes is None else f" and {in_gib(memory.host.per_node)} GiB of a node"
+        then = f"{in_gib(memory.peak)} GiB{node} then, about {in_seconds(seconds)} for a gradient step"
+        yield seconds, f"{_sentence(' and '.join(texts))}: {then}.", settings
 
 
-def _recompute_all(job: Job, layout: Layout) -> Change | None:
-    if job.options.recompute.granularity == "full":
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+_RECOMPUTE_KEYS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+
+
+def _recompute_all(job: Job) -> Change | None:
+    table = {**job.config.megatron, **FULL.keys()}
+    if job.options.recompute.granularity == "full" or recompute_problems(table):
         return None
-    keys = " ".join(f"--set megatron.{key}={value}" for key, value in FULL.keys().items())
-    return f"recompute activations ({keys})", _with_recompute(job, FULL)
+    return "recompute activations", {f"megatron.{key}": value for key, value in FULL.keys().items()}
 
 
-def _chunk_logits(job: Job, layout: Layout) -> Change | None:
+def _chunk_logits(job: Job) -> Change | None:
     if job.config.algorithm.loss_from == "hidden_states":
         return None
-    algorithm = job.config.algorithm.model_copy(update={"loss_from": "hidden_states"})
-    changed = replace(job, config=job.config.model_copy(update={"algorithm": algorithm}))
-    return "make logits of some tokens at a time (--set algorithm.loss_from=hidden_states)", changed
+    return "make logits of some tokens at a time", {"algorithm.loss_from": "hidden_states"}
 
 
-def _park(job: Job, layout: Layout) -> Change | None:
-    if job.options.offload_optimizer or job.config.optimizer.offload:
+def _park(job: Job) -> Change | None:
+    if job.config.optimizer.offload:
         return None
-    optimizer = job.config.optimizer.model_copy(update={"offload": True})
-    changed = replace(job, config=job.config.model_copy(update={"optimizer": optimizer}))
-    return "keep optimizer states on the host between updates (--set optimizer.offload=true)", changed
+    return "keep optimizer states on the host between updates", {"optimizer.offload": True}
 
 
-def _offload(job: Job, layout: Layout) -> Change | None:
-    if job.options.offload_optimizer:
+def _synchronous_checkpoints(job: Job) -> Change | None:
+    if job.machine.host_bytes is None or not job.config.checkpoint.asynchronous:
         return None
-    options = replace(job.options, offload_optimizer=True)
-    return "keep Adam on the host (--offload-optimizer; the trainer cannot yet)", replace(job, options=options)
+    return "write checkpoints without a copy on the host", {"checkpoint.asynchronous": False}
 
 
-def _smaller_engine(job: Job, layout: Layout | None = None) -> Change | None:
+def _has_colocated_sglang(job: Job) -> bool:
+    return job.config.rollout.engine == "sglang" and job.config.rollout.sglang.colocated
+
+
+def _smaller_engine(job: Job) -> Change | None:
     """SGLang with the largest share of the GPU that leaves room in a rollout."""
-    if job.config.rollout.engine != "sglang" or job.is_engine_separate:
+    if not _has_colocated_sglang(job):
         return None
     own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
     for percent in range(90, int(SMALLEST_FRACTION * 100) - 1, -5):
-        if percent / 100 >= own:
-            continue
-        table = job.config.sglang | {"mem_fraction_static": percent / 100}
-        changed = replace(job, config=job.config.model_copy(update={"sglang": table}))
-        engine = engine_memory(changed.config, job.shape, Layout(world_size=1), job.machine, is_separate=False)
-        taken = RESERVE_BYTES + engine.weights + engine.cache + engine.workspace
-        has_cache = engine.cached_tokens >= job.workload.sequence_tokens
-        if has_cache and taken <= (1 - HEADROOM) * job.machine.gpu_bytes:
-            return f"lower the engine's share (--set sglang.mem_fraction_static={percent / 100:g})", changed
+        settings = {"sglang.mem_fraction_static": percent / 100}
+        changed = job.having(settings)
+        if percent / 100 < own and has_room(changed, engine_alone(changed)):
+            return "lower the engine's share of the GPU", settings
     return None
 
 
-def _wider_engine(job: Job, layout: Layout | None = None) -> Change | None:
+def _wider_engine(job: Job) -> Change | None:
     """SGLang's weights split over all GPUs of a node."""
     size = min(job.machine.num_gpus, job.machine.gpus_per_node)
-    if (
-        job.config.rollout.engine != "sglang"
-        or job.is_engine_separate
-        or job.config.sglang.get("tp_size") == size
-    ):
+    if not _has_colocated_sglang(job) or job.config.sglang.get("tp_size", 1) == size:
         return None
-    table = job.config.sglang | {"tp_size": size}
-    changed = replace(job, config=job.config.model_copy(update={"sglang": table}))
-    return f"split the engine over more GPUs (--set sglang.tp_size={size})", changed
+    return f"split the engine over {counted(size, 'GPU')}", {"sglang.tp_size": size}
 
 
-def _other_engine(job: Job, layout: Layout | None = None) -> Change | None:
+def _other_engine(job: Job) -> Change | None:
     if job.config.rollout.engine != "transformers":
         return None
-    rollout = job.config.rollout.model_copy(update={"engine": "sglang"})
-    table = job.config.sglang | {"tp_size": min(job.machine.num_gpus, job.machine.gpus_per_node)}
-    changed = replace(job, config=job.config.model_copy(update={"rollout": rollout, "sglang": table}))
-    text = f"let SGLang roll out (--set rollout.engine=sglang --set sglang.tp_size={table['tp_size']})"
-    return text, changed
+    size = min(job.machine.num_gpus, job.machine.gpus_per_node)
+    settings: Settings = {
+        "rollout.engine": "sglang",
+        "rollout.sglang.colocated": True,
+        "rollout.sglang.weight_sync": "tensor",
+        "sglang.tp_size": size,
+    }
+    return "let SGLang roll out, on the same GPUs", settings
 
 
-def _smaller_microbatch(job: Job, layout: Layout) -> Change | None:
+def _smaller_microbatch(job: Job) -> Change | None:
     """The largest micro-batch that fits, if one of whole sequences does."""
-    fewest = -(-job.workload.sequence_tokens // TOKENS_STEP)
-    low, high = fewest, (job.workload.max_tokens - 1) // TOKENS_STEP
-    best: Job | None = None
+    key = "parallel.max_tokens_per_microbatch"
+    low, high = -(-job.workload.sequence_tokens // TOKENS_STEP), (job.workload.max_tokens - 1) // TOKENS_STEP
+    best: int | None = None
     while low <= high:
         middle = (low + high) // 2
-        changed = replace(job, workload=replace(job.workload, max_tokens=middle * TOKENS_STEP))
-        if has_headroom(changed, memory_of(changed, layout)):
-            best, low = changed, middle + 1
+        changed = job.having({key: middle * TOKENS_STEP})
+        if has_headroom(changed, memory_of(changed, changed.layout)):
+            best, low = middle, middle + 1
         else:
             high = middle - 1
-    if best is None:
-        return None
-    tokens = best.workload.max_tokens
-    return f"use smaller micro-batches (--set parallel.max_tokens_per_microbatch={tokens})", best
-
-
-def _with_recompute(job: Job, recompute: Recompute) -> Job:
-    return replace(job, options=replace(job.options, recompute=recompute))
+    return None if best is None else ("use smaller micro-batches", {key: best * TOKENS_STEP})

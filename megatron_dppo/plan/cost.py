@@ -10,16 +10,15 @@ doubling of a parallel size, least for tensors and most for the pipeline.
 import math
 from dataclasses import dataclass, fields
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import padded_vocab
 from megatron_dppo.plan import machine as figures
 from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.model import padded_vocab
 from megatron_dppo.plan.options import Recompute
-from megatron_dppo.plan.states import GRADIENT_BYTES
+from megatron_dppo.plan.states import GRADIENT_BYTES, optimizer_bytes
 
 BACKWARD = 2  # times the operations of forward
 CORE_ATTENTION = 0.3  # of an attention block's operations
-ADAM_BYTES = 40  # of host memory read and written for one element
 LOSS_PER_DOUBLING = {"tensor": 0.03, "context": 0.05, "pipeline": 0.08}
 """Share of the time of micro-batches that each doubling of the size adds; a judgement, not a measurement."""
 
@@ -35,7 +34,7 @@ class StepTime:
     pipeline: float  # between stages, and the time that stages wait
     losses: float  # see LOSS_PER_DOUBLING
     data: float  # gradients and parameters of data parallelism
-    optimizer: float  # Adam on the host, where it is offloaded
+    optimizer: float  # its states from the host and back, where they are kept there
 
     @property
     def total(self) -> float:
@@ -77,11 +76,7 @@ class _Seconds:
 
 
 def step_time(job: Job, layout: Layout) -> StepTime:
-    """Estimate of a layout with the job's options.
-
-    Raises:
-        LayoutError: Layers do not divide over the pipeline.
-    """
+    """Estimate of a layout with the job's options."""
     num = job.workload.num_microbatches(layout.data)
     tokens = job.workload.step_tokens(layout.data) / num / layout.context
     one = _slowest_stage(job, layout, tokens)
@@ -170,7 +165,7 @@ def _recomputed(recompute: Recompute) -> tuple[float, float]:
 
 
 def _end_of_step(job: Job, layout: Layout) -> tuple[float, float]:
-    """Seconds to reduce gradients and gather parameters, and of an offloaded optimizer."""
+    """Seconds to reduce gradients and gather parameters, and to move optimizer states that the host keeps."""
     dtype_bytes = job.workload.dtype_bytes
     back = dtype_bytes if job.config.optimizer.distributed else GRADIENT_BYTES
     parts = job.partition(layout)
@@ -182,8 +177,5 @@ def _end_of_step(job: Job, layout: Layout) -> tuple[float, float]:
         for part in parts
     )
     reduced = moved / job.machine.link(layout.world_size // layout.pipeline)
-    if not job.options.offload_optimizer:
-        return reduced, 0.0
-    shard = max(part.shard for part in parts)
-    over_pcie = shard * (GRADIENT_BYTES + dtype_bytes) / figures.PCIE_BYTES_PER_S
-    return reduced, over_pcie + shard * ADAM_BYTES / figures.HOST_MEMORY_BYTES_PER_S
+    states = max(optimizer_bytes(part.shard, dtype_bytes) for part in parts) * job.config.optimizer.offload
+    return reduced, 2 * states / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY)

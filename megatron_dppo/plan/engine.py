@@ -1,13 +1,14 @@
 """Bytes of the rollout engine on the trainer's GPUs, and of weights on their way to it."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import Chunk, ModelShape, chunk_tensors
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.model import Chunk, ModelShape, chunk_tensors
 from megatron_dppo.plan.units import GIB, counted
 
 SGLANG_MEMORY_FRACTION = 0.8
@@ -26,7 +27,8 @@ class EngineMemory:
         workspace: What it takes besides while it rolls out.
         is_resident: The weights stay during training; otherwise engine and trainer take turns on the GPU.
         cached_tokens: Tokens that fit the caches of one engine at once.
-        is_separate: It has GPUs of its own; everything here is 0.
+        num_gpus: GPUs that one engine is split over.
+        is_separate: It has GPUs of its own; everything else here is 0.
         text: What it is, for people.
     """
 
@@ -35,13 +37,21 @@ class EngineMemory:
     workspace: int
     is_resident: bool
     cached_tokens: int
+    num_gpus: int
     is_separate: bool
     text: str
 
+    @property
+    def at_work(self) -> int:
+        """Bytes while it rolls out."""
+        return self.weights + self.cache + self.workspace
 
-def engine_memory(
-    config: Config, shape: ModelShape, layout: Layout, machine: Machine, is_separate: bool
-) -> EngineMemory:
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits its cache."""
+        return self.is_separate or self.cached_tokens >= num_tokens
+
+
+def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Machine) -> EngineMemory:
     """The engine that `rollout.engine` names, beside a trainer of this layout.
 
     Raises:
@@ -49,8 +59,9 @@ def engine_memory(
     """
     if config.rollout.engine == "transformers":
         return _embedded(config, shape, layout)
-    if is_separate:
-        return EngineMemory(0, 0, 0, False, 0, True, "SGLang on GPUs of its own, not counted here")
+    if not config.rollout.sglang.colocated:
+        text = "SGLang on GPUs of its own, which are not counted (rollout.sglang.colocated = false)"
+        return EngineMemory(0, 0, 0, False, 0, 0, True, text)
     return _sglang(config, shape, machine)
 
 
@@ -72,6 +83,7 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
         workspace=3 * slots * shape.sizes.vocab_size * 4,  # float32 logits, log-probs, noise
         is_resident=True,
         cached_tokens=tokens,
+        num_gpus=1,
         is_separate=False,
         text=f"transformers, a whole copy of the model in each process, {slots} sequences at once",
     )
@@ -81,13 +93,12 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     fraction = config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
     size = config.sglang.get("tp_size", 1)
     _require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
-    expected = f"a number of GPUs from 1 to {machine.num_gpus}"
-    _require_number("sglang.tp_size", size, expected, machine.num_gpus + 0.5)
-    weights = -(-shape.num_parameters * _sglang_weight_bytes(config) // int(size))
+    _require_number("sglang.tp_size", size, "a number of GPUs", math.inf)
+    weights = -(-shape.num_parameters * _sglang_weight_bytes(config) // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
-    held = _cache_bytes_per_token(shape, 2) // min(int(size), shape.sizes.num_key_value_heads)
-    text = f"SGLang over {counted(int(size), 'GPU')}, mem_fraction_static {fraction:g}, taking turns"
-    return EngineMemory(weights, cache, SGLANG_WORKSPACE_BYTES, False, cache // held, False, text)
+    held = _cache_bytes_per_token(shape, 2) // min(size, shape.sizes.num_key_value_heads)
+    text = f"SGLang on the trainer's GPUs, over {counted(size, 'GPU')} each, mem_fraction_static {fraction:g}"
+    return EngineMemory(weights, cache, SGLANG_WORKSPACE_BYTES, False, cache // held, size, False, text)
 
 
 def _sglang_weight_bytes(config: Config) -> int:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.actor.layout import Layout
-from megatron_dppo.data.memory import rollout_bytes_bound
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.plan.engine import EngineMemory
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import PROCESS_HOST_BYTES
@@ -43,7 +43,6 @@ def _of_stage(job: Job, layout: Layout, states: RankStates, engine: EngineMemory
         "rollout data": rollout_bytes_bound(job.config, layout.world_size, layout.data, routing),
         "optimizer": states.optimizer_on_host,
         "trainer during rollout": (states.parameters + states.optimizer_between) * leaves_gpu,
-        "checkpoint in flight": (states.parameters + states.optimizer_in_checkpoint)
-        * job.config.checkpoint.asynchronous,
+        "checkpoint in flight": (states.parameters + states.optimizer) * job.config.checkpoint.asynchronous,
     }
     return {name: num_bytes for name, num_bytes in components.items() if num_bytes}

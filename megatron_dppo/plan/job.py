@@ -1,34 +1,71 @@
-"""What a plan is made of."""
+"""The inputs of a plan: config, model, machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import ModelShape, model_shape
+from megatron_dppo.checks import Facts, check_run
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.activations import EXPECTED, Assumptions
 from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.model import ModelShape
 from megatron_dppo.plan.options import Options
 from megatron_dppo.plan.partition import StagePart, partition
-from megatron_dppo.plan.stages import Split
+from megatron_dppo.plan.settings import Settings, with_settings
 from megatron_dppo.plan.workload import Workload
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that memory and time depend on beside the layout."""
+    """A run on a machine: all that memory and time depend on beside the layout."""
 
     config: Config
+    facts: Facts  # for as many processes as the machine has GPUs
+    machine: Machine
     shape: ModelShape
     workload: Workload
-    machine: Machine
     options: Options
     assumptions: Assumptions = EXPECTED
-    is_engine_separate: bool = False  # SGLang has GPUs of its own
 
-    def partition(self, layout: Layout) -> tuple[StagePart, ...]:
-        """What each pipeline stage of a layout holds.
+    @classmethod
+    def of(cls, config: Config, facts: Facts, machine: Machine, assumptions: Assumptions = EXPECTED) -> "Job":
+        """The job that a config asks for.
 
         Raises:
-            LayoutError: Layers do not divide over the pipeline.
+            ConfigError: There is no model whose parameters are known, or an option makes no sense.
         """
-        return partition(self.shape, layout, Split.of(self.config.megatron), self.config.optimizer.distributed)
+        if isinstance(facts.model, Problem) or isinstance(facts.sizes, Problem):
+            raise ConfigError([each for each in (facts.model, facts.sizes) if isinstance(each, Problem)][:1])
+        shape = model_shape(facts.model, facts.sizes)
+        facts = replace(facts, world_size=machine.num_gpus)
+        return cls(config, facts, machine, shape, Workload.of(config, shape), Options.of(config), assumptions)
+
+    def having(self, settings: Settings) -> "Job":
+        """The same run with other values of some keys."""
+        config = with_settings(self.config, settings)
+        return replace(
+            self, config=config, workload=Workload.of(config, self.shape), options=Options.of(config)
+        )
+
+    def on(self, num_gpus: int) -> "Job":
+        """The same run on more or fewer GPUs."""
+        machine = replace(self.machine, num_gpus=num_gpus)
+        return replace(self, machine=machine, facts=replace(self.facts, world_size=num_gpus))
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Why `train` refuses the config on as many processes; asked of the rules that `train` asks."""
+        return check_run(self.config, self.facts)
+
+    @property
+    def layout(self) -> Layout:
+        """The configured layout.
+
+        Raises:
+            LayoutError: The processes do not divide.
+        """
+        return Layout.of(self.config.parallel, self.machine.num_gpus)
+
+    def partition(self, layout: Layout) -> tuple[StagePart, ...]:
+        """What each pipeline stage of a layout holds."""
+        return partition(self.shape, layout, self.config.optimizer.distributed)

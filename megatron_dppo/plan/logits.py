@@ -8,9 +8,9 @@ others have no logits in the first form.
 
 from dataclasses import dataclass
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import ModelShape, padded_vocab
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.plan.model import ModelShape, padded_vocab
 
 FLOAT = 4
 STATISTICS = 4  # float32 of one token on each shard, before those of its top-K

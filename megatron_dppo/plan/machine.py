@@ -14,11 +14,11 @@ PROCESS_HOST_BYTES = 4 * GIB
 """Host memory of one trainer process with its libraries; an assumption."""
 
 # An H100 SXM node, from NVIDIA's data sheets; bytes and operations per second, one direction.
+GPU_NAME = "H100"
 BFLOAT16_FLOPS = 989e12
 NVLINK_BYTES_PER_S = 450e9
 NETWORK_BYTES_PER_S = 50e9  # one 400 Gbit/s adapter for each GPU
 PCIE_BYTES_PER_S = 64e9
-HOST_MEMORY_BYTES_PER_S = 75e9  # two sockets of 8 DDR5-4800 channels, shared by 8 GPUs
 COMPUTE_EFFICIENCY = 0.5  # of large matrix products within a layer
 LINK_EFFICIENCY = 0.7
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.plan.engine import EngineMemory, engine_memory
 from megatron_dppo.plan.host import HostMemory, host_memory
 from megatron_dppo.plan.job import Job
@@ -58,14 +58,13 @@ class Memory:
 
 
 def memory_of(job: Job, layout: Layout) -> Memory:
-    """The memory of a layout.
+    """The memory of a layout that divides the model.
 
     Raises:
-        LayoutError: Layers do not divide over the pipeline.
         ConfigError: An option of [sglang] makes no sense.
     """
     parts = job.partition(layout)
-    engine = engine_memory(job.config, job.shape, layout, job.machine, job.is_engine_separate)
+    engine = engine_memory(job.config, job.shape, layout, job.machine)
     states = [rank_states(job, part) for part in parts]
     return Memory(
         layout=layout,

@@ -1,4 +1,4 @@
-"""What one rank holds at the moments that matter.
+"""Adds up what one rank holds at each moment of a rollout and a gradient step.
 
 "loss": the forward pass has just ended and the loss is at its highest. "backward": of one layer. "step": of
 the optimizer. "rollout": the engine samples. "sync": new weights are on their way to the engine. A colocated
@@ -8,7 +8,7 @@ are released.
 
 from collections.abc import Mapping
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.plan.engine import EngineMemory, largest_gathered_bytes
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import ENGINE_RESIDUE_BYTES, FRAGMENTATION, RESERVE_BYTES
@@ -17,6 +17,8 @@ from megatron_dppo.plan.stage_activations import stage_activations
 from megatron_dppo.plan.states import RankStates
 
 MOMENTS = ("loss", "backward", "step", "rollout", "sync")
+OF_STATES = ("step", "rollout", "sync")
+"""Moments that recompute changes nothing of."""
 COMPONENTS = (
     "parameters",
     "gradients",

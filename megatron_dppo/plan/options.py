@@ -1,16 +1,15 @@
-"""What trades memory for time: recompute, offload, and the arithmetic of the layers."""
+"""What of the config decides how layers compute, and what they keep: recompute, and whose modules they are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 
 Granularity = Literal["none", "selective", "full"]
 Method = Literal["uniform", "block"]
 LayerSpec = Literal["torch", "torch-cpu", "te"]
-LossFrom = Literal["hidden_states", "logits"]
-Moments = Literal["float32", "bfloat16", "float8"]
 
 COUNTED_MODULES = ("core_attn", "mlp", "moe")
 """Values of recompute_modules that our layer specs recompute; others are taken to save nothing."""
@@ -46,64 +45,75 @@ FULL = Recompute("full")
 
 @dataclass(frozen=True)
 class Options:
-    """What may differ between two runs of one layout.
+    """How layers compute.
 
     Attributes:
         recompute: Activations that are made twice.
-        offload_optimizer: Adam's states and its step live on the host.
-        moments: Type of Adam's two moments; below float32 needs Megatron's precision-aware optimizer.
-        layer_spec: Whose modules compute: our torch spec ("torch-cpu": as CPUs run it), Transformer Engine's.
+        layer_spec: Our torch spec ("torch-cpu": as CPUs run it), or Transformer Engine's modules.
     """
 
     recompute: Recompute = Recompute()
-    offload_optimizer: bool = False
-    moments: Moments = "float32"
     layer_spec: LayerSpec = "torch"
 
-    @property
-    def moment_bytes(self) -> int:
-        """Of one element of one moment."""
-        return {"float32": 4, "bfloat16": 2, "float8": 1}[self.moments]
+    @classmethod
+    def of(cls, config: Config) -> "Options":
+        """What a config asks for; where it leaves the layer spec to the machine, the one that keeps more.
+
+        Raises:
+            ConfigError: A recompute_* key has a value that Megatron does not take.
+        """
+        is_engine = config.model.layer_spec == "transformer_engine"
+        return cls(recompute_of(config.megatron), "te" if is_engine else "torch")
 
     def __str__(self) -> str:
-        place = ", optimizer on the host" if self.offload_optimizer else ""
-        return f"recompute {self.recompute}{place}"
+        return f"recompute {self.recompute}"
 
 
-def recompute_of(megatron: Mapping[str, Any], granularity: Granularity | None = None) -> Recompute:
+def recompute_of(megatron: Mapping[str, Any]) -> Recompute:
     """What `[megatron]` asks to recompute.
-
-    Args:
-        megatron: The pass-through table.
-        granularity: Takes the place of the table's recompute_granularity.
 
     Raises:
         ConfigError: A recompute_* key has a value that Megatron does not take.
     """
-    default = Recompute()
-    modules = megatron.get("recompute_modules") or list(default.modules)
-    found = Recompute(
-        granularity=megatron.get("recompute_granularity") or "none",
-        method=megatron.get("recompute_method") or default.method,
-        num_layers=megatron.get("recompute_num_layers") or default.num_layers,
-        modules=tuple(map(str, modules)) if isinstance(modules, list) else default.modules,
-    )
-    problems = [
-        *_one_of("recompute_granularity", found.granularity, get_args(Granularity)),
-        *_one_of("recompute_method", found.method, get_args(Method)),
-    ]
-    if type(found.num_layers) is not int or found.num_layers < 1:
-        expected, action = "a whole number above 0", "Set it to 1 to recompute layer by layer."
-        problems.append(Problem("megatron.recompute_num_layers", repr(found.num_layers), expected, action))
-    if not isinstance(modules, list):
-        action = "Write for example ['core_attn', 'moe']."
-        problems.append(Problem("megatron.recompute_modules", repr(modules), "a list of names", action))
+    problems = recompute_problems(megatron)
     if problems:
         raise ConfigError(problems)
-    return found if granularity is None else replace(found, granularity=granularity)
+    default = Recompute()
+    return Recompute(
+        granularity=megatron.get("recompute_granularity", default.granularity),
+        method=megatron.get("recompute_method", default.method),
+        num_layers=megatron.get("recompute_num_layers", default.num_layers),
+        modules=tuple(megatron.get("recompute_modules", default.modules)),
+    )
 
 
-def _one_of(key: str, found: Any, choices: tuple[str, ...]) -> list[Problem]:
-    if found in choices:
+def recompute_problems(megatron: Mapping[str, Any]) -> list[Problem]:
+    """What Megatron does not take of the recompute_* keys of `[megatron]`."""
+    granularity = megatron.get("recompute_granularity")
+    problems = [
+        *_one_of(megatron, "recompute_granularity", ("selective", "full")),
+        *_one_of(megatron, "recompute_method", get_args(Method)),
+    ]
+    num_layers, modules = megatron.get("recompute_num_layers", 1), megatron.get("recompute_modules", [])
+    if type(num_layers) is not int or num_layers < 1:
+        expected, action = "a whole number above 0", "Set it to 1 to recompute layer by layer."
+        problems.append(Problem("megatron.recompute_num_layers", repr(num_layers), expected, action))
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        action = "Write for example ['core_attn', 'moe']."
+        problems.append(Problem("megatron.recompute_modules", repr(modules), "a list of names", action))
+    for key, value in FULL.keys().items():
+        if granularity == "full" and key not in megatron:
+            expected, action = "a value with recompute_granularity = 'full'", f"Set megatron.{key} = {value!r}."
+            problems.append(Problem(f"megatron.{key}", "none", expected, action))
+    if granularity == "selective" and "recompute_num_layers" in megatron:
+        found = f"{num_layers!r} with recompute_granularity = 'selective'"
+        action = "Remove it: modules of all layers are recomputed."
+        problems.append(Problem("megatron.recompute_num_layers", found, "none", action))
+    return problems
+
+
+def _one_of(megatron: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> list[Problem]:
+    if key not in megatron or megatron[key] in choices:
         return []
-    return [Problem(f"megatron.{key}", repr(found), " or ".join(choices), "Correct or remove it.")]
+    action = "Correct or remove it."
+    return [Problem(f"megatron.{key}", repr(megatron[key]), " or ".join(choices), action)]

@@ -7,12 +7,12 @@ share it. Dense parameters are shared by data x context ranks, split experts by 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_dppo.actor.layout import Layout
-from megatron_dppo.plan.model import Chunk, ModelShape, Tensor, chunk_tensors
-from megatron_dppo.plan.stages import Split, chunks_of, layers_per_stage
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import Chunk, ModelShape, Tensor, chunk_tensors
+from megatron_dppo.plan.stages import chunks_of
 
 ALIGN_START, ALIGN_END = 64, 128  # elements, of megatron.core's parameter and gradient buffers
 
@@ -49,23 +49,23 @@ class StagePart:
 
 
 @lru_cache(maxsize=4096)
-def partition(shape: ModelShape, layout: Layout, split: Split, is_distributed: bool) -> tuple[StagePart, ...]:
+def partition(shape: ModelShape, layout: Layout, is_distributed: bool) -> tuple[StagePart, ...]:
     """The parts of all pipeline stages.
 
     Args:
         shape: The model's.
         layout: How it is cut.
-        split: Wishes for an uneven pipeline.
         is_distributed: The distributed optimizer is in use.
-
-    Raises:
-        LayoutError: Layers do not divide over the pipeline.
     """
-    counts = layers_per_stage(shape.sizes.num_layers, layout.pipeline, split)
-    return tuple(
-        _part(shape, layout, stage, chunks_of(stage, layout, counts), is_distributed)
-        for stage in range(layout.pipeline)
-    )
+    parts: list[StagePart] = []
+    alike: dict[tuple[tuple[bool | int, ...], ...], StagePart] = {}
+    for stage in range(layout.pipeline):
+        chunks = chunks_of(stage, layout, shape.sizes.num_layers)
+        kind = tuple((c.is_first, c.is_last, sum(map(shape.is_moe, c.layers))) for c in chunks)
+        if kind not in alike:
+            alike[kind] = _part(shape, layout, stage, chunks, is_distributed)
+        parts.append(replace(alike[kind], stage=stage, chunks=chunks))
+    return tuple(parts)
 
 
 def _part(

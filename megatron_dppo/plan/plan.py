@@ -1,123 +1,125 @@
-"""A plan: what the configured layout needs, whether it fits, and which layouts would."""
+"""A plan: whether `train` admits the configured layout, whether it fits, and which layouts would."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import LayoutError, Problem
-from megatron_dppo.plan.advice import advise
+from megatron_dppo.errors import Problem
+from megatron_dppo.plan.advice import Advice, advise, fewest_with_other_engine
 from megatron_dppo.plan.cost import StepTime, step_time
+from megatron_dppo.plan.fewest import Fewest, fewest_gpus, numbers_to_try
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.memory import Memory, memory_of
-from megatron_dppo.plan.model import read_model_shape
-from megatron_dppo.plan.options import COUNTED_MODULES, Granularity, Options, recompute_of
-from megatron_dppo.plan.search import Found, choices, fits, fits_cache, fits_hosts, problems_of, propose
-from megatron_dppo.plan.units import in_gib
-from megatron_dppo.plan.workload import Workload
-
-_WHEN = {
-    "loss": "at the loss",
-    "backward": "in backward",
-    "step": "in the optimizer's step",
-    "rollout": "in the rollout",
-    "sync": "while weights go to the engine",
-}
+from megatron_dppo.plan.options import COUNTED_MODULES
+from megatron_dppo.plan.search import Found, fits, propose
+from megatron_dppo.plan.units import counted
+from megatron_dppo.plan.verdict import verdict_of
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `megatron-dppo plan` found out."""
+    """What `megatron-dppo plan` found out.
+
+    Attributes:
+        job: What was asked for.
+        problems: Why `train` refuses it; then it has neither memory nor time.
+        memory: Of the configured layout.
+        time: Of one gradient step.
+        found: Layouts of the given GPUs that fit; None where no search would help, because the problems are the
+            same with every layout.
+        fewest: Where neither the configured layout nor one of these fits: how many GPUs are enough.
+        advice: What to change.
+        notes: What changes memory and is not counted.
+    """
 
     job: Job
-    problems: tuple[Problem, ...]  # of the configured layout; with some of them it has no memory
-    memory: Memory | None  # of the configured layout
+    problems: tuple[Problem, ...]
+    memory: Memory | None
     time: StepTime | None
-    found: Found
-    advice: tuple[str, ...]
-    notes: tuple[str, ...]  # options that change memory and are not counted
+    found: Found | None
+    fewest: Fewest | None
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether the configured layout fits GPUs and, where their memory is known, hosts."""
+        """Whether `train` admits the configured layout, and GPUs and known hosts are large enough."""
         return self.memory is not None and fits(self.job, self.memory)
 
     @property
     def verdict(self) -> str:
-        """One sentence: whether it fits, and what takes most."""
+        """One sentence: whether it is admitted and fits, and what takes most."""
         if self.memory is None:
-            return "The configured layout cannot be laid out on these GPUs."
-        worst, machine, memory = self.memory.worst, self.job.machine, self.memory
-        components = worst.moments[worst.worst_moment]
-        name, most = max(components.items(), key=lambda item: item[1])
-        peak = f"{in_gib(worst.peak)} of {in_gib(machine.gpu_bytes)} GiB"
-        detail = f"{peak} {_WHEN[worst.worst_moment]}, most of it {name} ({in_gib(most)} GiB)"
-        if worst.peak > machine.gpu_bytes:
-            return f"Does not fit: {detail}."
-        if not fits_cache(self.job, memory):
-            tokens = f"{memory.engine.cached_tokens} tokens, a sequence {self.job.workload.sequence_tokens}"
-            return f"Does not fit: the engine's cache holds {tokens}. The rest would: {detail}."
-        if machine.host_bytes is not None and not fits_hosts(self.job, memory):
-            needs = f"{in_gib(memory.host.per_node)} of {in_gib(machine.host_bytes)} GiB"
-            return f"Does not fit the hosts: {needs} of a node's memory. The GPUs would do: {detail}."
-        return f"Fits: {detail}."
+            gpus = counted(self.job.machine.num_gpus, "GPU")
+            return f"Refused: train does not start with this config on {gpus}."
+        return verdict_of(self.job, self.memory)
 
 
-_NOT_COUNTED = (
-    *("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "distribute_saved_activations"),
-    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "pipeline_model_parallel_layout"),
-    *("microbatch_group_size_per_vp_stage", "deallocate_pipeline_outputs", "cross_entropy_loss_fusion"),
-)
-"""Fields of TransformerConfig that change what a rank holds, and that these sums do not know."""
-
-
-def make_plan(
-    config: Config,
-    machine: Machine,
-    options: Options,
-    *,
-    recompute: Granularity | None = None,
-    is_engine_separate: bool = False,
-) -> Plan:
+def make_plan(config: Config, machine: Machine) -> Plan:
     """Plan a run; only config.json of `model.load` is read.
 
     Args:
         config: The run's.
         machine: What there is to run on.
-        options: Its recompute is not read: that comes from `[megatron]`.
-        recompute: Takes the place of megatron.recompute_granularity, for proposals too.
-        is_engine_separate: SGLang has GPUs of its own.
 
     Raises:
         ConfigError: There is no model whose parameters are known, or an option makes no sense.
     """
-    shape = read_model_shape(config.model.load)
-    job = Job(
-        config=config,
-        shape=shape,
-        workload=Workload.of(config, shape),
-        machine=machine,
-        options=replace(options, recompute=recompute_of(config.megatron, recompute)),
-        is_engine_separate=is_engine_separate,
-    )
-    problems, memory, time = problems_of(job), None, None
-    try:
-        layout = Layout.of(config.parallel, machine.num_gpus)
-        memory, time = memory_of(job, layout), step_time(job, layout)
-    except LayoutError as error:
-        problems = problems or list(error.problems)
-    vary = choices(job, is_recompute_given=recompute is not None)
-    found = propose(job, vary)
-    advice = advise(job, memory, found, vary)
-    return Plan(job, tuple(problems), memory, time, found, tuple(advice), tuple(_not_counted(job)))
+    job = Job.of(config, model_facts(config, machine.num_gpus), machine)
+    problems, notes = job.problems, tuple(_not_counted(job))
+    if _is_refused_anyway(job, problems):
+        return Plan(job, tuple(problems), None, None, None, None, (), notes)
+    memory = time = None
+    if not problems:
+        memory, time = memory_of(job, job.layout), step_time(job, job.layout)
+    found = propose(job)
+    advice = [] if memory is None else advise(job, memory, found)
+    plan = Plan(job, tuple(problems), memory, time, found, None, tuple(advice), notes)
+    return plan if plan.fits or found.proposals else replace(plan, fewest=_fewest(job, advice))
+
+
+def _fewest(job: Job, advice: Sequence[Advice]) -> Fewest:
+    """With another engine only where none is enough with the configured one, and nothing was advised."""
+    fewest = fewest_gpus(job)
+    other = fewest_with_other_engine(job) if fewest.proposal is None and not advice else None
+    return other or fewest
+
+
+_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+
+
+def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
+    """Whether a key is at fault on one process, and on as many as may be, as it is here: no layout helps."""
+    unsplit = job.having({f"parallel.{size}": 1 for size in _SIZES})
+    few, *_, many = numbers_to_try(job.machine)
+    at_fault = [problems, unsplit.on(few).problems, unsplit.on(many).problems]
+    return bool(set.intersection(*({problem.where for problem in each} for each in at_fault)))
+
+
+_NOT_COUNTED = (
+    *("cpu_offloading", "fine_grained_activation_offloading", "distribute_saved_activations"),
+    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
+    *("deallocate_pipeline_outputs", "cross_entropy_loss_fusion"),
+)
+"""Fields of TransformerConfig that change what a rank holds, and that these sums do not know."""
 
 
 def _not_counted(job: Job) -> Iterator[str]:
+    config = job.config
     for key in _NOT_COUNTED:
-        if job.config.megatron.get(key):
-            yield f"megatron.{key} = {job.config.megatron[key]!r}"
+        if config.megatron.get(key):
+            yield f"megatron.{key} = {config.megatron[key]!r}"
     if job.options.recompute.granularity == "selective":
         for module in job.options.recompute.modules:
             if module not in COUNTED_MODULES:
                 yield f"megatron.recompute_modules: {module!r} is taken to save nothing"
+    if config.lora.rank:
+        yield (
+            f"lora.rank = {config.lora.rank}: gradients and optimizer states are counted of all weights; "
+            "adapters have far fewer"
+        )
+    is_colocated = config.rollout.engine == "sglang" and config.rollout.sglang.colocated
+    if is_colocated and not config.rollout.release_trainer:
+        yield "what the trainer keeps on the GPU in a rollout, unless rollout.release_trainer = true"

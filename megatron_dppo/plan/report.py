@@ -4,41 +4,59 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_dppo.actor.layout import Layout
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.plan.machine import ENGINE_RESIDUE_BYTES, FRAGMENTATION, RESERVE_BYTES
+from megatron_dppo.plan import machine as figures
+from megatron_dppo.plan.advice import Advice
+from megatron_dppo.plan.cost import StepTime
+from megatron_dppo.plan.fewest import NODES, Fewest
+from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import Memory
 from megatron_dppo.plan.moments import COMPONENTS, MOMENTS
-from megatron_dppo.plan.options import Options
 from megatron_dppo.plan.plan import Plan
-from megatron_dppo.plan.search import Proposal
-from megatron_dppo.plan.units import counted, in_billions, in_gib
+from megatron_dppo.plan.search import HEADROOM, Proposal
+from megatron_dppo.plan.settings import as_overrides
+from megatron_dppo.plan.units import counted, in_billions, in_gib, in_seconds, layout_text
 
 LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
 _NAME, _NUMBER = 24, 10  # column widths
 
 
 def as_text(plan: Plan, num_proposals: int = 5) -> str:
-    """The whole plan; at most so many proposals of each kind."""
-    blocks = [list(_heading(plan))]
+    """The whole plan; at most so many proposals."""
+    blocks = [list(_verdict(plan)), list(_heading(plan))]
     if plan.memory is not None:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
-    blocks.append([f"Verdict: {plan.verdict}", *(f"Advice: {line}" for line in plan.advice)])
     blocks.append([f"not counted: {note}" for note in plan.notes])
-    if plan.problems:
-        blocks.append([f"megatron-dppo train refuses this layout: {p}" for p in plan.problems])
-    blocks.append(list(_proposals(plan, num_proposals)))
+    blocks += [list(_proposals(plan, num_proposals)), list(_advice(plan.advice)), list(_fewest(plan))]
+    has_times = bool(plan.found and plan.found.proposals) or bool(plan.fewest and plan.fewest.proposal)
+    if plan.time is None and has_times:
+        blocks.append(list(_ASSUMED_OF_TIMES))
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
 
-def layout_text(layout: Layout) -> str:
-    """The sizes above 1, as in "tensor 4, expert 8, data 2"."""
-    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "virtual_pipeline": layout.virtual_pipeline}
-    sizes |= {"context": layout.context, "expert": layout.expert, "data": layout.data}
-    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    if layout.expert_tensor != layout.tensor:
-        parts.append(f"expert_tensor {layout.expert_tensor}")
-    return ", ".join(parts) or "one process"
+def _verdict(plan: Plan) -> Iterator[str]:
+    yield f"Verdict: {plan.verdict}"
+    yield from (f"- {problem}" for problem in plan.problems)
+    if plan.time is not None:
+        steps, seconds = steps_per_rollout(plan.job), plan.time.total
+        of_rollout = f"{counted(steps, 'step')} to a rollout, {in_seconds(steps * seconds)}"
+        yield f"A gradient step: about {in_seconds(seconds)}; {of_rollout}. Sampling is not estimated."
+        yield from _ASSUMED_OF_TIMES
+
+
+_PRODUCTS = f"{figures.COMPUTE_EFFICIENCY:.0%} of {figures.BFLOAT16_FLOPS / 1e12:.0f} TFLOP/s"
+_NVLINK, _NETWORK = (
+    f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (figures.NVLINK_BYTES_PER_S, figures.NETWORK_BYTES_PER_S)
+)
+_ASSUMED_OF_TIMES = (
+    f"Times are estimates that no GPU has confirmed: responses of full length, {figures.GPU_NAME}s at",
+    f"{_PRODUCTS}, transfers at {figures.LINK_EFFICIENCY:.0%} of {_NVLINK} in a node and {_NETWORK} between.",
+)
+
+
+def steps_per_rollout(job: Job) -> int:
+    """Gradient steps on each rollout."""
+    return job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
 
 
 def _heading(plan: Plan) -> Iterator[str]:
@@ -78,8 +96,9 @@ def _gpu_table(memory: Memory) -> Iterator[str]:
     if len(memory.stages) > 1:
         yield "peak of each pipeline stage: " + "  ".join(in_gib(stage.peak) for stage in memory.stages)
     if not (memory.engine.is_resident or memory.engine.is_separate):
-        yield "Engine and trainer take turns on the GPU: the peak is the higher of the two, not their sum."
-        yield f"The engine's cache holds {memory.engine.cached_tokens} tokens."
+        residue = in_gib(figures.ENGINE_RESIDUE_BYTES)
+        yield "Counted as taking turns: in a rollout nothing of the trainer is on the GPU, and in training"
+        yield f"{residue} GiB of the engine. The engine's cache holds {memory.engine.cached_tokens} tokens."
 
 
 def _host_table(memory: Memory) -> Iterator[str]:
@@ -94,42 +113,56 @@ def _row(name: str, values: Sequence[str]) -> str:
 
 
 def _proposals(plan: Plan, num_proposals: int) -> Iterator[str]:
-    found, number = plan.found, plan.job.machine.num_gpus
-    if not found.proposals:
-        layouts = counted(found.num_divisible, "layout")
-        yield f"Of {layouts} that divide the model over {counted(number, 'GPU')}, none fits."
+    found, gpus = plan.found, counted(plan.job.machine.num_gpus, "GPU")
+    if found is None:
+        yield "No layout helps before this is solved; then plan again."
         return
-    base = min(proposal.time.total for proposal in found.proposals)
-    own = "" if plan.time is None else f"; the configured one: {plan.time.total / base:.2f}"
-    yield f"Layouts for {counted(number, 'GPU')} that fit, fastest first (GiB; relative time of a step{own}):"
-    yield f"  {'':>4}{'time':>6}{'GPU':>8}{'node':>8}  layout; options"
-    for is_admitted in (True, False):
-        numbered = [(n, p) for n, p in enumerate(found.proposals, 1) if p.is_admitted == is_admitted]
-        for place, proposal in numbered[:num_proposals]:
-            yield _proposal(place, proposal, base)
-        if len(numbered) > num_proposals:
-            yield f"       and {len(numbered) - num_proposals} more"
-    if not all(proposal.is_admitted for proposal in found.proposals):
-        yield "[not yet: ...] is what the trainer refuses today: an unproven layout, an option it lacks."
-    if found.num_without_prompts:
-        left_out = counted(found.num_without_prompts, "layout")
-        yield f"Left out: {left_out} whose data-parallel ranks do not divide the prompts of a gradient step."
+    if not found.num_admitted:
+        yield f"train admits no layout on {gpus} with the rest of the config."
+        return
+    admitted = f"{counted(found.num_admitted, 'layout')} that train admits on {gpus}"
+    if not found.proposals:
+        yield f"Of {admitted}, none fits with {HEADROOM:.0%} of a GPU to spare."
+        return
+    yield f"Of {admitted}, {len(found.proposals)} fit. Fastest first, with what to set:"
+    yield from _table(found.proposals[:num_proposals])
+    if len(found.proposals) > num_proposals:
+        yield f"       and {len(found.proposals) - num_proposals} more (--proposals)"
 
 
-def _proposal(place: int, proposal: Proposal, base: float) -> str:
-    later = f"  [not yet: {', '.join(proposal.missing)}]" if proposal.missing else ""
-    memory, time = proposal.memory, proposal.time.total / base
-    return (
-        f"  {place:>3}.{time:>6.2f}{in_gib(memory.peak):>8}{in_gib(memory.host.per_node):>8}  "
-        f"{layout_text(proposal.layout)}; {proposal.options}{later}"
-    )
+def _table(proposals: Sequence[Proposal]) -> Iterator[str]:
+    yield f"  {'':>4}{'a step':>8}{'GPU':>8}{'node':>8}  (GiB)"
+    for place, proposal in enumerate(proposals, 1):
+        memory = f"{in_gib(proposal.memory.peak):>8}{in_gib(proposal.memory.host.per_node):>8}"
+        overrides = as_overrides(proposal.settings) or "as configured"
+        yield f"  {place:>3}.{in_seconds(proposal.time.total):>8}{memory}  {overrides}"
+
+
+def _fewest(plan: Plan) -> Iterator[str]:
+    fewest, machine = plan.fewest, plan.job.machine
+    if fewest is None:
+        return
+    tried = f"tried: 1 to {machine.gpus_per_node}, then {', '.join(map(str, NODES[:4]))} ... {NODES[-1]} nodes"
+    if fewest.proposal is None:
+        yield f"Nothing fits on up to {counted(fewest.num_gpus, 'GPU')} ({tried}). {fewest.why_not}"
+        return
+    enough = "is the fewest that is enough" if fewest.num_gpus == 1 else "are the fewest that are enough"
+    condition = f" if you {fewest.condition}" if fewest.condition else ""
+    yield f"{counted(fewest.num_gpus, 'GPU')} {enough}{condition} ({tried}), with:"
+    yield from _table([fewest.proposal])
+
+
+def _advice(advice: Sequence[Advice]) -> Iterator[str]:
+    for each in advice:
+        yield f"Advice: {each.text}"
+        if each.settings:
+            yield f"  {as_overrides(each.settings)}"
 
 
 def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
     """The plan as plain values; keys are stable."""
     job, shape = plan.job, plan.job.shape
-    admitted = [p for p in plan.found.proposals if p.is_admitted][:num_proposals]
-    others = [p for p in plan.found.proposals if not p.is_admitted][:num_proposals]
+    proposals = () if plan.found is None else plan.found.proposals
     return {
         "model": {
             "architecture": shape.sizes.architecture,
@@ -140,27 +173,34 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "loss": {key: getattr(job.config.algorithm, key) for key in LOSS_KEYS},
         "assumptions": {
             **asdict(job.assumptions),
-            "fragmentation": FRAGMENTATION,
-            "reserve_bytes": RESERVE_BYTES,
-            "engine_residue_bytes": ENGINE_RESIDUE_BYTES,
+            "fragmentation": figures.FRAGMENTATION,
+            "reserve_bytes": figures.RESERVE_BYTES,
+            "engine_residue_bytes": figures.ENGINE_RESIDUE_BYTES,
+            "flops": figures.BFLOAT16_FLOPS,
+            "compute_efficiency": figures.COMPUTE_EFFICIENCY,
+            "nvlink_bytes_per_s": figures.NVLINK_BYTES_PER_S,
+            "network_bytes_per_s": figures.NETWORK_BYTES_PER_S,
+            "link_efficiency": figures.LINK_EFFICIENCY,
         },
         "fits": plan.fits,
         "verdict": plan.verdict,
-        "advice": list(plan.advice),
-        "not_counted": list(plan.notes),
         "problems": [asdict(problem) for problem in plan.problems],
+        "advice": [{"text": each.text, "set": dict(each.settings)} for each in plan.advice],
+        "not_counted": list(plan.notes),
         "configured": None if plan.memory is None else _memory_json(plan.memory),
-        "configured_step_s": None if plan.time is None else asdict(plan.time),
-        "proposals": [_proposal_json(proposal) for proposal in (*admitted, *others)],
-        "num_divisible_layouts": plan.found.num_divisible,
-        "num_fitting_layouts": len(plan.found.proposals),
+        "configured_step_s": None if plan.time is None else _time_json(plan.time),
+        "steps_per_rollout": steps_per_rollout(job),
+        "proposals": [_proposal_json(proposal) for proposal in proposals[:num_proposals]],
+        "num_admitted_layouts": 0 if plan.found is None else plan.found.num_admitted,
+        "num_fitting_layouts": len(proposals),
+        "fewest_gpus": None if plan.fewest is None else _fewest_json(plan.fewest),
     }
 
 
 def _memory_json(memory: Memory) -> dict[str, Any]:
     return {
         "layout": asdict(memory.layout),
-        "options": _options_json(memory.options),
+        "recompute": asdict(memory.options.recompute),
         "num_microbatches": memory.num_microbatches,
         "microbatch_tokens": memory.microbatch_tokens,
         "peak_bytes": memory.peak,
@@ -175,19 +215,27 @@ def _memory_json(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _options_json(options: Options) -> dict[str, Any]:
-    return asdict(options) | {"recompute": asdict(options.recompute)}
+def _time_json(time: StepTime) -> dict[str, float]:
+    return {**asdict(time), "total": time.total}
 
 
 def _proposal_json(proposal: Proposal) -> dict[str, Any]:
     return {
+        "set": dict(proposal.settings),
         "layout": asdict(proposal.layout),
-        "options": _options_json(proposal.options),
-        "megatron": proposal.options.recompute.keys(),
-        "is_admitted": proposal.is_admitted,
-        "missing": list(proposal.missing),
-        "step_s": asdict(proposal.time) | {"total": proposal.time.total},
+        "recompute": asdict(proposal.memory.options.recompute),
+        "step_s": _time_json(proposal.time),
         "peak_bytes": proposal.memory.peak,
         "worst_moment": proposal.memory.worst.worst_moment,
         "node_bytes": proposal.memory.host.per_node,
+    }
+
+
+def _fewest_json(fewest: Fewest) -> dict[str, Any]:
+    return {
+        "num_gpus": fewest.num_gpus if fewest.proposal is not None else None,
+        "condition": fewest.condition,
+        "tried_up_to": fewest.num_gpus if fewest.proposal is None else None,
+        "proposal": None if fewest.proposal is None else _proposal_json(fewest.proposal),
+        "why_not": fewest.why_not,
     }

@@ -1,22 +1,20 @@
-"""Layouts for so many GPUs that fit, fastest first.
+"""Layouts for so many GPUs that `train` admits and that fit, fastest first.
 
-For each layout that divides model and batch, the fastest options that fit are taken: recompute off before
-selective before full, Adam on the GPU before the host. What the user asked for is not varied.
+For each layout the fastest options that fit are taken: recompute off before selective before full, optimizer
+states on the GPU before the host. Nothing else of the config is changed.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dppo.actor.layout import Layout, layout_problems
+from megatron_dppo.architectures.layout import Layout, is_admitted
 from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.errors import LayoutError, Problem
 from megatron_dppo.plan.cost import StepTime, step_time
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import Memory, memory_of
-from megatron_dppo.plan.options import FULL, Options, Recompute
+from megatron_dppo.plan.options import FULL, Recompute, recompute_of, recompute_problems
+from megatron_dppo.plan.settings import Settings
 
-NOT_PROVEN = "parallel"
-"""Where layout.py reports a layout that divides everything, and that no test has proven yet."""
 MAX_PIPELINE, MAX_CONTEXT = 16, 8
 HEADROOM = 0.02
 """Share of a GPU that proposals leave free."""
@@ -24,42 +22,29 @@ HEADROOM = 0.02
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout that fits, with the options it needs."""
+    """A layout that `train` admits and that fits, with the options it needs."""
 
+    settings: Settings  # what differs from the config
     memory: Memory
     time: StepTime
-    missing: tuple[
-        str, ...
-    ]  # what the program cannot do yet: "layout" (no test proves it), "optimizer offload"
-
-    @property
-    def is_admitted(self) -> bool:
-        """Whether the program runs it today."""
-        return not self.missing
 
     @property
     def layout(self) -> Layout:
         """The layout."""
         return self.memory.layout
 
-    @property
-    def options(self) -> Options:
-        """Recompute and offload that make it fit."""
-        return self.memory.options
-
 
 @dataclass(frozen=True)
 class Found:
     """What the search came to."""
 
-    proposals: tuple[Proposal, ...]  # admitted ones first, then by time
-    num_divisible: int  # layouts that divide the model over the GPUs
-    num_without_prompts: int  # of those, layouts whose data-parallel size does not divide the prompts
+    proposals: tuple[Proposal, ...]  # fastest first
+    num_admitted: int  # layouts that `train` admits
 
 
 def fits(job: Job, memory: Memory) -> bool:
-    """Whether GPUs are large enough, hosts where their memory is known, and the engine's cache."""
-    return memory.peak <= job.machine.gpu_bytes and fits_hosts(job, memory) and fits_cache(job, memory)
+    """Whether GPUs are large enough, hosts where their memory is known, and what the engine has."""
+    return memory.peak <= job.machine.gpu_bytes and fits_hosts(job, memory) and fits_engine(job, memory)
 
 
 def fits_hosts(job: Job, memory: Memory) -> bool:
@@ -67,9 +52,9 @@ def fits_hosts(job: Job, memory: Memory) -> bool:
     return job.machine.host_bytes is None or memory.host.per_node <= job.machine.host_bytes
 
 
-def fits_cache(job: Job, memory: Memory) -> bool:
-    """Whether one sequence as long as allowed fits the engine's cache."""
-    return memory.engine.is_separate or memory.engine.cached_tokens >= job.workload.sequence_tokens
+def fits_engine(job: Job, memory: Memory) -> bool:
+    """Whether there are as many GPUs as the engine is split over, and one longest sequence fits its cache."""
+    return memory.engine.holds(job.workload.sequence_tokens) and memory.engine.num_gpus <= job.machine.num_gpus
 
 
 def has_headroom(job: Job, memory: Memory) -> bool:
@@ -77,25 +62,64 @@ def has_headroom(job: Job, memory: Memory) -> bool:
     return fits(job, memory) and memory.peak <= (1 - HEADROOM) * job.machine.gpu_bytes
 
 
-def propose(job: Job, vary: Sequence[Options]) -> Found:
-    """Search all layouts of the job's GPUs.
-
-    Args:
-        job: Its options are not read.
-        vary: The options to choose from.
-    """
+def propose(job: Job) -> Found:
+    """Search the layouts of the job's GPUs; its own is one of them."""
+    options = _choices(job)
     proposals: list[Proposal] = []
-    num_divisible = num_without_prompts = 0
-    for layout, is_admitted in divisible_layouts(job):
-        num_divisible += 1
-        if not divides_prompts(job, layout):
-            num_without_prompts += 1
-            continue
-        proposal = _fastest(job, layout, vary, is_admitted)
+    num_admitted = 0
+    for settings in admitted_layouts(job):
+        num_admitted += 1
+        proposal = _fastest(job, settings, options)
         if proposal is not None:
             proposals.append(proposal)
-    proposals.sort(key=lambda each: (not each.is_admitted, each.time.total, each.memory.peak))
-    return Found(tuple(_without_near_copies(proposals)), num_divisible, num_without_prompts)
+    proposals.sort(key=lambda each: (each.time.total, each.memory.peak))
+    return Found(tuple(_without_near_copies(proposals)), num_admitted)
+
+
+def admitted_layouts(job: Job) -> Iterator[Settings]:
+    """What to change for each layout of the job's GPUs that `train` admits with the rest of the config."""
+    for settings in divisible_layouts(job):
+        if not job.having(settings).problems:
+            yield settings
+
+
+def divisible_layouts(job: Job) -> Iterator[Settings]:
+    """What to change for each layout of a proven kind that divides the model over the job's GPUs."""
+    for parallel in _splits(job):
+        if is_admitted(parallel, job.machine.num_gpus, job.shape.sizes):
+            yield _difference(job.config.parallel, parallel)
+
+
+def recompute_choices(job: Job) -> list[Settings]:
+    """As configured, and whatever else of recompute `--set` can ask for, from least to most."""
+    modules = ["core_attn"]
+    if job.shape.sizes.moe_layers:
+        modules.append("moe")
+    if len(job.shape.sizes.moe_layers) < job.shape.sizes.num_layers:
+        modules.append("mlp")
+    found: list[Settings] = [{}]
+    for recompute in (Recompute("selective"), Recompute("selective", modules=tuple(modules)), FULL):
+        table = {**job.config.megatron, **recompute.keys()}
+        if not recompute_problems(table) and recompute_of(table) != job.options.recompute:
+            found.append({f"megatron.{key}": value for key, value in recompute.keys().items()})
+    return found
+
+
+def _choices(job: Job) -> list[Settings]:
+    """Recompute, with optimizer states on the GPU, where they are configured to be, and on the host."""
+    places: list[Settings] = [{}] if job.config.optimizer.offload else [{}, {"optimizer.offload": True}]
+    return [{**recompute, **place} for place in places for recompute in recompute_choices(job)]
+
+
+def _fastest(job: Job, layout: Settings, options: Sequence[Settings]) -> Proposal | None:
+    """The layout with the fastest options that fit, if any do."""
+    changed = [(job.having({**layout, **chosen}), {**layout, **chosen}) for chosen in options]
+    timed = [(step_time(each, each.layout), each, settings) for each, settings in changed]
+    for time, each, settings in sorted(timed, key=lambda entry: entry[0].total):
+        memory = memory_of(each, each.layout)
+        if has_headroom(each, memory) and not each.problems:
+            return Proposal(settings, memory, time)
+    return None
 
 
 def _without_near_copies(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
@@ -108,58 +132,21 @@ def _without_near_copies(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
             yield proposal
 
 
-def choices(job: Job, *, is_recompute_given: bool) -> tuple[Options, ...]:
-    """The options that a search may vary: recompute unless the user gave it, offload unless it is wanted."""
-    given = job.options
-    recomputes = [given.recompute]
-    if not is_recompute_given:
-        modules = ["core_attn"]
-        if job.shape.sizes.moe_layers:
-            modules.append("moe")
-        if len(job.shape.sizes.moe_layers) < job.shape.sizes.num_layers:
-            modules.append("mlp")
-        recomputes = [
-            Recompute(),
-            Recompute("selective"),
-            Recompute("selective", modules=tuple(modules)),
-            FULL,
-        ]
-        if given.recompute not in recomputes:
-            recomputes.append(given.recompute)
-    places = (True,) if given.offload_optimizer else (False, True)
-    return tuple(
-        replace(given, recompute=recompute, offload_optimizer=place)
-        for place in places
-        for recompute in recomputes
-    )
+def _difference(configured: ParallelConfig, parallel: ParallelConfig) -> Settings:
+    """The keys of `parallel` that have to be set; experts are split as the rest is where nothing is said."""
+    sizes = parallel.model_dump()
+    if configured.expert_tensor is None and parallel.expert_tensor == parallel.tensor:
+        sizes["expert_tensor"] = None
+    return {f"parallel.{key}": size for key, size in sizes.items() if size != getattr(configured, key)}
 
 
-def divides_prompts(job: Job, layout: Layout) -> bool:
-    """Whether each data-parallel rank gets as many prompts of a mini-batch."""
-    parts = job.config.algorithm.minibatches_per_rollout * layout.data
-    return job.config.rollout.prompts_per_rollout % parts == 0
-
-
-def divisible_layouts(job: Job) -> Iterator[tuple[Layout, bool]]:
-    """Each layout that divides the model, and whether layout.py admits it."""
-    world_size = job.machine.num_gpus
-    for parallel in _splits(job, world_size):
-        problems = layout_problems(parallel, world_size, job.shape.sizes)
-        if all(problem.where == NOT_PROVEN for problem in problems):
-            yield Layout.of(parallel, world_size), not problems
-
-
-def problems_of(job: Job) -> list[Problem]:
-    """What is wrong with the configured layout on these GPUs."""
-    return layout_problems(job.config.parallel, job.machine.num_gpus, job.shape.sizes)
-
-
-def _splits(job: Job, world_size: int) -> Iterator[ParallelConfig]:
-    configured, sizes = job.config.parallel, job.shape.sizes
-    experts = _divisors(world_size) if sizes.num_experts else [1]
-    for tensor in _divisors(world_size, at_most=job.machine.gpus_per_node):
-        for pipeline in _divisors(world_size // tensor, at_most=MAX_PIPELINE):
-            for context in _divisors(world_size // tensor // pipeline, at_most=MAX_CONTEXT):
+def _splits(job: Job) -> Iterator[ParallelConfig]:
+    """Products of sizes that divide the GPUs."""
+    configured, num_gpus = job.config.parallel, job.machine.num_gpus
+    experts = _divisors(num_gpus) if job.shape.sizes.num_experts else [1]
+    for tensor in _divisors(num_gpus, at_most=job.machine.gpus_per_node):
+        for pipeline in _divisors(num_gpus // tensor, at_most=MAX_PIPELINE):
+            for context in _divisors(num_gpus // tensor // pipeline, at_most=MAX_CONTEXT):
                 if context & (context - 1):  # sequences are cut in halves of halves
                     continue
                 for expert in experts:
@@ -179,17 +166,3 @@ def _splits(job: Job, world_size: int) -> Iterator[ParallelConfig]:
 
 def _divisors(number: int, at_most: int | None = None) -> list[int]:
     return [n for n in range(1, min(number, at_most or number) + 1) if number % n == 0]
-
-
-def _fastest(job: Job, layout: Layout, vary: Sequence[Options], is_admitted: bool) -> Proposal | None:
-    """The layout with the fastest options that fit, if any do."""
-    try:
-        timed = [(step_time(replace(job, options=options), layout), options) for options in vary]
-        for time, options in sorted(timed, key=lambda each: each[0].total):
-            memory = memory_of(replace(job, options=options), layout)
-            if has_headroom(job, memory):
-                missing = ["layout"] * (not is_admitted) + ["optimizer offload"] * options.offload_optimizer
-                return Proposal(memory, time, tuple(missing))
-    except LayoutError:
-        return None
-    return None

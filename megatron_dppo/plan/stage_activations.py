@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.plan.activations import LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.logits import LossTokens, loss_bytes

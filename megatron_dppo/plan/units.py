@@ -1,8 +1,9 @@
-"""Bytes as people write them."""
+"""Bytes, counts, times and layouts as people write them."""
 
 import math
 import re
 
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.errors import ConfigError, Problem
 
 GIB = 1 << 30
@@ -41,3 +42,18 @@ def in_billions(number: int) -> str:
 def in_gib(num_bytes: float, digits: int = 1) -> str:
     """The number of GiB, rounded to so many digits after the point."""
     return f"{num_bytes / GIB:.{digits}f}"
+
+
+def in_seconds(seconds: float) -> str:
+    """A duration, as in "3.1 s" and "72 s"; two digits are more than an estimate is worth."""
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def layout_text(layout: Layout) -> str:
+    """The sizes above 1, as in "tensor 4, expert 8, data 2"."""
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "virtual_pipeline": layout.virtual_pipeline}
+    sizes |= {"context": layout.context, "expert": layout.expert, "data": layout.data}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if layout.expert_tensor != layout.tensor:
+        parts.append(f"expert_tensor {layout.expert_tensor}")
+    return ", ".join(parts) or "one process"

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.config.schema import Config
-from megatron_dppo.plan.model import ModelShape
 
 _BATCH_BYTES = 3 * 8 + 1 + 4 * 4  # tokens, positions, targets; mask; four float32 per token
 _TOPK_BYTES = 4 + 4  # id, log-prob

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, SupportsFloat, TypeVar, cast
 
 from megatron_dppo.errors import ConfigError, Problem, RewardError
-from megatron_dppo.types import FinishReason, Prompt
-from megatron_dppo.user_code import imported, problem_with_path
+from megatron_dppo.runtime.user_code import imported, problem_with_path
+from megatron_dppo.types import AnswerForm, FinishReason, Prompt
 
 RewardFaultKind = Literal["reward_failed", "reward_timed_out", "reward_out_of_memory"]
 
@@ -63,16 +63,20 @@ class Reward(Protocol):
 _AnyReward = TypeVar("_AnyReward", bound=Reward)
 _registered: dict[str, Reward] = {}
 _loads: dict[str, str] = {}
+_reads: dict[str, AnswerForm] = {}
 REWARDS: Mapping[str, Reward] = MappingProxyType(_registered)
 """Every registered reward by name, read-only; `register` adds to it."""
 
 
-def register(name: str, *, loads: str | None = None) -> Callable[[_AnyReward], _AnyReward]:
+def register(
+    name: str, *, loads: str | None = None, reads: AnswerForm | None = None
+) -> Callable[[_AnyReward], _AnyReward]:
     """Decorate a reward with the name that configs use.
 
     Args:
         name: Unique.
         loads: A module that `reward` imports with it: a worker does so when it starts, and nobody else pays.
+        reads: The only form of answers that it understands: prompts that ask for another do not go with it.
 
     Raises:
         ConfigError: The name is taken.
@@ -85,9 +89,16 @@ def register(name: str, *, loads: str | None = None) -> Callable[[_AnyReward], _
         _registered[name] = function
         if loads is not None:
             _loads[name] = loads
+        if reads is not None:
+            _reads[name] = reads
         return function
 
     return add
+
+
+def answer_form(name: str) -> AnswerForm | None:
+    """Return the form of answers that a registered reward reads; none where it takes any, or is not ours."""
+    return _reads.get(name)
 
 
 def problem_with(name: str) -> Problem | None:

@@ -1,4 +1,4 @@
-"""What a run is rewarded by: a reward or a weighted sum, the worth of right and wrong, and thinking."""
+"""The configured reward: one or a weighted sum, the values of right and wrong, and thinking."""
 
 import json
 import math
@@ -76,11 +76,13 @@ def problems_with(choice: RewardChoice) -> Iterator[Problem]:
         yield Problem("data.reward_values", str(list(choice.values)), "two numbers that rise", action)
     if not REWARDS.keys() & set(names):
         expected = f"no such setting where none of {sorted(REWARDS)} is used: a function sees whole responses"
-        action = "Leave it out, and let the function do so itself."
+        action = "Leave it out, or set it back to {}, and let the function do so itself."
         if choice.values != RewardChoice.values:
-            yield Problem("data.reward_values", str(list(choice.values)), expected, action)
+            default = list(RewardChoice.values)
+            yield Problem("data.reward_values", str(list(choice.values)), expected, action.format(default))
         if choice.thinking != RewardChoice.thinking:
-            yield Problem("data.thinking", repr(choice.thinking), expected, action)
+            default = repr(RewardChoice.thinking)
+            yield Problem("data.thinking", repr(choice.thinking), expected, action.format(default))
 
 
 def chosen(choice: RewardChoice) -> Reward:

@@ -36,7 +36,7 @@ _WRAPPED = (re.compile(r"\\(?:text(?:bf)?|overline)\{(.*?)\}"), re.compile(r"\\b
 _SHORT = ((re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"), (re.compile(r"sqrt([^{])"), r"sqrt{\1}"))
 
 
-@register("dapo")
+@register("dapo", reads="answer_line")
 def dapo_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     """1.0 where the text after the last "Answer:" among the last 300 characters is the answer; otherwise 0.0.
 

@@ -19,7 +19,7 @@ from megatron_dppo.types import FinishReason, Prompt
 _PER_CENT = r"\%"
 
 
-@register("math", loads="megatron_dppo.rewards.math_compare")
+@register("math", loads="megatron_dppo.rewards.math_compare", reads="boxed")
 def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     r"""1.0 where the last whole `\boxed{...}` equals `prompt.answer`; otherwise 0.0.
 

@@ -1,4 +1,4 @@
-"""User code in processes of its own: what hangs, dies or eats memory costs a sample, never the run."""
+"""Runs user code in processes of its own, so that a hang, a crash or a leak costs one sample."""
 
 from collections import deque
 from collections.abc import Sequence

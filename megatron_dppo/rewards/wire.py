@@ -1,4 +1,4 @@
-"""What a trainer and its reward workers tell each other: one line of JSON each, and never a pickle.
+"""The protocol between a trainer and its reward workers: one line of JSON per message, never a pickle.
 
 Requests are numbered and replies repeat the number: a line that went astray must not become another response's
 reward.

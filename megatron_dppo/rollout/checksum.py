@@ -13,10 +13,14 @@ class WeightChecksum:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def update(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor, as it was sent or received."""
+        """Add one tensor, as it was sent or received.
+
+        The bytes are copied first: memory that NumPy has once looked at cannot be resized, and a trainer's
+        parameters leave their memory while responses are sampled.
+        """
         self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        data = tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach().reshape(1)
-        self._digest.update(data.reshape(-1).cpu().numpy().tobytes())
+        data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+        self._digest.update(data.to("cpu", copy=True).numpy().data)
 
     def hexdigest(self) -> str:
         """The digest so far, in hexadecimal."""

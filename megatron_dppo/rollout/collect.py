@@ -1,4 +1,4 @@
-"""From prompts to scored groups of samples: tokenise, sample, judge, and count what was dropped.
+"""Collects scored groups of samples from prompts: tokenise, sample, score, and count what was dropped.
 
 Each rank collects its own share of a rollout, without communicating. The loop sums the counts
 over ranks and then calls `refuse_if_too_many_dropped`.
@@ -11,24 +11,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.data.jsonl import write_jsonl
-from megatron_dppo.data.prompts import Drawn
-from megatron_dppo.environments import Environments, InProcess, SingleTurn
-from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker, OpenGroup, sample
-from megatron_dppo.rollout.judge import Fault, Judge, RouteValidator, Scorer, Tokenizer, as_text
 from megatron_dppo.rollout.partials import mask_of
+from megatron_dppo.rollout.scoring import Fault, Judge, Tokenizer, as_text
+from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
-
-__all__ = [
-    "RolloutBatch",
-    "RolloutCounts",
-    "Tokenizer",
-    "collect",
-    "refuse_if_too_many_dropped",
-    "write_samples",
-]
 
 
 @dataclass(frozen=True)
@@ -42,58 +32,6 @@ class RolloutBatch:
     def samples(self) -> list[Sample]:
         """All samples, group by group."""
         return [sample for group in self.groups for sample in group.samples]
-
-
-def collect(
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    scorer: Scorer,
-    params: SamplingParams,
-    *,
-    samples_per_prompt: int,
-    max_prompt_tokens: int,
-    seed: int,
-    rollout: int,
-    indices: Sequence[int] | None = None,
-    smallest_group: int = 2,
-    validate_routes: RouteValidator | None = None,
-    environments: Environments | None = None,
-) -> RolloutBatch:
-    """Sample and score `samples_per_prompt` responses to each prompt.
-
-    A sample that cannot be trained on is dropped, counted by reason, and leaves its group. A group left with
-    fewer than `smallest_group` samples goes too, unless no more were asked for.
-
-    Args:
-        engine: Samples the responses.
-        prompts: This rank's share of the rollout.
-        tokenizer: Of the model that the engine holds.
-        scorer: Scores responses' text; a `RewardPool`.
-        params: How to sample.
-        samples_per_prompt: Responses to each prompt.
-        max_prompt_tokens: Longer prompts are dropped and counted.
-        seed: Seeds the sampling noise.
-        rollout: Index of this rollout in the run.
-        indices: Place of each prompt in the whole rollout, over all ranks; none means 0, 1, 2, ... Noise is
-            keyed by it, so it does not depend on the number of ranks.
-        smallest_group: Two for training, since one sample has nothing to compare with.
-        validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
-        environments: Say how conversations open; none: the prompts themselves do.
-
-    Raises:
-        RolloutError: The engine's completions do not answer the requests one for one.
-        RewardError: The reward cannot be loaded, or its workers cannot start.
-    """
-    places = range(len(prompts)) if indices is None else indices
-    maker = GroupMaker(
-        tokenizer, samples_per_prompt, max_prompt_tokens, seed, environments or InProcess(SingleTurn)
-    )
-    judge = Judge(tokenizer, scorer, params.capture_routes, validate_routes)
-    judged = answers(engine, maker, judge, params, rollout, list(zip(places, prompts, strict=True)))
-    smallest = min(smallest_group, samples_per_prompt)
-    num_too_long = len(prompts) - len(judged)
-    return batch_of(judged, [], smallest, num_too_long=num_too_long, weight_version=engine.weight_version)
 
 
 def answers(
@@ -200,6 +138,7 @@ def batch_of(
         num_response_tokens=sum(completion.tokens.numel() for _, completion in answers),
         num_old_tokens=sum(_num_old_tokens(completion, weight_version) for _, completion in answers),
         num_requeued=sum(completion.num_moves for _, completion in answers),
+        num_retractions=sum(completion.num_retractions for _, completion in answers),
         num_continued=sum(request.partial is not None for request, _ in answers),
         num_kept_partials=num_partials if keeps_rest else 0,
         num_discarded_partials=0 if keeps_rest else num_partials,
@@ -229,6 +168,7 @@ def _sample(request: Request, completion: Completion) -> Sample:
         topk=completion.topk,
         routed_experts=completion.routed_experts,
         weight_versions=completion.weight_versions,
+        num_retractions=completion.num_retractions,
     )
 
 

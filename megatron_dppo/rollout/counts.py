@@ -1,8 +1,8 @@
-"""How many samples a rollout lost, and why; when it is too many, the run stops."""
+"""Counts dropped samples by reason, and what the engine reports; stops a run that drops too many."""
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Literal, get_args
 
 import torch
@@ -24,12 +24,42 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
 @dataclass(frozen=True)
+class EngineCounts:
+    """What answering took an engine since it was built, evaluations included; a difference is of a while.
+
+    Unlike `RolloutCounts`, it counts what happened to responses that are still open. The embedded engine counts
+    its prompt tokens; all else happens to servers only.
+    """
+
+    num_retries: int = 0  # calls to servers that were repeated
+    num_maybe_sampled_twice: int = 0  # responses asked for again that a server may have sampled before
+    num_timed_out: int = 0  # responses given up at one server, since they took too long
+    num_unanswered: int = 0  # requests dropped: no answer came in time, or within the attempts
+    num_refused_answers: int = 0  # requests dropped: an answer came that is not one
+    num_requeued: int = 0  # times that a request was sent to another server, since one had failed
+    num_retractions: int = 0  # times that a server dropped a request's cache and computed it again
+    num_without_routes: int = 0  # answers whose routes were asked for and cannot be used
+    num_prompt_tokens: int = 0  # of the answers that were kept, what was sampled before included
+    num_cached_tokens: int = 0  # of them, those that the server did not compute again
+
+    def __add__(self, other: "EngineCounts") -> "EngineCounts":
+        return EngineCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "EngineCounts") -> "EngineCounts":
+        return EngineCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def metrics(self) -> dict[str, float]:
+        """Each count as an `engine/...` metric. Call it on totals."""
+        return {f"engine/{name.removeprefix('num_')}": float(value) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
 class RolloutCounts:
     """What became of a rollout's samples, on one rank or summed over all.
 
     Prompts that are too long are a property of the data, not a fault of the run: they are counted apart, ask
-    for no samples, and never stop the run. Truncated responses and response tokens are counted over all that
-    the engine returned, dropped samples and replaced groups too.
+    for no samples, and stop the run only where no other is left. Truncated responses and response tokens are
+    counted over all that the engine returned, dropped samples and replaced groups too.
     """
 
     num_prompts: int
@@ -39,7 +69,8 @@ class RolloutCounts:
     num_turns: int  # responses of the policy, over all conversations
     num_response_tokens: int  # observations of environments included
     num_old_tokens: int  # of them, those that older weights sampled, before the response was aborted
-    num_requeued: int  # times that a request went to another server, since one had failed
+    num_requeued: int  # times that a response went to another server, since one had failed
+    num_retractions: int  # times that a response was retracted: its cache dropped, and computed again
     num_continued: int  # samples that an earlier rollout began
     num_kept_partials: int  # responses that were begun, and aborted once enough groups were whole
     num_discarded_partials: int  # such responses that no rollout goes on with
@@ -48,6 +79,7 @@ class RolloutCounts:
     num_left_alone: int  # sound samples that went with their group
     num_dropped: Mapping[DropReason, int]  # samples with a fault of their own; every reason has an entry
     example: str | None = None  # the first of them on this rank, in words
+    engine: EngineCounts = EngineCounts()  # what happened at the engine meanwhile
 
     @property
     def num_dropped_samples(self) -> int:
@@ -57,18 +89,20 @@ class RolloutCounts:
     def to_tensor(self) -> Tensor:
         """All counts as int64, for summing over data-parallel ranks."""
         plain = [getattr(self, name) for name in _PLAIN_COUNTS]
-        return torch.tensor([*plain, *(self.num_dropped[reason] for reason in DROP_REASONS)])
+        of_reasons = [self.num_dropped[reason] for reason in DROP_REASONS]
+        return torch.tensor([*plain, *of_reasons, *astuple(self.engine)])
 
     def with_totals(self, totals: Tensor) -> "RolloutCounts":
         """The counts over all ranks, given the sum of their `to_tensor`; the example stays this rank's."""
         values = [int(value) for value in totals]
         split = len(_PLAIN_COUNTS)
-        plain = dict(zip(_PLAIN_COUNTS, values[:split], strict=True))
-        num_dropped = dict(zip(DROP_REASONS, values[split:], strict=True))
-        return RolloutCounts(**plain, num_dropped=num_dropped, example=self.example)
+        plain, values = dict(zip(_PLAIN_COUNTS, values[:split], strict=True)), values[split:]
+        num_dropped = dict(zip(DROP_REASONS, values, strict=False))
+        engine = EngineCounts(*values[len(DROP_REASONS) :])
+        return RolloutCounts(**plain, num_dropped=num_dropped, example=self.example, engine=engine)
 
     def metrics(self) -> dict[str, float]:
-        """The counts as `rollout/...` metrics. Call it on totals."""
+        """The counts as `rollout/...` metrics, and the engine's as `engine/...`. Call it on totals."""
         num_samples = max(self.num_samples, 1)
         metrics = {
             "rollout/response_length_mean": self.num_response_tokens / num_samples,
@@ -83,8 +117,10 @@ class RolloutCounts:
             "rollout/continued_samples": float(self.num_continued),
             "rollout/old_token_fraction": self.num_old_tokens / max(self.num_response_tokens, 1),
             "rollout/requeued_requests": float(self.num_requeued),
+            "rollout/retractions": float(self.num_retractions),
         }
-        return metrics | {f"rollout/dropped_{reason}": float(n) for reason, n in self.num_dropped.items()}
+        metrics |= {f"rollout/dropped_{reason}": float(n) for reason, n in self.num_dropped.items()}
+        return metrics | self.engine.metrics()
 
 
 _PLAIN_COUNTS = tuple(field.name for field in dataclasses.fields(RolloutCounts) if field.type is int)
@@ -96,8 +132,14 @@ def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> No
     Judge totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
 
     Raises:
-        RolloutError: More than `max_fraction` of the samples were dropped for a fault of their own.
+        RolloutError: More than `max_fraction` of the samples were dropped for a fault of their own, or every
+            prompt was too long.
     """
+    if counts.num_prompts_too_long == counts.num_prompts:
+        raise RolloutError(
+            f"rollout: found {counts.num_prompts} prompts, all longer than data.max_prompt_tokens; expected "
+            "some to sample from. Raise the limit, or shorten the prompts or what environments add."
+        )
     num_dropped = counts.num_dropped_samples
     if num_dropped <= max_fraction * counts.num_samples:
         return
@@ -105,5 +147,5 @@ def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> No
     example = counts.example or "none on this rank, see what other ranks say"
     raise RolloutError(
         f"rollout: found {num_dropped} of {counts.num_samples} samples dropped ({by_reason}); expected at most "
-        f"{max_fraction:.2%}. First of them: {example}. Mend the cause, or raise rollout.max_dropped_fraction."
+        f"{max_fraction:.2%}. First of them: {example}. Fix the cause, or raise rollout.max_dropped_fraction."
     )

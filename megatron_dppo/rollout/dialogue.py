@@ -1,16 +1,27 @@
-"""How responses are had from an engine: in conversations with an environment, or by the user's own function."""
+"""Connects an engine with the environment, or with the user's own `rollout.generate`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from megatron_dppo.config.schema import DataConfig, RolloutConfig
-from megatron_dppo.environments import EnvironmentPool, Environments, InProcess, SingleTurn
-from megatron_dppo.rollout.conversations import Conversations, TurnLimits
+from megatron_dppo.environments import (
+    EnvironmentFault,
+    EnvironmentPool,
+    Environments,
+    InProcess,
+    Play,
+    Response,
+    SingleTurn,
+)
+from megatron_dppo.errors import EnvironmentFailedError
 from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.multi_turn import Conversations, TurnLimits
 from megatron_dppo.rollout.user_generate import UserGenerate
-from megatron_dppo.user_code import imported
+from megatron_dppo.runtime.user_code import imported
+from megatron_dppo.types import Prompt
 
 
 class Dialogue:
@@ -36,7 +47,7 @@ class Dialogue:
         Raises:
             ConfigError: There is no such function as `rollout.generate` names.
         """
-        self._pool = _environment_pool(options.environment, data)
+        self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
         self.engine: RolloutEngine
         if options.generate is None:
@@ -47,10 +58,15 @@ class Dialogue:
             function = imported("rollout.generate", options.generate)
             self.engine = UserGenerate(options.generate, function, engine, vocab_size)
 
-    def start(self) -> None:
-        """Load the environment in one worker now, where it has any: one that cannot be loaded stops a run."""
+    def start(self, first: Prompt) -> None:
+        """Have the environment answer once now, where it has workers: one that cannot stops a run.
+
+        Raises:
+            EnvironmentFailedError: It does not begin with this prompt, or does not answer.
+            RewardError: It cannot be loaded.
+        """
         if self._pool is not None:
-            self._pool.start()
+            try_environment(self._pool, first)
 
     def close(self) -> None:
         """End the workers."""
@@ -58,10 +74,27 @@ class Dialogue:
             self._pool.close()
 
 
-def _environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
-    """Workers for the environments; none for the one that the package answers for itself."""
+def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
+    """Return workers for the environments; none for the one that the package answers for itself."""
     if name == "single_turn":
         return None
     return EnvironmentPool(
         name, num_workers=data.reward_workers, timeout_s=data.reward_timeout_s, memory_mb=data.reward_memory_mb
     )
+
+
+def try_environment(environments: Environments, prompt: Prompt) -> None:
+    """Begin a conversation about a prompt, and answer it with the reference answer.
+
+    Raises:
+        EnvironmentFailedError: The environment does not begin, or does not answer.
+        RewardError: It cannot be loaded.
+    """
+    play = Play("trial", prompt)
+    (opening,) = environments.reset([play])
+    if isinstance(opening, EnvironmentFault):
+        raise EnvironmentFailedError(f"rollout.environment: it does not begin: {opening.message}")
+    answered = replace(play, responses=(Response(prompt.answer, "stop"),))
+    (turn,) = environments.step([answered])
+    if isinstance(turn, EnvironmentFault):
+        raise EnvironmentFailedError(f"rollout.environment: it does not answer: {turn.message}")

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_dppo.environments import Episode
+from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.types import FinishReason, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
 
 
@@ -34,6 +35,7 @@ class Completion:
     routed_experts: RoutedExperts | None  # rows for prompt and response, the last token left out
     weight_versions: tuple[WeightVersionSpan, ...]
     num_moves: int = 0  # times that it was asked of another server, since one had failed
+    num_retractions: int = 0  # times that the engine dropped its cache and computed it, with its routes, again
     loss_mask: Tensor | None = None  # [R] bool: the tokens that were sampled; none: all of them
     episode: Episode | None = None  # what its environment made of it; none where there is none
 
@@ -64,6 +66,11 @@ class RolloutEngine(Protocol):
     @property
     def weight_version(self) -> int:
         """Version given with the last complete `load_weights`; -1 before the first."""
+        ...
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What answering took since the engine was built, over all calls of `generate`."""
         ...
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:

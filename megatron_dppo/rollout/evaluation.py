@@ -2,22 +2,19 @@
 
 import hashlib
 import heapq
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.jsonl import read_jsonl, write_jsonl
-from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.collect import JudgedGroup, answers
 from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.judge import Fault, Judge, Tokenizer, as_text
 from megatron_dppo.rollout.reward_pools import RewardPools
 from megatron_dppo.rollout.scores import (
     PromptScore,
@@ -27,6 +24,8 @@ from megatron_dppo.rollout.scores import (
     score_of,
     set_metrics,
 )
+from megatron_dppo.rollout.scoring import Fault, Judge, Tokenizer, as_text
+from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
 from megatron_dppo.types import Prompt
 
 _NOISE = 1 << 36  # rollout numbers above it key the noise of evaluations, which training never draws
@@ -110,6 +109,11 @@ class Evaluation:
         self.sets = evaluation_sets(config)
         self._prompts = {each.name: load_prompts(each.prompts, *columns) for each in self.sets}
 
+    @property
+    def first_prompts(self) -> dict[str, Prompt]:
+        """A prompt for each set's reward."""
+        return {each.reward: self._prompts[each.name][0] for each in self.sets}
+
     def run(self, each: EvaluationSet, rollout: int, responses: Path) -> list[PromptScore]:
         """Sample and score this rank's share of a set; communicates with no other rank.
 
@@ -145,14 +149,6 @@ def merge_responses(responses: Path, num_ranks: int) -> None:
     write_jsonl(responses, heapq.merge(*rows, key=lambda row: (row["index"], row["sample"])))
     for part in responses.parent.glob(f".{responses.name}.rank_*"):  # and those of an interrupted evaluation
         part.unlink()
-
-
-def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Changes with any prompt, answer or id, and with their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(json.dumps(asdict(prompt), sort_keys=True).encode())
-    return digest.hexdigest()
 
 
 def _part(responses: Path, share: tuple[int, int]) -> Path:

@@ -1,12 +1,12 @@
-"""Groups of responses that are asked for: begun, sampled until enough are whole, and gone on with."""
+"""Groups of responses to one prompt: requested, sampled until enough are complete, and resumed."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from megatron_dppo.data.prompts import Drawn
-from megatron_dppo.data.templates import prompt_tokens
+from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.environments import (
     EnvironmentFault,
     Environments,
@@ -24,8 +24,8 @@ from megatron_dppo.rollout.engine import (
     RolloutEngine,
     SamplingParams,
 )
-from megatron_dppo.rollout.judge import Tokenizer
 from megatron_dppo.rollout.partials import aborted
+from megatron_dppo.rollout.scoring import Tokenizer
 from megatron_dppo.types import Prompt
 
 

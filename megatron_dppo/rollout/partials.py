@@ -1,4 +1,4 @@
-"""Responses that go on: what is sent then, and how old and new become one completion.
+"""Partial rollouts: resumes aborted responses, and joins old and new tokens.
 
 They were aborted, or are at an environment's next turn. The engine computes prompt and old tokens again, by
 the weights that it holds now. What is old stays as it was sampled: its log-probs, its top-K and its routes.
@@ -68,7 +68,8 @@ def joined(partial: Completion, rest: Completion) -> Completion:
     """One completion of what was sampled before, and of what came after; ends as `rest` does.
 
     Top-K and routes that either of them lacks are left out of the whole. The routes of `rest` begin with the
-    first row that `partial` lacks.
+    first row that `partial` lacks. Moves and retractions are those of both: a response that was retracted once
+    stays so, however often it is resumed.
     """
     topk = routes = None
     if partial.topk is not None and rest.topk is not None:
@@ -86,6 +87,8 @@ def joined(partial: Completion, rest: Completion) -> Completion:
         topk=topk,
         routed_experts=routes,
         weight_versions=_joined_spans(partial, rest),
+        num_moves=partial.num_moves + rest.num_moves,
+        num_retractions=partial.num_retractions + rest.num_retractions,
         loss_mask=None if partial.loss_mask is None else torch.cat([partial.loss_mask, mask_of(rest)]),
     )
 

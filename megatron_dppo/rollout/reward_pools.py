@@ -1,9 +1,11 @@
 """The reward workers of a run: one pool for each reward that training and evaluation name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron_dppo.config.schema import Config, DataConfig
-from megatron_dppo.rewards import RewardChoice, RewardPool
+from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardRequest
+from megatron_dppo.types import Prompt
 
 
 def training_reward(config: Config) -> str:
@@ -31,14 +33,24 @@ class RewardPools:
         """The pool of a reward that was named."""
         return self._pools[reward]
 
-    def start(self) -> None:
-        """Load each reward in one worker now: one that cannot be loaded should stop a run before it samples.
+    def start(self, first: Mapping[str, Prompt]) -> None:
+        """Have each reward score one response now: one that cannot should stop a run before a model loads.
+
+        The response is the reference answer itself, whatever it earns.
+
+        Args:
+            first: A prompt for each reward.
 
         Raises:
-            RewardError: One cannot be loaded.
+            RewardError: A reward cannot be loaded, or gives no number.
         """
-        for pool in self._pools.values():
-            pool.start()
+        for reward, pool in self._pools.items():
+            (result,) = pool.score([RewardRequest(first[reward], first[reward].answer, "stop")])
+            if isinstance(result, RewardFault):
+                said = result.message
+                raise RewardError(
+                    f"data.reward: {reward!r} scores no response, not even the reference answer: {said}"
+                )
 
     def close(self) -> None:
         """End the workers."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,24 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from megatron_dppo.architectures.layout import read_model_sizes
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.prompts import PromptStream, load_prompts
+from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
 from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.dialogue import Dialogue
+from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_dppo.rollout.evaluation import Evaluation, digest_of, evaluation_sets, responses_file
+from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.judge import Judge
 from megatron_dppo.rollout.overlong import OverlongShaping
 from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
-from megatron_dppo.rollout.rounds import RankPlaces, Rounds
+from megatron_dppo.rollout.scheduler import RankPlaces, Rounds
 from megatron_dppo.rollout.scores import PromptScore
+from megatron_dppo.rollout.scoring import Judge
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.server import API_KEY, require_registered
-from megatron_dppo.rollout.transformers_engine import TransformersEngine
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting
 
@@ -82,20 +84,18 @@ class Rollouts:
         config: Config,
         hf_folder: Path,
         engine: RolloutEngine,
-        routing: ModelRouting | None,
         *,
         share: tuple[int, int],
     ) -> None:
-        """Read prompts and tokenizer, and load the reward in a worker.
+        """Read prompts and tokenizer, and try the rewards and the environment in workers.
 
         Args:
             config: The run's.
-            hf_folder: Holds the tokenizer.
+            hf_folder: Holds the model's config.json and its tokenizer.
             engine: Samples; its weights must be pushed before `next`.
-            routing: What captured routes must look like; none for a dense model.
             share: (rank, size) of the job: no two ranks sample the same prompt, whatever they train together.
         """
-        self._config, self._share = config, share
+        self._config, self._engine, self._share = config, engine, share
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
         rewards = [training_reward(config), *(each.reward for each in evaluation_sets(config))]
         self._rewards = RewardPools(config.data, rewards)
@@ -103,9 +103,9 @@ class Rollouts:
         self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
         self._evaluation = Evaluation(config, self._dialogue, self.tokenizer, self._rewards, share=share)
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
-        self._rounds = self._make_rounds(routing)
-        self._rewards.start()
-        self._dialogue.start()
+        self._rounds = self._make_rounds(read_model_sizes(hf_folder).routing)
+        self._rewards.start(self._evaluation.first_prompts | {training_reward(config): self._prompts[0]})
+        self._dialogue.start(self._prompts[0])
 
     def _make_rounds(self, routing: ModelRouting | None) -> Rounds:
         options, config = self._config.rollout, self._config
@@ -133,7 +133,10 @@ class Rollouts:
     @property
     def prompts_digest(self) -> str:
         """Changes with any prompt, answer or id, and with their order: a cursor into others means nothing."""
-        return digest_of(self._prompts)
+        digest = PromptsDigest()
+        for prompt in self._prompts:
+            digest.add(prompt)
+        return digest.hexdigest()
 
     @property
     def cursor(self) -> DataCursor:
@@ -146,8 +149,10 @@ class Rollouts:
         self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
 
     def next(self, rollout: int) -> RolloutBatch:
-        """This rank's share of the next rollout; `settle` comes after it."""
-        return self._rounds.run(rollout, self._stream)
+        """This rank's share of the next rollout, with what its engine counted; `settle` comes after it."""
+        before = self._engine.counts
+        batch = self._rounds.run(rollout, self._stream)
+        return replace(batch, counts=replace(batch.counts, engine=self._engine.counts - before))
 
     def settle(self, all_gather: Callable[[RankPlaces], Sequence[RankPlaces]]) -> DataCursor:
         """The cursor after a rollout, the same on every rank; all call it together, after `next`."""

@@ -1,4 +1,4 @@
-"""What an evaluation's responses earned: few numbers for each prompt, and the metrics of a set made of them."""
+"""Scores of an evaluation: pass@k and means over the responses to each prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

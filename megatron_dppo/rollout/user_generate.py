@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards.base import described
+from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.types import FinishReason
 
@@ -16,7 +17,8 @@ Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence
 """A completion for each request, in order, by as many calls of the engine as it takes.
 
 `partials.with_observation` and `Request.partial` go on behind what was said. Tokens that the engine did not
-sample have a `loss_mask` of False. With an `episode`, the function gives the reward; without one, `data.reward`
+sample have a `loss_mask` of False. Change completions with `dataclasses.replace`, so that how often they were
+retracted stays with them. With an `episode`, the function gives the reward; without one, `data.reward`
 scores the whole response. It runs in the trainer's process: what it raises stops the run, and nobody ends it
 where it hangs.
 """
@@ -40,6 +42,11 @@ class UserGenerate:
     def weight_version(self) -> int:
         """See `RolloutEngine.weight_version`."""
         return self._engine.weight_version
+
+    @property
+    def counts(self) -> EngineCounts:
+        """See `RolloutEngine.counts`."""
+        return self._engine.counts
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """See `RolloutEngine.load_weights`."""

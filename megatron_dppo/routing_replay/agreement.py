@@ -1,4 +1,4 @@
-"""How far the trainer's own routing agrees with the rollout's."""
+"""Measures how far the trainer's own routing agrees with the rollout's."""
 
 from torch import Tensor
 

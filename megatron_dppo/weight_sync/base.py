@@ -1,4 +1,4 @@
-"""How trained weights reach the rollout engine."""
+"""Interfaces of weight sync: who has the weights, how they travel, and a push."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol

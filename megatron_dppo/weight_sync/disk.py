@@ -5,9 +5,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
 from megatron_dppo.errors import WeightSyncError
-from megatron_dppo.models.hf_checkpoint import write_hf_checkpoint
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Weights
 from megatron_dppo.weight_sync.fleet import Fleet
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_dppo.rollout.sglang.update_calls import TensorList
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Weights
 from megatron_dppo.weight_sync.buckets import Bucket, Buffer
 from megatron_dppo.weight_sync.fleet import Fleet, Member

@@ -1,4 +1,4 @@
-"""The weight sync that a run's engine needs."""
+"""Builds the weight sync for a run's engine."""
 
 import os
 from collections.abc import Mapping
@@ -6,15 +6,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import WeightSyncError
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.models.megatron_checkpoint import hf_files
+from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Transport, WeightOwner, WeightSync
 from megatron_dppo.weight_sync.disk import DiskTransport
 from megatron_dppo.weight_sync.distributed import DistributedTransport, StagePlace
@@ -105,5 +105,5 @@ def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
         raise WeightSyncError(
             f"{folder}: found {len(missing)} tensors that the trainer does not send (first: {missing[:3]}) and "
             f"{len(extra)} that it sends besides (first: {extra[:3]}); expected the same. Servers keep what "
-            "they are not sent, and say nothing: correct models/weight_map.py."
+            "they are not sent, and say nothing: correct architectures/weight_map.py."
         )

@@ -1,4 +1,4 @@
-"""The servers that one push is for, as one rank speaks to them: told together, and left out once they fail."""
+"""Sends calls to all servers of one push, and leaves out those that fail."""
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence

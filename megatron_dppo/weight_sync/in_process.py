@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 
 class InProcessSync:

@@ -1,4 +1,4 @@
-"""What servers hold, shown by what they compute: log-probs of sequences that touch every tensor.
+"""Probes the weights that servers hold, by log-probs of sequences that touch every tensor.
 
 An unpatched server shows its weights to nobody. But each weight that a token passes changes the log-probs of
 what follows: so the trainer's and the server's are compared on the same random sequences, of which there are as
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.rollout.sglang.client import SglangClient
 from megatron_dppo.rollout.sglang.protocol import ServedModel
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RoutedExperts
 from megatron_dppo.weight_sync.fleet import Member
 

@@ -1,4 +1,4 @@
-"""A push to SGLang servers: pause, update, go on, and see what they hold."""
+"""Pushes weights to SGLang servers: pause, update, resume, and verify."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron_dppo.errors import ServerError, WeightSyncError
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.server import ServerRecord
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Transport
 from megatron_dppo.weight_sync.fleet import Fleet, Member, describe
 from megatron_dppo.weight_sync.probe import Probe

@@ -1,4 +1,4 @@
-"""Weights by handle: servers on the trainer's own devices map its memory, and copy from there."""
+"""Weight sync by handle: servers on the trainer's devices map its memory."""
 
 import base64
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from megatron_dppo.rollout.sglang.update_calls import Call
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Weights
 from megatron_dppo.weight_sync.buckets import Bucket, Buffer
 from megatron_dppo.weight_sync.fleet import Fleet, Member

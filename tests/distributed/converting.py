@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from megatron_dppo.models.hf_checkpoint import HFWeights
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 
 
 def convert(*arguments: object) -> Result:

@@ -20,15 +20,15 @@ def expert_pair(folder: Path, num_experts: int, dtype: torch.dtype, device: torc
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.architectures.layout import Layout
+    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import transformer_config
-    from megatron_dppo.models.family import read_hf_config
     from megatron_dppo.models.layer_spec import GroupedExperts
 
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     layout = Layout(world_size=1)
     initialize_groups(layout, seed=0)
     config = transformer_config(read_hf_config(folder), dtype, megatron_sizes(layout), {})

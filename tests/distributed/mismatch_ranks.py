@@ -6,7 +6,7 @@ from typing import Any
 
 import tomli_w
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PARITY = 5e-5  # of float32 log-probs
@@ -30,7 +30,7 @@ def measure_layouts(
     from measure_mismatch import measured_config
     from mismatch_forwards import measure
 
-    from megatron_dppo.diagnostics.token_mismatch import token_rows
+    from megatron_dppo.metrics.token_mismatch import token_rows
 
     results: dict[str, dict[str, Any]] = {}
     for name, parallel in layouts.items():

@@ -74,7 +74,7 @@ def _run_rank(
     os.environ.clear()
     os.environ.update(environment)
     warnings.filterwarnings("ignore")
-    from megatron_dppo import runtime
+    from megatron_dppo.runtime import process as runtime
 
     torch.set_num_threads(1)
     this = runtime.start()

@@ -6,7 +6,7 @@ from typing import Any
 
 from tiny import write_model
 
-from megatron_dppo.data import sanity_task
+from megatron_dppo.data.prompts import sanity_task
 
 _ROOT = Path(__file__).parents[2]
 

@@ -9,8 +9,9 @@ from ranks import run_ranks
 from tiny import EXPERTS, random_groups, write_model
 from torch import Tensor
 
+from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.config.schema import Config
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
     """On one rank: the actor's loss and gradients, and the same of an unpacked Hugging Face model."""
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.models.convert import export_hf_weights
 
     config = Config.model_validate(
@@ -75,7 +76,7 @@ def _reference(
     from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset, token_weights
 
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    objective = preset(config.algorithm.preset, **config.algorithm.objective_overrides())
+    objective = preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
     samples = [sample for group in groups for sample in group.samples]
     lengths = [int(sample.loss_mask.sum()) for sample in samples]
     weights = iter(token_weights(config.algorithm.aggregation, lengths, 16).split(lengths))

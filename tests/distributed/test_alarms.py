@@ -6,7 +6,7 @@ from typing import Any
 
 from ranks import run_ranks
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 USUAL = {"rollout/num_response_tokens": 100, "rollout/response_length_mean": 20.0}
 
@@ -14,9 +14,9 @@ USUAL = {"rollout/num_response_tokens": 100, "rollout/response_length_mean": 20.
 def write_rows(runtime: Runtime, folder: str, mode: str, num_usual: int, offset: int) -> dict[str, Any]:
     """Usual rollouts, then one with responses ten times longer: the file's end before it, and the error."""
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.diagnostics.metrics import Metrics
     from megatron_dppo.errors import TrainingError
-    from megatron_dppo.journal import Journal
+    from megatron_dppo.metrics.metrics import Metrics
+    from megatron_dppo.run.logger import Journal
 
     config = Config.model_validate({"run": {"folder": folder}, "tracking": {"alarms": mode}})
     offsets, error = list[int](), None

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from tiny import random_groups, write_model
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import SampleGroup, TrainBatch
 
 UNEVEN = (120, 3, 90, 1, 2, 64, 5, 1, 100, 2, 2, 7)  # prompts of even number have the long responses
@@ -20,7 +20,7 @@ TOPK = 4
 
 def uneven_groups(num_groups: int) -> list[SampleGroup]:
     """Groups of two, the first of every three long: dealt out by turns, two ranks get very uneven shares."""
-    from megatron_dppo.data.batches import with_advantages
+    from megatron_dppo.data.batches.gradient_steps import with_advantages
 
     groups = random_groups(num_groups, samples_per_group=2, topk=TOPK, response_lengths=UNEVEN)
     return with_advantages(groups, normalize_std=False)
@@ -61,9 +61,9 @@ def live_bytes() -> int:
 
 def roll_out_and_batch(runtime: Runtime, group_of_rank: tuple[int, ...], num_prompts: int) -> dict[str, Any]:
     """One rank's gradient steps on a rollout that all ranks deal out by turns."""
-    from megatron_dppo.data.batch_file import bytes_of
-    from megatron_dppo.data.batches import gradient_steps
-    from megatron_dppo.data.exchange import DataParallel
+    from megatron_dppo.data.batches.batch_file import bytes_of
+    from megatron_dppo.data.batches.exchange import DataParallel
+    from megatron_dppo.data.batches.gradient_steps import gradient_steps
     from megatron_dppo.types import ModelRouting
 
     before, config = live_bytes(), settings("", num_prompts)
@@ -82,7 +82,7 @@ def bytes_of_routes_and_topk(num_tokens: int) -> int:
 
 def bytes_held(result: dict[str, Any]) -> int:
     """Of routes and top-K in one rank's micro-batches, placeholders included."""
-    from megatron_dppo.data import memory
+    from megatron_dppo.data.batches import memory
 
     return sum(memory.bytes_of_routes_and_topk(m) for step in result["steps"] for m in step.microbatches)
 
@@ -165,7 +165,7 @@ def test_samples_are_shared_out_over_four_processes(tmp_path: Path) -> None:
 def gradients(runtime: Runtime, model: str) -> dict[str, Any]:
     """Gradients of one mini-batch, sampled and packed in several ways, on this many processes."""
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.data.batches import BatchShape, train_batches
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
     from megatron_dppo.models.convert import export_hf_weights
 
     config = settings(model, 6, expert=runtime.world_size)

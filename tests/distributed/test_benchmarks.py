@@ -13,7 +13,7 @@ from layout_cases import LAYOUTS
 from ranks import run_ranks
 from tiny import write_model
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

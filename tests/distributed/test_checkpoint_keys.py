@@ -7,7 +7,7 @@ from ranks import run_ranks
 from tiny import EXPERTS, LAYERS
 from tiny_families import write_family
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 ENDS = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
 ATTENTION = {
@@ -53,15 +53,15 @@ def written(runtime: Runtime, folder: str, names: list[str]) -> dict[str, dict[s
     import torch
     from megatron.core import dist_checkpointing
 
-    from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.architectures.layout import Layout
+    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
-    from megatron_dppo.models.family import read_hf_config
-    from megatron_dppo.models.megatron_checkpoint import WEIGHTS, load_weights, save_weights
+    from megatron_dppo.models.megatron_folder import WEIGHTS, load_weights, save_weights
 
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     layout = Layout(world_size=1)
     initialize_groups(layout, seed=0)
     shapes = {}

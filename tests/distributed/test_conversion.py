@@ -12,7 +12,7 @@ from converting import convert, differences
 from tiny import write_model
 from transformers import Qwen3MoeForCausalLM
 
-from megatron_dppo.models.hf_checkpoint import HFWeights
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from test_resharding import NUM_LAYERS, build, losses
 from tiny_families import write_family
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("Qwen3MoeForCausalLM", {}),
@@ -48,15 +48,15 @@ def models_of(layout: str) -> list[str]:
 
 def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> None:
     """Load each converted checkpoint on a layout, save it from there, and load what was saved once more."""
-    from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.architectures.layout import Layout
+    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.checkpoints.hf_folder import copy_model_files, write_hf_checkpoint
     from megatron_dppo.config.schema import ParallelConfig
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
     from megatron_dppo.models.convert import export_hf_weights
-    from megatron_dppo.models.family import read_hf_config
-    from megatron_dppo.models.hf_checkpoint import copy_model_files, write_hf_checkpoint
-    from megatron_dppo.models.megatron_checkpoint import (
+    from megatron_dppo.models.megatron_folder import (
         HF,
         WEIGHTS,
         load_weights,
@@ -65,7 +65,7 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
     )
 
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     parallel = Layout.of(ParallelConfig.model_validate(LAYOUTS[layout][1]), runtime.world_size)
     initialize_groups(parallel, seed=0)
     for name in names:
@@ -137,12 +137,12 @@ def test_a_converted_checkpoint_trains_as_the_original_does(tmp_path: Path) -> N
 
 def convert_together(runtime: Runtime, folder: str) -> None:
     """Both ways, as the tool does under torchrun."""
+    from megatron_dppo.checkpoints.hf_folder import HFWeights
     from megatron_dppo.conversion.description import read_convertible_config
     from megatron_dppo.conversion.options import Options
     from megatron_dppo.conversion.sources import HuggingFaceSource, MegatronSource
     from megatron_dppo.conversion.to_hf import write_hf
     from megatron_dppo.conversion.to_megatron import write_megatron
-    from megatron_dppo.models.hf_checkpoint import HFWeights
 
     source, out = Path(folder, "experts"), Path(folder, "shared")
     options = Options(file_bytes=20_000)

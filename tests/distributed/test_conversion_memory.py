@@ -11,8 +11,8 @@ import torch
 from convert_jobs import GB, memory_gb
 from converting import converted
 
+from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
 from megatron_dppo.conversion.pieces import hf_shapes
-from megatron_dppo.models.hf_checkpoint import write_hf_checkpoint
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

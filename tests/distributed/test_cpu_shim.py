@@ -5,7 +5,7 @@ from typing import Any
 
 from ranks import run_ranks
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 
 def look(runtime: Runtime) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def look(runtime: Runtime) -> dict[str, Any]:
     before = (torch.arange, torch.empty, torch.cuda.current_device)
     import megatron.core.optimizer.clip_grads as loaded_before
 
-    from megatron_dppo.actor import cpu
+    from megatron_dppo.mcore import cpu
 
     cpu.install()
     cpu.install()

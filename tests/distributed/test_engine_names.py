@@ -16,8 +16,8 @@ from test_checkpoint_keys import MODELS
 from tiny import random_groups
 from tiny_families import write_family
 
-from megatron_dppo.models.spec_choice import LayerSpecName
-from megatron_dppo.runtime import Runtime, gpu_libraries
+from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.runtime.process import Runtime, gpu_libraries
 
 ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight")
 EXPERTS = ("pre_mlp_layernorm.weight", "mlp.experts.linear_fc1.weight0", "mlp.experts.linear_fc2.weight3")
@@ -74,9 +74,9 @@ def _loss_and_gradients(
     runtime: Runtime, folder: Path, parallel: dict[str, int], spec: str, dtype: str
 ) -> tuple[Any, float]:
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.architectures.registry import read_hf_config
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
-    from megatron_dppo.models.family import read_hf_config
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 
     replay = "replay" if read_hf_config(folder).get("num_experts") and "dense" not in folder.name else "off"
     tables = {
@@ -99,13 +99,13 @@ def _checkpoints(runtime: Runtime, folder: Path) -> dict[str, Any]:
     """Which tensors each spec writes, and what is not the same after it was read in the other."""
     from megatron.core import dist_checkpointing
 
-    from megatron_dppo.actor.groups import megatron_sizes
-    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.architectures.layout import Layout
+    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.checkpoints.hf_folder import HFWeights
+    from megatron_dppo.mcore.groups import megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
     from megatron_dppo.models.convert import export_hf_weights
-    from megatron_dppo.models.family import read_hf_config
-    from megatron_dppo.models.hf_checkpoint import HFWeights
-    from megatron_dppo.models.megatron_checkpoint import WEIGHTS, load_weights, save_weights
+    from megatron_dppo.models.megatron_folder import WEIGHTS, load_weights, save_weights
 
     hf, sizes, original = read_hf_config(folder), megatron_sizes(Layout(world_size=1)), HFWeights(folder)
     stored, changed = {}, {}

@@ -11,8 +11,8 @@ from sanity_run import settings, without_clocks
 from test_training_run import lines, train
 from tiny import write_model
 
-from megatron_dppo.data.jsonl import write_jsonl
-from megatron_dppo.models.hf_checkpoint import HFWeights
+from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = {
@@ -37,7 +37,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_conversations_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Path, tmp_path: Path) -> None:
+def test_multi_turn_are_trained_on_and_a_resumed_run_is_bitwise_the_same(task: Path, tmp_path: Path) -> None:
     def tables(name: str) -> dict[str, Any]:
         run = {"folder": str(task / name), "num_rollouts": 2}
         return settings(task, name, run=run, data={"max_prompt_tokens": 20}, rollout=CONVERSATIONS)

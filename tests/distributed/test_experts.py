@@ -10,7 +10,7 @@ from ranks import run_ranks
 from tiny import write_model
 from torch import Tensor
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 TOKENS_PER_EXPERT: dict[str, list[int]] = {
     "uneven": [5, 3, 17, 2],

@@ -12,8 +12,8 @@ from tiny import logits_of, random_groups
 from tiny_families import write_family
 from torch import Tensor
 
-from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.runtime.process import Runtime
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -24,8 +24,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in SUPPORTED_ARCHITECTURES},
-    **{f"{name}, tied": (name, {"tie_word_embeddings": True}) for name in SUPPORTED_ARCHITECTURES},
+    **{name: (name, {}) for name in FAMILIES},
+    **{f"{name}, tied": (name, {"tie_word_embeddings": True}) for name in FAMILIES},
     "LlamaForCausalLM, llama3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "Qwen3ForCausalLM, fractional base": (
         "Qwen3ForCausalLM",
@@ -45,7 +45,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.models.convert import export_hf_weights
 
     config = Config.model_validate(
@@ -97,7 +97,7 @@ def _logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
 def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, dict[str, Tensor]]:
     """The summed loss and its gradients, one sequence at a time."""
     from megatron_dppo.algorithms import PolicyLossInputs, policy_loss
-    from megatron_dppo.rollout.transformers_engine import checkpoint_targets
+    from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 
     total = torch.zeros(())
     for sample in samples:
@@ -120,9 +120,9 @@ def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, d
 
 def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
     """What is not bitwise the same after Hugging Face -> Megatron -> its checkpoint -> Hugging Face."""
+    from megatron_dppo.checkpoints.hf_folder import HFWeights
     from megatron_dppo.models.convert import export_hf_weights
-    from megatron_dppo.models.hf_checkpoint import HFWeights
-    from megatron_dppo.models.megatron_checkpoint import load_weights, save_weights
+    from megatron_dppo.models.megatron_folder import load_weights, save_weights
 
     out = folder.with_name(f"{folder.name} as megatron")
     save_weights(actor.chunks, out, folder)
@@ -137,8 +137,8 @@ def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
 
 def _generation_error(actor: Any, model: Any) -> float:
     """Worst difference of the embedded engine's log-probs from a plain forward's."""
+    from megatron_dppo.rollout.embedded.engine import TransformersEngine
     from megatron_dppo.rollout.engine import Request, SamplingParams
-    from megatron_dppo.rollout.transformers_engine import TransformersEngine
 
     engine = TransformersEngine(model.config, eos_token_ids=(), weights="float32", batch_size=2)
     engine.load_weights(actor.weights(), version=1)

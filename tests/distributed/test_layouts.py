@@ -17,16 +17,16 @@ from tiny import random_groups, write_model
 from tiny_families import write_family
 from torch import Tensor
 
-from megatron_dppo.actor.layout import PROVEN, Layout, kind_of
+from megatron_dppo.architectures.layout import PROVEN, Layout, kind_of
 from megatron_dppo.config import ParallelConfig
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 Measure = Callable[[int, int | None], list[tuple[Case, dict[str, Any]]]]
 NUM_LAYERS = 4
 LIMIT = 1e-5
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
 # updates; with so large a rate they are not lost in the rounding of weights.
-_SMOOTH = {"lr": 30.0, "eps": 1.0, "clip_grad": 0.5}
+_SMOOTH = {"lr": 1.0, "eps": 0.03, "clip_grad": 0.5}
 
 
 def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
 
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
-    from megatron_dppo.diagnostics.metrics import Metrics
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+    from megatron_dppo.metrics.metrics import Metrics
     from megatron_dppo.models.convert import export_hf_weights
 
     tables = case.tables()

@@ -11,7 +11,7 @@ from tiny import EXPERTS, LAYERS, logits_of, random_groups
 from tiny_families import write_family
 from torch import Tensor
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 EXPERT_MODULES, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -41,7 +41,7 @@ def config_of(folder: Path, case: dict[str, Any], **tables: dict[str, Any]) -> A
 
 def train_batch(actor: Any, runtime: Runtime, moe_layers: int = LAYERS) -> tuple[Any, list[Any]]:
     """This rank's share of eight groups of samples, and the samples of all."""
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 
     groups = with_advantages(random_groups(8, moe_layers=moe_layers), False)
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
@@ -127,7 +127,7 @@ def randomize(actor: Any) -> None:
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
-    from megatron_dppo.rollout.transformers_engine import checkpoint_targets
+    from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 
     return checkpoint_targets(model)
 

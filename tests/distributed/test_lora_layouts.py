@@ -11,7 +11,7 @@ from test_lora import config_of, main_gradient, randomize, train_batch
 from tiny_families import write_family
 from torch import Tensor
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 NUM_LAYERS = 4
 MODELS = {"experts": "Qwen3MoeForCausalLM", "dense": "Qwen2ForCausalLM"}
@@ -38,7 +38,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
 # updates; with so large a rate they are not lost in the rounding of weights.
-SMOOTH = {"lr": 30.0, "eps": 1.0, "clip_grad": 0.5}
+SMOOTH = {"lr": 1.0, "eps": 0.03, "clip_grad": 0.5}
 
 
 # Updates lose digits in the rounding of weights, and a second step multiplies what differs after the first; a

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from test_resharding import LAYOUTS, NUM_BEFORE, NUM_LAYERS
 from tiny import write_model
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 PAIRS = [("TP2", "one process"), ("EP2", "TP2"), ("one process", "PP2 VPP2"), ("PP2 VPP2", "CP2 EP2")]
 

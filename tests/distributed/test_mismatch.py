@@ -15,7 +15,7 @@ from ranks import run_ranks
 from sanity_run import make_task
 from tiny_families import write_family
 
-from megatron_dppo.data import sanity_task
+from megatron_dppo.data.prompts import sanity_task
 
 ENGINE = {"weights": "float32"}
 ROLLOUT: dict[str, Any] = {

@@ -7,7 +7,6 @@ make. PyTorch's dispatch modes see an operator's inputs and results alone, so th
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,17 @@ import torch
 from ranks import run_ranks
 from tiny import write_model
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import padded_vocab
+from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan.activations import Assumptions
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.logits import FLOAT, ROWS
 from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.model import padded_vocab, read_model_shape
-from megatron_dppo.plan.options import Options, recompute_of
 from megatron_dppo.plan.stage_activations import StageActivations, stage_activations
 from megatron_dppo.plan.states import optimizer_bytes, rank_states
-from megatron_dppo.plan.workload import Workload
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 # A layout is one line here: processes, and [parallel].
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -155,7 +153,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) 
     from memory_probes import LiveBytes, SavedBytes
 
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.actor.mcore_fixes import prime_adam_states
+    from megatron_dppo.mcore.fixes import prime_adam_states
     from megatron_dppo.types import TrainBatch
 
     actor = Actor(config_of(model, parallel, case), runtime)
@@ -227,16 +225,16 @@ def job_of(layout_name: str, model: str, case: Case) -> tuple[Job, Layout]:
     """The same run as the planner sees it: balanced experts, no padding in attention, a CPU's layers."""
     world_size, parallel = LAYOUTS[layout_name]
     config = config_of(model, parallel, case)
-    layout, shape = Layout.of(config.parallel, world_size), read_model_shape(Path(model))
+    machine = Machine(world_size, gpu_bytes=1 << 34)
+    job = Job.of(config, model_facts(config, world_size), machine, Assumptions(1.0, 1.0))
     workload = replace(
-        Workload.of(config, shape),
+        job.workload,
         max_tokens=case.num_sequences * case.sequence_tokens,
         sequence_tokens=case.sequence_tokens,
-        samples_per_step=case.num_sequences * case.num_microbatches * layout.data,
+        samples_per_step=case.num_sequences * case.num_microbatches * job.layout.data,
     )
-    options = Options(recompute=recompute_of(case.megatron), layer_spec="torch-cpu")
-    machine = Machine(world_size, gpu_bytes=1 << 34)
-    return Job(config, shape, workload, machine, options, Assumptions(1.0, 1.0)), layout
+    options = replace(job.options, layer_spec="torch-cpu")
+    return replace(job, workload=workload, options=options), job.layout
 
 
 @each_case
@@ -253,7 +251,7 @@ def test_optimizer_states_are_exact(measured: Any, layout_name: str, case: str) 
     """A shard counts the padding of Megatron's buffers too; over all ranks the rest is exact."""
     models, ranks = measured(layout_name)
     job, layout = job_of(layout_name, models[case], CASES[case])
-    per_element = optimizer_bytes(1, job.workload.dtype_bytes, moment_bytes=4)
+    per_element = optimizer_bytes(1, job.workload.dtype_bytes)
     total = 0.0
     for found in (rank[case] for rank in ranks):
         part = job.partition(layout)[found["stage"]]

@@ -15,12 +15,11 @@ from plan_models import QWEN3_30B, layout_of
 from qwen3_30b_recipes import RECIPES, Recipe
 from ranks import run_ranks
 
-from megatron_dppo.actor.layout import Layout, model_sizes
+from megatron_dppo.architectures.layout import Layout, model_sizes
+from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.conversion.pieces import hf_shapes, pieces_of
-from megatron_dppo.plan.model import model_shape
 from megatron_dppo.plan.partition import partition
-from megatron_dppo.plan.stages import Split
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 BLOCK_ELEMENTS = 1 << 25
 Tile = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a stored tensor
@@ -74,7 +73,7 @@ def without_memory(layout: Layout) -> list[Any]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    from megatron_dppo.actor.groups import megatron_sizes
+    from megatron_dppo.mcore.groups import megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
 
     class OnMeta(TorchFunctionMode):  # Megatron names a device in each call
@@ -89,12 +88,12 @@ def without_memory(layout: Layout) -> list[Any]:
 
 def measure(runtime: Runtime, sources: list[str]) -> dict[str, dict[str, Any]]:
     """Of each layout: elements of each rank, and each stored tensor's shape and tiles."""
-    from megatron_dppo import runtime as this_process
-    from megatron_dppo.actor import cpu, mcore_fixes
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.runtime import process as this_process
 
     this_process.stop()
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     return {recipe.source: measure_layout(recipe) for recipe in RECIPES if recipe.source in sources}
 
 
@@ -127,7 +126,7 @@ def main_tensors(chunks: list[Any]) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
-    from megatron_dppo.models.megatron_checkpoint import model_states
+    from megatron_dppo.models.megatron_folder import model_states
 
     for part in nested_values(model_states(chunks)):
         built = nested_values(part.build()) if isinstance(part, ShardedTensorFactory) else [part]
@@ -211,7 +210,7 @@ def test_each_rank_holds_the_bytes_that_the_planner_counts(
     measured: Callable[[Recipe], dict[str, Any]], recipe: Recipe
 ) -> None:
     shape = model_shape(QWEN3_30B, model_sizes(QWEN3_30B))
-    parts = partition(shape, layout_of(recipe.num_gpus, **recipe.sizes), Split(), True)
+    parts = partition(shape, layout_of(recipe.num_gpus, **recipe.sizes), True)
     planned = [part.dense.own + part.expert.own for part in parts]
     elements = measured(recipe)["elements"]
     assert len(elements) == recipe.num_gpus
@@ -227,7 +226,7 @@ def test_a_rank_reads_its_own_experts_alone(measured: Callable[[Recipe], dict[st
 
 
 def test_a_layout_that_does_not_divide_is_refused() -> None:
-    from megatron_dppo.actor.layout import layout_problems
+    from megatron_dppo.architectures.layout import layout_problems
     from megatron_dppo.config.schema import ParallelConfig
 
     problems = layout_problems(ParallelConfig(expert=6), 6, model_sizes(QWEN3_30B))

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from tiny import VOCAB, random_groups, write_model
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 NUM_LAYERS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -56,8 +56,8 @@ def build(runtime: Runtime, model: str, layout: str) -> Any:
 
 def losses(runtime: Runtime, actor: Any, num_steps: int) -> list[float]:
     """Of so many gradient steps, each on the same samples."""
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
-    from megatron_dppo.diagnostics.metrics import Metrics
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+    from megatron_dppo.metrics.metrics import Metrics
 
     found: list[float] = []
     for _ in range(num_steps):
@@ -72,8 +72,8 @@ def losses(runtime: Runtime, actor: Any, num_steps: int) -> list[float]:
 
 def save(runtime: Runtime, actor: Any, folder: Path) -> Path:
     """A checkpoint of the run's kind."""
-    from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint
     from megatron_dppo.config.schema import CheckpointConfig
+    from megatron_dppo.run.checkpoints import Checkpoints, RunPoint
     from megatron_dppo.types import RunState
 
     checkpoints = Checkpoints(
@@ -101,8 +101,8 @@ def load_all(
     runtime: Runtime, model: str, folder: str, layouts: list[str], pairs: list[tuple[str, str]]
 ) -> dict[str, Any]:
     """Load checkpoints of other layouts on these: what changes when saved again, and later losses."""
-    from megatron_dppo.actor.checkpoint import load
     from megatron_dppo.errors import CheckpointError
+    from megatron_dppo.run.checkpoints import load
 
     found: dict[str, Any] = {}
     for layout in layouts:

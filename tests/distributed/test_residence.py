@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from tiny import random_groups, write_model
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 CASES = {
     "float32": {"model": {"dtype": "float32"}},
@@ -20,7 +20,7 @@ def train(runtime: Runtime, model: str, changes: dict[str, Any], is_away: bool) 
     """Three gradient steps, with a release between them where memory is to be away; and how much was."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 
     optimizer = {"lr": 1e-2, "offload": is_away} | changes.get("optimizer", {})
     tables = {

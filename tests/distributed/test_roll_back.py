@@ -8,7 +8,7 @@ import pytest
 from ranks import run_ranks
 from sanity_run import make_task, settings
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 EXACT = {"rollout": {"transformers": {"weights": "float32"}, "routing_replay": "measure"}}
 
@@ -16,8 +16,8 @@ EXACT = {"rollout": {"transformers": {"weights": "float32"}, "routing_replay": "
 def train_with_alarms(runtime: Runtime, config: dict[str, Any], alarmed: list[int], good: int) -> str | None:
     """A run in which rollouts of these numbers raise an alarm, each once, and the error it ends with."""
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.diagnostics import alarms
     from megatron_dppo.errors import TrainingError
+    from megatron_dppo.metrics import alarms
     from megatron_dppo.train import main
 
     left = list(alarmed)

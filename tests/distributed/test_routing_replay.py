@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from tiny import EXPERTS, LAYERS, TOP_K, logits_of, write_model
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
 
@@ -17,7 +17,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     """A float32 engine and the actor, with equal weights, on what the engine sampled."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import BatchShape, train_batches
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
     from megatron_dppo.rollout.rollouts import build_engine
     from megatron_dppo.routing_replay.replay import replaying, routers
     from megatron_dppo.weight_sync.in_process import InProcessSync

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from tiny import random_groups, write_model
 
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, SampleGroup
 
 TRAINED = ("dppo_topk_kl", "grpo_clip_higher", "dppo_binary_kl", "negative_mask", "minirl_tis")
@@ -21,8 +21,8 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], presets: tup
     """By the preset that trains: every metric of one gradient step, over all ranks."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.data.batches import BatchShape, train_batches, with_advantages
-    from megatron_dppo.diagnostics.metrics import Metrics
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+    from megatron_dppo.metrics.metrics import Metrics
 
     found: dict[str, dict[str, float]] = {}
     for name in presets:

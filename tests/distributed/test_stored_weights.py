@@ -7,17 +7,17 @@ import torch
 from tiny_families import write_family
 from transformers import AutoConfig
 
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.conversion.stored_weights import StoredWeights
-from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES
-from megatron_dppo.rollout.transformers_engine import TransformersEngine
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.rollout.embedded.engine import TransformersEngine
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.factory import require_cover
 
 HERE = Runtime(torch.device("cpu"), 0, 1)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_an_engine_takes_every_family_from_disk(tmp_path: Path, architecture: str, is_tied: bool) -> None:
     folder = write_family(tmp_path / "model", architecture, tie_word_embeddings=is_tied)
     stored = StoredWeights(folder, torch.float32, HERE)

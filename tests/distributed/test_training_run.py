@@ -17,9 +17,9 @@ from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 
 from megatron_dppo.algorithms import PRESETS
-from megatron_dppo.data.jsonl import read_jsonl
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.runtime.jsonl import read_jsonl
+from megatron_dppo.runtime.process import Runtime
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +35,9 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
     """
     import megatron_dppo.train as loop
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.job import Job
-    from megatron_dppo.journal import Journal
-    from megatron_dppo.preemption import Preempted, StopRequests
+    from megatron_dppo.run.logger import Journal
+    from megatron_dppo.run.preemption import Preempted, StopRequests
+    from megatron_dppo.run.session import Job
 
     config = Config.model_validate(tables)
     with StopRequests.handled() as requests, Journal.open(config, runtime) as journal:
@@ -125,6 +125,30 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
     replaced = [row["rollout/replaced_groups"] for row in rows if row["kind"] == "rollout"]
     assert any(replaced[:2]) == any(replaced[2:]) == bool(rollout)  # before it was stopped, and after
+
+
+def train_each(runtime: Runtime, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several runs, one after the other."""
+    return [train(runtime, tables) for tables in runs]
+
+
+def test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same(task: Path, tmp_path: Path) -> None:
+    """With evaluations and checkpoints between rollouts, which look at parameters as the sync does."""
+    held_out = {"held_out": {"prompts": str(task / "held_out.jsonl")}}
+    changes: Any = {
+        "run": {"num_rollouts": 2},
+        "checkpoint": {"every": 1},
+        "evaluation": {"every": 1, "samples_per_prompt": 1, "sets": held_out},
+    }
+    runs = [
+        with_data(task, name, rollout={"release_trainer": name == "away"}, **changes)
+        for name in ("here", "away")
+    ]
+    here, away = run_ranks(train_each, 1, tmp_path, runs)[0]
+    assert all(torch.equal(tensor, away["weights"][name]) for name, tensor in here["weights"].items())
+    assert all(torch.equal(x, y) for x, y in zip(here["moments"], away["moments"], strict=True))
+    assert without_clocks(lines(task / "away")) == without_clocks(lines(task / "here"))
+    assert away["state"] == here["state"] and away["state"].rollout == 2
 
 
 _ONE_ROLLOUT: dict[str, Any] = {
@@ -267,16 +291,16 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
     assert list((task / "cli" / "samples").iterdir())
     assert "resuming" not in done.stderr
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    shorter = [*command, "--set", "run.num_rollouts=1"]
+    again = subprocess.run(shorter, capture_output=True, text=True, check=False)
     assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr
+    assert "2 rollouts are done, run.num_rollouts = 1" in again.stderr
     assert len(lines(task / "cli")) == len(kinds), "a finished run has nothing left to do"
-    others = ["--set", f"data.prompts={task / 'held_out.jsonl'}"]
-    refused = subprocess.run([*command, *others], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "changed since the run was saved" in refused.stderr
+    resume_as_another_experiment(task, command)
     report = task / "report.html"
     subprocess.run([*python, "-m", "megatron_dppo", "compare", task / "cli", "-o", report], check=True)
     assert report.stat().st_size > 1 << 20
+    assert "after 2 rollouts: optimizer.lr from 2e-06 to 4e-06" in report.read_text()
     back = task / "back"
     last = task / "cli" / "checkpoints" / (task / "cli" / "checkpoints" / "latest").read_text().strip()
     subprocess.run(
@@ -284,6 +308,30 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     )
     assert (back / "tokenizer.json").is_file()
     shutil.rmtree(back)
+
+
+def resume_as_another_experiment(task: Path, command: list[Any]) -> None:
+    """A table refuses it; with the flag, the run goes on and notes what changed, once."""
+    others = ["--set", f"data.prompts={task / 'held_out.jsonl'}", "--set", "optimizer.lr=4e-6"]
+    refused = subprocess.run([*command, *others], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    table = [line.split() for line in refused.stderr.splitlines()[-3:]]
+    prompts = [str(task / "prompts.jsonl"), str(task / "held_out.jsonl")]
+    assert table == [
+        ["setting", "was", "is"],
+        ["data.prompts", *prompts],
+        ["optimizer.lr", "2e-06", "4e-06"],
+    ]
+    accepted = ["--set", "optimizer.lr=4e-6", "--set", "run.num_rollouts=3", "--accept-changes"]
+    subprocess.run([*command, *accepted], check=True)
+    rows = lines(task / "cli")
+    changes = [row for row in rows if row["kind"] == "change"]
+    assert changes == [
+        {"kind": "change", "rollout": 2, "setting": "optimizer.lr", "was": "2e-06", "is": "4e-06"}
+    ]
+    after = rows[rows.index(changes[0]) + 1 :]
+    assert [row["kind"] for row in after] == ["step", "step", "rollout", "evaluation"]
+    assert {row["optimizer/lr"] for row in after if row["kind"] == "step"} == {4e-6}
 
 
 def test_a_user_error_ends_with_a_message_and_no_traceback(task: Path) -> None:

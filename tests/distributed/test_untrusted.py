@@ -16,9 +16,9 @@ import torch
 from ranks import run_ranks
 from tiny import write_model
 
+from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.models.untrusted import refuse_code
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 _TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -42,15 +42,15 @@ def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def save(runtime: Runtime, folder: str) -> None:
     """A checkpoint with stored objects, as training writes it."""
-    from megatron_dppo.actor import cpu, mcore_fixes
-    from megatron_dppo.actor.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.actor.layout import Layout
+    from megatron_dppo.architectures.layout import Layout
+    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
-    from megatron_dppo.models.family import read_hf_config
-    from megatron_dppo.models.megatron_checkpoint import load_weights, save_weights
+    from megatron_dppo.models.megatron_folder import load_weights, save_weights
 
     cpu.install()
-    mcore_fixes.apply()
+    fixes.apply()
     layout, source = Layout(world_size=1), Path(folder, "hf")
     initialize_groups(layout, seed=0)
     hf = read_hf_config(source)
@@ -354,8 +354,8 @@ def test_another_backend_is_refused(checkpoint: Path, content: str) -> None:
 def save_and_load(runtime: Runtime, model: str, folder: str) -> dict[str, int]:
     """On each rank: save a run's checkpoint and load it again; how many objects and optimizer states it has."""
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.actor.checkpoint import Checkpoints, RunPoint, load
     from megatron_dppo.config.schema import CheckpointConfig, Config
+    from megatron_dppo.run.checkpoints import Checkpoints, RunPoint, load
     from megatron_dppo.types import RunState
 
     config = Config.model_validate(

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from megatron_dppo.algorithms import Objective, preset
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 ROWS, VOCAB = 48, 97
 OBJECTIVES = {

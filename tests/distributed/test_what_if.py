@@ -80,11 +80,14 @@ def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path
 
 
 def test_an_anchor_of_the_trainer_needs_its_weights(run: Path, tmp_path: Path) -> None:
-    asked = ["what-if", run, "--preset", "dppo_binary_kl_decoupled", "--preset", "grpo", "-o", tmp_path]
+    asked = ["what-if", run, "--rollout", 1, "--preset", "dppo_binary_kl_decoupled", "--preset", "grpo"]
+    asked += ["-o", tmp_path]
     done = command(*asked)
     assert done.returncode == 2
     assert "Give the checkpoint that the rollout was sampled with as --before" in done.stderr.replace("\n", " ")
     done = command(*asked, "--before", run / "checkpoints" / "step_00000001")
     assert done.returncode == 0, done.stderr
-    names = {row["variant"] for row in json.loads((tmp_path / "what_if.json").read_text())["rows"]}
-    assert {"dppo_binary_kl_decoupled", "grpo"} < names
+    found = json.loads((tmp_path / "what_if.json").read_text())
+    assert {"dppo_binary_kl_decoupled", "grpo"} < {row["variant"] for row in found["rows"]}
+    sampled = rows_of(run, "rollout")[1]["mismatch/abs_prob_diff_mean"]  # by the weights of --before
+    assert found["mismatch"]["replayed"]["abs_prob_diff_mean"] > 2 * sampled, "the latest weights are judged"

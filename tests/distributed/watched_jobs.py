@@ -1,4 +1,4 @@
-"""Jobs that fail in every way there is; run as a script, it starts them for test_watch.py.
+"""Jobs that fail in every way there is; run as a script, it starts them for test_failure_detection.py.
 
 The script imports what ranks need and forks each rank from itself, so that a job starts in an instant. A rank
 ends as any process does.
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_dppo.errors import ConfigError, TrainingError
-from megatron_dppo.runtime import Runtime, Stopwatch, start
-from megatron_dppo.watch import watching
+from megatron_dppo.failure_detection import watching
+from megatron_dppo.runtime.process import Runtime, Stopwatch, start
 
 PATIENCE_S = 6.0
 

@@ -20,21 +20,21 @@ from typing import Any
 # Where a fault can strike: (module, attribute, whether before or after the call).
 MOMENTS: dict[str, tuple[str, str, str]] = {
     "start": ("megatron_dppo.actor.actor", "Actor.__init__", "before"),
-    "rollout": ("megatron_dppo.rollout.continuous_batch", "ContinuousBatch._decode", "after"),
+    "rollout": ("megatron_dppo.rollout.embedded.continuous_batch", "ContinuousBatch._decode", "after"),
     "step": ("megatron_dppo.actor.actor", "Actor.train_step", "before"),
     "gradient": ("megatron_dppo.actor.actor", "Actor.accumulate_gradients", "after"),
     "update": ("megatron_dppo.actor.actor", "Actor.train_step", "after"),
-    "row": ("megatron_dppo.diagnostics.tracking", "RunFolder.write_step", "before"),
+    "row": ("megatron_dppo.run_folder.folder", "RunFolder.write_step", "before"),
     "sync": ("megatron_dppo.weight_sync.in_process", "InProcessSync.push", "before"),
-    "rollout end": ("megatron_dppo.course", "Course.close_rollout", "before"),
-    "save": ("megatron_dppo.actor.checkpoint", "Checkpoints.save", "before"),
+    "rollout end": ("megatron_dppo.run.progress", "Course.close_rollout", "before"),
+    "save": ("megatron_dppo.run.checkpoints", "Checkpoints.save", "before"),
     "write": (
-        "megatron_dppo.models.megatron_checkpoint",
+        "megatron_dppo.models.megatron_folder",
         "FileSystemWriterAsync.write_preloaded_data",
         "after",
     ),
-    "publish": ("megatron_dppo.actor.checkpoint_folder", "publish", "before"),
-    "flip": ("megatron_dppo.actor.checkpoint_folder", "set_latest", "before"),
+    "publish": ("megatron_dppo.checkpoints.checkpoint_folder", "publish", "before"),
+    "flip": ("megatron_dppo.checkpoints.checkpoint_folder", "set_latest", "before"),
     "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
 }
 
@@ -107,11 +107,12 @@ def install(fault: dict[str, Any]) -> None:
 def main() -> None:
     """Run the command line's `train` with the fault installed."""
     config, *fault = sys.argv[1:]
-    from megatron_dppo import cli, runtime
+    from megatron_dppo import cli
+    from megatron_dppo.runtime import process as runtime
 
     if fault:
         runtime.quiet_library_warnings()
-        importlib.import_module("megatron_dppo.actor.cpu").install()
+        importlib.import_module("megatron_dppo.mcore.cpu").install()
         install(json.loads(Path(fault[0]).read_text()))
     sys.argv = ["megatron-dppo", "train", config]
     cli.main()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import test_kernel_combine
+import test_kernel_roundoff
 import test_kernel_rows
 import test_kernel_source
 import test_kernel_vectors
@@ -35,7 +36,13 @@ OF_THE_HOST = {  # they are about the host's build, or hold a file as a tensor
     "test_the_c_side_refuses_null_pointers_and_unknown_choices",
     "test_the_shim_reports_waits_that_hang_or_are_undefined",
 }
-for _module in (test_kernel_combine, test_kernel_rows, test_kernel_source, test_kernel_vectors):
+for _module in (
+    test_kernel_combine,
+    test_kernel_roundoff,
+    test_kernel_rows,
+    test_kernel_source,
+    test_kernel_vectors,
+):
     for _name in [name for name in vars(_module) if name.startswith("test_") and name not in OF_THE_HOST]:
         assert _name not in globals(), f"two kernel tests are called {_name}"
         globals()[_name] = getattr(_module, _name)

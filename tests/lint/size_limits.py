@@ -14,10 +14,9 @@ MAX_FUNCTION_LINES = 80
 MAX_LINES_OF = {"megatron_dppo/train.py": 120}
 ROOMS = ("megatron_dppo", "tools")
 CUDA_ROOMS = (
-    "megatron_dppo/runtime.py",
-    "megatron_dppo/actor/cpu.py",
+    "megatron_dppo/runtime/process.py",
+    "megatron_dppo/mcore/cpu.py",
     "megatron_dppo/kernels/",
-    "megatron_dppo/diagnostics/profile.py",
 )
 
 

@@ -1,6 +1,7 @@
-"""Records what a real server answers, for tests/unit: python tests/sglang/record_replies.py URL.
+"""Records what a real server answers, for tests/unit: python tests/sglang/record_replies.py URL [CASE ...].
 
-The server is one of `serving.served_config`, without a key, whose model is `serving.write_served_model`.
+The server is one of `serving.served_config`, without a key, whose model is `serving.write_served_model` with
+three layers. For "retracted" it has `serving.TIGHT` besides: its cache does not hold what it is asked for.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,13 @@ CASES: dict[str, SamplingParams] = {
     "stop": SamplingParams(400, temperature=2.0, num_topk_log_probs=2, capture_routes=True),
     "greedy": SamplingParams(4, temperature=0.0, num_topk_log_probs=1),
     "abort": SamplingParams(400, num_topk_log_probs=2, capture_routes=True),
+    "retracted": SamplingParams(150, num_topk_log_probs=2, capture_routes=True),
 }
+NUM_BESIDE = 8  # requests that are sent at once, to fill a small cache
 
 
-def main(url: str) -> None:
-    """Write one file per case, and the server's description of itself."""
+def main(url: str, names: list[str]) -> None:
+    """Write one file per case, all where none is named, and the server's description of itself."""
     OUT.mkdir(exist_ok=True)
     server_info = {key: httpx2.get(f"{url}/server_info").json()[key] for key in KEPT}
     model_info = httpx2.get(f"{url}/model_info").json() | {"model_path": "model"}
@@ -45,11 +49,14 @@ def main(url: str) -> None:
         "server_info": server_info,
         "model_info": {key: model_info[key] for key in ("model_path", "weight_version")},
     }
-    (OUT / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if not names:
+        (OUT / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
     for name, params in CASES.items():
+        if names and name not in names:
+            continue
         request = Request(f"{name}+0", PROMPT, (0, 0, 0))
         body = Generation0521().generate_body(request, params, MODEL)
-        answer = _ask(url, body, is_aborted=name == "abort")
+        answer = _ask_all(url, body) if name == "retracted" else _ask(url, body, is_aborted=name == "abort")
         case = {"request": dataclasses.asdict(request), "params": dataclasses.asdict(params), "body": answer}
         (OUT / f"{name}.json").write_text(json.dumps(case) + "\n")
         print(name, answer["meta_info"]["finish_reason"], len(answer["output_ids"]))
@@ -64,10 +71,22 @@ def _ask(url: str, body: dict[str, Any], *, is_aborted: bool) -> Any:
             return answer  # else it ended by itself first
 
 
+def _ask_all(url: str, body: dict[str, Any]) -> Any:
+    """The answer to `body`, asked for beside others of its kind until the server retracts it."""
+    bodies = [body, *({**body, "rid": f"beside{n}+0"} for n in range(1, NUM_BESIDE))]
+    while True:
+        with ThreadPoolExecutor(NUM_BESIDE) as pool:
+            answers = list(
+                pool.map(lambda one: httpx2.post(f"{url}/generate", json=one, timeout=120).json(), bodies)
+            )
+        if answers[0]["meta_info"]["num_retractions"]:
+            return answers[0]
+
+
 def _abort(url: str, rid: str) -> None:
     time.sleep(0.06)
     httpx2.post(f"{url}/abort_request", json={"rid": rid}, timeout=10)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

@@ -32,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "context_length": MAX_TOKENS,
     "chunked_prefill_size": CHUNK,
 }
+TIGHT: dict[str, Any] = {"max_total_tokens": MAX_TOKENS, "schedule_conservativeness": 0.05}
+"""Options of a server that admits more than its cache holds, and so retracts."""
 KEY = "a key of the tests"
 MODEL = ServedModel(VOCAB, LAYERS, end_tokens=(0,), routing=ModelRouting(tuple(range(LAYERS)), EXPERTS, TOP_K))
 

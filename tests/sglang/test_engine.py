@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from collecting import collect
 from comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
 from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tiny import VOCAB, write_model
 
 from megatron_dppo.config.schema import RolloutConfig
-from megatron_dppo.data.prompts import PromptStream
+from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
-from megatron_dppo.rollout.collect import collect
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.judge import Judge
 from megatron_dppo.rollout.rollouts import build_engine
-from megatron_dppo.rollout.rounds import Rounds
+from megatron_dppo.rollout.scheduler import Rounds
+from megatron_dppo.rollout.scoring import Judge
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
@@ -51,10 +51,9 @@ def test_log_probs_topk_and_routes_are_those_of_a_forward(
 def test_routes_of_cached_prompts_are_whole_and_right(served: Served, engine: SglangEngine) -> None:
     first = requests_of("first", num_prompts=2, samples=1, length=60)
     engine.generate(first, FULL)
-    again = requests_of("again", num_prompts=2, samples=6, length=60)
+    again, before = requests_of("again", num_prompts=2, samples=6, length=60), engine.counts
     completions = engine.generate(again, FULL)
-    counts = engine.counts
-    assert counts is not None
+    counts = engine.counts - before
     assert counts.num_prompt_tokens == 12 * 60
     assert counts.num_cached_tokens >= 12 * 59  # all of each prompt but its last token
     assert max(compare(served, again, completions, FULL)) <= PARITY

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
 from tiny import write_model
 
-from megatron_dppo.data import sanity_task
+from megatron_dppo.data.prompts import sanity_task
 
 PROMPTS, SAMPLES = 6, 3
 

@@ -82,7 +82,6 @@ def test_what_is_aborted_goes_on_as_if_it_had_not_been(served: Served, engine: S
         assert completion.weight_versions == (WeightVersionSpan(0, completion.tokens.numel(), 0),)
         if completion.finish_reason == "length":
             assert completion.tokens.numel() == PARAMS.max_response_tokens
-    assert engine.counts is not None
     assert (engine.counts.num_without_routes, engine.counts.num_refused_answers) == (0, 0)
 
 
@@ -122,7 +121,7 @@ def test_a_response_whose_routes_were_lost_goes_on_without(engine: SglangEngine)
     lost = dataclasses.replace(first, partial=dataclasses.replace(first.partial, routed_experts=None))
     (completion,) = engine.generate([lost], PARAMS)
     assert completion.routed_experts is None
-    assert engine.counts is not None and engine.counts.num_without_routes == 1
+    assert engine.counts.num_without_routes == 1
 
 
 def test_what_could_not_go_on_is_refused_before_it_begins(engine: SglangEngine) -> None:

@@ -15,7 +15,7 @@ from test_collect import TOKENIZER
 from tiny_families import write_family
 from typer.testing import CliRunner
 
-from megatron_dppo.data.jsonl import write_jsonl
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 SCRIPT = Path(__file__).with_name("quantized_reading.py")
 GATES, EXPERTS = ["model.layers.0.mlp.gate"], ["model.layers.1.mlp.experts"]

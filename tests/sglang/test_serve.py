@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,13 @@ from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.engine import Request, SamplingParams
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
 from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.options import arguments, option_problems, read_options
+from megatron_dppo.rollout.sglang.options import (
+    Option,
+    arguments,
+    option_problems,
+    read_options,
+    shipped_options,
+)
 from megatron_dppo.rollout.sglang.server import Server, plan_launch, registered
 
 
@@ -90,9 +97,14 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(served: Served, tmp_path: Path) -> None:
     launch = plan_launch(served_config(served.folder, tmp_path, context_length=100_000))
     server = Server(launch, tmp_path / "servers", "broken")
-    with pytest.raises(ServerError, match=r"(?s)it ended with status .*Mend what its log says.*100000"):
+    with pytest.raises(ServerError, match=r"(?s)it ended with status .*Fix what its log says.*100000"):
         server.start(START_TIMEOUT_S)
     assert registered(tmp_path / "servers") == []
+
+
+def sorted_choices(option: Option) -> Option:
+    """SGLang makes some lists of choices from sets: their order changes from process to process."""
+    return replace(option, choices=None if option.choices is None else sorted(option.choices))
 
 
 def test_arguments_are_judged_by_the_installed_sglang(tmp_path: Path) -> None:
@@ -100,6 +112,10 @@ def test_arguments_are_judged_by_the_installed_sglang(tmp_path: Path) -> None:
     assert options is not None
     assert list(tmp_path.glob("sglang-0.5.21-arguments.json"))
     assert read_options(PYTHON, tmp_path) == options
+    pairs = [
+        {name: sorted_choices(o) for name, o in each.items()} for each in (shipped_options("0.5.21"), options)
+    ]
+    assert pairs[0] == pairs[1], "what check compares with where there is no SGLang"
     table = {
         "python": "x",
         "tp_sise": 2,

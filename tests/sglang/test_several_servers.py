@@ -114,7 +114,7 @@ def test_both_servers_answer_and_none_gets_more_than_its_limit(
     assert _is_whole(requests, engine.generate(requests, SamplingParams(16)))
     assert most == {served.url: 5, other.url: 5}
     assert sum(total.values()) == len(requests) and min(total.values()) >= len(requests) / 4
-    assert engine.counts is not None and engine.counts.num_requeued == 0
+    assert engine.counts.num_requeued == 0
 
 
 def test_servers_report_what_they_have_to_do(served: Served) -> None:
@@ -149,7 +149,7 @@ def test_a_server_that_hangs_is_drained_and_comes_back(
     finally:
         other.send(signal.SIGCONT)
     assert f"server {other.url} is drained: GET" in caplog.text
-    assert engine.counts is not None and engine.counts.num_requeued == 0
+    assert engine.counts.num_requeued == 0
     caplog.clear()
     assert _is_whole(requests, engine.generate(requests, SamplingParams(8)))
     assert not caplog.text
@@ -167,7 +167,6 @@ def test_a_server_that_hangs_in_the_middle_gives_its_requests_to_others(
         other.send(signal.SIGCONT)
     assert time.monotonic() - started < PATIENCE.generate_timeout_s  # it is noticed before its answers are due
     assert _is_whole(requests, completions)
-    assert engine.counts is not None
     assert engine.counts.num_requeued == sum(completion.num_moves for completion in completions) > 0
     assert (engine.counts.num_unanswered, engine.counts.num_refused_answers) == (0, 0)
 
@@ -226,7 +225,6 @@ def test_a_server_that_dies_gives_its_requests_to_others(
     _send_after(monkeypatch, other, signal.SIGKILL, num_requests=5)
     completions = engine.generate(requests, LONG)
     assert _is_whole(requests, completions)
-    assert engine.counts is not None
     assert engine.counts.num_requeued == sum(completion.num_moves for completion in completions) > 0
     assert (engine.counts.num_unanswered, engine.counts.num_refused_answers) == (0, 0)
     assert _is_whole(requests, engine.generate(requests, SamplingParams(8)))

@@ -1,4 +1,4 @@
-"""`megatron-dppo train` with a server of its own: Top-K masks, R3, over-sampling; killed, and gone on with."""
+"""`megatron-dppo train` with a server of its own: Top-K masks, R3, over-sampling; killed, and resumed."""
 
 import json
 import os

@@ -7,8 +7,8 @@ from comparing import PARITY, Letters, compare, requests_of
 from serving import KEY, MODEL, Served
 
 from megatron_dppo.environments import InProcess, Observation, Turn
-from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.rollout.multi_turn import Conversations, TurnLimits
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.types import FinishReason, Prompt

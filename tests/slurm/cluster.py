@@ -146,7 +146,7 @@ class Cluster:
 
 
 def require_programs() -> None:
-    """Raise what to install, or to mend, where no cluster can be started here."""
+    """Raise what to install, or to fix, where no cluster can be started here."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         raise RuntimeError(

@@ -1,11 +1,15 @@
-"""The scaling experiments are those of the paper's Table 1 and Appendix F, typed here from the paper."""
+"""The experiments are those of the paper's Table 1 and Appendices F and G, typed here from the paper.
+
+The sizes of Appendix G.3 are those of the standard scripts of Oat and Gem, which it names.
+"""
 
 from typing import Any
 
 import pytest
-from experiments import ALGORITHMS, Algorithm
+from experiments import ALGORITHMS, Algorithm, model_of
 
-from megatron_dppo.algorithms import preset
+from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 
@@ -32,7 +36,21 @@ RATIO_CAP = 5.0
 EVALUATION = {"samples_per_prompt": 32, "temperature": 0.7, "top_p": 0.95, "max_response_tokens": None}
 EVALUATED_EVERY = (5, 5, 5, 10, 10)
 LORA_ALPHA = 64
+MODEL_OF_G_2 = "Qwen3-30B-A3B-Base"  # section 7, too
+APPENDIX_G_2: dict[str, dict[str, Any]] = {
+    "dppo_binary_tv": {"delta_low": 0.2, "delta_high": 0.2},
+    "dppo_binary_kl": {"delta_low": 0.05, "delta_high": 0.05},
+    "dppo_topk_tv": {"delta_low": 0.2, "delta_high": 0.2, "top_k": 20},
+    "dppo_topk_kl": {"delta_low": 0.05, "delta_high": 0.05, "top_k": 20},
+}
+APPENDIX_G_3: dict[str, dict[str, Any]] = {
+    "other_families": {"episodes": 128 * 8, "responses": 8, "steps": 8, "max response length": 4096},
+    "gem_tasks": {"episodes": 128, "passes": 2},
+}
+TV_OF_G_3 = 0.2
 SCALING = [algorithm for algorithm in ALGORITHMS if algorithm.experiment in COLUMNS]
+TOPK = [algorithm for algorithm in ALGORITHMS if algorithm.experiment == "topk_ablation"]
+FAMILIES_AND_TASKS = [algorithm for algorithm in ALGORITHMS if algorithm.experiment in APPENDIX_G_3]
 
 
 def _table_row(config: Config) -> dict[str, Any]:
@@ -47,6 +65,11 @@ def _table_row(config: Config) -> dict[str, Any]:
         "LoRA rank": config.lora.rank,
         "routing replay": config.rollout.routing_replay == "replay",
     }
+
+
+def _objective(algorithm: Algorithm) -> Objective:
+    options = load_config(algorithm.layers).algorithm
+    return preset(options.preset, **overrides_in(options.model_dump()))
 
 
 def test_all_columns_have_all_algorithms() -> None:
@@ -64,8 +87,7 @@ def test_an_experiment_is_a_column_of_table_1(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize("algorithm", SCALING, ids=str)
 def test_an_algorithm_has_the_thresholds_of_appendix_f(algorithm: Algorithm) -> None:
-    config = load_config(algorithm.layers)
-    objective = preset(config.algorithm.preset, **config.algorithm.objective_overrides())
+    objective = _objective(algorithm)
     expected = APPENDIX_F[algorithm.name]
     if (algorithm.experiment, algorithm.name) == ("moe_base_lora", "dppo_binary_tv"):
         expected = dict.fromkeys(expected, TV_OF_LORA)
@@ -81,3 +103,33 @@ def test_evaluation_is_that_of_appendix_f(algorithm: Algorithm) -> None:
     assert evaluation.model_dump(include=set(EVALUATION)) == EVALUATION
     assert evaluation.every == EVALUATED_EVERY[COLUMNS.index(algorithm.experiment)]
     assert evaluation.sets.keys() == {"aime24", "aime25"}
+
+
+@pytest.mark.parametrize("algorithm", TOPK, ids=str)
+def test_the_topk_ablation_is_that_of_appendix_g_2(algorithm: Algorithm) -> None:
+    objective, expected = _objective(algorithm), APPENDIX_G_2[algorithm.name]
+    assert {each.name for each in TOPK} == APPENDIX_G_2.keys()
+    assert model_of(algorithm.experiment) == MODEL_OF_G_2
+    assert objective.name == algorithm.name
+    assert {field: getattr(objective, field) for field in expected} == expected
+    assert objective.ratio_cap == RATIO_CAP
+    assert load_config(algorithm.layers).rollout.num_topk_log_probs == 20
+
+
+@pytest.mark.parametrize("algorithm", FAMILIES_AND_TASKS, ids=str)
+def test_other_families_and_tasks_have_the_sizes_of_appendix_g_3(algorithm: Algorithm) -> None:
+    config = load_config(algorithm.layers)
+    passes, responses = config.algorithm.epochs_per_rollout, config.rollout.samples_per_prompt
+    sizes = {
+        "episodes": config.rollout.prompts_per_rollout * responses,
+        "responses": responses,
+        "passes": passes,
+        "steps": config.algorithm.minibatches_per_rollout * passes,
+        "max response length": config.rollout.max_response_tokens,
+    }
+    expected = APPENDIX_G_3[algorithm.experiment]
+    assert {name: sizes[name] for name in expected} == expected
+    objective = _objective(algorithm)
+    assert objective.name in ("grpo", "dppo_binary_tv")
+    if objective.name == "dppo_binary_tv":
+        assert (objective.delta_low, objective.delta_high) == (TV_OF_G_3, TV_OF_G_3)

@@ -6,11 +6,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective, PolicyLossInputs, PolicyLossOutput, TopKLogProbs, policy_loss
+from megatron_dppo.algorithms import (
+    PRESETS,
+    Objective,
+    PolicyLossInputs,
+    PolicyLossOutput,
+    TopKLogProbs,
+    policy_loss,
+    preset,
+)
+from megatron_dppo.kernels.encoding import COMPILED
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 
 PADDING = (math.nan, 1e4)
+
+
+def compiled_presets(top_k: int) -> list[Objective]:
+    """The presets that the kernels compute; those of Top-K divergences with that many columns."""
+    return [
+        preset(name, **({"top_k": top_k} if objective.needs_topk else {}))
+        for name, objective in PRESETS.items()
+        if objective.rule in COMPILED["rule"] and objective.divergence in COMPILED["divergence"]
+    ]
 
 
 @dataclass(frozen=True, eq=False)

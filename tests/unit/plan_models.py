@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from megatron_dppo.actor.layout import Layout, model_sizes
+from megatron_dppo.architectures.layout import Layout, model_sizes
+from megatron_dppo.architectures.parameters import ModelShape, model_shape
+from megatron_dppo.checks import Facts
 from megatron_dppo.config.schema import Config
-from megatron_dppo.plan.activations import EXPECTED, Assumptions
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.model import ModelShape, model_shape
-from megatron_dppo.plan.options import Options
-from megatron_dppo.plan.workload import Workload
+from megatron_dppo.plan.options import FULL
 
 GB = 10**9
 QWEN3_30B: dict[str, Any] = {
@@ -21,6 +20,7 @@ QWEN3_30B: dict[str, Any] = {
     "head_dim": 128,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
     "moe_intermediate_size": 768,
     "intermediate_size": 6144,
     "vocab_size": 151936,
@@ -72,6 +72,10 @@ def shape_of(content: dict[str, Any]) -> ModelShape:
     return model_shape(content, model_sizes(content))
 
 
+RECOMPUTED: dict[str, Any] = {f"megatron.{key}": value for key, value in FULL.keys().items()}
+COLOCATED: dict[str, Any] = {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}}
+
+
 def job_of(
     content: dict[str, Any] = QWEN3_30B,
     settings: dict[str, Any] | None = None,
@@ -79,9 +83,6 @@ def job_of(
     num_gpus: int = 8,
     gpu_bytes: int = 80 * GB,
     host_bytes: int | None = None,
-    options: Options | None = None,
-    assumptions: Assumptions = EXPECTED,
-    is_engine_separate: bool = True,
 ) -> Job:
     """A job on SGLang with GPUs of its own, unless said otherwise."""
     tables: dict[str, dict[str, Any]] = {
@@ -91,16 +92,9 @@ def job_of(
     for key, value in (settings or {}).items():
         section, name = key.split(".")
         tables.setdefault(section, {})[name] = value
-    config, shape = Config.model_validate(tables), shape_of(content)
-    return Job(
-        config=config,
-        shape=shape,
-        workload=Workload.of(config, shape),
-        machine=Machine(num_gpus, gpu_bytes, host_bytes),
-        options=options or Options(),
-        assumptions=assumptions,
-        is_engine_separate=is_engine_separate,
-    )
+    config = Config.model_validate(tables)
+    facts = Facts(config, num_gpus, content, model_sizes(content), columns={}, transformer_engine=None)
+    return Job.of(config, facts, Machine(num_gpus, gpu_bytes, host_bytes))
 
 
 def layout_of(world_size: int, **sizes: int) -> Layout:

@@ -9,8 +9,6 @@ hidden states can do without.
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.plan.options import FULL, LayerSpec, Recompute
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -21,7 +19,7 @@ class Recipe:
         num_gpus: Of the trainer.
         sizes: Parallel sizes; experts are not split over tensor ranks in any of them.
         gpu_tokens: Most tokens of a micro-batch on one GPU.
-        recompute: Of activations.
+        is_recomputed: All activations.
         is_offloaded: Adam on the host.
         engine: [sglang] as near as it says what theirs does; none: GPUs of its own.
         prompts: Of a gradient step, with this many samples of each.
@@ -29,7 +27,7 @@ class Recipe:
         spared: Of those, options without which it fits with our loss.
         float32_copies: Of all logits, that their loss holds at once: an assumption. NeMo's of its performance
             runs holds none.
-        layer_spec: All of them use Transformer Engine; ours is taken where it fits, too.
+        layer_spec: model.layer_spec; all of them use Transformer Engine, and ours is taken where it fits, too.
     """
 
     source: str
@@ -38,16 +36,16 @@ class Recipe:
     gpu_tokens: int
     response_tokens: int
     prompts: tuple[int, int]
-    recompute: Recompute = FULL
+    is_recomputed: bool = True
     is_offloaded: bool = True
     engine: dict[str, Any] | None = field(default_factory=lambda: {"tp_size": 8, "mem_fraction_static": 0.7})
     needs: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
-    layer_spec: LayerSpec = "torch"
+    layer_spec: str = "torch"
     float32_copies: int = 4
 
 
-NOT_RECOMPUTED: dict[str, Any] = {"recompute": Recompute(), "is_offloaded": False}
+NOT_RECOMPUTED: dict[str, Any] = {"is_recomputed": False, "is_offloaded": False}
 RECIPES = (
     Recipe(
         "slime, one node",
@@ -136,7 +134,7 @@ RECIPES = (
         response_tokens=2048,
         prompts=(64, 32),
         engine={"tp_size": 2, "mem_fraction_static": 0.7},
-        layer_spec="te",
+        layer_spec="transformer_engine",
         float32_copies=0,
         **NOT_RECOMPUTED,
     ),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megatron_dppo.data.exchange import DataParallel
+from megatron_dppo.data.batches.exchange import DataParallel
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Peer:
-    """One rank, as `megatron_dppo.data.exchange.Peers` asks for."""
+    """One rank, as `megatron_dppo.data.batches.exchange.Peers` asks for."""
 
     rank: int
     meeting: Meeting

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.diagnostics.alarms import RULES, AlarmWatch, alarms, write_alarms
+from megatron_dppo.metrics.alarms import RULES, AlarmWatch, alarms, write_alarms
 
 NUM_ROLLOUTS = 40
 

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
+from megatron_dppo.algorithms.presets import OVERRIDABLE, overrides_in
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError
 
@@ -66,7 +67,7 @@ def test_config_section_speaks_the_same_fields():
     config = AlgorithmConfig(
         preset="dppo_topk_tv", delta=0.1, top_k=5, sampled_token="replace", include_other=False
     )
-    objective = preset(config.preset, **config.objective_overrides())
+    objective = preset(config.preset, **overrides_in(config.model_dump()))
     assert (objective.delta, objective.top_k, objective.sampled_token) == (0.1, 5, "replace")
     every_field = {f for o in PRESETS.values() for f in o.fields_in_use}
     assert every_field <= set(AlgorithmConfig.model_fields)
@@ -131,3 +132,11 @@ def test_all_faults_at_once_and_for_hand_made_objectives_too():
         Objective("mine", rule="divergence", divergence="hellinger")
     with pytest.raises(ConfigError, match="eps_low"):
         replace(PRESETS["grpo"], eps_low=-1)
+
+
+def test_what_a_config_sets_of_an_objective_is_said_by_the_objective():
+    """A key of [algorithm] that no field is named like never becomes one."""
+    settings = AlgorithmConfig(delta=0.1, eps_low=0.3).model_dump() | {"temperature_of_tomorrow": 2.0}
+    assert overrides_in(settings) == {"delta": 0.1, "eps_low": 0.3}
+    assert set(OVERRIDABLE) <= set(AlgorithmConfig.model_fields)
+    assert set(OVERRIDABLE) == {field for each in PRESETS.values() for field in each.fields_in_use}

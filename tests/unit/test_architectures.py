@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_dppo.models.architectures import SUPPORTED_ARCHITECTURES, rope_scaling_factor, variant_problems
-from megatron_dppo.models.family import family_of
+from megatron_dppo.architectures.refusals import rope_scaling_factor
+from megatron_dppo.architectures.registry import FAMILIES, family_of, variant_problems
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,7 +38,7 @@ def written_by_transformers(architecture: str, folder: Path) -> dict[str, Any]:
     return transformers.PreTrainedConfig.get_config_dict(folder)[0]
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, tmp_path: Path) -> None:
     hf = written_by_transformers(architecture, tmp_path) | {"norm_topk_prob": True}
     assert family_of(hf).architecture == architecture
@@ -49,8 +49,8 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
 @pytest.mark.parametrize(
     ("architecture", "changes", "found"),
     [
-        *[(name, {"hidden_act": "gelu"}, "hidden_act = 'gelu'") for name in SUPPORTED_ARCHITECTURES],
-        *[(name, {"quantization_config": {}}, "quantization_config") for name in SUPPORTED_ARCHITECTURES],
+        *[(name, {"hidden_act": "gelu"}, "hidden_act = 'gelu'") for name in FAMILIES],
+        *[(name, {"quantization_config": {}}, "quantization_config") for name in FAMILIES],
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("Qwen3ForCausalLM", {"attention_bias": True}, "attention_bias = True"),
         ("Qwen3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True"),

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.actor.layout import model_sizes
-from megatron_dppo.data.balance import (
+from megatron_dppo.architectures.layout import model_sizes
+from megatron_dppo.data.batches.balance import (
     NEAR_EVEN,
     Plan,
     SampleCost,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from samples import ROUTING, assert_same, make_sample
 
-from megatron_dppo.data.batch_file import bytes_of, read_batches, write_batches
-from megatron_dppo.data.packing import WeightedSample, pack, placeholder
+from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
+from megatron_dppo.data.batches.packing import WeightedSample, pack, placeholder
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Microbatch, TrainBatch
 

@@ -12,14 +12,14 @@ from samples import ROUTING, assert_same, make_group, make_sample
 
 from megatron_dppo.algorithms import AGGREGATIONS, token_weights
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.batches import (
+from megatron_dppo.data.batches.exchange import DataParallel
+from megatron_dppo.data.batches.gradient_steps import (
     BatchShape,
     gradient_steps,
     minibatch_of_prompts,
     train_batches,
     with_advantages,
 )
-from megatron_dppo.data.exchange import DataParallel
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Sample, SampleGroup, TrainBatch
 

@@ -17,8 +17,8 @@ from benchmark_gpu_step import (
     step_flops,
 )
 
-from megatron_dppo.actor.layout import model_sizes
-from megatron_dppo.data.balance import SampleCost
+from megatron_dppo.architectures.layout import model_sizes
+from megatron_dppo.data.batches.balance import SampleCost
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_gpu_step.py"
 

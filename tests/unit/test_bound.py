@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
+from exact_bounds import performance_bound
 from torch import Tensor
 
-from megatron_dppo.algorithms.theory import performance_bound
-from megatron_dppo.diagnostics.bound import add_bound_of_responses, add_bound_of_tokens, bound_terms
-from megatron_dppo.diagnostics.metrics import Metrics
-from megatron_dppo.diagnostics.mismatch import add_noise
-from megatron_dppo.diagnostics.noise import NOISE_LIMIT, noise_warning
+from megatron_dppo.metrics.bound import add_bound_of_responses, add_bound_of_tokens, bound_terms
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.mismatch import add_noise
+from megatron_dppo.metrics.noise import NOISE_LIMIT, noise_warning
 from megatron_dppo.types import Microbatch
 
 HORIZON = 3

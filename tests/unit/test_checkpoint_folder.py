@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.actor import checkpoint_folder as folders
-from megatron_dppo.actor.checkpoint_folder import Kept, Retention
+from megatron_dppo.checkpoints import checkpoint_folder as folders
+from megatron_dppo.checkpoints.checkpoint_folder import Kept, Retention
 from megatron_dppo.errors import CheckpointError
 
 

@@ -2,20 +2,38 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from megatron_dppo.checks import RULES, check, megatron_rules, not_checked, require_evaluable, require_valid
+import megatron_dppo
+from megatron_dppo.algorithms import Objective
+from megatron_dppo.checks import (
+    AT_ONCE,
+    RULES,
+    algorithm_rules,
+    check,
+    check_run,
+    gather_facts,
+    megatron_rules,
+    model_facts,
+    not_checked,
+    require_evaluable,
+    require_valid,
+)
+from megatron_dppo.checks.registry import Need
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, Problem
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -35,22 +53,52 @@ MODEL: dict[str, Any] = {
 }
 
 
+MEGATRON = {
+    "moe_z_loss_coeff": ["float", "none"],
+    "moe_router_fusion": ["bool"],
+    "recompute_granularity": ['"full"', '"selective"', "none"],
+}
+_MESSAGE = {"role": "user", "content": "1"}
+
+
 def _write_json(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content) + "\n")
 
 
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of a few words, whose last id lies beyond the model's vocabulary."""
+    words = {word: number for number, word in enumerate(["1", "2", "+", "=", "\\boxed", "Answer:", "?"])}
+    tokenizer = Tokenizer(models.WordLevel({**words, "beyond": 40}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(file))
+    return file
+
+
+def _knows_no_pg_tis(objective: Objective) -> None:
+    """The compiled kernels of a GPU, to which one preset were new."""
+    if objective.name == "pg_tis":
+        raise ConfigError(Problem("fused_policy_loss.objective.divergence", "new", "known", "Compile it."))
+
+
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path) -> Path:
     """A current directory with a model, prompts for training and evaluation, and its own cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        megatron_rules, "_read_fields", lambda: frozenset({"moe_z_loss_coeff", "moe_router_fusion"})
+        megatron_rules,
+        "_read_fields",
+        lambda: MEGATRON,
     )
+    monkeypatch.setattr(algorithm_rules, "has_gpu", lambda: True)
+    monkeypatch.setattr(algorithm_rules, "require_compiled", _knows_no_pg_tis)
     _write_json(Path("model/config.json"), MODEL)
     Path("model/model.safetensors").touch()
-    Path("model/tokenizer.json").touch()
+    shutil.copy(tokenizer_file, "model/tokenizer.json")
+    _write_json(Path("model/tokenizer_config.json"), {"tokenizer_class": "PreTrainedTokenizerFast"})
     _write_json(Path("prompts.jsonl"), {"prompt": "1 + 1 =", "answer": "2"})
     _write_json(Path("held_out.jsonl"), {"prompt": "1 + 2 =", "answer": "3"})
     return tmp_path
@@ -109,8 +157,52 @@ def _tokenizer(**content: Any) -> Callable[[], None]:
     return lambda: _write_json(Path("model/tokenizer_config.json"), content)
 
 
+def _no_tokenizer() -> None:
+    for file in Path("model").glob("tokenizer*"):
+        file.unlink()
+
+
+def _named_in_config() -> None:
+    """The tokenizer's class, in config.json alone."""
+    Path("model/tokenizer_config.json").unlink()
+    _model(tokenizer_class="AutoProcessor")()
+
+
 def _without(key: str) -> dict[str, Any]:
     return {name: value for name, value in MODEL.items() if name != key}
+
+
+def _checkpoint(config: str = "optimizer.lr = 1e-6", prompts_digest: str = "") -> None:
+    """What a run left."""
+    content = {"state": {"rollout": 2}, "prompts_digest": prompts_digest, "config": config}
+    _write_json(Path("runs/run/checkpoints/step_00000008/state.json"), content)
+
+
+def _checkpoint_in_other_prompts() -> None:
+    _checkpoint(dump_config(_config({})), prompts_digest="0" * 32)
+
+
+def _write(name: str, text: str) -> None:
+    Path(name).write_text(text)
+
+
+def _prompts(*rows: object, name: str = "prompts.jsonl") -> Callable[[], None]:
+    text = "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    return partial(_write, name, text)
+
+
+def _asking(words: str, **columns: str) -> dict[str, str]:
+    return {"prompt": f"1 + 1 = {words}", "answer": "2", **columns}
+
+
+def _module(name: str, text: str) -> Callable[[], None]:
+    """A module of the working directory, which is where workers find it."""
+    return partial(_write, f"{name}.py", text)
+
+
+def _full_disk() -> None:
+    """A model too large for any disk."""
+    _model(vocab_size=10**12)()
 
 
 def _sglang() -> None:
@@ -131,6 +223,18 @@ def _sets(**sets: dict[str, Any]) -> dict[str, Any]:
 TOPK = {"algorithm.preset": "dppo_topk_kl", "rollout.num_topk_log_probs": 20}
 EXAMPLES: dict[str, list[Example]] = {
     "layer_spec": [Example("model.layer_spec", {"model.layer_spec": "transformer_engine"})],
+    "layer_spec_limits": [
+        Example(
+            where,
+            {"model.layer_spec": "transformer_engine"} | changes,
+            world_size=world_size,
+            also=frozenset({"layer_spec"}),
+        )
+        for where, changes, world_size in (
+            ("lora.rank", {"lora.rank": 8}, 1),
+            ("parallel.context", {"parallel.context": 2}, 2),
+        )
+    ],
     "model_folder": [
         Example("model.load", {"model.load": "elsewhere"}),
         Example("model.load", on_disk=lambda: Path("model/config.json").unlink()),
@@ -164,7 +268,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("lora.targets", {"lora.rank": 8, "lora.targets": ("q_proj", "up_proj", "down_proj")}),
         Example("lora.targets", {"lora.rank": 8}, on_disk=_model(mlp_only_layers=[0])),
     ],
-    "model_tokenizer": [Example("model.load", on_disk=lambda: Path("model/tokenizer.json").unlink())],
+    "model_tokenizer": [Example("model.load", on_disk=_no_tokenizer)],
     "expert_rows": [Example("model.load", on_disk=_model(moe_intermediate_size=12))],
     "overlap": [
         Example("parallel.overlap_grad_reduce", {"parallel.overlap_param_gather": True}),
@@ -182,7 +286,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=_tokenizer(auto_map={"AutoTokenizer": [None, "mine.Tokenizer"]})),
         Example("model.load", on_disk=_tokenizer(auto_map=["mine.T", None], tokenizer_class="MineTokenizer")),
         Example("model.load", on_disk=_tokenizer(tokenizer_class="AutoProcessor")),
-        Example("model.load", on_disk=_model(tokenizer_class="AutoProcessor")),
+        Example("model.load", on_disk=_named_in_config),
         Example("model.load", on_disk=lambda: Path("model/tokenizer_config.json").write_text("{")),
     ],
     "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
@@ -301,10 +405,6 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("tracking.shadow_presets", {"tracking.shadow_presets": [name]})
         for name in ("dppo_binary_tw", "dppo_topk_kl", "minirl")
     ],
-    "run_folder": [
-        Example("run.folder", {"run.folder": "prompts.jsonl"}),
-        Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
-    ],
     "over_sampling": [Example("rollout.over_sampling", {"rollout.over_sampling": 1.5})],
     "environment": [
         Example("rollout.environment", {"rollout.environment": "single_turns"}),
@@ -324,13 +424,20 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
     ],
     "finite_numbers": [
-        Example("optimizer.lr", {"optimizer.lr": float("inf")}),
+        Example(
+            "optimizer.min_lr", {"optimizer.min_lr": float("inf")}, also=frozenset({"learning_rate_floor"})
+        ),
         Example("rollout.temperature", {"rollout.temperature": float("inf")}),
     ],
     "learning_rate_floor": [Example("optimizer.min_lr", {"optimizer.min_lr": 1.0})],
     "warmup": [Example("optimizer.warmup_steps", {"optimizer.warmup_steps": 401})],
     "tracking_backends": [Example("tracking.backends", {"tracking.backends": ["wandb"]})],
     "megatron_names": [Example("megatron.moe_z_los_coeff", {"megatron.moe_z_los_coeff": 0.1})],
+    "megatron_values": [
+        Example("megatron.moe_z_loss_coeff", {"megatron.moe_z_loss_coeff": "much"}),
+        Example("megatron.moe_router_fusion", {"megatron.moe_router_fusion": 1}),
+    ],
+    "megatron_config": [Example("megatron", {"megatron.recompute_granularity": "full"})],
     "megatron_owned": [
         Example("megatron.num_layers", {"megatron.num_layers": 3}, also=frozenset({"megatron_names"})),
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
@@ -344,13 +451,75 @@ EXAMPLES: dict[str, list[Example]] = {
             {"rollout.engine": "sglang", "sglang.port": 30000, "rollout.sglang": {"num_own_servers": 2}},
         ),
     ],
+    "run_folder": [
+        Example("run.folder", {"run.folder": ""}),
+        Example("run.folder", {"run.folder": "/"}),
+        Example("run.folder", {"run.folder": "prompts.jsonl"}),
+        Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
+        Example("run.folder", {"run.folder": "/proc/run"}),
+    ],
+    "checkpoint_disk": [Example("run.folder", on_disk=_full_disk)],
+    "prompt_rows": [
+        Example("data.prompts", on_disk=_prompts(_asking(""), "not JSON\n")),
+        Example("data.prompts", on_disk=_prompts(_asking(""), {"prompt": "1 + 1 ="})),
+        Example("data.prompts", on_disk=_prompts(_asking(""), {"prompt": [_MESSAGE], "answer": "1"})),
+        Example(
+            "evaluation.sets.held_out.prompts",
+            on_disk=_prompts(_asking(""), {"prompt": "\ud800", "answer": "1"}, name="held_out.jsonl"),
+        ),
+        Example("model.load", on_disk=partial(_write, "model/tokenizer.json", "{")),
+    ],
+    "prompt_token_ids": [Example("data.prompts", on_disk=_prompts(_asking("beyond")))],
+    "prompt_lengths": [Example("data.prompts", on_disk=_prompts(_asking(""), _asking("1 " * 20)))],
+    "prompts_unchanged": [Example("data.prompts", on_disk=_checkpoint_in_other_prompts)],
+    "reward_reads_answers": [
+        Example("data.reward", {"data.reward": "dapo"}, on_disk=_prompts(_asking("\\boxed"))),
+        Example("data.reward", {"data.reward": "dapo"}, on_disk=_prompts(_asking("", template="base"))),
+        Example("data.reward", {"data.reward": {"math": 1.0}}, on_disk=_prompts(_asking("", template="dapo"))),
+        Example(
+            "evaluation.sets.held_out.reward",
+            {"evaluation.sets": {"held_out": {"prompts": "held_out.jsonl", "reward": "math"}}},
+            on_disk=_prompts(_asking("the form Answer: x"), name="held_out.jsonl"),
+        ),
+    ],
+    "reward_trial": [
+        Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "1 / 0")),
+        Example("data.reward", {"data.reward": "mine:g"}, on_disk=_module("mine", "def f(): ...")),
+        Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(prompt): ...")),
+        Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "def f(a, b, c): return 1")),
+    ],
+    "environment_trial": [
+        Example(
+            "rollout.environment", {"rollout.environment": "mine:E"}, on_disk=_module("mine", "class E: ...")
+        )
+    ],
+    "generate_import": [
+        Example("rollout.generate", {"rollout.generate": "mine:f"}, on_disk=_module("mine", "import nothing_"))
+    ],
+    "same_experiment": [
+        Example("run.folder", {"optimizer.lr": 1e-5}, on_disk=_checkpoint),
+    ],
     "sglang_weight_sync": [
         Example("rollout.sglang.weight_sync", {"rollout.engine": "sglang", "sglang.quantization": "fp8"}),
         Example(
             "rollout.sglang.weight_sync", {"rollout.engine": "sglang", "rollout.sglang": {"colocated": True}}
         ),
     ],
+    "thresholds": [
+        Example("algorithm.delta", {"algorithm.delta": 5.0}),
+        Example("algorithm.delta", {"algorithm.delta": 0.0}),
+        Example("algorithm.delta_low", {"algorithm.delta_low": 1.0}),
+        Example("algorithm.delta", {"algorithm.preset": "dppo_binary_kl", "algorithm.delta": 0.0}),
+        Example("algorithm.delta", {"algorithm.preset": "negative_mask", "algorithm.delta": 1.0}),
+        Example("algorithm.eps_low", {"algorithm.preset": "grpo", "algorithm.eps_low": 1.0}),
+        Example("algorithm.eps_high", {"algorithm.preset": "grpo", "algorithm.eps_high": 0.0}),
+        Example("algorithm.alpha", {"algorithm.preset": "relax_both", "algorithm.alpha": 1.0}),
+    ],
+    "known_to_kernels": [
+        Example("algorithm.preset", {"algorithm.preset": "pg_tis"}),
+    ],
     "sglang_arguments": [
+        Example("sglang.tp_sise", {"sglang.tp_sise": 2}),
         Example("sglang.tp_sise", {"sglang.tp_sise": 2, "sglang.python": "env/python"}, on_disk=_sglang),
         Example("sglang.tp_size", {"sglang.tp_size": "2", "sglang.python": "env/python"}, on_disk=_sglang),
     ],
@@ -391,38 +560,88 @@ def test_a_megatron_checkpoint_is_a_model(world: Path) -> None:
     Path("model/hf").mkdir()
     Path("model/config.json").rename("model/hf/config.json")
     Path("model/tokenizer.json").rename("model/hf/tokenizer.json")
+    Path("model/tokenizer_config.json").rename("model/hf/tokenizer_config.json")
     assert check(_config({}), 1) == []
 
 
-@pytest.mark.parametrize(
-    ("id", "example"),
-    [
-        pytest.param(id, example, id=f"{id}-{n}")
-        for id, examples in EXAMPLES.items()
-        for n, example in enumerate(examples)
-    ],
-)
+def each_example(*needs: str) -> Any:
+    """Parametrises a test over the examples of rules with these needs."""
+    return pytest.mark.parametrize(
+        ("id", "example"),
+        [
+            pytest.param(id, example, id=f"{id}-{n}")
+            for id, examples in EXAMPLES.items()
+            for n, example in enumerate(examples)
+            if RULES[id].needs in needs
+        ],
+    )
+
+
+@each_example(*get_args(Need))
 def test_each_rule_and_only_it_finds_its_example(world: Path, id: str, example: Example) -> None:
     example.on_disk()
     config = _config(example.changes)
-    problems = check(config, example.world_size)
+    needs: tuple[Need, ...] = (*AT_ONCE, RULES[id].needs)
+    problems = check(config, example.world_size, needs=needs)
     assert example.where in {problem.where for problem in problems}
     for problem in problems:
         assert problem.found
         assert problem.expected
         assert problem.action.endswith((".", "?"))
     without = {name: rule for name, rule in RULES.items() if name != id and name not in example.also}
-    assert check(config, example.world_size, without) == []
+    assert check(config, example.world_size, without, needs=needs) == []
     assert example.where in {problem.where for problem in check(config, example.world_size, {id: RULES[id]})}
     with pytest.raises(ConfigError) as raised:
-        require_valid(config, example.world_size)
+        require_valid(config, example.world_size, needs=needs)
     assert list(raised.value.problems) == problems
+
+
+@each_example(*AT_ONCE)
+def test_what_plan_asks_needs_config_json_alone(
+    world: Path, id: str, example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plan` asks where there are no prompts, weights, tokenizer or libraries."""
+    example.on_disk()
+    config = _config(example.changes)
+    asked = {name: rule for name, rule in RULES.items() if rule.needs == "config"}
+    expected = check(config, example.world_size, asked)
+    assert (id in asked) <= bool(expected)
+    for path in (*world.glob("*.jsonl"), *world.glob("model/*")):
+        if path.is_file() and path.name != "config.json":
+            path.unlink()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", None)
+    assert check_run(config, model_facts(config, example.world_size)) == expected
+
+
+class Watched:
+    """Something whose attributes are noted as they are read."""
+
+    def __init__(self, watched: object, read: set[str]) -> None:
+        self._watched, self._read = watched, read
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._watched, name)
+
+
+@each_example("machine")
+def test_what_plan_does_not_ask_has_no_say_about_layouts(world: Path, id: str, example: Example) -> None:
+    """Or `plan` would admit what `train` refuses."""
+    example.on_disk()
+    config = _config(example.changes)
+    read: set[str] = set()
+    facts: Any = Watched(gather_facts(config, example.world_size), read)
+    watched: Any = Watched(config, read)
+    assert list(RULES[id].check(watched, facts))
+    of_sizes = set() if id == "checkpoint_disk" else {"sizes", "model_sizes"}  # the disk is the machine's
+    assert not read & ({"parallel", "world_size"} | of_sizes)
 
 
 def test_code_in_the_folder_that_nothing_needs_is_left_alone(world: Path) -> None:
     _model(model_type="qwen3_moe", auto_map={"AutoConfig": "mine.Config"})()
     _tokenizer(tokenizer_class="Qwen2Tokenizer", auto_map={"AutoTokenizer": [None, "mine.Tokenizer"]})()
-    assert check(_config({}), 1) == []
+    assert check(_config({}), 1, needs=AT_ONCE) == []
 
 
 def test_all_problems_come_at_once(world: Path) -> None:
@@ -446,21 +665,23 @@ def test_misspelt_names_get_a_suggestion(world: Path) -> None:
 
 
 def test_megatron_names_are_read_once_per_version(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert megatron_rules.megatron_fields() == {"moe_z_loss_coeff", "moe_router_fusion"}
+    assert megatron_rules.megatron_fields() == MEGATRON
     monkeypatch.setattr(megatron_rules, "_read_fields", lambda: pytest.fail("the cache was not used"))
-    assert megatron_rules.megatron_fields() == {"moe_z_loss_coeff", "moe_router_fusion"}
+    assert megatron_rules.megatron_fields() == MEGATRON
     (cache,) = (world / "cache").rglob("*.json")
     cache.write_text("[")
-    monkeypatch.setattr(megatron_rules, "_read_fields", lambda: frozenset({"a"}))
-    assert megatron_rules.megatron_fields() == {"a"}
+    monkeypatch.setattr(megatron_rules, "_read_fields", lambda: {"a": ["int"]})
+    assert megatron_rules.megatron_fields() == {"a": ["int"]}
 
 
-def test_names_are_taken_on_trust_where_megatron_is_absent(
+def test_without_megatron_names_are_taken_on_trust_and_without_sglang_a_list_stands_in(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron_rules, "_read_fields", lambda: None)
-    config = _config({"megatron.zzz": 1, "sglang.zzz": 1, "rollout.engine": "sglang"})
-    assert check(config, 1) == []
+    config = _config({"megatron.zzz": 1, "sglang.mem_fraction_sttaic": 0.7, "rollout.engine": "sglang"})
+    (problem,) = check(config, 1, needs=AT_ONCE)
+    assert problem.where == "sglang.mem_fraction_sttaic"
+    assert problem.action == "Did you mean sglang.mem_fraction_static?"
     assert [note.partition(":")[0] for note in not_checked(config)] == ["[megatron]", "[sglang]"]
     assert not_checked(Config()) == []
 
@@ -468,7 +689,7 @@ def test_names_are_taken_on_trust_where_megatron_is_absent(
 def test_megatron_itself_names_every_field_that_the_package_owns(tmp_path: Path) -> None:
     names = megatron_rules._read_fields()
     assert names is not None
-    assert set(megatron_rules._OWNED) <= names
+    assert megatron_rules._OWNED.keys() <= names.keys()
 
 
 def test_checking_imports_neither_megatron_nor_sglang(world: Path) -> None:
@@ -484,11 +705,21 @@ sys.exit(any(name.partition(".")[0] in {"megatron", "sglang"} for name in sys.mo
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_check_prints_the_resolved_config_and_every_problem(world: Path) -> None:
+def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
+    """A few lines; all settings with --verbose."""
     Path("config.toml").write_text(dump_config(_config({"rollout.top_p": 0.5, "data.reward": "x"})))
-    result = CliRunner().invoke(app, ["check", "config.toml", "--set", "optimizer.lr=2e-6"])
+    command = ["check", "config.toml", "--set", "optimizer.lr=2e-6"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
-    assert "lr = 2e-06" in result.stdout
+    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert list(lines) == [
+        *("model", "layout", "data", "evaluation", "algorithm", "rollout", "training", "run", "checkpoints")
+    ]
+    assert lines["model"] == "model: Qwen3MoeForCausalLM, 2 layers, 8 experts, 227,712 parameters; bfloat16"
+    assert lines["data"] == "prompts.jsonl, 1 prompt, of up to 4 tokens; reward x"
+    assert "learning rate 2e-06" in lines["training"] and lines["run"] == "runs/run, new"
+    assert "lr = 2e-06" not in result.stdout
+    assert "lr = 2e-06" in CliRunner().invoke(app, [*command, "--verbose"]).stdout
     assert "2 problems:" in result.stderr
     assert "rollout.top_p" in result.stderr
     assert "data.reward" in result.stderr
@@ -498,6 +729,23 @@ def test_check_is_content_with_a_valid_config(world: Path) -> None:
     Path("config.toml").write_text(dump_config(_config({"parallel.expert": 2})))
     assert CliRunner().invoke(app, ["check", "config.toml", "--world-size", "2"]).exit_code == 0
     assert CliRunner().invoke(app, ["check", "config.toml"]).exit_code == 1
+
+
+def test_check_names_the_first_ten_bad_rows_and_counts_all(world: Path) -> None:
+    rows = [{"prompt": "1 + 1 =", "answer": str(n)} if n % 2 == 0 else {"prompt": ""} for n in range(40)]
+    _prompts(*rows)()
+    Path("config.toml").write_text(dump_config(_config({})))
+    said = CliRunner().invoke(app, ["check", "config.toml"]).stderr
+    assert "found 20 of 40 rows of prompts.jsonl that cannot be used, the first 10 below" in said
+    assert [line.split(":")[0] for line in said.splitlines()[2:]] == [
+        f"  prompts.jsonl, row {number}" for number in range(2, 21, 2)
+    ]
+    refused = CliRunner().invoke(app, ["train", "config.toml"])
+    assert refused.exit_code == 2 and "found 20 of 40 rows" in refused.stderr, "before a model loads"
+
+
+def test_the_command_says_its_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"megatron-dppo {megatron_dppo.__version__}\n"
 
 
 def test_check_reports_schema_faults(world: Path) -> None:

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from megatron_dppo.diagnostics.clipped_tokens import ClippedTokens
+from megatron_dppo.metrics.clipped_tokens import ClippedTokens
 
 NUM_TOKENS = 400
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from collecting import collect
 from samples import InProcessScorer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.data.sanity_task import VOCABULARY
+from megatron_dppo.data.prompts.sanity_task import VOCABULARY
 from megatron_dppo.errors import RolloutError, RoutingReplayError
 from megatron_dppo.rewards import RewardResult, arithmetic_reward
-from megatron_dppo.rollout.collect import RolloutBatch, collect, refuse_if_too_many_dropped, write_samples
-from megatron_dppo.rollout.counts import DROP_REASONS, DropReason
+from megatron_dppo.rollout.collect import RolloutBatch, write_samples
+from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, EngineCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.types import (
     FinishReason,
@@ -62,7 +63,7 @@ def complete(request: Request, text: str, **changes: Any) -> Completion:
 class ScriptedEngine:
     """Answers request i of a call with `script(i, request)`."""
 
-    weight_version = 7
+    weight_version, counts = 7, EngineCounts()
 
     def __init__(self, script: Callable[[int, Request], Completion]) -> None:
         self.script = script
@@ -143,12 +144,14 @@ def test_messages_go_through_the_chat_template() -> None:
     assert TOKENIZER.decode(sample.tokens[: sample.prompt_length]) == "<bos> 2 1 * 4 3 ="
 
 
-def test_prompts_that_are_too_long_are_counted_and_stop_nothing() -> None:
+def test_prompts_that_are_too_long_are_counted_and_stop_a_run_that_has_no_others() -> None:
     batch = collect_with(right_or_wrong, max_prompt_tokens=6)
     assert batch.groups == ()
     counts = batch.counts
     assert (counts.num_prompts, counts.num_prompts_too_long, counts.num_samples) == (3, 3, 0)
-    refuse_if_too_many_dropped(counts, 0.0)
+    with pytest.raises(RolloutError, match="found 3 prompts, all longer than"):
+        refuse_if_too_many_dropped(counts, 1.0)
+    refuse_if_too_many_dropped(dataclasses.replace(counts, num_prompts_too_long=2), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +248,9 @@ def test_rewards_see_text_without_special_tokens_and_the_finish_reason() -> None
 def test_counts_add_up_over_ranks() -> None:
     first = collect_with(faulty([1], finish_reason="abort")).counts
     second = collect_with(faulty([4, 5, 7], finish_reason="length"), max_prompt_tokens=7).counts
+    names = [field.name for field in dataclasses.fields(EngineCounts)]
+    second = dataclasses.replace(second, engine=EngineCounts(*range(len(names))))
+    first = dataclasses.replace(first, engine=EngineCounts(*[10] * len(names)))
     totals = first.with_totals(first.to_tensor() + second.to_tensor())
     assert totals.num_prompts == 6 and totals.num_samples == 24
     assert totals.num_dropped["aborted"] == 1 and totals.num_truncated == 3
@@ -255,6 +261,15 @@ def test_counts_add_up_over_ranks() -> None:
     assert metrics["rollout/truncated_fraction"] == 3 / 24
     assert metrics["rollout/response_length_mean"] == 17.0
     assert {f"rollout/dropped_{reason}" for reason in DROP_REASONS} <= metrics.keys()
+    of_engine = {name: value for name, value in metrics.items() if name.startswith("engine/")}
+    assert of_engine == {f"engine/{name.removeprefix('num_')}": 10.0 + i for i, name in enumerate(names)}
+
+
+def test_the_list_of_metrics_says_what_each_count_of_the_engine_means() -> None:
+    readme = (Path(__file__).parents[2] / "megatron_dppo" / "metrics" / "README.md").read_text()
+    first_cells = [line.split("|")[1] for line in readme.splitlines() if line.startswith("| `engine/")]
+    listed = {name.strip(" `").removeprefix("engine/") for cell in first_cells for name in cell.split(",")}
+    assert listed == {name.removeprefix("engine/") for name in EngineCounts().metrics()}
 
 
 def test_too_many_dropped() -> None:

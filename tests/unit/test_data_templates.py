@@ -4,7 +4,12 @@ import pytest
 from byte_tokenizers import ASKED_TO_THINK_TEMPLATE, BOS, byte_tokenizer, qwen3_tokenizer, r1_tokenizer
 from math_problems import DAPO_AFTER, DAPO_BEFORE
 
-from megatron_dppo.data.templates import TEMPLATES, prompt_tokens, require_tokenizer, without_dapo_instruction
+from megatron_dppo.data.prompts.templates import (
+    TEMPLATES,
+    prompt_tokens,
+    require_tokenizer,
+    without_dapo_instruction,
+)
 from megatron_dppo.errors import DataError
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -53,7 +53,7 @@ def said(turn: Turn | EnvironmentFault) -> str | None:
     return turn.observation
 
 
-def test_conversations_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> None:
+def test_multi_turn_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> None:
     chat = Prompt("q", "", "test", messages=({"role": "user", "content": "?"},))
     seed = play().seed
     assert pool.reset([play(), play(prompt=chat)]) == [

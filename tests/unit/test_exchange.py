@@ -8,7 +8,7 @@ import torch
 from ranks_on_threads import on_ranks
 from samples import assert_same, make_sample
 
-from megatron_dppo.data.exchange import DataParallel, decode, encode, exchange_samples
+from megatron_dppo.data.batches.exchange import DataParallel, decode, encode, exchange_samples
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import RoutedExperts, Sample, WeightVersionSpan
 
@@ -24,6 +24,7 @@ def whole() -> Sample:
         rollout_log_probs=torch.tensor([-0.1, float("-inf"), float("nan"), -0.0, 1e-45, -3.0, -4.0]),
         routed_experts=RoutedExperts(wide, (0, 2), 512),
         weight_versions=(WeightVersionSpan(0, 3, 7), WeightVersionSpan(3, 7, 8)),
+        num_retractions=2,
         reward=1 / 3,
         reward_info={"format": 0.1, "length": math.nan},
         advantage=-1e-17,

@@ -11,22 +11,22 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dppo.algorithms import PRESETS, preset
+from megatron_dppo.analysis.contrasts import estimate
+from megatron_dppo.analysis.figures.canvas import NARROW, Drawing, build
+from megatron_dppo.analysis.figures.catalogue import KINDS
+from megatron_dppo.analysis.figures.command import Written, draw_figures
+from megatron_dppo.analysis.figures.curves import mean_intervals
+from megatron_dppo.analysis.figures.engine_differences import MOST_TOKENS, drawn_tokens
+from megatron_dppo.analysis.figures.mask_regions import kept, region, surrogate
+from megatron_dppo.analysis.figures.material import Lacking, Material
+from megatron_dppo.analysis.figures.runs import experiments_of, objective_of, read_curves
+from megatron_dppo.analysis.figures.style import LOOKS, NAMES, look
+from megatron_dppo.analysis.figures.tokens import TokenPairs, read_token_pairs
+from megatron_dppo.analysis.report.plots import smoothed
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
-from megatron_dppo.diagnostics.contrasts import estimate
-from megatron_dppo.diagnostics.report_plots import smoothed
-from megatron_dppo.diagnostics.tracking import RunFolder
 from megatron_dppo.errors import ConfigError, DataError
-from megatron_dppo.figures.canvas import NARROW, Drawing, build
-from megatron_dppo.figures.catalogue import KINDS
-from megatron_dppo.figures.command import Written, draw_figures
-from megatron_dppo.figures.curves import mean_intervals
-from megatron_dppo.figures.engine_differences import MOST_TOKENS, drawn_tokens
-from megatron_dppo.figures.mask_regions import kept, region, surrogate
-from megatron_dppo.figures.material import Lacking, Material
-from megatron_dppo.figures.runs import experiments_of, objective_of, read_curves
-from megatron_dppo.figures.style import LOOKS, NAMES, look
-from megatron_dppo.figures.tokens import TokenPairs, read_token_pairs
+from megatron_dppo.run_folder.folder import RunFolder
 
 NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]
@@ -58,10 +58,11 @@ def write_run(
 
 
 def write_clipped(run: Path, step: int, rows: list[tuple[str, str, int, float]]) -> None:
-    """A list of (preset, sign, count, mean mu)."""
+    """A list of (preset, sign, count, mean mu), as `ClippedTokens.rows` writes it."""
     (run / "clipped_tokens").mkdir(exist_ok=True)
+    of_all = {"token": "$x", "token_id": 7, "share": 1.0, "mean_pi": 0.3, "mean_entropy": 1.0, "mean_tv": 0.2}
     lines = [
-        {"preset": name, "sign": sign, "count": count, "mean_mu": mu, "mean_entropy": 1.0, "token": "$x"}
+        {"preset": name, "sign": sign, "count": count, "mean_mu": mu, **of_all}
         for name, sign, count, mu in rows
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -263,7 +264,7 @@ def test_a_damaged_list_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "clipped_tokens").mkdir()
     (run / "clipped_tokens" / "step_000001.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"step_000001.jsonl: found no list of clipped tokens"):
+    with pytest.raises(DataError, match=r"step_000001.jsonl, line 1: not a row of clipped tokens"):
         read_curves([run])
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, write_hf_checkpoint
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.hf_checkpoint import INDEX, HFWeights, write_hf_checkpoint
 
 
 def two_files(folder: Path, index: object = None) -> Path:

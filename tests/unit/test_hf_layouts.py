@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_dppo.architectures.published_names import dequantized
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.description import read_convertible_config, write_description
 from megatron_dppo.errors import ConfigError, ConversionError
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.models.hf_layouts import dequantized
 
 EXPERTS = "model.layers.0.mlp.experts"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}

@@ -77,7 +77,8 @@ def test_code_within_the_limits_passes(tmp_path: Path) -> None:
     package = tmp_path / "megatron_dppo"
     package.mkdir()
     (package / "a.py").write_text('"""Not torch.cuda, not print(1)."""\n' + "x = 1\n" * 399)
-    (package / "runtime.py").write_text("import torch\ntorch.cuda.synchronize()\n")
+    (package / "runtime").mkdir()
+    (package / "runtime" / "process.py").write_text("import torch\ntorch.cuda.synchronize()\n")
     result = _size_limits(tmp_path)
     assert result.returncode == 0
     assert "files:     2, median" in result.stdout
@@ -90,8 +91,8 @@ _RUN_CODE = {"eval", "exec", "torch.jit.load", "torch.hub.load", "pd.read_pickle
 _EXCEPTIONS = {
     # After `refuse_code` on the same folder.
     "megatron_dppo/conversion/stored_tensors.py": {"FileSystemReader"},
-    "megatron_dppo/models/metadata_pickle.py": {"pickle.Unpickler"},
-    "megatron_dppo/models/megatron_checkpoint.py": {
+    "megatron_dppo/checkpoints/metadata_pickle.py": {"pickle.Unpickler"},
+    "megatron_dppo/models/megatron_folder.py": {
         "dist_checkpointing.load",
         "dist_checkpointing.load_tensors_metadata",
     },

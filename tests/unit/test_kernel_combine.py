@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_host import Tokens, combined, random_tokens, run, shards_of, statistics_of
+from kernel_host import Tokens, combined, compiled_presets, random_tokens, run, shards_of, statistics_of
 
 from megatron_dppo.algorithms import (
-    PRESETS,
     Objective,
     PolicyLossInputs,
     PolicyLossOutput,
@@ -23,7 +22,7 @@ NUM_TOKENS = 400
 NUM_COLUMNS = 5
 NO_ADVANTAGE = 12  # and its multiples
 OBJECTIVES = [
-    *(preset(name, **({"top_k": NUM_COLUMNS} if "topk" in name else {})) for name in PRESETS),
+    *compiled_presets(NUM_COLUMNS),
     preset("sft"),
     preset("dppo_binary_tv_decoupled", delta=0, ratio_cap=1.5, entropy_coef=0.1),
     preset("dppo_topk_tv", include_other=False, delta=0.02),

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from kernel_host import PADDING, Exact, Result, Tokens, exact_loss, random_tokens, run
+from kernel_host import PADDING, Exact, Result, Tokens, compiled_presets, exact_loss, random_tokens, run
 
-from megatron_dppo.algorithms import PRESETS, Objective, preset
+from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.kernels.library import KernelLibrary
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -42,7 +42,7 @@ def assert_matches(tokens: Tokens, objective: Objective, result: Result, exact: 
     assert_near(rows["log_probs"], torch.where(learns, at_target, 0), atol=2e-5)
     assert_near(rows["entropy"], torch.where(learns, exact.entropy, 0), atol=5e-6)
     # Of a target this probable float32 does not know what is left; test_kernel_combine.py compares it there.
-    known = (at_target < SATURATED) | (not objective.needs_topk)
+    known = (at_target < SATURATED) | (objective.divergence == "binary_tv")
     assert_near(rows["divergence"][known], out.divergence[known], atol=5e-6, rtol=1e-5)
     assert_near(rows["ratio"], out.ratio, atol=1e-6, rtol=2e-5)
     if result.topk_log_probs is not None:
@@ -73,7 +73,7 @@ def assert_matches(tokens: Tokens, objective: Objective, result: Result, exact: 
 
 # Each preset with another number of shards, dtype, temperature, K and padding.
 OBJECTIVES = [
-    *(preset(name, **({"top_k": 20} if "topk" in name else {})) for name in PRESETS),
+    *compiled_presets(20),
     preset("sft"),
     preset("sft", entropy_coef=0.01),
     preset("dppo_binary_tv", entropy_coef=0.01, ratio_cap=1.2),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.actor.layout import (
+from megatron_dppo.architectures.layout import (
     PROVEN,
     Layout,
     LayoutKind,
@@ -177,7 +177,7 @@ def test_a_missing_folder_is_an_error_for_users(tmp_path: Path) -> None:
 
 
 def test_layout_needs_no_torch() -> None:
-    code = "import sys, megatron_dppo.actor.layout; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_dppo.architectures.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

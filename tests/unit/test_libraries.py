@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.libraries import NO_GPU
+from megatron_dppo.runtime.libraries import NO_GPU
 
 ENGINE, APEX = "transformer_engine", "apex"
 GOOD_APEX = {
@@ -47,7 +47,7 @@ def _look(folder: Path, files: dict[str, str], code: str = "", *, is_on_gpu: boo
     program = f"""
 import json, sys
 sys.path.insert(0, {str(folder)!r})
-from megatron_dppo.libraries import usable_libraries
+from megatron_dppo.runtime.libraries import usable_libraries
 found, seen = usable_libraries(is_on_gpu={is_on_gpu}), None
 {code}
 names = "transformer_engine", "apex", "fused_weight_gradient"
@@ -109,7 +109,7 @@ def test_megatron_imports_beside_broken_ones(tmp_path: Path) -> None:
     files = {"transformer_engine/__init__.py": ENGINES["no cuDNN"], "apex/__init__.py": "1 / None"}
     code = """
 import warnings; warnings.simplefilter("ignore")
-from megatron_dppo.actor import cpu
+from megatron_dppo.mcore import cpu
 cpu.install()
 from megatron.core.models.gpt import gpt_layer_specs
 seen = [gpt_layer_specs.HAVE_TE, gpt_layer_specs.HAVE_APEX]

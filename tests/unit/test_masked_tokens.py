@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.packing import WeightedSample, pack, placeholder
-from megatron_dppo.data.token_slices import token_slice
-from megatron_dppo.diagnostics.masked_tokens import FARTHEST, TOKENS_AFTER, TOKENS_BEFORE, MaskedTokens
+from megatron_dppo.data.batches.packing import WeightedSample, pack, placeholder
+from megatron_dppo.data.batches.token_slices import token_slice
+from megatron_dppo.metrics.masked_tokens import FARTHEST, TOKENS_AFTER, TOKENS_BEFORE, MaskedTokens
 from megatron_dppo.types import Microbatch, Sample
 
 LENGTHS = ((9, 120), (3, 40), (30, 71), (5, 6), (17, 90))  # prompt and whole

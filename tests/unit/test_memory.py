@@ -9,10 +9,10 @@ from ranks_on_threads import alone
 from samples import ROUTING, make_group, make_sample
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.batch_file import bytes_of
-from megatron_dppo.data.batches import gradient_steps
-from megatron_dppo.data.memory import bytes_of_routes_and_topk, bytes_of_samples, rollout_bytes_bound
-from megatron_dppo.data.packing import WeightedSample, pack
+from megatron_dppo.data.batches.batch_file import bytes_of
+from megatron_dppo.data.batches.gradient_steps import gradient_steps
+from megatron_dppo.data.batches.memory import bytes_of_routes_and_topk, bytes_of_samples, rollout_bytes_bound
+from megatron_dppo.data.batches.packing import WeightedSample, pack
 
 PROMPT, RESPONSE, PROMPTS, SAMPLES = 3, 200, 4, 2
 

@@ -9,8 +9,8 @@ from study_report import write_report
 from study_results import CellResult, RunResult, findings, is_collapsed, verdict
 from study_runs import Task, run_all
 
+from megatron_dppo.analysis.contrasts import contrast, estimate
 from megatron_dppo.config import load_config
-from megatron_dppo.diagnostics.contrasts import contrast, estimate
 from megatron_dppo.errors import ConfigError
 
 STUDY = Path(__file__).parents[2] / "examples" / "miniature_study"

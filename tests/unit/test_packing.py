@@ -6,7 +6,7 @@ import pytest
 import torch
 from samples import ROUTING, assert_same, make_sample
 
-from megatron_dppo.data.packing import WeightedSample, is_chosen, measured_part, pack, placeholder
+from megatron_dppo.data.batches.packing import WeightedSample, is_chosen, measured_part, pack, placeholder
 from megatron_dppo.types import Microbatch
 
 FIRST = make_sample([10, 11, 12, 13, 14], prompt_length=2, reward=1.0)

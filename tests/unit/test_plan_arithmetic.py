@@ -1,13 +1,16 @@
 """The sums of the planner, against numbers worked out by hand and published ones."""
 
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plan_models import (
+    COLOCATED,
     GB,
     LLAMA3_8B,
     QWEN3_06B,
@@ -19,19 +22,21 @@ from plan_models import (
     shape_of,
 )
 
-from megatron_dppo.actor.layout import Layout
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import Chunk, chunk_tensors, padded_vocab
+from megatron_dppo.config import dump_config, load_config
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.errors import ConfigError, LayoutError
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.engine import engine_memory
 from megatron_dppo.plan.logits import LossTokens, chunk_tokens, loss_bytes
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.model import Chunk, chunk_tensors, padded_vocab
 from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
 from megatron_dppo.plan.partition import partition
-from megatron_dppo.plan.stages import Split, chunks_in_flight, chunks_of, layers_per_stage
-from megatron_dppo.plan.states import offloaded_bytes, optimizer_bytes
+from megatron_dppo.plan.settings import as_overrides, with_settings
+from megatron_dppo.plan.stages import chunks_in_flight, chunks_of
+from megatron_dppo.plan.states import optimizer_bytes
 from megatron_dppo.plan.units import GIB, parse_bytes
 
 
@@ -64,7 +69,7 @@ def test_biases_follow_the_architecture() -> None:
 
 
 def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*Plan one of these"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*Use a model of one of these"):
         shape_of(QWEN3_8B | {"architectures": ["GPT2LMHeadModel"]})
 
 
@@ -84,7 +89,7 @@ def test_ranks_together_hold_the_model_once(sizes: dict[str, int]) -> None:
     tensor, expert = sizes.get("tensor", 1), sizes.get("expert", 1)
     layout = layout_of(8, **sizes)
     split = replicated = 0
-    for part in partition(shape, layout, Split(), True):
+    for part in partition(shape, layout, True):
         for tensors in (chunk_tensors(shape, layout, chunk) for chunk in part.chunks):
             experts = sum(t.numel for t in tensors if t.name.startswith("experts"))
             copied = sum(t.numel for t in tensors if "norm" in t.name or t.name == "router")
@@ -101,41 +106,15 @@ def test_the_vocabulary_is_padded_to_the_tensor_size() -> None:
 
 
 def test_tied_embeddings_stand_on_both_ends_of_a_pipeline() -> None:
-    shape, split = shape_of(QWEN3_06B), Split()
-    one = sum(part.dense.own for part in partition(shape, layout_of(1), split, True))
-    two = sum(part.dense.own for part in partition(shape, layout_of(2, pipeline=2), split, True))
+    shape = shape_of(QWEN3_06B)
+    one = sum(part.dense.own for part in partition(shape, layout_of(1), True))
+    two = sum(part.dense.own for part in partition(shape, layout_of(2, pipeline=2), True))
     assert two - one == 151936 * 1024
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "split", "expected"),
-    [
-        (48, 1, Split(), (48,)),
-        (48, 4, Split(), (12, 12, 12, 12)),
-        (94, 4, Split(num_first=23, num_last=23), (23, 24, 24, 23)),
-        (94, 4, Split(num_first=22), (22, 24, 24, 24)),
-        (94, 4, Split(counts_embedding=True, counts_loss=True), (23, 24, 24, 23)),
-        (10, 2, Split(num_first=6, num_last=4), (6, 4)),
-    ],
-)
-def test_layers_of_each_stage(
-    num_layers: int, num_stages: int, split: Split, expected: tuple[int, ...]
-) -> None:
-    assert layers_per_stage(num_layers, num_stages, split) == expected
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "split"),
-    [(94, 4, Split()), (94, 4, Split(num_first=23)), (10, 2, Split(num_first=6, num_last=3)), (4, 4, Split(4))],
-)
-def test_layers_that_do_not_divide_are_refused(num_layers: int, num_stages: int, split: Split) -> None:
-    with pytest.raises(LayoutError, match="num_layers_in_first_pipeline_stage"):
-        layers_per_stage(num_layers, num_stages, split)
 
 
 def test_chunks_of_an_interleaved_pipeline() -> None:
     layout = layout_of(2, pipeline=2, virtual_pipeline=2)
-    stages = [chunks_of(stage, layout, (4, 4)) for stage in range(2)]
+    stages = [chunks_of(stage, layout, 8) for stage in range(2)]
     assert [[list(chunk.layers) for chunk in chunks] for chunks in stages] == [
         [[0, 1], [4, 5]],
         [[2, 3], [6, 7]],
@@ -144,8 +123,27 @@ def test_chunks_of_an_interleaved_pipeline() -> None:
         [(True, False), (False, False)],
         [(False, False), (False, True)],
     ]
-    with pytest.raises(LayoutError):
-        chunks_of(0, layout, (3, 3))
+
+
+def test_chunks_of_a_plain_pipeline() -> None:
+    layout = layout_of(4, pipeline=4)
+    chunks = [chunk for stage in range(4) for chunk in chunks_of(stage, layout, 48)]
+    assert [chunk.layers for chunk in chunks] == [range(start, start + 12) for start in (0, 12, 24, 36)]
+    assert [(chunk.is_first, chunk.is_last) for chunk in chunks] == [
+        (True, False),
+        (False, False),
+        (False, False),
+        (False, True),
+    ]
+
+
+def test_stages_with_other_layers_hold_other_tensors() -> None:
+    """Dense layers come first here, so that stages between the ends differ too."""
+    shape = shape_of(QWEN3_30B | {"mlp_only_layers": [0, 1, 2, 12]})
+    owns = [part.dense.own + part.expert.own for part in partition(shape, layout_of(4, pipeline=4), True)]
+    experts, dense = 128 * 3 * 768 * 2048 + 128 * 2048, 3 * 6144 * 2048  # the router is of the MoE layers'
+    assert owns[2] - owns[1] == experts - dense
+    assert [part.stage for part in partition(shape, layout_of(4, pipeline=4), True)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -170,29 +168,26 @@ def test_micro_batches_in_flight(
 def test_elements_of_buffers_and_shards() -> None:
     shape = shape_of(QWEN3_30B)
     layout = layout_of(16, expert=4)
-    (part,) = partition(shape, layout, Split(), True)
+    (part,) = partition(shape, layout, True)
     experts = 48 * 32 * 3 * 768 * 2048
     assert (part.expert.own, part.expert.sharers) == (experts, 4)
     assert part.expert.shard == experts // 4
     assert (part.dense.own, part.dense.sharers) == (shape.num_parameters - 4 * experts, 16)
     assert 0 <= part.dense.buffer - part.dense.own < 48 * 8 * 64 + 128
     assert part.dense.shard * 16 == part.dense.buffer
-    (plain,) = partition(shape, layout, Split(), False)
+    (plain,) = partition(shape, layout, False)
     assert plain.dense.shard == plain.dense.buffer == plain.dense.own
 
 
 def test_a_split_of_experts_leaves_unsplit_ones_with_the_dense_parameters() -> None:
-    (part,) = partition(shape_of(QWEN3_30B), layout_of(8), Split(), True)
+    (part,) = partition(shape_of(QWEN3_30B), layout_of(8), True)
     assert part.expert.own == 0
     assert part.dense.own == 30_532_122_624
 
 
-@pytest.mark.parametrize(
-    ("dtype_bytes", "moment_bytes", "expected"), [(2, 4, 12), (4, 4, 8), (2, 2, 8), (2, 1, 6)]
-)
-def test_bytes_of_adam(dtype_bytes: int, moment_bytes: int, expected: int) -> None:
-    assert optimizer_bytes(1, dtype_bytes, moment_bytes) == expected
-    assert offloaded_bytes(1, 4) == 16
+@pytest.mark.parametrize(("dtype_bytes", "expected"), [(2, 12), (4, 8)])
+def test_bytes_of_adam(dtype_bytes: int, expected: int) -> None:
+    assert optimizer_bytes(1, dtype_bytes) == expected
 
 
 def _layer(layout: Layout, spec: Any = "torch", tokens: int = 8192, **sizes: Any) -> LayerModel:
@@ -329,8 +324,8 @@ def test_large_expert_counts_take_two_bytes() -> None:
 
 
 def test_engine_and_trainer_take_turns() -> None:
-    settings = {"sglang.tp_size": 8, "sglang.mem_fraction_static": 0.7}
-    memory = memory_of(job_of(QWEN3_30B, settings, is_engine_separate=False), layout_of(8, expert=8))
+    settings = COLOCATED | {"sglang.tp_size": 8, "sglang.mem_fraction_static": 0.7}
+    memory = memory_of(job_of(QWEN3_30B, settings), layout_of(8, expert=8))
     moments = memory.worst.moments
     assert set(moments["rollout"]) == {"engine weights", "engine cache", "reserve"}
     assert moments["rollout"]["engine weights"] + moments["rollout"]["engine cache"] == int(0.7 * 80 * GB)
@@ -348,27 +343,29 @@ def test_the_embedded_engine_keeps_a_copy_of_the_model() -> None:
     moments = memory_of(job, layout_of(8)).worst.moments
     assert all(moment["engine weights"] == 8_190_735_360 * 4 for moment in moments.values())
     assert {"parameters", "gradients", "optimizer", "engine cache"} <= set(moments["rollout"])
-    engine = engine_memory(job.config, job.shape, layout_of(8), job.machine, is_separate=False)
+    engine = engine_memory(job.config, job.shape, layout_of(8), job.machine)
     slots = 64 // 8 * 8
     assert engine.cache == slots * (1024 + 8192) * 2 * 36 * 8 * 128 * 4
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("tp_size", 0), ("tp_size", 16), ("tp_size", 1.5), ("mem_fraction_static", "much")]
-)
+@pytest.mark.parametrize(("key", "value"), [("tp_size", 0), ("tp_size", 1.5), ("mem_fraction_static", "much")])
 def test_options_of_sglang_that_make_no_sense_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"sglang.{key}"):
-        memory_of(job_of(QWEN3_30B, {f"sglang.{key}": value}, is_engine_separate=False), layout_of(8))
+        memory_of(job_of(QWEN3_30B, COLOCATED | {f"sglang.{key}": value}), layout_of(8))
 
 
-def test_an_offloaded_optimizer_moves_to_the_host() -> None:
+def test_optimizer_states_on_the_host_are_on_the_gpu_in_the_step() -> None:
     layout = layout_of(8, expert=8)
     plain = memory_of(job_of(), layout)
-    moved = memory_of(job_of(options=Options(offload_optimizer=True)), layout)
-    assert "optimizer" not in moved.worst.moments["step"]
-    shard = plain.worst.moments["loss"]["optimizer"] // 12
-    assert moved.host.per_rank["optimizer"] == 16 * shard
-    assert plain.worst.moments["step"]["optimizer"] == 16 * shard  # AdamW's temporaries
+    moved = memory_of(job_of(settings={"optimizer.offload": True}), layout)
+    states = plain.worst.moments["loss"]["optimizer"]
+    assert not any(
+        "optimizer" in moved.worst.moments[moment] for moment in ("loss", "backward", "rollout", "sync")
+    )
+    assert moved.worst.moments["step"] == plain.worst.moments["step"]
+    assert moved.worst.moments["step"]["optimizer"] == states // 12 * 16  # and AdamW's temporaries
+    assert moved.host.per_rank["optimizer"] == states
+    assert "optimizer" not in plain.host.per_rank
 
 
 def test_the_worst_stage_of_a_pipeline_has_the_logits_or_the_most_in_flight() -> None:
@@ -383,11 +380,16 @@ def test_the_worst_stage_of_a_pipeline_has_the_logits_or_the_most_in_flight() ->
     ("table", "where"),
     [
         ({"recompute_granularity": "some"}, "recompute_granularity"),
-        ({"recompute_granularity": "full", "recompute_method": "blok"}, "recompute_method"),
+        ({"recompute_granularity": "none"}, "recompute_granularity"),
+        (FULL.keys() | {"recompute_method": "blok"}, "recompute_method"),
         ({"recompute_num_layers": "2"}, "recompute_num_layers"),
+        ({"recompute_granularity": "full", "recompute_num_layers": 1}, "recompute_method"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "recompute_num_layers"),
+        ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "recompute_num_layers"),
+        ({"recompute_granularity": "selective", "recompute_modules": "moe"}, "recompute_modules"),
     ],
 )
-def test_recompute_keys_are_checked(table: dict[str, Any], where: str) -> None:
+def test_recompute_keys_are_those_that_megatron_takes(table: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError, match=f"megatron.{where}"):
         recompute_of(table)
 
@@ -395,7 +397,33 @@ def test_recompute_keys_are_checked(table: dict[str, Any], where: str) -> None:
 def test_recompute_keys_go_there_and_back() -> None:
     for recompute in (Recompute(), FULL, Recompute("selective", modules=("moe", "mlp"))):
         assert recompute_of(recompute.keys()) == recompute
-    assert recompute_of({"recompute_granularity": "full"}, "none").granularity == "none"
+
+
+@pytest.mark.parametrize(
+    ("layer_spec", "counted"), [("auto", "torch"), ("torch", "torch"), ("transformer_engine", "te")]
+)
+def test_the_layer_spec_is_that_of_the_config_or_the_one_that_keeps_more(layer_spec: str, counted: str) -> None:
+    assert Options.of(job_of(settings={"model.layer_spec": layer_spec}).config).layer_spec == counted
+
+
+def test_settings_reach_sections_of_sections_and_pass_through_tables(tmp_path: Path) -> None:
+    config = job_of(settings={"sglang.tp_size": 4}).config
+    settings = {
+        "parallel.tensor": 2,
+        "rollout.sglang.colocated": True,
+        "sglang.tp_size": 8,
+        "megatron.recompute_modules": ["core_attn", "moe"],
+        "rollout.engine": "transformers",
+    }
+    changed = with_settings(config, settings)
+    assert (changed.parallel.tensor, config.parallel.tensor) == (2, 1)
+    assert (changed.rollout.sglang.colocated, changed.rollout.max_response_tokens) == (True, 8192)
+    assert (changed.sglang, config.sglang) == ({"tp_size": 8}, {"tp_size": 4})
+    file = tmp_path / "base.toml"
+    file.write_text(dump_config(config))
+    overrides = shlex.split(as_overrides(settings))
+    assert set(overrides[::2]) == {"--set"}
+    assert load_config([file], overrides[1::2]) == changed
 
 
 @pytest.mark.parametrize(
@@ -412,6 +440,6 @@ def test_other_sizes_are_refused(text: str) -> None:
         parse_bytes(text, "--gpu-memory")
 
 
-def test_planning_needs_neither_torch_nor_megatron() -> None:
-    code = "import sys, megatron_dppo.plan; sys.exit(bool({'torch', 'megatron', 'sglang'} & set(sys.modules)))"
+def test_planning_needs_neither_megatron_nor_sglang() -> None:
+    code = "import sys, megatron_dppo.plan; sys.exit(bool({'megatron', 'sglang'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,16 +1,19 @@
-"""Layouts that others publish as working fit by our arithmetic too, and say why they need what they need."""
+"""Layouts that others publish as working fit by our arithmetic too, and say why they need what they need.
+
+Two things are theirs: a loss that holds all logits in float32, and in some Adam on the host, which our trainer
+does not do.
+"""
 
 from dataclasses import replace
 
 import pytest
-from plan_models import QWEN3_30B, job_of, layout_of
+from plan_models import COLOCATED, QWEN3_30B, RECOMPUTED, job_of, layout_of
 from qwen3_30b_recipes import RECIPES, Recipe
 
+from megatron_dppo.architectures.parameters import padded_vocab
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import FRAGMENTATION
 from megatron_dppo.plan.memory import Memory, StageMemory, memory_of
-from megatron_dppo.plan.model import padded_vocab
-from megatron_dppo.plan.options import Options, Recompute
 from megatron_dppo.plan.search import fits
 
 FLOAT = 4
@@ -31,20 +34,30 @@ def _job(recipe: Recipe, loss_from: str = "logits") -> Job:
             "rollout.routing_replay": "replay",
             "algorithm.minibatches_per_rollout": 1,
             "algorithm.loss_from": loss_from,
+            **({} if recipe.engine is None else COLOCATED),
             **{f"sglang.{name}": value for name, value in (recipe.engine or {}).items()},
+            **(RECOMPUTED if recipe.is_recomputed else {}),
+            "model.layer_spec": recipe.layer_spec,
         },
         num_gpus=recipe.num_gpus,
-        options=Options(
-            recompute=recipe.recompute,
-            offload_optimizer=recipe.is_offloaded,
-            layer_spec=recipe.layer_spec,
-        ),
-        is_engine_separate=recipe.engine is None,
     )
 
 
 def _with_our_loss(recipe: Recipe, job: Job) -> Memory:
-    return memory_of(job, layout_of(recipe.num_gpus, **recipe.sizes))
+    memory = memory_of(job, layout_of(recipe.num_gpus, **recipe.sizes))
+    return _without(memory, "optimizer") if recipe.is_offloaded else memory
+
+
+def _without(memory: Memory, component: str) -> Memory:
+    """As if a component were not on the GPU."""
+    stages: list[StageMemory] = []
+    for stage in memory.stages:
+        moments = {
+            moment: {name: held for name, held in components.items() if name != component}
+            for moment, components in stage.moments.items()
+        }
+        stages.append(replace(stage, moments=moments))
+    return replace(memory, stages=tuple(stages))
 
 
 def _with_their_loss(recipe: Recipe, job: Job) -> Memory:
@@ -63,10 +76,8 @@ def _with_their_loss(recipe: Recipe, job: Job) -> Memory:
     return replace(memory, stages=tuple(stages))
 
 
-def _dropping(job: Job, option: str) -> Job:
-    if option == "offload":
-        return replace(job, options=replace(job.options, offload_optimizer=False))
-    return replace(job, options=replace(job.options, recompute=Recompute()))
+def _dropping(recipe: Recipe, option: str) -> Recipe:
+    return replace(recipe, **{"is_offloaded" if option == "offload" else "is_recomputed": False})
 
 
 @recipes
@@ -79,8 +90,9 @@ def test_published_layouts_fit(recipe: Recipe) -> None:
 @recipes
 @options
 def test_dropping_an_option_shows_what_it_is_for(recipe: Recipe, without: str) -> None:
-    job = _dropping(_job(recipe), without)
-    memory = _with_their_loss(recipe, job)
+    lacking = _dropping(recipe, without)
+    job = _job(lacking)
+    memory = _with_their_loss(lacking, job)
     assert fits(job, memory) == (without not in recipe.needs), memory.worst.moments
     if without in recipe.needs:
         components = memory.worst.moments[memory.worst.worst_moment]
@@ -97,8 +109,9 @@ def test_published_layouts_fit_with_our_loss(recipe: Recipe) -> None:
 @recipes
 @options
 def test_our_loss_does_without_some_of_what_they_need(recipe: Recipe, without: str) -> None:
-    job = _dropping(_job(recipe, "hidden_states"), without)
-    memory = _with_our_loss(recipe, job)
+    lacking = _dropping(recipe, without)
+    job = _job(lacking, "hidden_states")
+    memory = _with_our_loss(lacking, job)
     is_needed = without in recipe.needs and without not in recipe.spared
     assert fits(job, memory) != is_needed, memory.worst.moments
 

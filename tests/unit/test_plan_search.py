@@ -1,46 +1,40 @@
-"""Proposed layouts divide the model, fit, and come in a sensible order; advice works when it is followed."""
+"""Proposed layouts divide the model, fit, and come in a sensible order; so does the advice."""
 
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_models import GB, QWEN3_8B, QWEN3_30B, job_of, layout_of
+from plan_models import COLOCATED, GB, QWEN3_8B, QWEN3_30B, RECOMPUTED, job_of, layout_of
 
-from megatron_dppo.actor.layout import layout_problems
-from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.plan.advice import advise
+from megatron_dppo.plan.advice import Advice, advise, fewest_with_other_engine
 from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.fewest import fewest_gpus, numbers_to_try
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import NETWORK_BYTES_PER_S, NVLINK_BYTES_PER_S, Machine
 from megatron_dppo.plan.memory import memory_of
-from megatron_dppo.plan.options import FULL, Options, Recompute
+from megatron_dppo.plan.options import FULL
 from megatron_dppo.plan.search import (
     HEADROOM,
-    NOT_PROVEN,
-    choices,
-    divides_prompts,
+    admitted_layouts,
     divisible_layouts,
     fits,
+    has_headroom,
     propose,
+    recompute_choices,
 )
 
-
-def _search(job: Job) -> Any:
-    return propose(job, choices(job, is_recompute_given=False))
-
-
-def test_layout_py_reports_an_unproven_layout_in_the_place_that_the_search_expects() -> None:
-    sizes = job_of().shape.sizes
-    unproven = layout_problems(ParallelConfig(tensor=4, pipeline=2, expert=2, expert_tensor=1), 8, sizes)
-    assert {problem.where for problem in unproven} <= {NOT_PROVEN}
-    assert {problem.where for problem in layout_problems(ParallelConfig(tensor=3), 3, sizes)} != {NOT_PROVEN}
+SMALL = QWEN3_30B | {"num_hidden_layers": 2, "num_experts": 8, "vocab_size": 1000}
+SPLIT = {"parallel.tensor": 4, "parallel.expert": 8, "parallel.expert_tensor": 1}
+PARKED = {"optimizer.offload": True}
 
 
 @pytest.mark.parametrize("content", [QWEN3_30B, QWEN3_8B], ids=["experts", "dense"])
 @pytest.mark.parametrize("num_gpus", [1, 8, 12])
 def test_divisible_layouts_divide(content: dict[str, Any], num_gpus: int) -> None:
-    layouts = [layout for layout, _ in divisible_layouts(job_of(content, num_gpus=num_gpus))]
+    job = job_of(content, num_gpus=num_gpus)
+    layouts = [job.having(settings).layout for settings in divisible_layouts(job)]
     assert len(set(layouts)) == len(layouts) > 0
     for layout in layouts:
         assert layout.tensor * layout.pipeline * layout.context * layout.data == num_gpus
@@ -50,50 +44,67 @@ def test_divisible_layouts_divide(content: dict[str, Any], num_gpus: int) -> Non
         assert num_gpus % (layout.expert * layout.expert_tensor * layout.pipeline) == 0
 
 
-def test_proposals_fit_with_room_to_spare_fastest_first_and_admitted_ones_before_others() -> None:
+def test_settings_are_what_differs_from_the_config() -> None:
+    job = job_of(settings=SPLIT, num_gpus=16)
+    layouts = list(divisible_layouts(job))
+    assert {} in layouts
+    assert {"parallel.context": 2} in layouts
+    assert {"parallel.tensor": 2} in layouts
+    unsaid = job_of(settings={"parallel.tensor": 4}, num_gpus=16)  # experts are split as the rest is
+    assert {"parallel.tensor": 2} in list(divisible_layouts(unsaid))
+    assert {"parallel.expert": 8, "parallel.expert_tensor": 1} in list(divisible_layouts(unsaid))
+
+
+def test_proposals_fit_with_room_to_spare_fastest_first() -> None:
     job = job_of(num_gpus=16, host_bytes=2000 * GB)
-    found = _search(job)
+    found = propose(job)
     assert found.proposals
     for proposal in found.proposals:
-        assert fits(job, proposal.memory)
+        each = job.having(proposal.settings)
+        assert not each.problems
+        assert fits(each, proposal.memory)
         assert proposal.memory.peak <= (1 - HEADROOM) * job.machine.gpu_bytes
         assert proposal.memory.host.per_node <= 2000 * GB
-        assert divides_prompts(job, proposal.layout)
-        assert ("optimizer offload" in proposal.missing) == proposal.options.offload_optimizer
-        again = replace(job, options=proposal.options)
-        assert memory_of(again, proposal.layout).peak == proposal.memory.peak
-    keys = [(not p.is_admitted, p.time.total) for p in found.proposals]
-    assert keys == sorted(keys)
-    plain = [replace(p.layout, virtual_pipeline=1) for p in found.proposals]
+        assert memory_of(each, each.layout).peak == proposal.memory.peak
+        assert step_time(each, each.layout) == proposal.time
+    seconds = [proposal.time.total for proposal in found.proposals]
+    assert seconds == sorted(seconds)
+    plain = [replace(proposal.layout, virtual_pipeline=1) for proposal in found.proposals]
     assert len(set(plain)) == len(plain)
 
 
-def test_admitted_layouts_come_first() -> None:
-    small = QWEN3_30B | {"num_hidden_layers": 2, "num_experts": 8, "vocab_size": 1000}
-    found = _search(job_of(small, num_gpus=2))
-    assert [p.is_admitted for p in found.proposals] == sorted(
-        (p.is_admitted for p in found.proposals), reverse=True
-    )
-    assert layout_of(2, expert=2) in {p.layout for p in found.proposals if p.is_admitted}
-
-
-def test_layouts_that_leave_prompts_over_are_counted_and_left_out() -> None:
-    job = job_of(QWEN3_8B, {"rollout.prompts_per_rollout": 4, "algorithm.minibatches_per_rollout": 4})
-    found = _search(job)
-    assert found.num_without_prompts > 0
+def test_layouts_that_train_refuses_are_not_proposed() -> None:
+    settings = {"rollout.prompts_per_rollout": 4, "algorithm.minibatches_per_rollout": 4}
+    job = job_of(QWEN3_8B, settings)
+    admitted = [job.having(each).layout.data for each in admitted_layouts(job)]
+    found = propose(job)
+    assert set(admitted) == {1}
+    assert found.num_admitted == len(admitted) < len(list(divisible_layouts(job)))
+    assert found.proposals
     assert {proposal.layout.data for proposal in found.proposals} == {1}
 
 
-def test_what_the_user_asked_for_is_not_varied() -> None:
-    job = job_of(options=Options(recompute=FULL, offload_optimizer=True))
-    assert choices(job, is_recompute_given=True) == (job.options,)
-    assert {o.recompute.granularity for o in choices(job, is_recompute_given=False)} == {
-        "none",
-        "selective",
-        "full",
-    }
-    own = Recompute("full", "block", 3)
-    assert own in {o.recompute for o in choices(job_of(options=Options(own)), is_recompute_given=False)}
+def test_recompute_is_varied_as_far_as_set_can_reach() -> None:
+    """A key of [megatron] cannot be unset from the command line, and Megatron refuses some of them together."""
+    granularities = [each.get("megatron.recompute_granularity") for each in recompute_choices(job_of())]
+    assert granularities == [None, "selective", "selective", "full"]
+    assert recompute_choices(job_of(settings=RECOMPUTED)) == [{}]
+    selective = {"megatron.recompute_granularity": "selective"}
+    choices = recompute_choices(job_of(settings=selective))
+    assert [each.get("megatron.recompute_granularity") for each in choices] == [None, "selective", "full"]
+
+
+def test_states_stay_on_the_host_where_they_are_configured_to_be() -> None:
+    job = job_of(settings=PARKED, num_gpus=16)
+    assert not any("optimizer.offload" in proposal.settings for proposal in propose(job).proposals)
+    others = propose(job_of(num_gpus=16)).proposals
+    assert {proposal.settings.get("optimizer.offload") for proposal in others} == {None, True}
+
+
+def test_the_largest_search_takes_seconds() -> None:
+    started = time.process_time()
+    assert propose(job_of(num_gpus=512, settings={"rollout.prompts_per_rollout": 512})).proposals
+    assert time.process_time() - started < 20
 
 
 def _seconds(job: Job, num_gpus: int = 8, **sizes: int) -> float:
@@ -119,91 +130,184 @@ def test_experts_stay_within_a_node() -> None:
     assert machine.link(8) / machine.link(16) == NVLINK_BYTES_PER_S / NETWORK_BYTES_PER_S
 
 
-def test_recompute_and_offload_cost_time() -> None:
+def test_recompute_and_states_on_the_host_cost_time() -> None:
     layout = layout_of(8, expert=8)
-    modes = [Recompute(), Recompute("selective"), Recompute("selective", modules=("core_attn", "moe")), FULL]
-    times = [step_time(job_of(options=Options(mode)), layout).total for mode in modes]
+    tables: list[dict[str, Any]] = [
+        {},
+        {"megatron.recompute_granularity": "selective"},
+        {"megatron.recompute_granularity": "selective", "megatron.recompute_modules": ["core_attn", "moe"]},
+        RECOMPUTED,
+    ]
+    times = [step_time(job_of(settings=table), layout).total for table in tables]
     assert times == sorted(times)
     assert len(set(times)) == len(times)
-    offloaded = step_time(job_of(options=Options(offload_optimizer=True)), layout)
-    assert offloaded.total > times[0]
-    assert offloaded.optimizer > 0
+    parked = step_time(job_of(settings=PARKED), layout)
+    states = memory_of(job_of(settings=PARKED), layout).host.per_rank["optimizer"]
+    assert parked.optimizer == pytest.approx(2 * states / (64e9 * 0.7))  # there and back
+    assert parked.total == pytest.approx(times[0] + parked.optimizer)
 
 
-def _advice(job: Job, layout: Any) -> str:
-    vary = choices(job, is_recompute_given=False)
-    (sentence,) = advise(job, memory_of(job, layout), propose(job, vary), vary)
-    return sentence
+def test_the_fewest_gpus_for_30b_are_two_nodes_of_80_gb() -> None:
+    settings = COLOCATED | {"sglang.tp_size": 8, "sglang.mem_fraction_static": 0.7}
+    fewest = fewest_gpus(job_of(settings=settings))
+    assert fewest.num_gpus == 16
+    assert fewest.proposal is not None
+    assert fewest.proposal == propose(job_of(settings=settings, num_gpus=16)).proposals[0]
+    assert not any(propose(job_of(settings=settings, num_gpus=num_gpus)).proposals for num_gpus in range(1, 9))
+
+
+def test_numbers_of_gpus_that_are_no_power_of_two_are_tried() -> None:
+    numbers = numbers_to_try(Machine(8, 80 * GB))
+    assert numbers[:11] == [1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32]
+    assert numbers[-1] == 512
+    assert numbers_to_try(Machine(8, 80 * GB, gpus_per_node=4))[:6] == [1, 2, 3, 4, 8, 12]
+    assert fewest_gpus(job_of(QWEN3_8B, gpu_bytes=48 * GB, num_gpus=1)).num_gpus == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu_bytes", "reason"),
+    [
+        (COLOCATED, 10 * GB, r"The engine's cache holds 0 tokens beside 56.9 GiB of weights"),
+        (COLOCATED | {"sglang.tp_size": 8}, 20 * GB, r"The engine alone takes 20.9 of 18.6 GiB of each GPU"),
+        ({"rollout.prompts_per_rollout": 63}, 80 * GB, "train admits no layout on any of them"),
+    ],
+)
+def test_why_nothing_fits_is_said(settings: dict[str, Any], gpu_bytes: int, reason: str) -> None:
+    fewest = fewest_gpus(
+        job_of(SMALL | {"num_hidden_layers": 4} if not settings else QWEN3_30B, settings, gpu_bytes=gpu_bytes)
+    )
+    assert fewest.proposal is None
+    assert fewest.num_gpus == 512
+    assert re.match(reason, fewest.why_not), fewest.why_not
+
+
+def test_what_takes_most_is_said_where_nothing_fits() -> None:
+    fewest = fewest_gpus(job_of(SMALL, gpu_bytes=22 * GB // 10))
+    assert fewest.proposal is None
+    reason = r"A GPU holds least with .* on \d+ GPUs. Does not fit: .* of 2.0 GiB .*, most of it reserve"
+    assert re.match(reason, fewest.why_not), fewest.why_not
+
+
+def _advice(job: Job) -> Advice:
+    (advice,) = advise(job, memory_of(job, job.layout), propose(job))
+    return advice
+
+
+def _follows(job: Job, advice: Advice) -> bool:
+    """Whether what is advised is admitted and fits with as much as the sentence says."""
+    followed = job.having(advice.settings)
+    memory = memory_of(followed, followed.layout)
+    assert f"{memory.peak / 2**30:.1f} GiB" in advice.text
+    return has_headroom(followed, memory) and not followed.problems
 
 
 def test_advice_that_is_followed_makes_the_run_fit() -> None:
-    layout = layout_of(8, tensor=4, expert=8)
-    sentence = _advice(job_of(), layout)
-    assert "--offload-optimizer" in sentence
-    options = Options(FULL if "recompute" in sentence else Recompute(), offload_optimizer=True)
-    tokens = re.search(r"max_tokens_per_microbatch=(\d+)", sentence)
-    settings = {"parallel.max_tokens_per_microbatch": int(tokens.group(1))} if tokens else {}
-    followed = job_of(settings=settings, options=options)
-    assert fits(followed, memory_of(followed, layout))
+    job = job_of(settings=SPLIT | {"rollout.max_response_tokens": 16384}, num_gpus=16)
+    advice = _advice(job)
+    assert advice.text.startswith("Recompute activations: ")
+    assert advice.settings == RECOMPUTED
+    assert _follows(job, advice)
+
+
+def test_advice_to_keep_states_on_the_host() -> None:
+    long = {"rollout.max_response_tokens": 31744, "parallel.max_tokens_per_microbatch": 32768}
+    job = job_of(settings=SPLIT | RECOMPUTED | long, num_gpus=64, gpu_bytes=36 * GB)
+    advice = _advice(job)
+    assert advice.text.startswith("Keep optimizer states on the host between updates: ")
+    assert advice.settings == PARKED
+    assert _follows(job, advice)
 
 
 def test_advice_on_micro_batches_alone() -> None:
-    job = job_of(
-        QWEN3_8B, {"parallel.max_tokens_per_microbatch": 81920}, options=Options(FULL, offload_optimizer=True)
-    )
-    sentence = _advice(job, layout_of(8))
-    assert sentence.startswith("Use smaller micro-batches (--set parallel.max_tokens_per_microbatch=")
+    settings = {"parallel.max_tokens_per_microbatch": 163840} | RECOMPUTED | PARKED
+    job = job_of(QWEN3_8B, settings)
+    advice = _advice(job)
+    assert advice.text.startswith("Use smaller micro-batches: ")
+    assert list(advice.settings) == ["parallel.max_tokens_per_microbatch"]
+    assert _follows(job, advice)
 
 
 def test_advice_on_a_loss_that_holds_all_logits() -> None:
-    settings = {"algorithm.loss_from": "logits", "parallel.max_tokens_per_microbatch": 65536}
+    settings = {
+        "algorithm.loss_from": "logits",
+        "parallel.max_tokens_per_microbatch": 65536,
+        "parallel.expert": 8,
+        "rollout.prompts_per_rollout": 128,
+        "rollout.samples_per_prompt": 4,
+    }
     model = QWEN3_30B | {"vocab_size": 2**18}  # or a layer's backward pass would hold more than the loss
-    job = job_of(model, settings, num_gpus=32, gpu_bytes=62 * GB, options=Options(FULL, True))
-    sentence = _advice(job, layout_of(32, expert=8))
-    assert sentence.startswith(
-        "Make logits of some tokens at a time (--set algorithm.loss_from=hidden_states):"
-    )
+    job = job_of(model, settings | RECOMPUTED | PARKED, num_gpus=32, gpu_bytes=62 * GB)
+    advice = _advice(job)
+    assert advice.settings == {"algorithm.loss_from": "hidden_states"}
+    assert _follows(job, advice)
 
 
-def test_advice_for_an_engine_that_takes_too_much() -> None:
-    settings = {"sglang.tp_size": 8, "sglang.mem_fraction_static": 0.95}
-    job = job_of(settings=settings, options=Options(FULL, True), is_engine_separate=False)
-    assert "sglang.mem_fraction_static=0.85" in _advice(job, layout_of(8, tensor=4, expert=8))
-    job = job_of(QWEN3_30B, {"rollout.engine": "transformers"}, options=Options(FULL, True))
-    assert "rollout.engine=sglang" in _advice(job, layout_of(8, tensor=4, expert=8))
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        (
+            COLOCATED | {"sglang.tp_size": 8, "sglang.mem_fraction_static": 0.95},
+            {"sglang.mem_fraction_static": 0.85},
+        ),
+        (COLOCATED | {"sglang.tp_size": 1, "sglang.mem_fraction_static": 0.7}, {"sglang.tp_size": 8}),
+        (COLOCATED | {"sglang.tp_size": 32, "sglang.mem_fraction_static": 0.7}, {"sglang.tp_size": 8}),
+        (
+            {"rollout.engine": "transformers"},
+            {
+                "rollout.engine": "sglang",
+                "rollout.sglang.colocated": True,
+                "rollout.sglang.weight_sync": "tensor",
+                "sglang.tp_size": 8,
+            },
+        ),
+    ],
+    ids=["too large a share", "no room for a sequence", "more GPUs than there are", "embedded"],
+)
+def test_advice_for_an_engine_that_does_not_fit(settings: dict[str, Any], advised: dict[str, Any]) -> None:
+    job = job_of(settings=SPLIT | RECOMPUTED | settings, num_gpus=16)
+    assert not fits(job, memory_of(job, job.layout))
+    advice = _advice(job)
+    assert advice.settings == advised
+    assert _follows(job, advice)
 
 
-def test_an_engine_without_room_for_one_sequence_does_not_fit() -> None:
-    settings = {"sglang.tp_size": 1, "sglang.mem_fraction_static": 0.7}
-    job = job_of(settings=settings, options=Options(FULL, True), is_engine_separate=False)
-    layout = layout_of(8, tensor=4, expert=8)
-    memory = memory_of(job, layout)
-    assert memory.engine.cached_tokens == 0
-    assert not fits(job, memory)
-    assert "sglang.tp_size=8" in _advice(job, layout)
+def test_an_engine_that_fits_nowhere_is_changed_before_more_gpus_are_named() -> None:
+    job = job_of(settings={"rollout.engine": "transformers"})
+    assert fewest_gpus(job).proposal is None
+    fewest = fewest_with_other_engine(job)
+    assert fewest is not None
+    assert fewest.proposal is not None
+    assert (fewest.num_gpus, fewest.condition) == (16, "let SGLang roll out, on the same GPUs")
+    on_these = job.on(16).having(fewest.proposal.settings)
+    assert fewest.proposal.settings["rollout.engine"] == "sglang"
+    assert not on_these.problems
+    assert has_headroom(on_these, memory_of(on_these, on_these.layout))
+    assert fewest_with_other_engine(job_of()) is None
 
 
-def test_advice_when_nothing_fits() -> None:
-    sentence = _advice(job_of(num_gpus=2), layout_of(2, expert=2))
-    assert re.search(r"Nothing fits on 2 GPUs: use \d+ GPUs", sentence)
-    sentence = _advice(job_of(num_gpus=2, gpu_bytes=4 * GB), layout_of(2, expert=2))
-    assert "GPUs with more memory" in sentence
-
-
-def test_advice_when_it_fits() -> None:
-    small = QWEN3_30B | {"num_hidden_layers": 2, "num_experts": 8, "vocab_size": 1000}
-    lazy = job_of(small, num_gpus=1, options=Options(FULL))
-    assert "fits without recompute too" in _advice(lazy, layout_of(1))
-    assert _advice(job_of(small, num_gpus=1), layout_of(1)).startswith("Nothing to change")
-    slow = _advice(job_of(small, num_gpus=8), layout_of(8, tensor=4, expert=8))
-    assert re.match(r"Layout \d+ below is estimated to be \d\.\d\d times as fast", slow)
+def test_advice_where_it_fits() -> None:
+    lazy = _advice(job_of(SMALL, RECOMPUTED, num_gpus=1))
+    assert "fits without recompute too" in lazy.text
+    assert lazy.text.endswith(", ".join(f"megatron.{key}" for key in dict(FULL.keys())) + ".")
+    assert _advice(job_of(SMALL, num_gpus=1)).text.startswith("Nothing to change")
+    job = job_of(SMALL, SPLIT)
+    faster = _advice(job)
+    times = re.fullmatch(r"Layout 1 is estimated to be (\d\.\d\d) times as fast\.", faster.text)
+    assert times
+    changed = job.having(faster.settings)
+    ratio = step_time(job, job.layout).total / step_time(changed, changed.layout).total
+    assert float(times.group(1)) == pytest.approx(ratio, abs=0.01)
 
 
 def test_advice_for_a_small_host() -> None:
-    small = QWEN3_30B | {"num_hidden_layers": 2, "num_experts": 8, "vocab_size": 1000}
-    node = memory_of(job_of(small, num_gpus=1), layout_of(1)).host
+    node = memory_of(job_of(SMALL, num_gpus=1), layout_of(1)).host
     without_copy = node.per_node - node.per_rank["checkpoint in flight"]
-    job = job_of(small, num_gpus=1, host_bytes=without_copy + 1)
-    assert "checkpoint.asynchronous=false" in _advice(job, layout_of(1))
-    job = job_of(small, num_gpus=1, host_bytes=GB)
-    assert "Use more nodes" in _advice(job, layout_of(1))
+    advice = _advice(job_of(SMALL, num_gpus=1, host_bytes=without_copy + 1))
+    assert advice.settings == {"checkpoint.asynchronous": False}
+    assert "of a node then" in advice.text
+    assert "Use more nodes" in _advice(job_of(SMALL, num_gpus=1, host_bytes=GB)).text
+
+
+def test_no_change_of_options_is_said_where_other_layouts_fit() -> None:
+    job = job_of(num_gpus=16)  # one expert-parallel rank holds all
+    assert _advice(job).text == "No change of options makes this layout fit; take one of the layouts above."

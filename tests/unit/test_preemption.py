@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_dppo.preemption import EXIT_CODE, Preempted, StopRequests
+from megatron_dppo.run.preemption import EXIT_CODE, Preempted, StopRequests
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -50,7 +50,7 @@ def test_work_between_is_not_interrupted() -> None:
 def test_a_second_signal_ends_at_once() -> None:
     program = """
 import os, signal, time
-from megatron_dppo.preemption import StopRequests
+from megatron_dppo.run.preemption import StopRequests
 with StopRequests.handled():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.2)

@@ -21,9 +21,9 @@ from math_problems import (
 from prepare_data import app
 from typer.testing import CliRunner, Result
 
-from megatron_dppo.data.problems import language_of, last_boxed
-from megatron_dppo.data.prompts import load_prompts
-from megatron_dppo.data.templates import TEMPLATES
+from megatron_dppo.data.prompts.problems import language_of, last_boxed
+from megatron_dppo.data.prompts.prompts import load_prompts
+from megatron_dppo.data.prompts.templates import TEMPLATES
 
 NO_DROPS = {
     "without a problem": 0,

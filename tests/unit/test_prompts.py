@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.jsonl import write_jsonl
-from megatron_dppo.data.prompts import PromptStream, load_prompts, read_columns
+from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts, read_columns
 from megatron_dppo.errors import DataError
+from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import DataCursor, Prompt
 
 ROWS: list[dict[str, object]] = [
@@ -109,7 +109,7 @@ def test_a_torn_line_is_named(tmp_path: Path) -> None:
     fails_with(write_lines(tmp_path / "p.jsonl", whole, whole[:12]), "p.jsonl, line 2", "cut off")
     fails_with(write_lines(tmp_path / "q.jsonl", "[1]"), "q.jsonl, line 1", "found a JSON list")
     (tmp_path / "r.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    fails_with(tmp_path / "r.jsonl", "r.jsonl, line 1", "utf-8")
+    fails_with(tmp_path / "r.jsonl", "r.jsonl, line 1", "not UTF-8")
 
 
 def test_a_torn_parquet_file(tmp_path: Path) -> None:

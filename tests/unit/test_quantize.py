@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
+from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.description import read_convertible_config
 from megatron_dppo.conversion.quantize import Quantization, calibrated
 from megatron_dppo.conversion.quantized_folder import QuantizedFolder
-from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.hf_checkpoint import HFWeights
-from megatron_dppo.rollout.weight_formats import WeightFormat, is_linear, round_linears
+from megatron_dppo.rollout.embedded.weight_formats import WeightFormat, is_linear, round_linears
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 CASES: list[tuple[str, WeightFormat]] = [(DENSE, "fp8"), (DENSE, "nvfp4"), (MOE, "fp8"), (MOE, "nvfp4")]
@@ -208,7 +208,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], list[object], str]] = {
     ),
     "another column": (prompts_of({"question": "1", "answer": "0"}), [], "expected a column 'prompt'"),
     "prompts that are too long": (lambda _: None, ["--max-tokens", 3], "none of 1 to 3 tokens"),
-    "an unknown architecture": (described(architectures=["GptOssForCausalLM"]), [], "architecture GptOssFor"),
+    "an unknown architecture": (described(architectures=["GptOssForCausalLM"]), [], "found GptOssFor"),
     "a quantised folder": (
         described(quantization_config={"quant_method": "modelopt"}),
         [],

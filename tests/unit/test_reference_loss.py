@@ -5,7 +5,7 @@ import torch
 from samples import make_sample
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
-from megatron_dppo.data.packing import WeightedSample, pack
+from megatron_dppo.data.batches.packing import WeightedSample, pack
 from megatron_dppo.kernels import fused_log_probs
 from megatron_dppo.kernels.reference import policy_loss_from_logits
 

@@ -11,12 +11,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
+from megatron_dppo.analysis.report.plots import smoothed
+from megatron_dppo.analysis.report.report import compare, summary
+from megatron_dppo.analysis.report.summary import ROWS
 from megatron_dppo.config.schema import Config
-from megatron_dppo.diagnostics.report import compare, summary
-from megatron_dppo.diagnostics.report_plots import smoothed
-from megatron_dppo.diagnostics.report_summary import ROWS
-from megatron_dppo.diagnostics.tracking import RunFolder
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.run_folder.folder import RunFolder
 
 NUM_ROLLOUTS = 30
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.analysis.contrasts import contrast, estimate
+from megatron_dppo.analysis.report.report import compare
+from megatron_dppo.analysis.report.seeds import seed_tables
+from megatron_dppo.analysis.report.toggles import Toggle, looks, title, toggles
 from megatron_dppo.config.schema import Config
-from megatron_dppo.diagnostics.contrasts import contrast, estimate
-from megatron_dppo.diagnostics.report import compare
-from megatron_dppo.diagnostics.report_seeds import seed_tables
-from megatron_dppo.diagnostics.report_toggles import Toggle, looks, title, toggles
-from megatron_dppo.diagnostics.run_reader import read_run
-from megatron_dppo.diagnostics.tracking import RunFolder
+from megatron_dppo.run_folder.folder import RunFolder
+from megatron_dppo.run_folder.reader import read_run
 
 
 def write_run(folder: Path, preset: str, seed: int, reward: float) -> Path:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.data.jsonl import write_jsonl
-from megatron_dppo.diagnostics.report import compare
-from megatron_dppo.diagnostics.report_context import farthest
-from megatron_dppo.diagnostics.report_tokens import token_lists, visible
-from megatron_dppo.diagnostics.run_reader import Run, read_run
-from megatron_dppo.diagnostics.tracking import RunFolder
+from megatron_dppo.analysis.report.context import farthest
+from megatron_dppo.analysis.report.report import compare
+from megatron_dppo.analysis.report.tokens import token_lists, visible
 from megatron_dppo.errors import DataError
+from megatron_dppo.run_folder.folder import RunFolder
+from megatron_dppo.run_folder.reader import Run, read_run
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 HOSTILE = '</script><img src=x onerror="alert(1)">'
 

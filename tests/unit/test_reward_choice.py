@@ -14,8 +14,8 @@ from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
 from megatron_dppo.rewards.choice import after_thinking, chosen
-from megatron_dppo.rollout.judge import Judge
 from megatron_dppo.rollout.overlong import OverlongShaping
+from megatron_dppo.rollout.scoring import Judge
 from megatron_dppo.types import FinishReason, Prompt, Sample
 
 PROMPT = Prompt("p", "34", "test", text="What is it?")

@@ -43,9 +43,20 @@ def values(results: list[RewardResult | RewardFault]) -> list[float | None]:
     return [result.value if isinstance(result, RewardResult) else None for result in results]
 
 
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that other tests left running, such as multiprocessing's, are none of this file's business."""
+    there = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    monkeypatch.setattr(sys.modules[__name__], "OTHERS", there)
+
+
+OTHERS: frozenset[int] = frozenset()
+
+
 def descendants() -> list[psutil.Process]:
     """This process's workers, and what they have started."""
-    return [child for child in psutil.Process().children(recursive=True) if not has_ended(child)]
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.pid not in OTHERS and not has_ended(child)]
 
 
 def has_ended(process: psutil.Process) -> bool:

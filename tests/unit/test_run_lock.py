@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.diagnostics.run_lock import LOCK, locked
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.run_folder.lock import LOCK, locked
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_dppo.diagnostics.run_lock import locked
+from megatron_dppo.run_folder.lock import locked
 with locked(Path(sys.argv[1]), beat_s=0.1):
     print("held", flush=True)
     time.sleep(60)
@@ -126,3 +126,9 @@ def test_without_locks_signs_of_life_decide_on_the_same_host_too(
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    expected = r"--out: found /proc/nowhere .*expected a place that can be written"
+    with pytest.raises(ConfigError, match=expected), locked(Path("/proc/nowhere"), key="--out"):
+        pass

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.data import sanity_task
-from megatron_dppo.data.prompts import load_prompts
-from megatron_dppo.data.sanity_task import (
+from megatron_dppo.data.prompts import sanity_task
+from megatron_dppo.data.prompts.prompts import load_prompts
+from megatron_dppo.data.prompts.sanity_task import (
     SLIP_PROBABILITY,
     TOKENS,
     VOCABULARY,

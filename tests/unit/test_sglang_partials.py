@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_stand_in import MODEL as STAND_IN_MODEL
+from sglang_stand_in import StandIn
 
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.partials import aborted, joined
+from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
 
@@ -48,6 +51,12 @@ def test_old_and_new_are_one() -> None:
     assert spans == [(0, 1, 4), (1, 3, 5), (3, 5, 6)]
 
 
+def test_moves_and_retractions_of_both_parts_are_counted() -> None:
+    old = dataclasses.replace(OLD, num_moves=2, num_retractions=1)
+    whole = joined(old, dataclasses.replace(NEW, num_retractions=3))
+    assert (whole.num_moves, whole.num_retractions) == (3, 4)
+
+
 def test_spans_of_one_version_become_one() -> None:
     again = dataclasses.replace(NEW, weight_versions=(WeightVersionSpan(0, 1, 5), WeightVersionSpan(1, 2, 6)))
     spans = [(span.start, span.stop, span.version) for span in joined(OLD, again).weight_versions]
@@ -57,6 +66,15 @@ def test_spans_of_one_version_become_one() -> None:
 def test_what_a_part_lacks_the_whole_lacks() -> None:
     assert joined(dataclasses.replace(OLD, routed_experts=None), NEW).routed_experts is None
     assert joined(OLD, dataclasses.replace(NEW, topk=None)).topk is None
+
+
+def test_an_engine_adds_to_what_happened_to_the_part_before() -> None:
+    part = dataclasses.replace(OLD, num_moves=2, num_retractions=1)
+    request = dataclasses.replace(REQUEST, partial=dataclasses.replace(part, topk=None))
+    params = dataclasses.replace(PARAMS, num_topk_log_probs=0)
+    with StandIn(num_retractions=lambda rid: 1).running() as server:
+        (whole,) = SglangEngine(server.url, STAND_IN_MODEL).generate([request], params)
+    assert (whole.tokens.numel(), whole.num_moves, whole.num_retractions) == (10, 2, 2)
 
 
 @pytest.mark.parametrize("version", GENERATIONS)

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,29 @@ def test_recorded_answers_are_read(name: str) -> None:
     assert reply.routes_fault is None
     assert (completion.topk is None) == (params.num_topk_log_probs == 0)
     assert (completion.routed_experts is None) == (not params.capture_routes)
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool) -> None:
+    """Its tokens and log-probs are those that were sampled, its routes those of the recomputation."""
+    request, params, body = _recorded("retracted")
+    assert body["meta_info"]["num_retractions"] == 1 and body["meta_info"]["routed_experts"]
+    params = replace(params, capture_routes=captures)
+    reply = generation_of("0.5.21").read_reply(body, request, params, MODEL)
+    completion = reply.completion
+    assert reply.num_retractions == completion.num_retractions == 1
+    assert completion.tokens.tolist() == body["output_ids"] and completion.topk is not None
+    assert completion.routed_experts is None
+    assert (reply.routes_fault is not None) == captures
+    if captures:
+        assert "the server retracted the request, so that its routes are recomputed ones" in str(
+            reply.routes_fault
+        )
+
+
+def test_an_answer_that_does_not_say_how_often_it_was_retracted_is_refused() -> None:
+    with pytest.raises(ReplyError, match="found nothing as num_retractions"):
+        _read("plain", _drop("num_retractions"))
 
 
 def test_topk_and_routes_are_those_of_the_answer() -> None:

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 from dppo_vectors import VECTORS
+from exact_bounds import PerformanceBound, performance_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_dppo.algorithms.theory import PerformanceBound, performance_bound
 from megatron_dppo.errors import ConfigError
 
 ROUNDOFF = 1e-12

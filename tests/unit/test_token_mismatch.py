@@ -10,8 +10,8 @@ import torch
 from measure_mismatch import in_words
 from torch import Tensor
 
-from megatron_dppo.diagnostics.mismatch_plot import NUM_BINS, token_counts, write_plot
-from megatron_dppo.diagnostics.token_mismatch import (
+from megatron_dppo.analysis.report.mismatch_plot import NUM_BINS, token_counts, write_plot
+from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,
     Routes,
     measured_responses,

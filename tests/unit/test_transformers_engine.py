@@ -1,6 +1,7 @@
 """The embedded engine against plain Hugging Face forwards of the same weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_dppo.errors import RolloutError, WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
-from megatron_dppo.rollout.continuous_batch import ContinuousBatch
+from megatron_dppo.rollout.counts import EngineCounts
+from megatron_dppo.rollout.embedded.continuous_batch import ContinuousBatch
+from megatron_dppo.rollout.embedded.engine import TransformersEngine, checkpoint_targets, round_to_fp8
+from megatron_dppo.rollout.embedded.slot_decoder import padded_experts_forward
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from megatron_dppo.rollout.slot_decoder import padded_experts_forward
-from megatron_dppo.rollout.transformers_engine import TransformersEngine, checkpoint_targets, round_to_fp8
 
 VOCAB = 40
 
@@ -420,6 +422,13 @@ def test_the_longest_prompt_that_fits_and_no_requests(model: Any) -> None:
     (completion,) = engine.generate(requests_of((60,)), SamplingParams(4))
     assert completion.tokens.numel() == 4
     assert engine.generate([], SamplingParams(4)) == []
+
+
+def test_prompt_tokens_are_counted_over_calls(model: Any) -> None:
+    engine, (request,) = engine_of(model), requests_of((4,))
+    (begun,) = engine.generate([request], SamplingParams(2))
+    engine.generate([*requests_of((3, 5)), replace(request, id="resumed", partial=begun)], SamplingParams(3))
+    assert engine.counts == EngineCounts(num_prompt_tokens=4 + 3 + 5 + 4 + begun.tokens.numel())
 
 
 def test_sliding_window_attention_is_refused() -> None:

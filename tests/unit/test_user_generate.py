@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from collecting import collect
 from samples import InProcessScorer
-from test_conversations import TOKENIZER, WORDS, words_of
+from test_multi_turn import TOKENIZER, WORDS, words_of
 from test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
 from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.collect import RolloutBatch, collect
+from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.engine import Completion, SamplingParams
 from megatron_dppo.rollout.user_generate import Generate, UserGenerate
+from megatron_dppo.runtime.user_code import imported
 from megatron_dppo.types import Prompt
-from megatron_dppo.user_code import imported
 
 MODULE = '''
 from dataclasses import replace

@@ -9,13 +9,12 @@ from test_transformers_engine import checkpoint, moe_config, reference_model, re
 from torch import Tensor
 
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.transformers_engine import (
+from megatron_dppo.rollout.embedded.engine import (
     EnginePrecision,
     TransformersEngine,
     checkpoint_targets,
 )
-from megatron_dppo.rollout.weight_formats import (
+from megatron_dppo.rollout.embedded.weight_formats import (
     WeightFormat,
     dequantize_fp8,
     dequantize_nvfp4,
@@ -27,6 +26,7 @@ from megatron_dppo.rollout.weight_formats import (
     rounded,
     scale_for,
 )
+from megatron_dppo.rollout.engine import SamplingParams
 
 ENGINE: dict[WeightFormat, EnginePrecision] = {"fp8": "modelopt_fp8", "nvfp4": "modelopt_nvfp4"}
 

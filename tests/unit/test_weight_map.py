@@ -8,9 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.hf_checkpoint import INDEX, HFWeights, dtype_of, write_hf_checkpoint
-from megatron_dppo.models.weight_map import (
+from megatron_dppo.architectures.weight_map import (
     BACKBONE,
     DENSE_MLP,
     MOE_MLP,
@@ -19,6 +17,8 @@ from megatron_dppo.models.weight_map import (
     HeadSizes,
     WeightTable,
 )
+from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, dtype_of, write_hf_checkpoint
+from megatron_dppo.errors import ConversionError
 
 RULES = (*BACKBONE, OUTPUT, *QK_NORM, *DENSE_MLP, *MOE_MLP)
 QKV = next(rule for rule in BACKBONE if rule.fusion == "qkv")

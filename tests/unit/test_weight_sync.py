@@ -55,6 +55,26 @@ def sync(receiver: Receiver, ranks: Ranks) -> InProcessSync:
     return InProcessSync(weights, cast(Any, receiver), cast(Any, ranks))
 
 
+@pytest.mark.parametrize("tensor", [torch.ones(2, 3), torch.ones(4, dtype=torch.bfloat16), torch.tensor(1.0)])
+def test_a_checksum_leaves_memory_that_can_be_resized(tensor: Tensor) -> None:
+    """`rollout.release_trainer` takes the memory of parameters away after a push."""
+    parameter = torch.nn.Parameter(tensor.clone())
+    WeightChecksum().update("a", parameter)
+    assert parameter.untyped_storage().resizable()
+
+
+def test_a_checksum_depends_on_each_part_of_a_tensor() -> None:
+    def of(name: str, tensor: Tensor) -> str:
+        checksum = WeightChecksum()
+        checksum.update(name, tensor)
+        return checksum.hexdigest()
+
+    zeros = torch.zeros(2, 3)
+    others = [of("b", zeros), of("a", zeros.T), of("a", zeros.int()), of("a", zeros + 1e-9), of("a", zeros[:1])]
+    assert len({of("a", zeros), *others}) == 6
+    assert of("a", torch.arange(6.0).reshape(2, 3).T) == of("a", torch.arange(6.0).reshape(2, 3).T.contiguous())
+
+
 def test_each_tensor_arrives_once_with_the_version() -> None:
     receiver = Receiver()
     pushed = sync(receiver, Ranks())

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
-from megatron_dppo.data.kept_batches import group_files, kept_rollouts
+from megatron_dppo.analysis.what_if.question import parse_sweeps, question_of
+from megatron_dppo.analysis.what_if.variants import JudgedTokens, Variant, judge, require_inputs, variants
+from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
-from megatron_dppo.what_if.question import parse_sweeps, question_of
-from megatron_dppo.what_if.variants import JudgedTokens, Variant, judge, require_inputs, variants
 
 BASE = Variant("dppo_topk_tv", {"top_k": 4})
 
@@ -101,7 +101,7 @@ def test_sweeps_are_values_of_toml() -> None:
 def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     def ask() -> None:
         given = dict(checkpoint=None, before=None, rollouts=(), presets=(), sweeps=(), overrides=())
-        question_of(tmp_path, **given, world_size=1)  # type: ignore[arg-type]
+        question_of(tmp_path, **given, world_size=1, out=tmp_path)  # type: ignore[arg-type]
 
     with pytest.raises(ConfigError, match=r"no config\.toml"):
         ask()

@@ -21,6 +21,7 @@
 #define DPPO_API
 #endif
 
+/* Python writes each of these numbers beside what it names, and a test compares both. */
 enum DppoDtype { DPPO_FLOAT32 = 0, DPPO_BFLOAT16 = 1 };
 enum DppoRule { DPPO_RULE_NONE = 0, DPPO_RULE_RATIO = 1, DPPO_RULE_DIVERGENCE = 2, DPPO_RULE_NEGATIVE = 3 };
 enum DppoDivergence { DPPO_BINARY_TV = 0, DPPO_BINARY_KL = 1, DPPO_TOPK_TV = 2, DPPO_TOPK_KL = 3 };
@@ -42,18 +43,18 @@ typedef struct {
 
 /* What dppo_combine knows of a token: plane of its [DPPO_NUM_ROWS, N] result. */
 enum DppoRow {
-  DPPO_LOG_PROB,          /* log pi(target), not clamped */
-  DPPO_ENTROPY,           /* nats; meaningless where the statistics were taken without entropy */
-  DPPO_DIVERGENCE,        /* from the anchor */
-  DPPO_RATIO,             /* pi/mu, uncapped */
-  DPPO_MASK,              /* 1 where the token learns */
-  DPPO_COEFFICIENT,       /* M min(r, C) A, without weights; M under imitation */
-  DPPO_LOSS,              /* with weights, entropy bonus included */
-  DPPO_LOG_PROB_GRADIENT, /* d loss / d log_prob */
-  DPPO_ENTROPY_GRADIENT,  /* d loss / d entropy */
-  DPPO_HIGHEST,           /* the largest y of the row, see dppo_row_statistics */
-  DPPO_LOG2_SUM,          /* log2 of the sum of 2^(y - highest) */
-  DPPO_NUM_ROWS
+  DPPO_LOG_PROBS = 0,         /* log pi(target), not clamped */
+  DPPO_ENTROPY = 1,           /* nats; meaningless where the statistics were taken without entropy */
+  DPPO_DIVERGENCE = 2,        /* from the anchor */
+  DPPO_RATIO = 3,             /* pi/mu, uncapped */
+  DPPO_MASK = 4,              /* 1 where the token learns */
+  DPPO_COEFFICIENT = 5,       /* M min(r, C) A, without weights; M under imitation */
+  DPPO_LOSS = 6,              /* with weights, entropy bonus included */
+  DPPO_LOG_PROB_GRADIENT = 7, /* d loss / d log_prob */
+  DPPO_ENTROPY_GRADIENT = 8,  /* d loss / d entropy */
+  DPPO_HIGHEST = 9,           /* the largest y of the row, see dppo_row_statistics */
+  DPPO_LOG2_SUM = 10,         /* log2 of the sum of 2^(y - highest) */
+  DPPO_NUM_ROWS = 11
 };
 
 DPPO_API int dppo_abi_version(void);
@@ -84,7 +85,8 @@ DPPO_API int dppo_row_statistics(
     void* stream);
 
 /* Merges the shards in rank order and computes each token's part of the loss. Rows that do not learn give ratio 1
- * and 0 elsewhere, and nothing of their inputs is used. */
+ * and 0 elsewhere, and nothing of their inputs is used. cudaErrorInvalidValue where the objective has a number or a
+ * flag that none of the enums above has. */
 DPPO_API int dppo_combine(
     const float* statistics,             /* [num_shards, N, 4 + K] */
     int num_shards,

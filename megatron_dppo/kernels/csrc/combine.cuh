@@ -53,7 +53,7 @@ __device__ __forceinline__ Softmax merge_shards(const CombineArguments& in, int6
   return Softmax{whole.m, log2_sum, (log2_sum - whole.w / whole.s) * kLn2};
 }
 
-__device__ __forceinline__ bool is_topk(const DppoObjective& objective) {
+__host__ __device__ __forceinline__ bool is_topk(const DppoObjective& objective) {
   return objective.divergence == DPPO_TOPK_TV || objective.divergence == DPPO_TOPK_KL;
 }
 
@@ -84,12 +84,14 @@ __device__ __forceinline__ float divergence_of(const CombineArguments& in, int64
       return tv_term(token.log_prob, token.anchor_log_prob);
     case DPPO_BINARY_KL:
       return binary_kl(token.log_prob, token.anchor_log_prob);
-    default:
+    case DPPO_TOPK_TV:
+    case DPPO_TOPK_KL:
       keep_outcomes(columns, ids, in.targets[row], (objective.flags & DPPO_REPLACE) != 0, lane);
       return topk_divergence(columns, token.log_prob, token.rollout_log_prob,
                              objective.divergence == DPPO_TOPK_KL, (objective.flags & DPPO_INCLUDE_OTHER) != 0,
                              lane);
   }
+  return NAN;  // dppo_combine refuses other numbers
 }
 
 __device__ __forceinline__ void write_idle_row(const CombineArguments& in, int64_t row, int lane) {
@@ -122,7 +124,7 @@ __device__ __forceinline__ void write_row(const CombineArguments& in, int64_t ro
 
   float* out = in.rows + row;
   const int64_t plane = in.num_rows;
-  out[DPPO_LOG_PROB * plane] = log_prob;
+  out[DPPO_LOG_PROBS * plane] = log_prob;
   out[DPPO_ENTROPY * plane] = softmax.entropy;
   out[DPPO_DIVERGENCE * plane] = token.divergence;
   out[DPPO_RATIO * plane] = ratio;

@@ -7,9 +7,9 @@
 namespace dppo {
 
 constexpr int kColumnsPerLane = DPPO_MAX_TOP_K / kWarpSize;
-// ROUNDOFF_EPSILONS of float32, and SURELY_POSITIVE_TAIL.
-constexpr float kRoundoff = 32.f * 1.1920928955078125e-07f;
-constexpr float kSurelyPositiveTail = 0.01f;
+// Logarithms of ROUNDOFF_EPSILONS of float32, 32 * 2^-23, and of SURELY_POSITIVE_TAIL, 0.01.
+constexpr float kLogRoundoff = -18.f * kLn2;
+constexpr float kLogSurelyPositiveTail = -4.605170185988092f;
 
 // The Top-K columns of one lane, k = lane and lane + 32; -inf for those that are no outcome.
 struct LaneColumns {
@@ -32,9 +32,21 @@ __device__ __forceinline__ float tv_term(float log_prob, float anchor_log_prob) 
   return fabsf(expf(log_prob) - expf(anchor_log_prob));
 }
 
+// Logarithms of both tails without the noise of 1 - sum. Both within roundoff: both 0. Only the policy's: 0 where
+// the rollout's is surely positive, which is a KL of +inf; else roundoff, which makes the KL a lower bound.
+__device__ __forceinline__ void resolve_tails(float& log_tail, float& rollout_log_tail) {
+  const bool is_unresolved = log_tail <= kLogRoundoff;
+  const bool is_covered = is_unresolved && rollout_log_tail <= kLogRoundoff;
+  const bool is_zero = is_covered || (is_unresolved && rollout_log_tail >= kLogSurelyPositiveTail);
+  log_tail = is_zero ? -INFINITY : at_least(log_tail, kLogRoundoff);
+  if (is_covered) rollout_log_tail = -INFINITY;
+}
+
 __device__ __forceinline__ float binary_kl(float log_prob, float anchor_log_prob) {
-  const float other = kl_term(log1mexp(log_prob), log1mexp(anchor_log_prob));
-  return at_least(kl_term(log_prob, anchor_log_prob) + other, 0.f);
+  float log_tail = log1mexp(log_prob);
+  float anchor_log_tail = log1mexp(anchor_log_prob);
+  resolve_tails(log_tail, anchor_log_tail);
+  return at_least(kl_term(log_prob, anchor_log_prob) + kl_term(log_tail, anchor_log_tail), 0.f);
 }
 
 // Leaves of a row's columns, which stand in `columns` with their ids in `ids` (-1 pads), those that are outcomes
@@ -62,8 +74,8 @@ __device__ __forceinline__ void keep_outcomes(LaneColumns& columns, const int* i
   }
 }
 
-// 1 - the sum of the outcomes' masses; the largest through expm1, so that 1 - 1e-9 leaves 1e-9.
-__device__ __forceinline__ float tail_mass(const float* log_masses, float sampled, int lane) {
+// log(1 - the sum of the outcomes' masses); the largest through expm1, so that 1 - 1e-9 leaves 1e-9.
+__device__ __forceinline__ float log_tail_of(const float* log_masses, float sampled, int lane) {
   float largest = sampled;
   int column = DPPO_MAX_TOP_K;  // the sampled token's own
 #pragma unroll
@@ -89,20 +101,11 @@ __device__ __forceinline__ float tail_mass(const float* log_masses, float sample
   }
   others = warp_sum(others);
   if (column != DPPO_MAX_TOP_K) others += expf(sampled);
-  return -expm1f(largest) - others;
+  return logf(at_least(-expm1f(largest) - others, 0.f));
 }
 
-// Both tails without the noise of 1 - sum. Both within roundoff: 0. Only the policy's: 0 where the rollout's is
-// surely positive, which is a KL of +inf; else roundoff, which makes the KL a lower bound.
-__device__ __forceinline__ void resolve_tails(float& tail, float& rollout_tail) {
-  const bool is_unresolved = tail <= kRoundoff;
-  const bool is_covered = is_unresolved && rollout_tail <= kRoundoff;
-  const bool is_zero = is_covered || (is_unresolved && rollout_tail >= kSurelyPositiveTail);
-  tail = is_zero ? 0.f : at_least(tail, kRoundoff);
-  rollout_tail = is_covered ? 0.f : at_least(rollout_tail, 0.f);
-}
-
-// Over the columns' outcomes, the sampled token and, where asked for, the rest. Every lane gets the result.
+// Over the columns' outcomes, the sampled token and, where asked for, the rest; a KL at least the sampled token's
+// binary one, as topk_kl of algorithms/divergence.py explains. Every lane gets the result.
 __device__ __forceinline__ float topk_divergence(const LaneColumns& columns, float log_prob,
                                                  float rollout_log_prob, bool is_kl, bool include_other,
                                                  int lane) {
@@ -114,16 +117,12 @@ __device__ __forceinline__ float topk_divergence(const LaneColumns& columns, flo
   }
   sum = warp_sum(sum) + (is_kl ? kl_term(log_prob, rollout_log_prob) : tv_term(log_prob, rollout_log_prob));
   if (include_other) {
-    float tail = tail_mass(columns.log_probs, log_prob, lane);
-    float rollout_tail = tail_mass(columns.rollout_log_probs, rollout_log_prob, lane);
-    resolve_tails(tail, rollout_tail);
-    if (!is_kl) {
-      sum += fabsf(tail - rollout_tail);
-    } else if (rollout_tail > 0.f) {
-      sum += rollout_tail * (logf(rollout_tail) - logf(tail));
-    }
+    float log_tail = log_tail_of(columns.log_probs, log_prob, lane);
+    float rollout_log_tail = log_tail_of(columns.rollout_log_probs, rollout_log_prob, lane);
+    resolve_tails(log_tail, rollout_log_tail);
+    sum += is_kl ? kl_term(log_tail, rollout_log_tail) : tv_term(log_tail, rollout_log_tail);
   }
-  return is_kl ? at_least(sum, 0.f) : sum / 2.f;
+  return is_kl ? at_least(sum, binary_kl(log_prob, rollout_log_prob)) : sum / 2.f;
 }
 
 }  // namespace dppo

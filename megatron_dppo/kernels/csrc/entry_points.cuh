@@ -16,11 +16,27 @@ inline bool is_grid(int64_t num_rows) { return num_rows >= 0 && num_rows <= kMax
 
 inline bool is_within(int value, int last) { return value >= 0 && value <= last; }
 
+inline bool is_rule(int rule) {
+  return rule == DPPO_RULE_NONE || rule == DPPO_RULE_RATIO || rule == DPPO_RULE_DIVERGENCE ||
+         rule == DPPO_RULE_NEGATIVE;
+}
+
+inline bool is_divergence(int divergence) {
+  return divergence == DPPO_BINARY_TV || divergence == DPPO_BINARY_KL || divergence == DPPO_TOPK_TV ||
+         divergence == DPPO_TOPK_KL;
+}
+
+inline bool is_relax(int relax) {
+  return relax == DPPO_RELAX_NONE || relax == DPPO_RELAX_HIGH || relax == DPPO_RELAX_LOW ||
+         relax == DPPO_RELAX_BOTH;
+}
+
+inline bool is_flags(int flags) { return (flags & ~(DPPO_INCLUDE_OTHER | DPPO_REPLACE | DPPO_IMITATION)) == 0; }
+
 inline bool is_objective(const DppoObjective& objective, int top_k) {
-  const bool is_over_topk = objective.divergence >= DPPO_TOPK_TV;
   const bool has_other = (objective.flags & DPPO_INCLUDE_OTHER) != 0;
-  return is_within(objective.rule, DPPO_RULE_NEGATIVE) && is_within(objective.divergence, DPPO_TOPK_KL) &&
-         is_within(objective.relax, DPPO_RELAX_BOTH) && (top_k > 0 || !is_over_topk) &&
+  return is_rule(objective.rule) && is_divergence(objective.divergence) && is_relax(objective.relax) &&
+         is_flags(objective.flags) && (top_k > 0 || !is_topk(objective)) &&
          (has_other || objective.divergence != DPPO_TOPK_KL);
 }
 
@@ -72,9 +88,8 @@ DPPO_API int dppo_combine(const float* statistics, int num_shards, int64_t num_r
     return cudaErrorInvalidValue;
   }
   if (num_rows == 0) return cudaSuccess;
-  const bool needs_topk = objective->divergence >= DPPO_TOPK_TV;
   if (statistics == nullptr || targets == nullptr || (topk_ids == nullptr && top_k > 0) ||
-      rollout_log_probs == nullptr || (topk_rollout_log_probs == nullptr && needs_topk) ||
+      rollout_log_probs == nullptr || (topk_rollout_log_probs == nullptr && is_topk(*objective)) ||
       advantages == nullptr || rows == nullptr) {
     return cudaErrorInvalidValue;
   }

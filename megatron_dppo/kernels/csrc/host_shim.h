@@ -25,6 +25,7 @@
 #pragma GCC visibility push(hidden)
 
 #define __global__ static
+#define __host__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)

@@ -1,4 +1,4 @@
-"""One `generate` over several servers: each request is answered once, or given up with its reason."""
+"""Dispatches the requests of one `generate` over several servers, and counts those that get no answer."""
 
 import asyncio
 import logging

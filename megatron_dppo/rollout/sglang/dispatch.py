@@ -1,4 +1,4 @@
-"""Which server gets which request: two random choices, the less loaded wins; groups stay together."""
+"""Chooses a server for each request: the less loaded of two random ones; groups stay together."""
 
 import random
 from collections.abc import Sequence

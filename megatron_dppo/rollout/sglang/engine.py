@@ -4,11 +4,12 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
+from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.partials import aborted, input_tokens
 from megatron_dppo.rollout.sglang.client import CallCounts, Patience, SglangClient
@@ -19,20 +20,6 @@ from megatron_dppo.rollout.sglang.refusals import refuse_requests
 logger = logging.getLogger(__name__)
 
 _NO_VERSION = -2  # -1 is that of weights which were never loaded
-
-
-@dataclass(frozen=True)
-class AnswerCounts:
-    """What became of the requests of one `generate`."""
-
-    calls: CallCounts  # over all servers
-    num_unanswered: int  # dropped: no answer came in time, or within the attempts
-    num_refused_answers: int  # dropped: an answer came that is not one
-    num_requeued: int  # times that a request was sent to another server, since one had failed
-    num_without_routes: int  # whose routes were asked for and are faulty
-    num_prompt_tokens: int  # of the answers that were kept, what was sampled before included
-    num_cached_tokens: int  # of them, those that the server did not compute again
-    num_retractions: int
 
 
 class SglangEngine:
@@ -71,7 +58,12 @@ class SglangEngine:
         self._max_concurrent, self._api_key = max_concurrent_requests, api_key
         self._admitted = self._urls
         self._weight_version = _common_version(asyncio.run(self._all_facts()))
-        self.counts: AnswerCounts | None = None
+        self._counts = EngineCounts()
+
+    @property
+    def counts(self) -> EngineCounts:
+        """See `RolloutEngine.counts`."""
+        return self._counts
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -158,7 +150,7 @@ class SglangEngine:
                 refuse_requests(requests, params, self._model, facts, is_aborted=may_go_on)
             delivery = Delivery(links, self._model, self._weight_version, self._max_concurrent)
             delivered = await delivery.run(requests, params, is_enough)
-            self.counts = _count([client.counts for client in clients], requests, delivered)
+            self._counts += _count([client.counts for client in clients], requests, delivered)
         answers = [each.answer for each in delivered]
         lost = [answer for answer in answers if isinstance(answer, ServerError)]
         if lost and len(lost) == len(answers):
@@ -199,19 +191,22 @@ def _common_version(facts: Sequence[ServerFacts]) -> int:
 
 def _count(
     calls: Sequence[CallCounts], requests: Sequence[Request], delivered: Sequence[Delivered]
-) -> AnswerCounts:
+) -> EngineCounts:
+    """What became of the requests of one `generate`."""
     answers = [each.answer for each in delivered]
     replies = [answer for answer in answers if isinstance(answer, Reply)]
     asked = zip(requests, answers, strict=True)
-    return AnswerCounts(
-        calls=CallCounts(*(sum(counts) for counts in zip(*map(astuple, calls), strict=True))),
+    return EngineCounts(
+        num_retries=sum(each.num_retries for each in calls),
+        num_maybe_sampled_twice=sum(each.num_maybe_sampled_twice for each in calls),
+        num_timed_out=sum(each.num_timed_out for each in calls),
         num_unanswered=sum(isinstance(answer, ServerError) for answer in answers),
         num_refused_answers=sum(isinstance(answer, ReplyError) for answer in answers),
         num_requeued=sum(each.num_moves for each in delivered),
+        num_retractions=sum(reply.num_retractions for reply in replies),
         num_without_routes=sum(reply.routes_fault is not None for reply in replies),
         num_prompt_tokens=sum(len(input_tokens(request)) for request, a in asked if isinstance(a, Reply)),
         num_cached_tokens=sum(reply.num_cached_tokens for reply in replies),
-        num_retractions=sum(reply.num_retractions for reply in replies),
     )
 
 
@@ -219,4 +214,4 @@ def _completion(request: Request, delivered: Delivered) -> Completion:
     """The response; one that never came, or cannot be used, is aborted."""
     answer = delivered.answer
     completion = answer.completion if isinstance(answer, Reply) else aborted(request)
-    return replace(completion, num_moves=delivered.num_moves)
+    return replace(completion, num_moves=completion.num_moves + delivered.num_moves)

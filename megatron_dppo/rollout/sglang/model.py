@@ -1,9 +1,9 @@
-"""What servers and clients must know of a model, read from its config.json."""
+"""What servers and clients need of a model, read from its config.json."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dppo.actor.layout import read_model_sizes
+from megatron_dppo.architectures.layout import read_model_sizes
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.rollout.sglang.protocol import ServedModel
 from megatron_dppo.types import ModelRouting

@@ -1,6 +1,7 @@
-"""The `[sglang]` table: judged by the arguments of the SGLang that is installed, then made into a command line.
+"""The `[sglang]` table: compared with the arguments of SGLang's server, then made into a command line.
 
-The arguments are read in a process of the interpreter that owns SGLang, and kept per version of it.
+The arguments are read in a process of the interpreter that owns SGLang, and kept per version of it. Where there
+is no SGLang, those of the version that this package was tested with stand in.
 """
 
 import json
@@ -9,13 +10,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.cache import cache_folder, write_json
 from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
+from megatron_dppo.rollout import sglang
+from megatron_dppo.runtime.cache import cache_folder, write_json
 
 PYTHON = "python"
 """The one key of [sglang] that is no argument of the server: the interpreter that SGLang is installed in."""
@@ -95,6 +98,15 @@ def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] |
     return options
 
 
+def shipped_options(version: str) -> dict[str, Option]:
+    """Return the arguments of a known version of SGLang, for machines that have none.
+
+    The file is what `read_options` gave for it; tests/sglang compares them.
+    """
+    text = resources.files(sglang).joinpath(f"arguments_{version}.json").read_text(encoding="utf-8")
+    return {name: Option(**option) for name, option in json.loads(text).items()}
+
+
 def owned_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
     """Arguments in an `[sglang]` table that the package sets itself."""
     for name, value in table.items():
@@ -113,7 +125,7 @@ def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> 
         if name not in options:
             guess = did_you_mean(name, sorted(options.keys() - OWNED.keys()))
             action = f"Did you mean sglang.{guess}?" if guess else "Remove it."
-            yield Problem(where, name, "an argument of the installed SGLang's server", action)
+            yield Problem(where, name, "an argument of SGLang's server", action)
         elif (expected := _expected(value, options[name])) is not None:
             yield Problem(where, repr(value), expected, f"It becomes {options[name].flag} of the server.")
 

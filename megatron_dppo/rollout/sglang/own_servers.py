@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.sglang.server import Server, plan_launch, require_registered, supervise
-from megatron_dppo.runtime import Runtime
+from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
-"""What is said to an SGLang server, and what its answers mean: one adapter per generation of servers.
+"""The protocol of an SGLang server: requests and answers, one adapter per generation of servers.
 
 An adapter is chosen by the version that a server reports; one that was never run against is refused. Answers
 are checked against what was asked for before anything is made of them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, cast, get_args
 
@@ -65,7 +65,7 @@ class Reply:
 
     completion: Completion
     num_cached_tokens: int  # of the prompt; their routes are those of the request that came first
-    num_retractions: int  # how often the server gave up the request's cache and computed it again
+    num_retractions: int  # of this request, whose cache was dropped and computed again; a partial has its own
     routes_fault: str | None  # why routes that were asked for are absent from the completion
     new_versions: frozenset[int]  # of the weights that sampled what is new; a partial's are older
 
@@ -167,13 +167,15 @@ class Generation0521:
         if params.num_topk_log_probs:
             rows, columns = field(meta, "output_top_logprobs", list, where), params.num_topk_log_probs
             topk = decode_topk(rows, tokens, log_probs, columns, model.vocab_size, where)
+        num_retractions = field(meta, "num_retractions", int, where)
         routes, fault = _routes(meta, request, len(ids), params, model, where)
         spans = decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
         completion = Completion(request.id, tokens, log_probs, finish, topk, routes, spans)
+        completion = replace(completion, num_retractions=num_retractions)
         return Reply(
             joined(request.partial, completion) if request.partial else completion,
             num_cached_tokens=field(meta, "cached_tokens", int, where),
-            num_retractions=field(meta, "num_retractions", int, where),
+            num_retractions=num_retractions,
             routes_fault=fault,
             new_versions=frozenset(span.version for span in spans),
         )
@@ -305,6 +307,8 @@ def _routes(
     if not params.capture_routes:
         return None, None
     assert model.routing is not None, "routes are asked of models with experts only"
+    if field(meta, "num_retractions", int, where):
+        return None, f"{where}: the server retracted the request, so that its routes are recomputed ones"
     if request.partial is not None and request.partial.routed_experts is None:
         return None, f"{where}: the tokens that were sampled before have no routes"
     num_rows = len(input_tokens(request)) + num_tokens - 1 - first_route_row(request)

@@ -1,4 +1,4 @@
-"""What is not asked of a server: it would refuse it, answer something else, or end over it."""
+"""Refuses requests that an SGLang server would reject, misread or crash on."""
 
 from collections.abc import Sequence
 from typing import NoReturn

@@ -20,9 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.actor.layout import read_model_config
+from megatron_dppo.architectures.layout import read_model_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.jsonl import write_jsonl
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
 from megatron_dppo.rollout.sglang.model import served_model
@@ -36,6 +35,7 @@ from megatron_dppo.rollout.sglang.options import (
     server_environment,
 )
 from megatron_dppo.rollout.sglang.protocol import generation_of
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _unusable(python: Path) -> Problem:
     if version is None:
         action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
         return Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
-    found, action = f"{python}, whose SGLang {version} does not import", "Mend what this prints: "
+    found, action = f"{python}, whose SGLang {version} does not import", "Fix what this prints: "
     action += f"{python} -c 'import sglang.srt.server_args'"
     return Problem("sglang.python", found, "an SGLang that can be used", action)
 
@@ -233,7 +233,7 @@ class Server:
     def _sentence(self, found: str) -> str:
         tail = self.log.read_text(errors="replace")[-_LOG_TAIL:]
         return (
-            f"server {self._name}: {found}; expected it to answer at {self.launch.url}/health. Mend what "
+            f"server {self._name}: {found}; expected it to answer at {self.launch.url}/health. Fix what "
             f"its log says ({self.log}):\n{tail}"
         )
 
@@ -254,7 +254,7 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
             if num_restarts == max_restarts:
                 raise ServerError(
                     f"server at {server.launch.url}: found it ended with status {status} after {num_restarts} "
-                    f"restarts; expected it to run. Mend what its log says ({server.log}), or raise "
+                    f"restarts; expected it to run. Fix what its log says ({server.log}), or raise "
                     "rollout.sglang.max_restarts."
                 )
             num_restarts += 1

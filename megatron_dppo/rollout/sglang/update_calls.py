@@ -1,4 +1,4 @@
-"""What is said to an SGLang server to pause it and to change its weights, by its version."""
+"""The calls that pause an SGLang server and update its weights, by its version."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,0 +1,44 @@
+"""Registries whose entries carry an explicit id, the number that the kernels know them by."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from megatron_dppo.errors import ConfigError, Problem
+
+
+class Identified(Protocol):
+    """Whatever is written with an id of its own."""
+
+    @property
+    def id(self) -> int:
+        """The number, which no other entry of the registry has."""
+        ...
+
+
+Entry = TypeVar("Entry", bound=Identified)
+
+
+def registry(name: str, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Returns the entries, read-only, after a check that each has an id of its own; their order means nothing.
+
+    Args:
+        name: What messages call the registry.
+        entries: By the name that an objective gives.
+
+    Raises:
+        ConfigError: Two entries have one id.
+    """
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for entry_name, entry in entries.items():
+        holders[entry.id].append(entry_name)
+    action = f"Give one of them another: {max(holders, default=-1) + 1} is free."
+    problems = [
+        Problem(name, f"id {id} of {' and '.join(names)}", "an id of its own for each", action)
+        for id, names in holders.items()
+        if len(names) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return MappingProxyType(dict(entries))

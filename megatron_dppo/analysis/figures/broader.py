@@ -1,0 +1,154 @@
+"""Figures 8 and later: scores and metrics over models, R3, divergences, tasks and thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megatron_dppo.analysis.figures.canvas import Drawing
+from megatron_dppo.analysis.figures.curves import CurvePanel, on_one_scale
+from megatron_dppo.analysis.figures.experiment_figures import (
+    REWARD,
+    drawings_of,
+    one_figure,
+    per_experiment,
+    plain,
+    score_notes,
+    scores,
+    six,
+)
+from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
+from megatron_dppo.analysis.figures.runs import Experiment, Line
+
+
+def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 8 (and the right of Figure 1): scores with and without R3, side by side."""
+    experiments = [e for e in material.experiments if len({line.is_replayed for line in e.lines}) > 1]
+    if not experiments:
+        return Lacking(
+            "no two runs differ in R3",
+            'train with rollout.routing_replay = "replay", and with "measure" or "off"',
+        )
+
+    def panels(experiment: Experiment) -> list[CurvePanel]:
+        sides = [
+            (words, [line for line in experiment.lines if line.is_replayed == is_replayed])
+            for words, is_replayed in (("without R3", False), ("with R3", True))
+        ]
+        return [
+            side
+            for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+            for side in on_one_scale(
+                [replace(panel, title=f"{panel.title}, {words}", lines=lines) for words, lines in sides]
+            )
+        ]
+
+    notes = score_notes(experiments)
+    return per_experiment(kind, experiments, "Routing replay (R3)", panels, notes, columns=4)
+
+
+def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 9: the same scores of several models, or settings."""
+    if len(material.compared) < 2:
+        return Lacking(
+            "there is one experiment with two algorithms or more",
+            "name runs of another model or setting, too, with at least two algorithms each",
+        )
+    panels = [
+        replace(panel, title=f"{panel.title}, {experiment.label}")
+        for experiment in material.compared
+        for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+    ]
+    return one_figure(kind, material.compared, "Models and settings", panels, score_notes(material.compared))
+
+
+def draw_topk_scores(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 10: Top-K divergences beside binary ones and the baselines."""
+    experiments = _with_topk(material.experiments)
+    if not experiments:
+        return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
+    return per_experiment(
+        kind,
+        experiments,
+        "Binary and Top-K divergences",
+        lambda e: scores(e.lines) or plain(e.lines, REWARD),
+        score_notes(experiments),
+    )
+
+
+def draw_topk_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 16: the six metrics of the same runs."""
+    experiments = _with_topk(material.experiments)
+    if not experiments:
+        return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
+    return per_experiment(kind, experiments, "Binary and Top-K divergences, all metrics", six)
+
+
+def _with_topk(experiments: Iterable[Experiment]) -> list[Experiment]:
+    having = [e for e in experiments if any(line.objective.needs_topk for line in e.lines)]
+    return [replace(e, lines=tuple(x for x in e.lines if x.objective.anchor == "rollout")) for e in having]
+
+
+def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figures 11 to 15: reward, scores, mismatch, length and entropy of an experiment's algorithms."""
+    split = [
+        replace(e, label=", ".join(filter(None, [e.label, words])), lines=lines)
+        for e in material.compared
+        for words, is_replayed in (("", False), ("with R3", True))
+        if (lines := tuple(x for x in e.lines if x.is_replayed == is_replayed))
+    ]
+    return per_experiment(kind, split, "Evolution of metrics", six)
+
+
+def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 17: PPO's clip against DPPO-Binary-TV on several tasks and models."""
+    kept = [replace(e, lines=tuple(filter(_is_clip_or_binary_tv, e.lines))) for e in material.experiments]
+    kept = [e for e in kept if {line.objective.rule for line in e.lines} == {"ratio", "divergence"}]
+    if not kept:
+        return Lacking(
+            "no experiment has both a clipped ratio and Binary-TV",
+            "train grpo (or grpo_clip_higher) and dppo_binary_tv with the same settings",
+        )
+    panels = [CurvePanel(e.label or "reward", "reward/mean", e.lines) for e in kept]
+    notes = ["The panels are training rewards."]
+    return one_figure(kind, kept, "Ratio against total variation", panels, notes, columns=4)
+
+
+def _is_clip_or_binary_tv(line: Line) -> bool:
+    own = line.objective
+    is_clip = own.rule == "ratio" and own.relax == "none"
+    is_tv = own.rule == "divergence" and own.divergence == "binary_tv"
+    return (is_clip or is_tv) and own.anchor == "rollout" and not line.is_replayed
+
+
+def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 19 of the third version: one algorithm with several thresholds."""
+    drawings: list[Drawing] = []
+    for experiment in material.experiments:
+        families: dict[tuple[object, ...], list[Line]] = {}
+        for line in experiment.lines:
+            own = line.objective
+            if own.rule in ("ratio", "divergence") and own.relax == "none":
+                families.setdefault((own.rule, own.divergence, own.anchor, line.is_replayed), []).append(line)
+        swept = [lines for lines in families.values() if len({_thresholds(line) for line in lines}) > 1]
+        panels = [
+            panel
+            for lines in swept
+            for panel in scores(lines) or [CurvePanel(f"reward ({_family(lines)})", "reward/mean", lines)]
+        ]
+        of_swept = replace(experiment, lines=tuple(line for lines in swept for line in lines))
+        if swept:
+            notes = score_notes([of_swept])
+            drawings += drawings_of(kind, of_swept, len(material.experiments), "Thresholds", panels, notes)
+    return drawings or Lacking(
+        "no two runs differ in a threshold alone", "train with several algorithm.delta, or algorithm.eps_high"
+    )
+
+
+def _thresholds(line: Line) -> tuple[float, ...]:
+    own = line.objective
+    return (own.delta_low, own.delta_high, own.eps_low, own.eps_high)
+
+
+def _family(lines: Sequence[Line]) -> str:
+    return lines[0].label.partition(",")[0]

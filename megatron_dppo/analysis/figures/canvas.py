@@ -1,0 +1,106 @@
+"""A figure is panels on a grid under one legend; it is drawn for a page's width, and for a telephone's."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from megatron_dppo.analysis.figures.style import RC
+
+Format = Literal["png", "svg"]
+_METADATA = {"png": {"Software": None}, "svg": {"Date": None}}
+_LEGEND_ROW = 0.17  # inches
+_WIDEST_PANEL = 4.5  # inches
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a figure is drawn for."""
+
+    width: float  # inches
+    most_columns: int
+    num_characters: int  # of a line across it
+    dots_per_inch: int
+
+
+WIDE = Page(width=7.0, most_columns=4, num_characters=100, dots_per_inch=160)
+NARROW = Page(width=3.5, most_columns=1, num_characters=48, dots_per_inch=140)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One figure and what is said beneath it."""
+
+    name: str  # of its files
+    paper: str  # its number in the paper
+    title: str
+    panels: Sequence[Callable[[Axes], None]]
+    caption: Sequence[str]  # sentences
+    columns: int = 3  # on a wide page
+    panel_height: float = 1.75  # inches
+
+
+def _at_most(page: Page, width: float) -> Page:
+    """The page, or one of that width with as much less text."""
+    if page.width <= width:
+        return page
+    return replace(page, width=width, num_characters=int(page.num_characters * width / page.width))
+
+
+def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
+    """The drawing on a page, with the headline over its title."""
+    if len(drawing.panels) == 1:
+        page = _at_most(page, _WIDEST_PANEL)
+    columns = min(drawing.columns, page.most_columns, len(drawing.panels))
+    rows = -(-len(drawing.panels) // columns)
+    columns = -(-len(drawing.panels) // rows)  # no row is left nearly empty
+    with matplotlib.rc_context(dict(RC)):
+        engine = ConstrainedLayoutEngine()
+        figure = Figure(layout=engine)
+        places = figure.subplots(rows, columns, squeeze=False).flatten()
+        for place, draw in zip(places, drawing.panels, strict=False):
+            draw(place)
+            place.set_title(textwrap.fill(place.get_title(), page.num_characters // columns))
+        for place in places[len(drawing.panels) :]:
+            place.set_axis_off()
+        lines = [
+            line for text in (headline, drawing.title) for line in textwrap.wrap(text, page.num_characters)
+        ]
+        figure.suptitle("\n".join(lines))
+        num_legend_rows = _add_legend(figure, page)
+        extra = _LEGEND_ROW * (num_legend_rows + len(lines)) + 0.1
+        figure.set_size_inches(page.width, rows * drawing.panel_height + extra)
+        engine.execute(figure)
+        figure.set_layout_engine("none")  # each rendering would seek the same places again
+    return figure
+
+
+def _add_legend(figure: Figure, page: Page) -> int:
+    """One entry for each label that a panel has; the rows it takes."""
+    entries: dict[str, Artist] = {}
+    for place in figure.axes:
+        for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if not entries:
+        return 0
+    longest = max(map(len, entries)) + 6  # the handle
+    columns = max(1, min(len(entries), page.num_characters // longest))
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=columns)
+    return -(-len(entries) // columns)
+
+
+def render(figure: Figure, kind: Format, page: Page = WIDE) -> bytes:
+    """The file's bytes; the same figure gives the same ones."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(dict(RC)):
+        figure.savefig(buffer, format=kind, dpi=page.dots_per_inch, metadata=_METADATA[kind])
+    return buffer.getvalue()

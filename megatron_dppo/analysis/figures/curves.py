@@ -1,0 +1,158 @@
+"""Curves over rollouts: the mean of a line's seeds, its 95 % interval, the raw mean behind a smoothed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from megatron_dppo.analysis.contrasts import NUM_RESAMPLES
+from megatron_dppo.analysis.figures.runs import Line
+from megatron_dppo.analysis.figures.style import look
+from megatron_dppo.analysis.report.plots import MIN_POINTS_TO_SMOOTH, smoothed
+from megatron_dppo.analysis.report.text import changes_of
+
+Floats = np.ndarray
+_PERCENTS = (2.5, 97.5)
+_SEED = 0
+_MARGIN = 0.05  # of the values' range
+_FEW_POINTS = 15  # of which each one is marked
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line's values, [P] each; those of a single seed have no interval."""
+
+    x: Floats  # rollouts
+    raw: Floats  # mean over seeds
+    mean: Floats  # of the smoothed curves, where it is smoothed
+    low: Floats | None
+    high: Floats | None
+    num_seeds: int
+    is_smoothed: bool
+
+
+@dataclass(frozen=True)
+class CurvePanel:
+    """One pair of axes: a metric of some lines."""
+
+    title: str
+    metric: str
+    lines: Sequence[Line]
+    can_be_smoothed: bool = True
+    factor: float = 1.0
+    y_range: tuple[float, float] | None = None  # none: its own
+
+
+def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
+    """The line's curve, over the rollouts that all of its seeds have; none where no seed has the metric."""
+    known = [run.curves[panel.metric] for run in line.runs if panel.metric in run.curves]
+    if not known:
+        return None
+    shared = sorted(set.intersection(*(set(x) for x, _ in known)))
+    if not shared:
+        return None
+    by_rollout = [dict(zip(x, y, strict=True)) for x, y in known]
+    values = panel.factor * np.asarray([[of[x] for x in shared] for of in by_rollout], dtype=np.float64)
+    values[~np.isfinite(values)] = np.nan  # a gap
+    is_smoothed = panel.can_be_smoothed and len(shared) >= MIN_POINTS_TO_SMOOTH
+    seen = np.asarray([smoothed(row.tolist()) for row in values]) if is_smoothed else values
+    low, high = mean_intervals(seen) if len(known) > 1 else (None, None)
+    x = np.asarray(shared)
+    return Curve(x, values.mean(axis=0), seen.mean(axis=0), low, high, len(known), is_smoothed)
+
+
+def mean_intervals(values: Floats) -> tuple[Floats, Floats]:
+    """[P] bounds of the means of values [S, P] over seeds: those of `contrasts.estimate` at each point."""
+    num_seeds = len(values)
+    chosen = np.random.default_rng(_SEED).integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
+    shares = np.stack([(chosen == seed).mean(axis=1) for seed in range(num_seeds)], axis=1)
+    low, high = np.percentile(shares @ values, _PERCENTS, axis=0)
+    return low, high
+
+
+def curve_panels(panels: Sequence[CurvePanel]) -> list[Callable[[Axes], None]]:
+    """What draws them, without the panels of which no line has a value."""
+    made = [(panel, [(line, curve_of(line, panel)) for line in panel.lines]) for panel in panels]
+    return [
+        _drawer(panel, [(a, b) for a, b in of if b is not None]) for panel, of in made if any(b for _, b in of)
+    ]
+
+
+def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
+    """The same panels with one y axis, so that what stands side by side can be compared."""
+    curves = [c for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None]
+    shown = [part for c in curves for part in (c.raw, c.mean, c.low, c.high) if part is not None]
+    known = np.concatenate([part[np.isfinite(part)] for part in shown]) if shown else np.zeros(0)
+    if not known.size:
+        return list(panels)
+    margin = _MARGIN * (known.max() - known.min()) or _MARGIN
+    y_range = (float(known.min() - margin), float(known.max() + margin))
+    return [replace(panel, y_range=y_range) for panel in panels]
+
+
+def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        for line, curve in curves:
+            _draw_curve(axes, line, curve)
+        axes.set_title(panel.title)
+        axes.set_xlabel("rollout")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.margins(x=0.02)
+        if panel.y_range is not None:
+            axes.set_ylim(*panel.y_range)
+
+    return draw
+
+
+def _draw_curve(axes: Axes, line: Line, curve: Curve) -> None:
+    own = look(line.objective, line.shade, is_replayed=line.is_replayed)
+    if curve.is_smoothed:
+        axes.plot(curve.x, curve.raw, color=own["color"], linewidth=0.6, alpha=0.25, gid="raw")
+    if curve.low is not None and curve.high is not None:
+        axes.fill_between(curve.x, curve.low, curve.high, color=own["color"], alpha=0.15, linewidth=0)
+    marker = "o" if curve.x.size <= _FEW_POINTS and not curve.is_smoothed else ""
+    axes.plot(curve.x, curve.mean, marker=marker, label=line.label, **own)
+
+
+def seeds_said(lines: Sequence[Line]) -> list[str]:
+    """A caption's sentences on what each line is: its runs and their seeds."""
+    found: list[str] = []
+    for line in lines:
+        seeds = ", ".join(run.seed for run in line.runs)
+        names = ", ".join(run.name for run in line.runs)
+        noun = "seed" if len(line.runs) == 1 else "seeds"
+        found.append(f"{line.label}: {noun} {seeds} (runs: {names}).")
+        if line.left_out:
+            left_out = ", ".join(line.left_out)
+            found.append(f"Left out, for a later run has the same settings and seed: {left_out}.")
+        for run in line.runs:
+            if run.run.changes:
+                changes = "; ".join(changes_of(run.run))
+                found.append(f"{run.name} stands under its last settings; some were changed {changes}.")
+    return found
+
+
+def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
+    """A caption's sentences on means, intervals and smoothing, as these panels have them."""
+    curves = [
+        (panel, c) for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None
+    ]
+    said: list[str] = []
+    if any(curve.num_seeds > 1 for _, curve in curves):
+        said.append(
+            "Lines are means over seeds, to the last rollout that all of a line's seeds have; "
+            "shades are 95 % bootstrap intervals of the mean."
+        )
+    if any(curve.num_seeds == 1 for _, curve in curves):
+        said.append("A line without a shade is a single seed: its distance from another may be chance.")
+    names = dict.fromkeys(panel.title for panel, curve in curves if curve.is_smoothed)
+    plain = dict.fromkeys(panel.title for panel, curve in curves if not curve.is_smoothed)
+    if names:
+        said.append(f"Smoothed by a Gaussian of 2 points, the raw mean behind: {'; '.join(names)}.")
+    if plain:
+        said.append(f"Not smoothed: {'; '.join(plain)}.")
+    return said

@@ -1,0 +1,104 @@
+"""Figures whose panels are curves over training: one for each experiment, or one of all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from megatron_dppo.analysis.figures.canvas import Drawing
+from megatron_dppo.analysis.figures.curves import CurvePanel, curve_panels, reading_said, seeds_said
+from megatron_dppo.analysis.figures.material import Kind, Lacking, scores_of
+from megatron_dppo.analysis.figures.runs import SCORE, Experiment, Line
+
+REWARD = ("reward", "reward/mean")
+MISMATCH = ("mean |π − μ|", "mismatch/abs_prob_diff_mean")
+LARGEST = ("largest |π − μ|", "mismatch/tv_max")
+ENTROPY = ("entropy, nats", "policy/entropy")
+LENGTH = ("response length, tokens", "rollout/response_length_mean")
+_NO_SCORES = (
+    "No evaluation set was evaluated (evaluation.sets): the panels are training rewards instead of scores."
+)
+NOTHING_YET = Lacking("the runs have no finished rollout with these metrics", "let them run on")
+
+
+def plain(lines: Sequence[Line], *named: tuple[str, str]) -> list[CurvePanel]:
+    """A panel for each title and metric."""
+    return [CurvePanel(title, metric, lines) for title, metric in named]
+
+
+def scores(lines: Sequence[Line]) -> list[CurvePanel]:
+    """One panel for each evaluation set; not smoothed, as in the paper."""
+    found: list[CurvePanel] = []
+    for metric in scores_of(lines):
+        match = SCORE.fullmatch(metric)
+        assert match is not None, "scores_of gives names of scores"
+        found.append(CurvePanel(f"{match[1]}, avg@{match[2]}", metric, lines, can_be_smoothed=False))
+    return found
+
+
+def score_notes(experiments: Iterable[Experiment]) -> list[str]:
+    """What a caption says where rewards stand for scores."""
+    return [] if scores_of([line for e in experiments for line in e.lines]) else [_NO_SCORES]
+
+
+def six(experiment: Experiment) -> list[CurvePanel]:
+    """Reward, scores, mismatch, length and entropy: Appendix G's six panels with two evaluation sets."""
+    lines = experiment.lines
+    return [*plain(lines, REWARD), *scores(lines), *plain(lines, MISMATCH, LENGTH, ENTROPY)]
+
+
+def per_experiment(
+    kind: Kind,
+    experiments: Sequence[Experiment],
+    title: str,
+    panels_of: Callable[[Experiment], Sequence[CurvePanel]],
+    notes: Sequence[str] = (),
+    columns: int = 3,
+) -> list[Drawing] | Lacking:
+    """A figure for each experiment that has a curve."""
+    drawings = [
+        drawing
+        for experiment in experiments
+        for drawing in drawings_of(
+            kind, experiment, len(experiments), title, panels_of(experiment), notes, columns
+        )
+    ]
+    return drawings or NOTHING_YET
+
+
+def drawings_of(
+    kind: Kind,
+    experiment: Experiment,
+    num_experiments: int,
+    title: str,
+    panels: Sequence[CurvePanel],
+    notes: Sequence[str],
+    columns: int = 3,
+) -> list[Drawing]:
+    """One figure of one experiment; none where no panel has a curve."""
+    suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", experiment.label.lower()).strip("_") if experiment.label else ""
+    named = replace(kind, name=kind.name + suffix)
+    whole = f"{title}: {experiment.label}" if experiment.label else title
+    made = one_figure(named, [experiment], whole, panels, notes, columns)
+    return made if isinstance(made, list) else []
+
+
+def one_figure(
+    kind: Kind,
+    experiments: Sequence[Experiment],
+    title: str,
+    panels: Sequence[CurvePanel],
+    notes: Sequence[str],
+    columns: int = 3,
+) -> list[Drawing] | Lacking:
+    """One figure of several experiments, with the runs, seeds and smoothing in its caption."""
+    drawn = curve_panels(panels)
+    if not drawn:
+        return NOTHING_YET
+    caption = [*notes, *reading_said(panels)]
+    for experiment in experiments:
+        if experiment.settings:
+            caption.append(f"Settings of {experiment.label}: {experiment.settings}.")
+        caption += seeds_said(experiment.lines)
+    return [Drawing(kind.name, kind.paper, title, drawn, caption, columns)]

@@ -1,0 +1,58 @@
+"""What figures are drawn of, and what a figure answers where that does not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.analysis.figures.canvas import Drawing
+from megatron_dppo.analysis.figures.runs import SCORE, Experiment, Line
+from megatron_dppo.analysis.figures.tokens import TokenPairs
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the named folders hold."""
+
+    experiments: Sequence[Experiment]
+    tokens: Sequence[TokenPairs]
+
+    @property
+    def compared(self) -> list[Experiment]:
+        """Those with at least two lines; all, where none has two."""
+        return [e for e in self.experiments if len(e.lines) > 1] or list(self.experiments)
+
+    @property
+    def lines(self) -> list[Line]:
+        """Of all experiments."""
+        return [line for experiment in self.experiments for line in experiment.lines]
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """Why a figure is not drawn, and what to set."""
+
+    found: str
+    action: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the paper's figures."""
+
+    name: str
+    paper: str  # its numbers, as captions say them
+    draw: Callable[[Kind, Material], list[Drawing] | Lacking]
+    needs_runs: bool = True  # or can be drawn of formulas alone
+
+
+def scores_of(lines: Sequence[Line]) -> list[str]:
+    """The evaluation scores that any of these lines has."""
+    return sorted(
+        {metric for line in lines for run in line.runs for metric in run.curves if SCORE.fullmatch(metric)}
+    )
+
+
+def has(lines: Sequence[Line], metric: str) -> bool:
+    """Whether any of these lines has values of the metric."""
+    return any(metric in run.curves for line in lines for run in line.runs)

@@ -1,0 +1,183 @@
+"""Run folders as the lines of figures: runs that differ in their seed alone are one line of an experiment."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.analysis.figures.clipped import clipped_curves
+from megatron_dppo.analysis.figures.style import LOOKS, objective_label
+from megatron_dppo.analysis.report.plots import Points, over_rollouts
+from megatron_dppo.analysis.report.text import distinct_names, settings_of
+from megatron_dppo.analysis.token_files import step_files
+from megatron_dppo.config.settings import shown
+from megatron_dppo.run_folder.reader import Run, read_run
+
+METRICS = (
+    "reward/mean",
+    "rollout/response_length_mean",
+    "policy/entropy",
+    "mismatch/abs_prob_diff_mean",
+    "mismatch/tv_max",
+    "trust_region/bad_update_fraction",
+)
+SCORE = re.compile(r"eval/([^/]+)/avg_at_(\d+)")
+OBJECTIVE_FIELDS = ("preset", "delta", *(f.name for f in fields(Objective) if f.name != "name"))
+_NOT_OF_THE_EXPERIMENT = (  # what tells its lines apart, and what is only recorded
+    *(f"algorithm.{name}" for name in OBJECTIVE_FIELDS),
+    "rollout.routing_replay",
+    "rollout.num_topk_log_probs",
+)
+_LONGEST_LABEL = 48  # characters; beyond them the name of a folder says more than a list of settings
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """What figures need of a run, without its rows: hundreds of runs fit in memory."""
+
+    run: Run  # its rows are left out
+    name: str
+    objective: Objective
+    curves: Mapping[str, Points]  # by metric: rollouts, and values as metrics.jsonl has them
+    clipped: Mapping[int, Path]  # by gradient step, in order: lists of clipped tokens
+
+    @property
+    def seed(self) -> str:
+        """`run.seed`."""
+        return shown(self.run.option("run.seed"))
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the rollout's expert choices were replayed (R3)."""
+        return self.run.option("rollout.routing_replay") == "replay"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    objective: Objective
+    is_replayed: bool
+    runs: tuple[RunCurves, ...]  # each with another seed
+    shade: int  # place of the objective among those of its preset, from 0
+    left_out: tuple[str, ...] = ()  # names of runs in whose place a later one of the same seed stands
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Lines whose runs differ in the trust region, in R3 and in their seeds, and in nothing else."""
+
+    label: str  # empty where there is only one
+    settings: str  # on which experiments differ, in words
+    lines: tuple[Line, ...]
+
+
+def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
+    """The runs of folders, under names that tell them apart.
+
+    Raises:
+        DataError: A folder is not that of a run.
+        ConfigError: A run's [algorithm] is none that this version knows.
+    """
+    found: list[RunCurves] = []
+    for path in paths:
+        run = read_run(path)
+        scores = {name for row in run.evaluations for name in row.values if SCORE.fullmatch(name)}
+        points = {metric: over_rollouts(run, metric) for metric in (*METRICS, *sorted(scores))}
+        rollout_of = {row.step: row.rollout for row in run.steps if row.step is not None}
+        clipped = step_files(run, "clipped_tokens")
+        points |= clipped_curves(clipped, rollout_of)
+        bare = replace(run, steps=(), rollouts=(), evaluations=())
+        curves = {metric: known for metric, known in points.items() if known[0]}
+        found.append(RunCurves(bare, path.name, objective_of(run), curves, clipped))
+    names = distinct_names([each.run for each in found])
+    return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
+
+
+def objective_of(run: Run) -> Objective:
+    """The objective that a run's config names."""
+    given = run.config.get("algorithm", {})
+    overrides = {key: given[key] for key in OBJECTIVE_FIELDS if key in given and key != "preset"}
+    return preset(given.get("preset", "dppo_binary_tv"), **overrides)
+
+
+def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
+    """The experiments of these runs and the lines of each, in the runs' order.
+
+    Of two runs with the same settings and the same seed the later one counts.
+    """
+    settings = [_settings(run) for run in runs]
+    grouped: dict[str, list[int]] = {}
+    for index, own in enumerate(settings):
+        grouped.setdefault(repr(sorted(own.items())), []).append(index)
+    members = list(grouped.values())
+    labels = _labels([settings[indices[0]] for indices in members], [[runs[i] for i in m] for m in members])
+    return [
+        Experiment(label, words, tuple(_lines([runs[index] for index in indices])))
+        for indices, (label, words) in zip(members, labels, strict=True)
+    ]
+
+
+def _settings(run: RunCurves) -> dict[str, str]:
+    """What tells experiments apart; with a constant learning rate a longer run is one that went on."""
+    without = {*_NOT_OF_THE_EXPERIMENT}
+    if run.run.option("optimizer.schedule") in (None, "constant"):
+        without.add("run.num_rollouts")
+    return {key: shown(value) for key, value in settings_of(run.run).items() if key not in without}
+
+
+def _labels(
+    settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[RunCurves]]
+) -> list[tuple[str, str]]:
+    """A short label and all differing settings, for each experiment: what is unlike most others."""
+    keys = sorted({key for own in settings for key in own})
+    differing = [key for key in keys if len({own.get(key) for own in settings}) > 1]
+    usual: dict[str, str | None] = {}
+    for key in differing:
+        (value, count), *others = Counter(own.get(key) for own in settings).most_common()
+        usual[key] = value if not others or others[0][1] < count else ""  # "": none, so each one says its own
+    folders = distinct_names([replace(of[0].run, path=_common_folder(of)) for of in members])
+    found: list[tuple[str, str]] = []
+    for own, folder in zip(settings, folders, strict=True):
+        said = {key: shown(own.get(key)) for key in differing}
+        unlike = [f"{key.rpartition('.')[2]} {said[key]}" for key in differing if own.get(key) != usual[key]]
+        label = ", ".join(unlike) or "usual settings"
+        words = ", ".join(f"{key} = {value}" for key, value in said.items())
+        found.append((label if len(label) <= _LONGEST_LABEL else folder, words))
+    return found if len(found) > 1 else [("", "")]
+
+
+def _common_folder(runs: Sequence[RunCurves]) -> Path:
+    first, *others = (each.run.path.resolve().parent for each in runs)
+    while not all(other.is_relative_to(first) for other in others):
+        first = first.parent
+    return first
+
+
+def _place(objective: Objective, is_replayed: bool) -> tuple[object, ...]:
+    """Legends have the order of the looks, whatever order the folders came in."""
+    numbers = [v for f in fields(Objective) if isinstance(v := getattr(objective, f.name), float)]
+    return (list(LOOKS).index(objective.name), is_replayed, numbers)
+
+
+def _lines(runs: Sequence[RunCurves]) -> list[Line]:
+    grouped: dict[tuple[Objective, bool], dict[str, RunCurves]] = {}
+    for run in runs:
+        grouped.setdefault((run.objective, run.is_replayed), {})[run.seed] = run
+    shades: dict[str, list[Objective]] = {}
+    lines: list[Line] = []
+    for (objective, is_replayed), by_seed in sorted(grouped.items(), key=lambda item: _place(*item[0])):
+        alike = [other for other, _ in grouped if other.name == objective.name]
+        label = objective_label(objective, alike) + (" + R3" if is_replayed else "")
+        seen = shades.setdefault(objective.name, [])
+        seen += [] if objective in seen else [objective]
+        shade, own = seen.index(objective), tuple(by_seed.values())
+        names = [r.name for r in runs if (r.objective, r.is_replayed) == (objective, is_replayed)]
+        left_out = tuple(name for name in names if name not in {run.name for run in own})
+        lines.append(Line(label, objective, is_replayed, own, shade, left_out))
+    return lines

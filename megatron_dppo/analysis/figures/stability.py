@@ -1,0 +1,91 @@
+"""Figures 3 to 5: what keeps training stable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_dppo.algorithms import Objective
+from megatron_dppo.analysis.figures.canvas import Drawing
+from megatron_dppo.analysis.figures.curves import CurvePanel
+from megatron_dppo.analysis.figures.experiment_figures import (
+    LARGEST,
+    MISMATCH,
+    REWARD,
+    per_experiment,
+    plain,
+    scores,
+)
+from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
+from megatron_dppo.analysis.figures.runs import Experiment, Line
+
+_SIGN_LOST = (
+    "The largest difference stands for the paper's signed maximum and minimum, which runs do not record."
+)
+
+
+def draw_stability(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 3: mismatch, reward and scores of all algorithms."""
+
+    def panels(experiment: Experiment) -> list[CurvePanel]:
+        lines = experiment.lines
+        return [*plain(lines, MISMATCH, LARGEST, REWARD), *scores(lines)]
+
+    return per_experiment(kind, material.compared, "Stability", panels, [_SIGN_LOST])
+
+
+def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 4: trust regions that differ in their anchor alone."""
+    pairs = [replace(e, lines=_by_anchor(e.lines)) for e in material.experiments]
+    if not (pairs := [experiment for experiment in pairs if experiment.lines]):
+        return Lacking(
+            "no two runs have the same trust region around the rollout's and around recomputed log-probs",
+            "train dppo_binary_kl and dppo_binary_kl_decoupled, or grpo_clip_higher and minirl",
+        )
+    return per_experiment(
+        kind, pairs, "The anchor of the trust region", lambda e: plain(e.lines, REWARD, MISMATCH)
+    )
+
+
+def _by_anchor(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Those with a twin whose anchor is the other one."""
+
+    def without_anchor(objective: Objective) -> Objective:
+        return replace(objective, name="", anchor="rollout")
+
+    anchors: dict[tuple[Objective, bool], set[str]] = {}
+    for line in lines:
+        if line.objective.rule != "none":
+            key = (without_anchor(line.objective), line.is_replayed)
+            anchors.setdefault(key, set()).add(line.objective.anchor)
+    return tuple(
+        line for line in lines if len(anchors.get((without_anchor(line.objective), line.is_replayed), ())) > 1
+    )
+
+
+def draw_bad_updates(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Figure 5: reward, and how many updates push a negative token down by half or more."""
+    notes = [
+        "Bad updates: tokens with A < 0 and mu - pi of at least 0.5, of all learning tokens; masked ones count."
+    ]
+    is_minimal = any(line.objective.rule == "negative" for line in material.lines)
+    experiments = material.compared
+    if is_minimal:
+        experiments = [
+            replace(e, lines=tuple(filter(_is_minimal_or_unmasked, e.lines))) for e in material.experiments
+        ]
+        experiments = [e for e in experiments if any(line.objective.rule == "negative" for line in e.lines)]
+    else:
+        notes.append(
+            "The paper's minimal masks (negative_mask) are not among these runs: all algorithms are shown."
+        )
+
+    def panels(experiment: Experiment) -> list[CurvePanel]:
+        bad = CurvePanel("bad updates, %", "trust_region/bad_update_fraction", experiment.lines, factor=100.0)
+        return [*plain(experiment.lines, REWARD), bad]
+
+    return per_experiment(kind, experiments, "Bad updates", panels, notes)
+
+
+def _is_minimal_or_unmasked(line: Line) -> bool:
+    return line.objective.rule == "negative" or line.objective.name == "pg_is"

@@ -1,0 +1,100 @@
+"""Shows masked tokens with the largest divergence in their text, with the file and line of their sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from megatron_dppo.analysis.report.tokens import readable, rounded, visible
+from megatron_dppo.analysis.token_files import step_files
+from megatron_dppo.errors import DataError
+from megatron_dppo.metrics.masked_tokens import FARTHEST, SIGNS, TOKENS_BEFORE
+from megatron_dppo.run_folder.reader import Run
+from megatron_dppo.runtime.jsonl import read_jsonl
+
+_PLACE = ("step", "rollout", "sample", "position")
+_NUMBERS = ("mu", "pi", "divergence", "advantage")
+
+
+def farthest(run: Run, beside: Path) -> list[dict[str, Any]]:
+    """Of each sign the masked tokens of largest divergence over all listed steps, as plain values.
+
+    Args:
+        run: Which ran with `tracking.clipped_tokens_every`; of others there are none.
+        beside: The folder that the report lies in, for links to samples.
+
+    Raises:
+        DataError: A file is not what a run writes.
+    """
+    found = [row for step, file in step_files(run, "masked_tokens").items() for row in _rows(step, file)]
+    found.sort(key=lambda row: (-float(row["divergence"]), row["step"], row["sample"], row["position"]))
+    kept = [row for sign in SIGNS for row in [row for row in found if row["sign"] == sign][:FARTHEST]]
+    samples = _Samples(run.path / "samples", beside)
+    samples.find(kept)
+    return [_shown(row) | samples.place(row) for row in kept]
+
+
+def _rows(step: int, file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, row in read_jsonl(file):
+        read: dict[str, Any] = {"step": step} | row
+        try:
+            texts = {name: str(read[name]) for name in ("sign", "before", "token", "after", "sample")}
+            counts = {name: int(read[name]) for name in ("step", "rollout", "position")}
+            rows.append(texts | counts | {name: float(read[name]) for name in _NUMBERS})
+        except (KeyError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{file}, line {number}: not a masked token ({error!r}). Restore or remove the file."
+            ) from error
+    return rows
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "sign": row["sign"],
+        "before": ("… " if row["position"] > TOKENS_BEFORE else "") + readable(row["before"]),
+        "token": visible(row["token"]),
+        "after": readable(row["after"]),
+        **{name: row[name] for name in _PLACE},
+        **{name: rounded(row[name]) for name in _NUMBERS},
+    }
+
+
+class _Samples:
+    """Where in `samples/` responses stand."""
+
+    def __init__(self, folder: Path, beside: Path) -> None:
+        self._folder, self._beside = folder, beside
+        self._lines: dict[tuple[int, str], tuple[int, int]] = {}  # line and prompt length
+
+    def find(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Read the files of the rows' rollouts, those that were written."""
+        wanted: dict[int, set[str]] = {}
+        for row in rows:
+            wanted.setdefault(row["rollout"], set()).add(row["sample"])
+        for rollout, ids in wanted.items():
+            file = self._file(rollout)
+            for number, sample in read_jsonl(file) if file.is_file() else ():
+                values: dict[str, Any] = sample
+                if values.get("id") in ids:
+                    self._lines[rollout, values["id"]] = number, int(values.get("prompt_length", 0))
+
+    def place(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A link, the line, and the token's place in the response from 1; nothing where no such line is."""
+        found = self._lines.get((row["rollout"], row["sample"]))
+        if found is None:
+            return {}
+        file, (line, prompt_length) = self._file(row["rollout"]), found
+        link = quote(os.path.relpath(file.resolve(), self._beside.resolve()))
+        return {
+            "link": link,
+            "file": f"{self._folder.name}/{file.name}",
+            "line": line,
+            "place": row["position"] - prompt_length + 1,
+        }
+
+    def _file(self, rollout: int) -> Path:
+        return self._folder / f"rollout_{rollout:06d}.jsonl"

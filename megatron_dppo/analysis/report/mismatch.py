@@ -1,0 +1,183 @@
+"""Attributes the mismatch to its sources: engines, routing, age of weights, and training itself."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.analysis.report.plots import (
+    Panel,
+    Points,
+    Section,
+    by_mini_step,
+    finite_mean,
+    over_rollouts,
+    place_in_rollout,
+)
+from megatron_dppo.analysis.report.summary import formatted
+from megatron_dppo.run_folder.reader import MetricsRow, Run
+
+_COLUMNS = {
+    "abs_prob_diff_mean": "|π − μ|",
+    "tv_p50": "p50",
+    "tv_p99": "p99",
+    "tv_p999": "p99.9",
+    "kl_k1": "k1 KL",
+    "kl_k3": "k3 KL",
+    "ratio_min": "π/μ min",
+    "ratio_p001": "p0.1",
+    "ratio_p999": "p99.9",
+    "ratio_max": "max",
+}
+_AGE = re.compile(r"mismatch_age_(\d+)/kl_k3$")
+_TICKS = ("engines", "engines + routing", "as trained, before", "after the steps")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What may set pi and mu apart, and the rows and prefix of the metrics that hold it alone or on top."""
+
+    label: str
+    prefix: str
+    rows: Sequence[MetricsRow]
+
+    def values(self, name: str) -> list[float]:
+        """The metric in all rows that have it."""
+        return [row.values[metric] for row in self.rows if (metric := f"{self.prefix}/{name}") in row.values]
+
+    def summary(self, name: str) -> float | None:
+        """Mean of the finite values; of `ratio_min` and `ratio_max` the most extreme, of tokens the sum."""
+        values = self.values(name)
+        whole = {"ratio_min": min, "ratio_max": max, "num_tokens": sum}.get(name)
+        return finite_mean(values) if whole is None or not values else finite_mean([whole(values)])
+
+
+def mismatch_sections(runs: Sequence[Run]) -> list[Section]:
+    """Cards of the sources, of drift by mini-step, and of age where a run has tokens of more than one."""
+    if not any("drift/kl_k3" in row.values for run in runs for row in run.steps):
+        return []
+    staleness = Section(
+        "staleness",
+        "Mismatch by age of the weights",
+        "Before the first gradient step, by the weight versions between a token's sampling and its training: "
+        "age 0 is the engines alone, and the rise after it is the price of responses begun with older weights.",
+        (Panel("k3 KL", ("mismatch_age_<n>/kl_k3",), x_title="age in versions", points=by_age, log=True),),
+    )
+    has_ages = any(len(_ages(run)) > 1 for run in runs)
+    return [_SOURCES, _drift(runs), *([staleness] if has_ages else [])]
+
+
+def _drift(runs: Sequence[Run]) -> Section:
+    known = {name for run in runs for row in run.steps for name in row.values}
+    return Section(
+        "drift",
+        "Drift by mini-step",
+        "How far π stands from μ at each gradient step of a rollout, mean over the run: at 0 it has the "
+        "weights that sampled, and the rise after it is what the steps themselves add.",
+        tuple(
+            Panel(title, (metric,), x_title="gradient step", points=by_mini_step, log=True)
+            for metric, title in _DRIFT.items()
+            if metric in known
+        ),
+    )
+
+
+def by_source(run: Run, _metric: str) -> Points:
+    """Mean k3 KL of each source, x counting `_TICKS`."""
+    steps = _steps_by_place(run)
+    of_ticks = (
+        Source("", "mismatch_replayed", run.rollouts),
+        Source("", "mismatch_live", run.rollouts),
+        Source("", "mismatch", run.rollouts),
+        Source("", "drift", steps[max(steps)] if max(steps, default=0) else ()),
+    )
+    means = [source.summary("kl_k3") for source in of_ticks]
+    known = [(float(index), mean) for index, mean in enumerate(means) if mean is not None]
+    return [index for index, _ in known], [mean for _, mean in known]
+
+
+def by_age(run: Run, _metric: str) -> Points:
+    """Mean k3 KL of the tokens of each age."""
+    means = {age: finite_mean(over_rollouts(run, f"mismatch_age_{age}/kl_k3")[1]) for age in _ages(run)}
+    known = [(float(age), mean) for age, mean in means.items() if mean is not None]
+    return [age for age, _ in known], [mean for _, mean in known]
+
+
+_SOURCES = Section(
+    "mismatch-sources",
+    "Where the mismatch comes from",
+    "The two engines on the rollout's experts; with the trainer's own routers; then what was trained on, "
+    "before the first and at the last gradient step of a rollout: work on the bar that adds most to the last.",
+    (
+        Panel(
+            "k3 KL, mean over rollouts",
+            ("mismatch/kl_k3", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3"),
+            x_title="source",
+            points=by_source,
+            bars=True,
+            bar_labels=_TICKS,
+        ),
+    ),
+)
+_DRIFT = {
+    "drift/kl_k3": "k3 KL",
+    "drift/tv_p999": "|π − μ|, 99.9th percentile",
+    "drift/topk_tv_p999": "Top-K total variation, 99.9th percentile",
+}
+
+
+def mismatch_tables(runs: Sequence[Run]) -> dict[str, object] | None:
+    """By run a table of the sources, and what their extra forwards cost; none where no run has any."""
+    if not mismatch_sections(runs):
+        return None
+    tables = [[_table_row(source) for source in _sources(run) if source.values("kl_k3")] for run in runs]
+    return {
+        "columns": [*_COLUMNS.values(), "tokens"],
+        "runs": [{"rows": rows, "cost": _cost(run)} for run, rows in zip(runs, tables, strict=True)],
+    }
+
+
+def _sources(run: Run) -> list[Source]:
+    """In the order of the table; drift at the first, the second and the last gradient step of a rollout."""
+    ages, steps = _ages(run), _steps_by_place(run)
+    return [
+        Source("engines: replayed routes", "mismatch_replayed", run.rollouts),
+        Source("engines and routing: live routes", "mismatch_live", run.rollouts),
+        Source("as trained, before the first step", "mismatch", run.rollouts),
+        *(Source(f"of these, weights of age {age}", f"mismatch_age_{age}", run.rollouts) for age in ages),
+        *(
+            Source(f"after {place} gradient step{'s' if place > 1 else ''}", "drift", steps[place])
+            for place in sorted({1, max(steps, default=0)} & steps.keys() - {0})
+        ),
+    ]
+
+
+def _table_row(source: Source) -> dict[str, object]:
+    numbers = [formatted(source.summary(name), "number") for name in _COLUMNS]
+    return {"label": source.label, "cells": [*numbers, formatted(source.summary("num_tokens"), "count")]}
+
+
+def _cost(run: Run) -> str:
+    """What forwarding tokens for no other purpose took, in words; empty where nothing was."""
+    seconds = ("time/paired_forward_s", "time/total_s")
+    rows = [row.values for row in run.rollouts if all(name in row.values for name in seconds)]
+    if not rows:
+        return ""
+    paired, total = (finite_mean(row[name] for row in rows) for name in seconds)
+    if not paired or not total:
+        return ""
+    return (
+        f"The paired forward took {paired:.3g} s, {paired / total:.1%} of the time of a rollout that has one."
+    )
+
+
+def _ages(run: Run) -> list[int]:
+    names = {name for row in run.rollouts for name in row.values}
+    return sorted(int(found[1]) for name in names if (found := _AGE.match(name)))
+
+
+def _steps_by_place(run: Run) -> Mapping[int, list[MetricsRow]]:
+    """Step rows by their place in their rollout."""
+    found: dict[int, list[MetricsRow]] = {}
+    for place, row in place_in_rollout(run):
+        found.setdefault(place, []).append(row)
+    return found

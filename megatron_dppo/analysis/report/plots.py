@@ -1,0 +1,313 @@
+"""The report's figures, as the plain dictionaries plotly.js draws. Colours belong to the page, not to them.
+
+A point is the number of a rollout's row in metrics.jsonl as it stands: nothing is smoothed. What only step rows
+have is the mean of the rollout's gradient steps; bars and the agreement of single layers are means over the
+run, and their titles say so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.run_folder.reader import MetricsRow, Run
+
+Points = tuple[list[float], list[float]]
+Trace = dict[str, Any]
+
+AXES_HEIGHT = 180  # pixels of one panel's axes
+GAP = 76  # pixels between them: tick labels, axis title, the next panel's title
+DASHES = ("solid", "dash", "dot", "dashdot")
+COLOURS = 8  # the page has this many; further runs repeat them with the next dash
+LAYER = re.compile(r"routing/agreement_layer_(\d+)$")
+SMOOTHING_SIGMA = 2.0  # points
+MIN_POINTS_TO_SMOOTH = 10
+PHASES = ("rollout", "batch", "train", "sync")
+MAX_POINTS_WITH_MARKERS = 60
+MAX_RUNS_AT_ONCE = 12  # else pointing at a plot shows one curve's number, not all
+MAX_LABELLED_PLACES = 8  # else plotly chooses round numbers
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    metrics: tuple[str, ...]  # what it draws; for what a run lacks, the report says why
+    log: bool = False
+    x_title: str = "rollout"
+    points: Callable[[Run, str], Points] | None = None  # none: the metric over the rollouts
+    bars: bool = False
+    bar_labels: tuple[str, ...] = PHASES
+    unit: str = ""  # of bars
+    band: tuple[str, str] | None = None  # metrics between which the first one's interval is shaded
+    smooth: bool = False  # whether a smoothed curve stands before the raw one
+
+
+@dataclass(frozen=True)
+class Section:
+    """One card of the report: panels stacked under one sentence on how to read them."""
+
+    id: str
+    title: str
+    reading: str
+    panels: tuple[Panel, ...] = field(default=())
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Every metric the section draws."""
+        return tuple(name for panel in self.panels for name in panel.metrics)
+
+
+def over_rollouts(run: Run, metric: str) -> Points:
+    """The metric by rollout, from rollout rows; else the mean of each rollout's gradient steps."""
+    rows: Sequence[MetricsRow] = [row for row in (*run.rollouts, *run.evaluations) if metric in row.values]
+    if rows:
+        return [float(row.rollout) for row in rows], [row.values[metric] for row in rows]
+    of_rollout: dict[int, list[float]] = {}
+    for row in run.steps:
+        if metric in row.values:
+            of_rollout.setdefault(row.rollout, []).append(row.values[metric])
+    return [float(rollout) for rollout in of_rollout], [fmean(values) for values in of_rollout.values()]
+
+
+def by_mini_step(run: Run, metric: str) -> Points:
+    """The metric by the place of a gradient step in its rollout, from 0; means over the rollouts."""
+    of_place: dict[int, list[float]] = {}
+    for place, row in place_in_rollout(run):
+        if metric in row.values:
+            of_place.setdefault(place, []).append(row.values[metric])
+    means = {place: finite_mean(values) for place, values in sorted(of_place.items())}
+    known = [(float(place), mean) for place, mean in means.items() if mean is not None]
+    return [place for place, _ in known], [mean for _, mean in known]
+
+
+def place_in_rollout(run: Run) -> Iterator[tuple[int, MetricsRow]]:
+    """Each gradient step's row with its place in its rollout, from 0."""
+    first = {row.rollout: row.step or 0 for row in reversed(run.steps)}
+    for row in run.steps:
+        if row.step is not None:
+            yield row.step - first[row.rollout], row
+
+
+def finite_mean(values: Iterable[float]) -> float | None:
+    """Mean of the finite values; none of none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else None
+
+
+def agreement_by_layer(run: Run, _metric: str) -> Points:
+    """Each layer's agreement, averaged over the rollouts."""
+    numbers = sorted(
+        {int(found[1]) for row in run.rollouts for name in row.values if (found := LAYER.match(name))}
+    )
+    means = {n: finite_mean(over_rollouts(run, f"routing/agreement_layer_{n}")[1]) for n in numbers}
+    known = [(float(n), mean) for n, mean in means.items() if mean is not None]
+    return [n for n, _ in known], [mean for _, mean in known]
+
+
+def seconds_by_phase(run: Run, _metric: str) -> Points:
+    """Mean seconds of each phase, x counting phases."""
+    means = [finite_mean(over_rollouts(run, f"time/{phase}_s")[1]) for phase in PHASES]
+    known = [(float(index), mean) for index, mean in enumerate(means) if mean is not None]
+    return [index for index, _ in known], [mean for _, mean in known]
+
+
+def figure(
+    section: Section, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]
+) -> dict[str, Any] | None:
+    """A plotly figure; panels that no run has data for are left out, and None stands for no panel at all.
+
+    `looks` number the runs' colours and dashes, as in `report_toggles`.
+    """
+    drawn = [
+        (panel, traces) for panel in section.panels if (traces := _panel_traces(panel, runs, names, looks))
+    ]
+    if not drawn:
+        return None
+    data: list[Trace] = []
+    axes_height = len(drawn) * AXES_HEIGHT + (len(drawn) - 1) * GAP  # pixels between the outermost margins
+    margins = {"l": 44, "r": 8, "t": 28, "b": 44}
+    layout: dict[str, Any] = {
+        "height": axes_height + margins["t"] + margins["b"],
+        "margin": margins,
+        "hovermode": "x unified" if len(runs) <= MAX_RUNS_AT_ONCE else "closest",
+        "barmode": "group",
+        "uniformtext": {"mode": "hide", "minsize": 9},
+        "annotations": [],
+        "shapes": [],
+    }
+    for index, (panel, traces) in enumerate(drawn):
+        axis = "" if index == 0 else str(index + 1)
+        top = 1 - index * (AXES_HEIGHT + GAP) / axes_height
+        bottom = max(0.0, top - AXES_HEIGHT / axes_height)
+        data += [{**trace, "xaxis": f"x{axis}", "yaxis": f"y{axis}"} for trace in traces]
+        layout[f"xaxis{axis}"] = _x_axis(panel, traces, f"y{axis}")
+        layout[f"yaxis{axis}"] = _y_axis(panel, traces, f"x{axis}", (bottom, top))
+        layout["annotations"].append(_panel_title(_title(panel, runs), top))
+        if panel.points is None:
+            layout["shapes"] += _change_lines(runs, axis)
+    return {"data": data, "layout": layout}
+
+
+def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]) -> list[Trace]:
+    """One trace per run and metric that has points; `meta` is the run's index, for colour and toggling."""
+    traces: list[Trace] = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        for position, metric in enumerate(panel.metrics[:1] if panel.points else panel.metrics):
+            x, y = (panel.points or over_rollouts)(run, metric)
+            if not x:
+                continue
+            if panel.band is not None and (between := _band(run, panel.band, name, index)):
+                traces.append(between)
+            label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
+            dash = DASHES[(looks[index] // COLOURS + 2 * position) % len(DASHES)]
+            drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, dash, x, y)
+            if panel.smooth and len(x) >= MIN_POINTS_TO_SMOOTH:
+                before = _line(f"{label}, smoothed", index, dash, x, smoothed(y))
+                traces += [drawn | {"opacity": 0.3}, before | {"mode": "lines"}]
+            else:
+                traces.append(drawn)
+    return traces
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The paper's smoothing: a Gaussian over the points before and after; what is not finite does not count."""
+    known = np.asarray(values, dtype=np.float64)
+    places = np.arange(known.size)
+    weights = np.exp(-0.5 * ((places[:, None] - places) / SMOOTHING_SIGMA) ** 2) * np.isfinite(known)
+    total = weights.sum(axis=1)
+    mean = weights @ np.nan_to_num(known, posinf=0.0, neginf=0.0) / np.where(total > 0, total, 1.0)
+    return np.where(total > 0, mean, np.nan).tolist()
+
+
+def _change_lines(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
+    """Vertical lines before the first rollout after a setting was changed; `name` is the run's index."""
+    places = {(index, row.rollout) for index, run in enumerate(runs) for row in run.changes}
+    return [
+        {
+            "type": "line",
+            "name": str(index),
+            "xref": f"x{axis}",
+            "yref": f"y{axis} domain",
+            "x0": rollout - 0.5,
+            "x1": rollout - 0.5,
+            "y0": 0,
+            "y1": 1,
+            "line": {"width": 1.5, "dash": "dot"},
+        }
+        for index, rollout in sorted(places)
+    ]
+
+
+def _line(label: str, run: int, dash: str, x: list[float], y: list[float]) -> Trace:
+    return {
+        "type": "scatter",
+        "name": label,
+        "meta": run,
+        "mode": "lines+markers" if len(x) <= MAX_POINTS_WITH_MARKERS else "lines",
+        "x": x,
+        "y": [_or_gap(value) for value in y],
+        "line": {"width": 1.8, "dash": dash},
+        "marker": {"size": 4},
+        "hovertemplate": "%{y:.5g}",
+    }
+
+
+def _band(run: Run, limits: tuple[str, str], label: str, index: int) -> Trace | None:
+    """The area between two metrics, behind the curve; none where the run has not both."""
+    low, high = (over_rollouts(run, metric) for metric in limits)
+    if not low[0] or low[0] != high[0] or not all(map(math.isfinite, low[1] + high[1])):
+        return None
+    return {
+        "type": "scatter",
+        "name": f"{label}, interval",
+        "meta": index,
+        "mode": "lines",
+        "x": low[0] + high[0][::-1],
+        "y": low[1] + high[1][::-1],
+        "line": {"width": 0},
+        "fill": "toself",
+        "opacity": 0.4,
+        "hoverinfo": "skip",
+    }
+
+
+def _bar(label: str, run: int, x: list[float], y: list[float], unit: str) -> Trace:
+    return {
+        "type": "bar",
+        "name": label,
+        "meta": run,
+        "x": x,
+        "y": [_or_gap(value) for value in y],
+        "textfont": {"size": 10},
+        "texttemplate": "%{y:.2~g}",
+        "textposition": "outside",
+        "cliponaxis": False,
+        "hovertemplate": f"%{{y:.4g}}{unit}",
+    }
+
+
+def _or_gap(value: float) -> float | None:
+    """JSON null, which plotly draws as a gap, for what is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def _x_axis(panel: Panel, traces: Sequence[Trace], anchor: str) -> dict[str, Any]:
+    axis: dict[str, Any] = {
+        "anchor": anchor,
+        "title": {"text": panel.x_title, "font": {"size": 12}, "standoff": 6},
+    }
+    if panel.bars:
+        return {**axis, "tickvals": list(range(len(panel.bar_labels))), "ticktext": list(panel.bar_labels)}
+    places = sorted({x for trace in traces for x in trace["x"]})
+    return {**axis, "tickvals": places} if len(places) <= MAX_LABELLED_PLACES else {**axis, "nticks": 9}
+
+
+def _y_axis(panel: Panel, traces: Sequence[Trace], anchor: str, domain: tuple[float, float]) -> dict[str, Any]:
+    """Logarithmic only where every value can be shown so: a zero would silently vanish."""
+    values = [value for trace in traces for value in trace["y"] if value is not None]
+    log = panel.log and min(values, default=0) > 0
+    axis: dict[str, Any] = {"anchor": anchor, "domain": list(domain), "automargin": True, "nticks": 6}
+    if panel.bars:
+        axis |= {"range": [0, 1.15 * max(values, default=1.0)]}
+    return axis | (_log_ticks(min(values), max(values)) if log else {"exponentformat": "e"})
+
+
+def _log_ticks(lowest: float, highest: float) -> dict[str, Any]:
+    """1, 2, 5 times powers of ten where few decades are shown, else powers of ten alone."""
+    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
+    digits = (1, 2, 5) if last - first <= 2 else (1,)
+    step = max(1, (last - first) // 6)
+    ticks = [float(f"{digit}e{exponent}") for exponent in range(first, last + 1, step) for digit in digits]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+
+
+def _title(panel: Panel, runs: Sequence[Run]) -> str:
+    """The panel's title, saying so where a point is the mean of several rows."""
+    has_steps_only = not panel.points and any(
+        any(metric in row.values for row in run.steps) and not any(metric in row.values for row in run.rollouts)
+        for run in runs
+        for metric in panel.metrics
+    )
+    return f"{panel.title}, mean of gradient steps" if has_steps_only else panel.title
+
+
+def _panel_title(text: str, top: float) -> dict[str, Any]:
+    return {
+        "text": text,
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0,
+        "y": top,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "yshift": 3,
+        "showarrow": False,
+    }

@@ -1,0 +1,152 @@
+"""`megatron-dppo compare`: run folders in, one HTML file out that opens anywhere, without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from plotly.offline import get_plotlyjs
+
+from megatron_dppo.analysis.pages import page_templates
+from megatron_dppo.analysis.report.context import farthest
+from megatron_dppo.analysis.report.mismatch import mismatch_tables
+from megatron_dppo.analysis.report.plots import COLOURS, Section, figure
+from megatron_dppo.analysis.report.sections import sections
+from megatron_dppo.analysis.report.seeds import seed_tables
+from megatron_dppo.analysis.report.shadow import agreement_table
+from megatron_dppo.analysis.report.summary import ROWS, SummaryRow, formatted, paired_kl_k3, summary
+from megatron_dppo.analysis.report.text import caveats, changes_of, differences, distinct_names, why_missing
+from megatron_dppo.analysis.report.toggles import FEW, looks, title, toggles
+from megatron_dppo.analysis.report.tokens import token_lists
+from megatron_dppo.errors import ConfigError, Problem, writing_to
+from megatron_dppo.metrics.clipped_tokens import TOP
+from megatron_dppo.metrics.masked_tokens import FARTHEST
+from megatron_dppo.run_folder.reader import Run, read_run
+from megatron_dppo.runtime.jsonl import write_whole
+
+__all__ = ["compare", "summary"]
+
+
+def compare(runs: Sequence[Path], out: Path) -> None:
+    """Write one self-contained HTML report on the runs, in their order, to `out`."""
+    if not runs:
+        raise ConfigError("compare: found no run folder; expected one or more. Name the folders to compare.")
+    resolved = [Path(path).resolve() for path in runs]
+    if len(set(resolved)) < len(resolved):
+        raise ConfigError("compare: the same run folder is named twice. Name each once.")
+    out = Path(out)
+    if out.is_dir():
+        found, action = f"{out}, a folder", f"Name a file, such as {out / 'report.html'}."
+        raise ConfigError(Problem("--out", found, "the file to write", action))
+    with writing_to("--out", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    html = render([read_run(Path(path)) for path in runs], out.parent)
+    with writing_to("--out", out):
+        write_whole(out, [html])
+
+
+def render(runs: Sequence[Run], folder: Path) -> str:
+    """The report's HTML; links are relative to `folder`."""
+    names = distinct_names(runs)
+    shown = sections(runs)
+    toggled = toggles(runs, names)
+    figures = {section.id: figure(section, runs, names, looks(toggled)) for section in shown}
+    listed = [of | {"farthest": farthest(runs[of["run"]], folder)} for of in token_lists(runs, names)]
+    return (
+        page_templates("megatron_dppo.analysis.report")
+        .get_template("report.html.j2")
+        .render(
+            names=names,
+            title=title(names, toggled),
+            toggles=toggled,
+            looks=looks(toggled),
+            few=FEW,
+            num_colours=COLOURS,
+            runs=[_header(run) for run in runs],
+            differences=differences(runs),
+            is_changed=any(run.changes for run in runs),
+            summary_rows=_summary_table(runs),
+            sections=[
+                {
+                    "section": section,
+                    "has_plot": figures[section.id] is not None,
+                    "missing": _missing(section, runs, names),
+                }
+                for section in shown
+            ],
+            mismatch=mismatch_tables(runs),
+            agreement_rows=agreement_table(runs),
+            seeds=seed_tables(runs),
+            token_lists=listed,
+            top=TOP,
+            farthest=FARTHEST,
+            caveats=caveats(runs, names),
+            figures_json=_for_script({key: value for key, value in figures.items() if value is not None}),
+            token_lists_json=_for_script(listed),
+            plotly_js=get_plotlyjs(),
+        )
+    )
+
+
+def _header(run: Run) -> dict[str, Any]:
+    """What the head of the report says about one run."""
+    argv = run.versions.get("argv") or []
+    return {
+        "path": str(run.path.resolve()),
+        "preset": run.option("algorithm.preset"),
+        "seed": run.option("run.seed"),
+        "num_rollouts": len(run.rollouts),
+        "planned": run.option("run.num_rollouts"),
+        "changes": changes_of(run),
+        "command": " ".join(map(str, argv)),
+        "config": tomli_w.dumps(run.config),
+    }
+
+
+def _summary_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Rows of the summary table; what no run has is left to the sections to explain."""
+    summaries = [summary(run) for run in runs]
+    table: list[dict[str, Any]] = []
+    for row in ROWS:
+        if all(values[row.key] is None for values in summaries):
+            continue
+        cells = [_cell(row, run, values[row.key]) for run, values in zip(runs, summaries, strict=True)]
+        table.append({"label": row.label, "cells": cells})
+    return table
+
+
+def _cell(row: SummaryRow, run: Run, value: float | None) -> dict[str, str]:
+    why = why_missing(run, row.metric) if value is None and row.metric else ""
+    if value is not None and row.key.startswith("paired"):
+        why = f"pooled over {paired_kl_k3(run)[2]:,} tokens"
+    return {"text": formatted(value, row.format), "why": why}
+
+
+def _missing(section: Section, runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """What the section cannot show, runs with the same reason together."""
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for metric in section.metrics:
+        for run, name in zip(runs, names, strict=True):
+            if not _has(run, metric):
+                lacking.setdefault((metric, why_missing(run, metric)), []).append(name)
+    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (metric, why), of_runs in lacking.items():
+        merged.setdefault((why, tuple(of_runs)), []).append(metric)
+    return [f"{', '.join(of)}: no {' or '.join(metrics)}: {why}." for (why, of), metrics in merged.items()]
+
+
+def _has(run: Run, metric: str) -> bool:
+    rows = (*run.rollouts, *run.steps, *run.evaluations)
+    if "<n>" not in metric:
+        return any(metric in row.values for row in rows)
+    pattern = re.compile(re.escape(metric).replace("<n>", r"\d+"))
+    return any(pattern.fullmatch(name) for row in rows for name in row.values)
+
+
+def _for_script(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

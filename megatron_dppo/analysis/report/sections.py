@@ -1,0 +1,162 @@
+"""The sections of the report in order, each with one sentence on how to read it."""
+
+import re
+from collections.abc import Iterator, Sequence, Set
+
+from megatron_dppo.analysis.report.mismatch import mismatch_sections
+from megatron_dppo.analysis.report.plots import PHASES, Panel, Section, agreement_by_layer, seconds_by_phase
+from megatron_dppo.analysis.report.shadow import shadow_sections
+from megatron_dppo.run_folder.reader import Run
+
+REWARD = Section(
+    "reward",
+    "Reward",
+    "Mean reward of each rollout's samples, at the training temperature: it should rise, and a steady fall "
+    "is how a collapse shows. In front, smoothed over rollouts (Gaussian, sigma 2); behind, as it was.",
+    (Panel("reward/mean", ("reward/mean",), smooth=True),),
+)
+
+TRAINING = (
+    Section(
+        "response-length",
+        "Response length",
+        "Tokens per response, end-of-sequence included: a climb to the limit or a sudden drop often comes with "
+        "a collapse.",
+        (Panel("rollout/response_length_mean", ("rollout/response_length_mean",)),),
+    ),
+    Section(
+        "entropy",
+        "Entropy",
+        "How undecided the policy is at each token, in nats: it falls as the model learns, and near 0 it has "
+        "stopped exploring.",
+        (Panel("policy/entropy", ("policy/entropy",)),),
+    ),
+    Section(
+        "prob-diff",
+        "Mean |π − μ|",
+        "Distance between trainer and rollout engine at the same weights, before the first gradient step: the "
+        "lower the better, and a masking threshold below it masks noise.",
+        (Panel("mismatch/abs_prob_diff_mean", ("mismatch/abs_prob_diff_mean",)),),
+    ),
+    Section(
+        "kl",
+        "KL(μ ‖ π)",
+        "Two estimates of one divergence: k3 is steady and shows the level, k1 is noisy and should scatter "
+        "around the same small value, at times below 0.",
+        (
+            Panel("mismatch/kl_k3", ("mismatch/kl_k3",), log=True),
+            Panel("mismatch/kl_k1", ("mismatch/kl_k1",)),
+        ),
+    ),
+    Section(
+        "ratio",
+        "Both ends of π/μ",
+        "The single most extreme token of each rollout on either side: 1 is perfect, and a tail that moves "
+        "away from 1 matters even where the mean looks calm.",
+        (
+            Panel("mismatch/ratio_max", ("mismatch/ratio_max",), log=True),
+            Panel("mismatch/ratio_min", ("mismatch/ratio_min",), log=True),
+        ),
+    ),
+    Section(
+        "masked",
+        "Masked fraction by sign",
+        "Share of the tokens with positive and with negative advantage that the trust region drops: near 0 it "
+        "hardly acts, and far above a few percent it does much of the steering.",
+        (
+            Panel("A > 0", ("trust_region/masked_fraction_positive",)),
+            Panel("A < 0", ("trust_region/masked_fraction_negative",)),
+            Panel("before any update: noise of the engines", ("trust_region/noise_masked_fraction",)),
+        ),
+    ),
+    Section(
+        "agreement",
+        "Routing agreement",
+        "Share of experts on which the trainer's live router and the rollout's agree: 1 means the same "
+        "experts, and replay does not change this number, it makes up for what is missing.",
+        (
+            Panel("routing/agreement_mean", ("routing/agreement_mean",)),
+            Panel(
+                "by layer, mean over the run",
+                ("routing/agreement_layer_<n>",),
+                x_title="layer",
+                points=agreement_by_layer,
+            ),
+        ),
+    ),
+    Section(
+        "paired",
+        "Paired forward: live and replayed routes",
+        "The same tokens and weights, forwarded once with the live router (solid) and once with the rollout's "
+        "experts (dotted): the gap between the two lines of a run is what replay removes.",
+        (Panel("k3 KL", ("mismatch_live/kl_k3", "mismatch_replayed/kl_k3"), log=True),),
+    ),
+    Section(
+        "time",
+        "Time per phase",
+        "Where a rollout's seconds go on the machine that ran it: shorter is faster, and the tallest bar is "
+        "the one worth work.",
+        (
+            Panel(
+                "seconds per rollout, mean over the run",
+                tuple(f"time/{phase}_s" for phase in PHASES),
+                x_title="phase",
+                points=seconds_by_phase,
+                bars=True,
+                unit=" s",
+            ),
+        ),
+    ),
+)
+
+
+BOUND = Section(
+    "bound",
+    "Surrogate and bound",
+    "What the step promises on its own batch, in units of the advantage, and how far the promise may be off: "
+    "both terms are estimated from below, and where the smaller one exceeds the surrogate, the theorems "
+    "promise nothing.",
+    (
+        Panel("surrogate", ("theory/surrogate",)),
+        Panel("linear term", ("theory/linear_term",), log=True),
+        Panel("quadratic term", ("theory/quadratic_term",), log=True),
+    ),
+)
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """All sections; evaluation, sources of the mismatch, shadows and the bound come in where a run has them."""
+    names = {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
+    evaluation = Section(
+        "evaluation",
+        "Evaluation",
+        "Scores on prompts that are not trained on, sampled with the evaluation's own settings; shaded is the "
+        "95 % interval over the prompts of a set, and x is the number of rollouts finished before it.",
+        tuple(_eval_panels(names)),
+    )
+    has_bound = any("theory/surrogate" in row.values for run in runs for row in run.steps)
+    return [
+        REWARD,
+        *([evaluation] if names else []),
+        *TRAINING,
+        *mismatch_sections(runs),
+        *shadow_sections(runs),
+        *([BOUND] if has_bound else []),
+    ]
+
+
+def _eval_panels(names: Set[str]) -> Iterator[Panel]:
+    """Of each set its score, pass@k for the largest k, and what truncation and length say about both."""
+    for prefix in sorted({name.rpartition("/")[0] for name in names}):
+        own = {name.rpartition("/")[2] for name in names if name.rpartition("/")[0] == prefix}
+        scores = sorted(name for name in own if re.fullmatch(r"avg_at_\d+", name))
+        for name in (f"{prefix}/{score}" for score in scores):
+            yield Panel(name, (name,), band=(f"{name}_low", f"{name}_high"))
+        ks = [int(found[1]) for name in own if (found := re.fullmatch(r"pass_at_(\d+)", name))]
+        others = [f"pass_at_{max(ks)}"] if ks else []
+        others += [name for name in ("truncated_fraction", "response_length_mean") if name in own]
+        yield from (Panel(f"{prefix}/{name}", (f"{prefix}/{name}",)) for name in others)
+
+
+def _eval_rows(run: Run) -> list[set[str]]:
+    return [set(row.values) for row in (*run.rollouts, *run.evaluations)]

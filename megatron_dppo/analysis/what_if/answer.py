@@ -1,0 +1,195 @@
+"""Evaluates other trust regions on a run's kept mini-batches, with one forward pass."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.analysis.what_if.plot import write_plot
+from megatron_dppo.analysis.what_if.question import Question
+from megatron_dppo.analysis.what_if.variants import JudgedTokens, judge, mismatch_by_routes
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.kept_batches import read_share
+from megatron_dppo.failure_detection import watching
+from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.token_mismatch import Routes
+from megatron_dppo.models.megatron_folder import load_weights
+from megatron_dppo.run_folder.folder import json_number
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.process import Runtime, start, stop
+from megatron_dppo.types import Microbatch, TrainBatch
+
+
+def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, Any]:
+    """Forward the kept tokens and judge them; every rank calls this together, and gets the same.
+
+    Args:
+        config: The run's, with `model.load` naming the checkpoint that is asked.
+        question: What is asked.
+        runtime: This process.
+
+    Returns:
+        What `what_if.json` holds: `rows` of `judge`, `mismatch` by way of routing, and what they are of.
+
+    Raises:
+        DataError: A rollout was not kept, or cannot be shared out over these processes.
+        CheckpointError: A checkpoint cannot be loaded.
+    """
+    load = question.before or config.model.load
+    actor = Actor(config.model_copy(update={"model": config.model.model_copy(update={"load": load})}), runtime)
+    place = data_parallel_place()
+    steps = [step for rollout in question.rollouts for step in read_share(question.batches, rollout, place)]
+    has_routes = any(m.routed_experts is not None for step in steps for m in step.microbatches)
+    kinds: tuple[Routes, ...] = ("live", "replayed") if has_routes else ("live",)
+    old: list[dict[Routes, Tensor]] | None = None
+    if question.before is not None:
+        old = _columns(actor, steps, kinds, "before", runtime)
+        load_weights(actor.chunks, config.model.load, actor.hf)
+    own = _learning(steps, _columns(actor, steps, kinds, "forward", runtime), old, kinds)
+    tokens = _joined([part for parts in runtime.all_gather(own) for part in parts], kinds)
+    return {
+        "run": str(question.run),
+        "checkpoint": str(config.model.load),
+        "before": None if question.before is None else str(question.before),
+        "rollouts": list(question.rollouts),
+        "num_tokens": tokens.targets.numel(),
+        "mismatch": mismatch_by_routes(tokens),
+        "rows": judge(question.variants, tokens),
+    }
+
+
+def write(folder: Path, found: Mapping[str, Any]) -> None:
+    """`what_if.json` and `what_if.html` of an answer; the page opens without a network."""
+    write_plot(folder / "what_if.html", found["rows"], f"{found['run']}: rollouts {found['rollouts']}")
+    content = _as_json({**found, "versions": versions()})
+    (folder / "what_if.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _columns(
+    actor: Actor, steps: Sequence[TrainBatch], kinds: Sequence[Routes], what: str, runtime: Runtime
+) -> list[dict[Routes, Tensor]]:
+    """[T, 1 + K] of each micro-batch, for each way of routing; see `Actor.token_log_probs`."""
+    found: list[dict[Routes, Tensor]] = []
+    for step in tqdm(steps, desc=what, unit="mini-batch", disable=not runtime.is_main):
+        of_step: dict[Routes, list[Tensor]] = {
+            routes: actor.token_log_probs(step, Metrics(), is_replaying=routes == "replayed")
+            for routes in kinds
+        }
+        for index in range(len(step.microbatches)):
+            of_microbatch: dict[Routes, Tensor] = {routes: of_step[routes][index] for routes in kinds}
+            found.append(of_microbatch)
+    return found
+
+
+def _learning(
+    steps: Sequence[TrainBatch],
+    columns: Sequence[Mapping[Routes, Tensor]],
+    old: Sequence[Mapping[Routes, Tensor]] | None,
+    kinds: Sequence[Routes],
+) -> list[JudgedTokens]:
+    """The learning tokens of this rank's micro-batches; nothing on ranks that hold what another reports."""
+    if not speaks_for_its_group():
+        return []
+    microbatches = [m for step in steps for m in step.microbatches]
+    befores: Sequence[Mapping[Routes, Tensor]] = old or [{} for _ in microbatches]
+    triples = zip(microbatches, columns, befores, strict=True)
+    return [_of_microbatch(m, now, before, kinds) for m, now, before in triples]
+
+
+def _of_microbatch(
+    m: Microbatch, now: Mapping[Routes, Tensor], before: Mapping[Routes, Tensor], kinds: Sequence[Routes]
+) -> JudgedTokens:
+    rows = m.loss_mask.bool()
+    old: dict[Routes, Tensor] = {routes: before[routes][rows, 0] for routes in kinds if routes in before}
+    if not old and m.old_log_probs is not None:
+        old = dict.fromkeys(kinds, m.old_log_probs[rows])
+    tokens = JudgedTokens(
+        log_probs={routes: now[routes][rows, 0].clamp(max=0) for routes in kinds},
+        rollout_log_probs=m.rollout_log_probs[rows],
+        advantages=m.advantages[rows],
+        targets=m.targets[rows],
+        old_log_probs=old,
+    )
+    if m.topk is None or m.topk.ids.shape[1] == 0:
+        return tokens
+    return replace(
+        tokens,
+        topk_ids=m.topk.ids[rows],
+        topk_rollout_log_probs=m.topk.log_probs[rows],
+        topk_log_probs={routes: now[routes][rows, 1:] for routes in kinds},
+    )
+
+
+def _joined(parts: Sequence[JudgedTokens], kinds: Sequence[Routes]) -> JudgedTokens:
+    def joined(name: str) -> Any:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    def by_routes(name: str) -> dict[Routes, Tensor]:
+        has_it = all(getattr(part, name) for part in parts)
+        return {r: torch.cat([getattr(part, name)[r] for part in parts]) for r in kinds} if has_it else {}
+
+    has_topk = all(part.topk_ids is not None for part in parts)
+    return JudgedTokens(
+        log_probs=by_routes("log_probs"),
+        rollout_log_probs=joined("rollout_log_probs"),
+        advantages=joined("advantages"),
+        targets=joined("targets"),
+        old_log_probs=by_routes("old_log_probs"),
+        topk_ids=joined("topk_ids") if has_topk else None,
+        topk_rollout_log_probs=joined("topk_rollout_log_probs") if has_topk else None,
+        topk_log_probs=by_routes("topk_log_probs"),
+    )
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return json_number(value) if isinstance(value, float) else value
+
+
+def run(config: Config, question: Question, folder: Path) -> None:
+    """Ask, write the answer, and show its table; every rank of the job calls this.
+
+    Raises:
+        MegatronDppoError: As `answer` does.
+    """
+    runtime = start(config.run.num_threads, config.run.timeout_s)
+    try:
+        with watching(runtime):
+            found = answer(config, question, runtime)
+            runtime.on_main(lambda: write(folder, found))
+            if runtime.is_main:
+                typer.echo(as_text(found))
+                typer.echo(f"wrote what_if.json and what_if.html to {folder}")
+    finally:
+        stop()
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """The answer as a table."""
+    title = f"{found['num_tokens']:,} tokens of rollouts {found['rollouts']}, weights of {found['checkpoint']}"
+    lines = [title]
+    for routes, values in found["mismatch"].items():
+        lines.append(
+            f"{routes} routes: mean |pi-mu| {values['abs_prob_diff_mean']:.2e}  k3 {values['kl_k3']:.2e}  "
+            f"pi/mu {values['ratio_min']:.3g} .. {values['ratio_max']:.3g}"
+        )
+    width = max(len(row["variant"]) for row in found["rows"])
+    lines.append(f"{'':{width}}  {'routes':8}  masked: A>0     A<0  agreement  dropped mass  mean mu of masked")
+    lines += [
+        f"{row['variant']:{width}}  {row['routes']:8}  {row['masked_fraction_positive']:11.3%} "
+        f"{row['masked_fraction_negative']:7.3%} {row['agreement']:10.3%} {row['dropped_mass_fraction']:13.3%} "
+        f"{row['rollout_prob_masked']:18.3f}"
+        for row in found["rows"]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,360 @@
+"""Parallel layouts: the sizes of the process groups, and refusal of unproven or indivisible ones.
+
+A layout is admitted only when its kind is in `PROVEN`: when tests show that a layout which splits the same
+things gives one process's loss, gradients and updates. Pure Python: `megatron-dppo check` answers at once.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.errors import ConfigError, LayoutError, Problem
+from megatron_dppo.types import ModelRouting
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the process groups; experts regroup the same processes as `expert_tensor x expert x data`."""
+
+    world_size: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    data: int = 1
+
+    @classmethod
+    def of(cls, parallel: "ParallelConfig", world_size: int) -> "Layout":
+        """The layout of `[parallel]` on `world_size` processes.
+
+        Raises:
+            LayoutError: The processes do not divide.
+        """
+        problems = list(_world_size_problems(parallel, world_size))
+        if problems:
+            raise LayoutError(problems)
+        return cls(
+            world_size=world_size,
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            context=parallel.context,
+            expert=parallel.expert,
+            expert_tensor=_expert_tensor(parallel),
+            data=world_size // (parallel.tensor * parallel.pipeline * parallel.context),
+        )
+
+    def __str__(self) -> str:
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "virtual_pipeline": self.virtual_pipeline}
+        sizes |= {"context": self.context, "expert": self.expert}
+        if self.expert_tensor != self.tensor:
+            sizes["expert_tensor"] = self.expert_tensor
+        split = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items() if size > 1)
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        return f"{processes} with {split or 'every parallel size 1'}"
+
+
+@dataclass(frozen=True)
+class LayoutKind:
+    """What a layout splits, whatever the sizes; data parallelism joins any of them."""
+
+    split: frozenset[str]  # of "tensor", "pipeline", "virtual_pipeline", "context", "expert"
+    expert_tensor: str  # "whole" experts, "as tensor", or "alone": split where the rest of the layer is not
+
+    def __str__(self) -> str:
+        experts = {"whole": "", "as tensor": " with split experts", "alone": " with experts alone split"}
+        return (" + ".join(sorted(self.split)) or "data alone") + experts[self.expert_tensor]
+
+
+def kind_of(layout: Layout) -> LayoutKind | None:
+    """The kind of a layout; none where experts are split into fewer, but more than one, parts than the rest."""
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+    split = frozenset(name for name in names if getattr(layout, name) > 1)
+    if layout.expert_tensor == 1:
+        return LayoutKind(split, "whole")
+    if layout.expert_tensor == layout.tensor:
+        return LayoutKind(split, "as tensor")
+    return LayoutKind(split, "alone") if layout.tensor == 1 else None
+
+
+def _kind(*split: str, expert_tensor: str = "") -> LayoutKind:
+    return LayoutKind(frozenset(split), expert_tensor or ("as tensor" if "tensor" in split else "whole"))
+
+
+PROVEN: frozenset[LayoutKind] = frozenset(
+    {
+        _kind(),
+        _kind("tensor"),
+        _kind("expert"),
+        _kind("context"),
+        _kind("pipeline"),
+        _kind("pipeline", "virtual_pipeline"),
+        _kind("tensor", "expert"),
+        _kind("tensor", "expert", expert_tensor="whole"),
+        _kind("expert", expert_tensor="alone"),
+        _kind("tensor", "pipeline"),
+        _kind("tensor", "context"),
+        _kind("tensor", "context", "expert", expert_tensor="whole"),
+        _kind("pipeline", "expert"),
+        _kind("pipeline", "virtual_pipeline", "expert"),
+        _kind("pipeline", "context"),
+        _kind("context", "expert"),
+        _kind("tensor", "pipeline", "expert"),
+        _kind("tensor", "pipeline", "expert", expert_tensor="whole"),
+        _kind("tensor", "context", "pipeline"),
+        _kind("pipeline", "virtual_pipeline", "context", "expert"),
+        _kind("tensor", "pipeline", "virtual_pipeline"),
+        _kind("tensor", "pipeline", "virtual_pipeline", "expert", expert_tensor="whole"),
+        _kind("pipeline", "virtual_pipeline", "context"),
+        _kind("tensor", "context", "pipeline", "expert", expert_tensor="whole"),
+    }
+)
+"""Kinds whose loss, gradients and updates the distributed tests compare with one process's."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a Hugging Face config.json says about a model's shape."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    num_experts: int | None  # None: a dense model
+    experts_per_token: int
+    moe_intermediate_size: int
+    moe_layers: tuple[int, ...]  # 0-based indices of the layers that have experts
+
+    @property
+    def routing(self) -> ModelRouting | None:
+        """What routes of this model look like; none for a dense model."""
+        if self.num_experts is None:
+            return None
+        return ModelRouting(self.moe_layers, self.num_experts, self.experts_per_token)
+
+
+def config_file(folder: Path) -> Path | None:
+    """The config.json of a Hugging Face folder, or of a Megatron checkpoint (in its hf/), if there is one."""
+    candidates = (folder / "config.json", folder / "hf" / "config.json")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The path and content of a model folder's config.json.
+
+    Raises:
+        ConfigError: There is none, or it is torn.
+    """
+    path = config_file(folder)
+    expected = "a Hugging Face folder (config.json) or a Megatron checkpoint (hf/config.json)"
+    if path is None:
+        what = "has neither" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(Problem("model.load", f"{folder}, which {what}", expected, _where_models_are(folder)))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        action = "Copy or download the model again."
+        raise ConfigError(Problem("model.load", f"{path}: {error}", expected, action)) from error
+    if not isinstance(content, dict):
+        action = "Copy or download the model again."
+        raise ConfigError(Problem("model.load", f"{path}: no JSON object", expected, action))
+    return path, content
+
+
+def _where_models_are(folder: Path) -> str:
+    """What to do about a name that is no model's folder."""
+    of_run = sorted(path for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit())
+    if of_run:
+        return f"It is a run: name one of its checkpoints, such as {of_run[-1]}."
+    if not folder.exists() and folder.parts[:1] == ("models",):
+        return (
+            f"Download it there (hf download OWNER/{folder.name} --local-dir {folder}, with the owner that the "
+            "Hugging Face hub names, such as Qwen), or name the folder of the model."
+        )
+    if not folder.exists() and not folder.is_absolute() and len(folder.parts) == 2:
+        return (
+            f"Names on the Hugging Face hub are not read: download it first (hf download {folder} --local-dir "
+            f"models/{folder.name}), then name the folder."
+        )
+    return "Name the folder of the model."
+
+
+def architecture_of(content: Mapping[str, Any]) -> str:
+    """The first of `architectures` in a config.json, or a text saying that it names none."""
+    names = content.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "no architecture"
+
+
+def read_model_sizes(folder: Path) -> ModelSizes:
+    """Read a model's sizes from its folder, without loading any weight.
+
+    Args:
+        folder: A Hugging Face folder, or a Megatron checkpoint with `hf/config.json` inside. Keys are taken as
+            transformers 4 or 5 spells them (num_experts or num_local_experts, rope_theta or rope_parameters).
+
+    Raises:
+        ConfigError: There is no config.json, or a size is missing.
+    """
+    path, content = read_model_config(folder)
+    try:
+        return model_sizes(content)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        action = "Use a config.json as transformers writes it."
+        problem = Problem("model.load", f"{path}: {reason}", "the model's sizes", action)
+        raise ConfigError(problem) from error
+
+
+def model_sizes(content: Mapping[str, Any]) -> ModelSizes:
+    """The sizes in a config.json; KeyError, TypeError or ValueError where one is missing or no number."""
+    hidden_size = int(content["hidden_size"])
+    num_heads = int(content["num_attention_heads"])
+    num_layers = int(content["num_hidden_layers"])
+    num_experts = int(content.get("num_experts") or content.get("num_local_experts") or 0)
+    dense_layers = set(content.get("mlp_only_layers") or ())
+    step = int(content.get("decoder_sparse_step") or 1)
+    sparse = (layer for layer in range(num_layers) if layer not in dense_layers and (layer + 1) % step == 0)
+    moe_layers = tuple(sparse) if num_experts else ()
+    width = content.get("intermediate_size") if len(moe_layers) == num_layers else content["intermediate_size"]
+    rope = content.get("rope_parameters") or {}
+    return ModelSizes(
+        architecture=architecture_of(content),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        num_key_value_heads=int(content.get("num_key_value_heads") or num_heads),
+        head_dim=int(content.get("head_dim") or hidden_size // num_heads),
+        intermediate_size=int(width or 0),
+        vocab_size=int(content["vocab_size"]),
+        max_position_embeddings=int(content["max_position_embeddings"]),
+        rope_theta=float(content.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        num_experts=num_experts if moe_layers else None,
+        experts_per_token=int(content["num_experts_per_tok"]) if moe_layers else 0,
+        moe_intermediate_size=int(content["moe_intermediate_size"]) if moe_layers else 0,
+        moe_layers=moe_layers,
+    )
+
+
+def is_admitted(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> bool:
+    """Whether `layout_problems` finds none, without the search for the nearest layout that it names."""
+    problems = itertools.chain(
+        _world_size_problems(parallel, world_size),
+        _wrong_in_megatron(parallel, sizes, ""),
+        () if sizes is None else _division_problems(parallel, sizes, ""),
+    )
+    return next(problems, None) is None and kind_of(Layout.of(parallel, world_size)) in PROVEN
+
+
+def layout_problems(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> list[Problem]:
+    """Everything that makes `[parallel]` on this many processes wrong, unproven, or not divide the model.
+
+    Args:
+        parallel: The configured sizes.
+        world_size: Number of processes.
+        sizes: The model's sizes; None skips what depends on them.
+    """
+    if is_admitted(parallel, world_size, sizes):
+        return []
+    nearest = f"Use {_nearest(parallel, world_size, sizes)}."
+    indivisible = [] if sizes is None else list(_division_problems(parallel, sizes, nearest))
+    too_few = list(_world_size_problems(parallel, world_size))
+    if indivisible:  # more processes would not help
+        too_few = [replace(problem, action="Choose sizes that divide the model first.") for problem in too_few]
+    problems = [*indivisible, *too_few, *_wrong_in_megatron(parallel, sizes, nearest)]
+    if problems:
+        return problems
+    layout = Layout.of(parallel, world_size)
+    expected = "a split of one of the proven kinds: " + "; ".join(sorted(map(str, PROVEN)))
+    return [Problem("parallel", f"{layout}, not proven equal to one process yet", expected, nearest)]
+
+
+def _expert_tensor(parallel: "ParallelConfig") -> int:
+    return parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
+
+
+def _world_size_problems(parallel: "ParallelConfig", world_size: int) -> Iterator[Problem]:
+    dense = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % dense:
+        where = "parallel.tensor * pipeline * context"
+        expected = f"a divisor of the {world_size} processes"
+        yield Problem(where, str(dense), expected, f"Start a multiple of {dense} processes.")
+    experts = _expert_tensor(parallel) * parallel.expert * parallel.pipeline
+    if world_size % experts:
+        where = "parallel.expert * expert_tensor * pipeline"
+        expected = f"a divisor of the {world_size} processes"
+        yield Problem(where, str(experts), expected, f"Start a multiple of {experts} processes.")
+
+
+def _wrong_in_megatron(parallel: "ParallelConfig", sizes: ModelSizes | None, nearest: str) -> Iterator[Problem]:
+    expert_tensor = _expert_tensor(parallel)
+    if parallel.expert == 1 and expert_tensor != parallel.tensor:
+        found = f"{expert_tensor} with parallel.tensor = {parallel.tensor} and parallel.expert = 1"
+        expected = "the same as parallel.tensor: Megatron's expert gradients are silently wrong otherwise"
+        yield Problem("parallel.expert_tensor", found, expected, nearest)
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        found = f"{parallel.virtual_pipeline} with parallel.pipeline = 1"
+        yield Problem("parallel.virtual_pipeline", found, "1 where there is no pipeline", nearest)
+    if sizes is not None and sizes.num_experts is None and parallel.expert > 1:
+        found = f"{parallel.expert} for a dense model"
+        yield Problem("parallel.expert", found, "1", nearest)
+
+
+def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: str) -> Iterator[Problem]:
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    tensor, expert_tensor = parallel.tensor, _expert_tensor(parallel)
+    divisions = [
+        ("parallel.tensor", tensor, "attention heads", sizes.num_attention_heads),
+        ("parallel.tensor", tensor, "key-value heads", sizes.num_key_value_heads),
+        ("parallel.tensor", tensor, "hidden size", sizes.hidden_size),
+        ("parallel.pipeline * virtual_pipeline", stages, "layers", sizes.num_layers),
+    ]
+    if len(sizes.moe_layers) < sizes.num_layers:
+        divisions.append(("parallel.tensor", tensor, "feed-forward width", sizes.intermediate_size))
+    if sizes.num_experts is not None:
+        divisions.append(("parallel.expert", parallel.expert, "experts", sizes.num_experts))
+        divisions.append(("parallel.expert_tensor", expert_tensor, "expert width", sizes.moe_intermediate_size))
+    for where, size, name, total in divisions:
+        if total % size:
+            divisors = ", ".join(map(str, _divisors(total))) if total <= 512 else ""
+            expected = f"a divisor of the model's {name}, {total}" + (f" ({divisors})" if divisors else "")
+            yield Problem(where, str(size), expected, nearest)
+
+
+def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> Layout:
+    """The proven layout of as many processes that changes the fewest of the user's choices, and the least."""
+    wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
+    best: tuple[tuple[int, int], Layout] | None = None
+    for choice in itertools.product(*map(_divisors, wanted)):
+        kept = choice[0] if parallel.expert_tensor is None else parallel.expert_tensor
+        for expert_tensor in dict.fromkeys((kept, choice[0], 1)):
+            names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+            candidate = parallel.model_copy(
+                update={**dict(zip(names, choice, strict=True)), "expert_tensor": expert_tensor}
+            )
+            if not is_admitted(candidate, world_size, sizes):
+                continue
+            num_changed = sum(a != b for a, b in zip(wanted, choice, strict=True))
+            changed = num_changed + (expert_tensor != kept), -math.prod(choice)
+            if best is None or changed < best[0]:
+                best = changed, Layout.of(candidate, world_size)
+    assert best is not None, "data parallelism alone is proven and divides everything"
+    return best[1]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

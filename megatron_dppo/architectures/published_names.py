@@ -1,0 +1,117 @@
+"""Maps the tensor names of published checkpoints to those of the weight table.
+
+Newer transformers may stack all experts of a layer in one tensor; some publishers store weights as 8-bit floats
+with a scale for each block. Either is shown as one tensor per expert and linear, in a type to compute with.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import ConversionError
+
+SCALES = "_scale_inv"
+"""Ends the name of an 8-bit weight's scales."""
+BLOCK = 128
+"""Rows and columns of a block with one scale, in every published checkpoint that has them."""
+_STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+FLOAT8 = "F8_E4M3"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor, or a part of one, in a safetensors file.
+
+    Attributes:
+        file: Its name in the folder.
+        name: As the file has it.
+        dtype: As the header says it ("BF16").
+        shape: Of the part.
+        expert: Which of the stacked ones; none where experts are apart.
+        rows: Of the whole's (or of the expert's) dimension 0, from and to; none: all.
+        scales: Where the blocks' scales are, of 8-bit weights.
+    """
+
+    file: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    scales: "StoredTensor | None" = None
+
+    @property
+    def shown_dtype(self) -> str:
+        """Of what is read: 8-bit weights become bfloat16."""
+        return self.dtype if self.scales is None else "BF16"
+
+
+def in_table_spelling(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a folder under the weight table's names: experts one by one, scales with their weights.
+
+    Raises:
+        ConversionError: Scales without a weight, or an 8-bit weight without scales, or with others than its
+            blocks need.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith(SCALES):
+            _require_weight(tensor, stored.get(name.removesuffix(SCALES)))
+            continue
+        whole = replace(tensor, scales=stored.get(name + SCALES))
+        if whole.scales is not None or tensor.dtype == FLOAT8:
+            _require_scales(whole)
+        found.update(_experts(name, whole))
+    return found
+
+
+def _experts(name: str, whole: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None or len(whole.shape) != 3:
+        yield name, whole
+        return
+    experts, rows, *columns = whole.shape
+    linears = ("gate_proj", "up_proj") if stacked[2] == "gate_up_proj" else ("down_proj",)
+    width = rows // len(linears)
+    for expert in range(experts):
+        for index, linear in enumerate(linears):
+            place = (index * width, (index + 1) * width)
+            part = replace(whole, shape=(width, *columns), expert=expert, rows=place)
+            yield f"{stacked[1]}.{expert}.{linear}.weight", part
+
+
+def _require_weight(scales: StoredTensor, weight: StoredTensor | None) -> None:
+    if weight is None:
+        raise ConversionError(
+            f"{scales.file}: {scales.name!r} are scales of a weight that is not there. Expected "
+            f"{scales.name.removesuffix(SCALES)!r} beside them; download the checkpoint again."
+        )
+
+
+def _require_scales(weight: StoredTensor) -> None:
+    *stack, rows, columns = weight.shape if len(weight.shape) > 1 else (1, *weight.shape)
+    expected = (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
+    scales = weight.scales
+    if weight.dtype != FLOAT8 or scales is None or scales.shape != expected:
+        found = "no scales" if scales is None else f"scales of shape {scales.shape}"
+        raise ConversionError(
+            f"{weight.file}: {weight.name!r} of shape {weight.shape} is {weight.dtype} with {found}. Expected "
+            f"{FLOAT8} with {weight.name + SCALES!r} of shape {expected}, one for each block of "
+            f"{BLOCK} x {BLOCK}; other quantised formats are not read."
+        )
+
+
+def dequantized(weight: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
+    """Weights of block-wise scaled 8-bit floats: product in float32, rounded to bfloat16.
+
+    Args:
+        weight: [N, M] float8_e4m3fn.
+        scales: [ceil(rows / 128), ceil(M / 128)] of the whole weight.
+        first_row: Which row of the whole `weight` begins with.
+    """
+    rows = (torch.arange(weight.shape[0]) + first_row) // BLOCK
+    columns = torch.arange(weight.shape[1]) // BLOCK
+    return (weight.float() * scales.float()[rows][:, columns]).to(torch.bfloat16)

@@ -1,0 +1,61 @@
+"""Chooses the layer spec, ours (`torch`) or Transformer Engine's, without Megatron."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import Problem
+from megatron_dppo.runtime.libraries import Library
+
+LayerSpecName = Literal["torch", "transformer_engine"]
+
+
+@dataclass(frozen=True)
+class SpecChoice:
+    """A layer spec, and in words why it is that one."""
+
+    name: LayerSpecName
+    reason: str
+
+
+def choose_layer_spec(config: Config, transformer_engine: Library) -> SpecChoice:
+    """What `model.layer_spec` comes to where the library is as found."""
+    if config.model.layer_spec != "auto":
+        return SpecChoice(config.model.layer_spec, "model.layer_spec asks for it")
+    if config.model.dtype == "float32":
+        return SpecChoice("torch", "float32 is for exact comparisons, which were made with this one")
+    problem = next(transformer_engine_problems(config, transformer_engine), None)
+    if problem is None:
+        return SpecChoice("transformer_engine", "Transformer Engine can be used")
+    return SpecChoice("torch", f"Transformer Engine cannot be used: {problem.where}: {problem.found}")
+
+
+def transformer_engine_problems(config: Config, transformer_engine: Library) -> Iterator[Problem]:
+    """What keeps this config from Transformer Engine's modules."""
+    yield from library_problems(transformer_engine)
+    yield from transformer_engine_limits(config)
+
+
+def library_problems(transformer_engine: Library) -> Iterator[Problem]:
+    """What keeps any config from Transformer Engine's modules on this machine."""
+    if not transformer_engine.is_usable:
+        found = f"Transformer Engine, which cannot be used here: {transformer_engine.fault}"
+        action = (
+            "Use 'torch' or 'auto'; or install it where CUDA and cuDNN are, with "
+            "pip install 'megatron_dppo[te]', and see that python -c 'import transformer_engine.pytorch' works."
+        )
+        yield Problem("model.layer_spec", found, "a Transformer Engine that imports, and a GPU", action)
+
+
+def transformer_engine_limits(config: Config) -> Iterator[Problem]:
+    """What this config asks for that Transformer Engine's modules are not proven to do."""
+    use_torch = "or set model.layer_spec = 'torch'."
+    if config.lora.rank:
+        found = f"{config.lora.rank} with Transformer Engine's layers"
+        expected = "0: adapters stand beside the linears and stacked experts of the torch spec"
+        yield Problem("lora.rank", found, expected, f"Set it to 0, {use_torch}")
+    if config.parallel.context > 1:
+        found = f"{config.parallel.context} with Transformer Engine's layers"
+        expected = "1: its attention over several ranks was compared with nothing yet"
+        yield Problem("parallel.context", found, expected, f"Set it to 1, {use_torch}")

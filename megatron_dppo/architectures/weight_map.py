@@ -1,0 +1,234 @@
+"""The one table of names: which Hugging Face tensors each Megatron parameter holds, and how they are fused.
+
+Conversion and weight sync both read it. Names use Hugging Face's checkpoint spelling (one name per expert);
+`{layer}` and `{expert}` are global indices. Shapes: H hidden, D head dimension, I expert width.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.errors import ConversionError
+
+Fusion = Literal["one", "qkv", "concatenate"]
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """One Megatron parameter and the Hugging Face tensors in it.
+
+    Attributes:
+        megatron: Parameter name in our layer spec.
+        transformer_engine: Its name in Transformer Engine's spec where that differs; `{local}` counts this
+            rank's experts, which are a parameter each there.
+        hf: Checkpoint names, in the order they are fused.
+        fusion: "one" tensor as it is; "concatenate" along dimension 0 (gate, up);
+            "qkv" interleaved by key-value group: the group's queries, its key, its value.
+        tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits; none where
+            it is replicated.
+        is_vocabulary: Rows are the vocabulary, which Megatron may pad.
+        is_expert: The parameter stacks its experts along a leading dimension.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    fusion: Fusion = "one"
+    tensor_parallel_dim: int | None = None
+    is_vocabulary: bool = False
+    is_expert: bool = False
+    transformer_engine: str | None = None
+
+
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+EMBEDDING = WeightRule(
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    tensor_parallel_dim=0,
+    is_vocabulary=True,
+)
+OUTPUT = WeightRule("output_layer.weight", ("lm_head.weight",), tensor_parallel_dim=0, is_vocabulary=True)
+BACKBONE = (
+    EMBEDDING,
+    WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    WeightRule(
+        _M + "input_layernorm.weight",
+        (_H + "input_layernorm.weight",),
+        transformer_engine=_M + "self_attention.linear_qkv.layer_norm_weight",
+    ),
+    WeightRule(
+        _M + "pre_mlp_layernorm.weight",
+        (_H + "post_attention_layernorm.weight",),
+        transformer_engine=_M + "mlp.linear_fc1.layer_norm_weight",  # of dense layers
+    ),
+    WeightRule(
+        _M + "self_attention.linear_qkv.weight",
+        tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        fusion="qkv",
+        tensor_parallel_dim=0,
+    ),
+    WeightRule(
+        _M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), tensor_parallel_dim=1
+    ),
+)
+QKV_BIAS = (
+    WeightRule(
+        _M + "self_attention.linear_qkv.bias",
+        tuple(_H + f"self_attn.{x}_proj.bias" for x in "qkv"),
+        fusion="qkv",
+        tensor_parallel_dim=0,
+    ),
+)
+QK_NORM = (
+    WeightRule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",)),
+    WeightRule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",)),
+)
+DENSE_MLP = (
+    WeightRule(
+        _M + "mlp.linear_fc1.weight",
+        (_H + "mlp.gate_proj.weight", _H + "mlp.up_proj.weight"),
+        fusion="concatenate",
+        tensor_parallel_dim=0,
+    ),
+    WeightRule(_M + "mlp.linear_fc2.weight", (_H + "mlp.down_proj.weight",), tensor_parallel_dim=1),
+)
+_E = _H + "mlp.experts.{expert}."
+MOE_MLP = (
+    WeightRule(_M + "mlp.router.weight", (_H + "mlp.gate.weight",)),
+    WeightRule(
+        _M + "mlp.experts.fc1_weight",
+        (_E + "gate_proj.weight", _E + "up_proj.weight"),
+        fusion="concatenate",
+        tensor_parallel_dim=0,
+        is_expert=True,
+        transformer_engine=_M + "mlp.experts.linear_fc1.weight{local}",
+    ),
+    WeightRule(
+        _M + "mlp.experts.fc2_weight",
+        (_E + "down_proj.weight",),
+        tensor_parallel_dim=1,
+        is_expert=True,
+        transformer_engine=_M + "mlp.experts.linear_fc2.weight{local}",
+    ),
+)
+
+
+ADAPTER_SUFFIX = "_lora"
+"""Ends the names of modules that hold LoRA's parameters, which no rule names."""
+
+
+def is_adapter(megatron_name: str) -> bool:
+    """Whether a parameter is LoRA's, and none of the model's own."""
+    return f"{ADAPTER_SUFFIX}." in megatron_name
+
+
+def linears_of(rule: WeightRule) -> tuple[str, ...]:
+    """Last parts of the Hugging Face names of the linears in a parameter that LoRA can adapt; often none."""
+    is_split = rule.tensor_parallel_dim is not None and not rule.is_vocabulary
+    is_linear = is_split and rule.hf[0].endswith("_proj.weight")
+    return tuple(name.split(".")[-2] for name in rule.hf) if is_linear else ()
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What the "qkv" fusion needs: how many queries share a key-value head."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One parameter of a real model, resolved against the table."""
+
+    rule: WeightRule
+    layer: int | None
+    is_one_expert: bool = False  # of this rank's, as Transformer Engine's spec has them, and no stack of them
+
+    @property
+    def name(self) -> str:
+        """The parameter's in our layer spec."""
+        return self.rule.megatron.format(layer=self.layer)
+
+    def hf_names(self, expert: int | None = None) -> tuple[str, ...]:
+        """Checkpoint names, for one expert where the parameter stacks experts."""
+        return tuple(name.format(layer=self.layer, expert=expert) for name in self.rule.hf)
+
+
+class WeightTable:
+    """The rules of one model family, looked up by Megatron parameter name."""
+
+    def __init__(self, rules: Iterable[WeightRule], heads: HeadSizes) -> None:
+        self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
+        self._transformer_engine: Mapping[str, WeightRule] = {
+            rule.transformer_engine: rule for rule in self._rules.values() if rule.transformer_engine
+        }
+        self._heads = heads
+
+    def entry(self, megatron_name: str) -> WeightEntry:
+        """The rule of a parameter, named as in a model on one process, of either layer spec.
+
+        Raises:
+            ConversionError: The table has no such parameter.
+        """
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", megatron_name)
+        key = f"{_M}{match[2]}" if match else megatron_name
+        layer = int(match[1]) if match else None
+        of_engine = re.sub(r"(\.experts\.linear_fc[12]\.weight)\d+$", r"\1{local}", key)
+        if of_engine in self._transformer_engine:
+            return WeightEntry(self._transformer_engine[of_engine], layer, is_one_expert=of_engine != key)
+        if key not in self._rules:
+            raise ConversionError(
+                f"Megatron parameter {megatron_name!r} is not in the weight table, "
+                f"which has {sorted(self._rules)}. "
+                "Add a rule to architectures/weight_map.py and list it in the model's family."
+            )
+        return WeightEntry(self._rules[key], layer)
+
+    def fuse(self, rule: WeightRule, tensors: Sequence[Tensor], num_parts: int = 1) -> Tensor:
+        """The Megatron parameter (of one expert) made of its Hugging Face tensors; a part of it, of theirs.
+
+        Args:
+            rule: The parameter's.
+            tensors: In the order of `rule.hf`; each the same part of the whole.
+            num_parts: How many equal parts the tensor-parallel dimension is split into.
+        """
+        if rule.fusion == "one":
+            return tensors[0]
+        if rule.fusion == "concatenate":
+            return torch.cat(list(tensors))
+        groups, columns = self._heads.num_key_value_heads // num_parts, tensors[0].shape[1:]
+        return torch.cat([t.reshape(groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
+
+    def unfuse(self, rule: WeightRule, tensor: Tensor) -> list[Tensor]:
+        """Inverse of `fuse`: views where that is possible, in the order of `rule.hf`."""
+        if rule.fusion == "one":
+            return [tensor]
+        if rule.fusion == "concatenate":
+            return list(tensor.chunk(2))
+        heads, columns = self._heads, tensor.shape[1:]
+        queries = heads.queries_per_group * heads.head_dim
+        by_group = tensor.reshape(-1, queries + 2 * heads.head_dim, *columns)
+        parts = by_group.split([queries, heads.head_dim, heads.head_dim], dim=1)
+        return [part.reshape(-1, *columns) for part in parts]
+
+    def hf_names(self, megatron_names: Iterable[str], num_experts: int | None) -> Iterator[str]:
+        """Every checkpoint name behind the given parameters of an unsplit model, in their order."""
+        for name in megatron_names:
+            entry = self.entry(name)
+            if entry.rule.is_expert:
+                assert num_experts is not None, "a stacked parameter belongs to a model with experts"
+                for expert in range(num_experts):
+                    yield from entry.hf_names(expert)
+            else:
+                yield from entry.hf_names()

@@ -1,0 +1,1 @@
+"""Checkpoint folders on disk: Hugging Face's, the run's own, and what of them is never trusted."""

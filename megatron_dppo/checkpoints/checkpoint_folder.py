@@ -1,0 +1,265 @@
+"""Checkpoints as folders on disk: complete or invisible, checked before use, kept or deleted by rule.
+
+    checkpoints/
+      latest                         the name of the newest complete checkpoint, flipped last
+      step_00000320/
+        megatron/                    weights and optimizer, as Megatron shards them
+        rng/rank_00000.safetensors   random states of each rank
+        remaining/rank_00000.safetensors   gradient steps not yet taken, where the rollout was not finished
+        hf/                          config and tokenizer
+        state.json                   where the run stands
+        SHA256SUMS                   of every other file; `sha256sum -c SHA256SUMS` checks it by hand
+      step_00000280.torn/            set aside: a checksum did not match
+      step_00000400.abandoned/       set aside: the run went on from an earlier one
+      .step_00000360.<id>.unfinished/    being written, or left by a run that was killed
+
+No tensor library is needed here.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+SUMS = "SHA256SUMS"
+STATE = "state.json"
+_NAME = re.compile(r"step_\d{8,}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A complete checkpoint, and what retention asks about it."""
+
+    folder: Path
+    rollout: int  # rollouts finished
+    score: float | None  # of the metric that "best" means; none in the middle of a rollout
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay; each rule adds to the others."""
+
+    keep_last: int  # newest ones; 0 keeps all
+    keep_every: int  # those whose number of rollouts is a multiple of it; 0 none
+    keep_best: int  # those with the best score
+    highest_is_best: bool
+
+    def deleted(self, checkpoints: Sequence[Kept]) -> list[Path]:
+        """What may go, given all complete checkpoints, oldest first."""
+        if self.keep_last == 0:
+            return []
+        scored = [kept for kept in checkpoints if kept.score is not None]
+        scored.sort(key=lambda kept: kept.score or 0.0, reverse=self.highest_is_best)
+        stays = {kept.folder for kept in checkpoints[-self.keep_last :]}
+        stays |= {kept.folder for kept in scored[: self.keep_best]}
+        if self.keep_every:
+            stays |= {kept.folder for kept in checkpoints if kept.rollout % self.keep_every == 0}
+        return [kept.folder for kept in checkpoints if kept.folder not in stays]
+
+
+def name_of(step: int) -> str:
+    """The folder name of the checkpoint after so many gradient steps."""
+    return f"step_{step:08d}"
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a run's `checkpoints/`, oldest first; not yet checked."""
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Checkpoints to resume from, best first: the one that `latest` names, then those before it.
+
+    Where `latest` is missing or names nothing, the newest comes first.
+    """
+    newest_first = complete(folder)[::-1]
+    pointer = folder / LATEST
+    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
+    names = [path.name for path in newest_first]
+    if name in names:
+        return newest_first[names.index(name) :]
+    if name is not None:
+        logger.warning("%s names %r, which is not there; using the newest checkpoint", pointer, name[:80])
+    return newest_first
+
+
+def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
+    """The newest complete checkpoint of at most so many finished rollouts, and no open one; not yet checked."""
+    for checkpoint in reversed(complete(folder)):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            content = json.loads((checkpoint / STATE).read_text())
+            if content["open_rollout"] is None and content["state"]["rollout"] <= num_rollouts:
+                return checkpoint
+    return None
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What the checkpoint that a resume would take says of its run; its files are not checked."""
+
+    checkpoint: Path
+    config: str  # resolved, as TOML; "" where an older version saved
+    prompts_digest: str
+    num_rollouts: int  # finished
+
+    @property
+    def is_in_prompts(self) -> bool:
+        """Whether the run stood in a file of prompts, not in rollouts that were kept."""
+        return re.fullmatch("[0-9a-f]{32}", self.prompts_digest) is not None
+
+
+def saved_run(folder: Path) -> SavedRun | None:
+    """Return what the first readable candidate in a run's `checkpoints/` says; none where there is none."""
+    for checkpoint in candidates(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads((checkpoint / STATE).read_text())
+            num_rollouts, digest = int(content["state"]["rollout"]), str(content["prompts_digest"])
+            return SavedRun(checkpoint, content.get("config", ""), digest, num_rollouts)
+    return None
+
+
+def sums_of(files: Iterable[Path], root: Path) -> dict[str, str]:
+    """SHA-256 of each file, by its path relative to `root`."""
+    return {str(file.relative_to(root)): _sha256(file) for file in files}
+
+
+def write_sums(checkpoint: Path, sums: dict[str, str]) -> None:
+    """Write SHA256SUMS; the caller has hashed every other file."""
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
+    write_durably(checkpoint / SUMS, "".join(lines))
+
+
+def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with a checkpoint's files, in words; empty where all is well.
+
+    Args:
+        checkpoint: A complete checkpoint's folder.
+        share: (rank, size): hash this rank's share of the files only. Together the ranks read each file once.
+    """
+    try:
+        lines = (checkpoint / SUMS).read_text().splitlines()
+        sums = dict(line.split("  ", 1)[::-1] for line in lines)
+    except (OSError, ValueError) as error:
+        return [f"{SUMS} cannot be read ({type(error).__name__})"]
+    there = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()} - {SUMS}
+    found = [f"{name} is missing" for name in sorted(sums.keys() - there)]
+    found += [f"{name} has no checksum" for name in sorted(there - sums.keys())]
+    found += [] if STATE in sums else [f"{SUMS} is torn"]
+    rank, size = share
+    for name in sorted(sums.keys() & there)[rank::size]:
+        try:
+            if _sha256(checkpoint / name) != sums[name]:
+                found.append(f"{name} does not match its checksum")
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error})")
+    return found
+
+
+def set_aside(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint to `<name>.<why>`, so that it is neither tried nor deleted any more."""
+    number = 1
+    while (aside := checkpoint.with_name(f"{checkpoint.name}.{why}{'' if number == 1 else number}")).exists():
+        number += 1
+    checkpoint.rename(aside)
+    return aside
+
+
+def set_aside_newer(checkpoint: Path) -> list[Path]:
+    """Set aside the complete checkpoints after this one, which a run that goes on from it leaves behind.
+
+    They would be taken for the newest, and have the ones to come deleted. There are some where `latest` was set
+    back by hand, or a run was killed before it was flipped.
+    """
+    every = complete(checkpoint.parent)
+    return [set_aside(newer, "abandoned") for newer in every[every.index(checkpoint) + 1 :]]
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Make a written checkpoint visible, then point `latest` at it; it replaces one of the same step."""
+    if final.exists():
+        final.rename(final.with_name(f".{final.name}.replaced.{os.getpid()}"))
+    unfinished.rename(final)
+    sync([final.parent])
+    set_latest(final)
+
+
+def set_latest(checkpoint: Path) -> None:
+    """Have `latest` name a complete checkpoint, in one step."""
+    temporary = checkpoint.with_name(f".{LATEST}.unfinished")
+    write_durably(temporary, checkpoint.name + "\n")
+    temporary.replace(checkpoint.with_name(LATEST))
+    sync([checkpoint.parent])
+
+
+def delete(checkpoints: Iterable[Path]) -> None:
+    """Delete in the background; a checkpoint disappears from sight at once."""
+    hidden: list[Path] = []
+    for checkpoint in checkpoints:
+        if checkpoint.name.startswith("."):
+            hidden.append(checkpoint)
+        else:
+            hidden.append(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleted.{os.getpid()}")))
+    if hidden:
+        threading.Thread(target=_remove, args=(hidden,), daemon=True, name="delete checkpoints").start()
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What earlier processes left half written, replaced or half deleted."""
+    return [path for path in folder.glob(".step_*") if path.is_dir()]
+
+
+def require_free(folder: Path, num_bytes: int, reserve_bytes: int) -> None:
+    """Go on only where the disk has room.
+
+    Raises:
+        CheckpointError: Writing `num_bytes` would leave less than `reserve_bytes`.
+    """
+    free = shutil.disk_usage(folder).free
+    if free - num_bytes < reserve_bytes:
+        gib = 1 << 30
+        raise CheckpointError(
+            f"{folder}: {free / gib:.2f} GiB are free; expected {num_bytes / gib:.2f} GiB for the checkpoint "
+            f"and checkpoint.reserve_gib = {reserve_bytes / gib:.2f} besides. Free some space, or lower "
+            "checkpoint.keep_last."
+        )
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Write a small file and wait until it is on the disk."""
+    with file.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until files written by others, or a folder's names, are on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,72 @@
+"""A checkpoint of one layout on another: what can be moved, and what Megatron stores differently."""
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def is_resharded(content: dict[str, Any], layout: Layout) -> bool:
+    """Whether a checkpoint with this state.json was saved on another layout."""
+    return content["layout"] != asdict(layout)
+
+
+def require_reshardable(
+    checkpoint: Path, content: dict[str, Any], layout: Layout, *, is_optimizer_distributed: bool
+) -> None:
+    """Refuse what cannot be moved from the layout in a checkpoint's state.json to this one.
+
+    Raises:
+        CheckpointError: The checkpoint stands in the middle of a rollout, whose batches were made for its
+            layout; or optimizer states are not distributed, which Megatron stores by their place on a rank.
+    """
+    saved = Layout(**content["layout"])
+    found = f"{checkpoint} was saved on {saved}; this run has {layout}"
+    weights_alone = f"or train from its weights alone: model.load = {str(checkpoint)!r}."
+    if content["open_rollout"] is not None:
+        raise CheckpointError(
+            f"{found}, and it stands in the middle of a rollout whose batches were made for the former. Start "
+            f"as it was until a rollout is finished and saved, name an earlier checkpoint in "
+            f"{checkpoint.parent / 'latest'}, {weights_alone}"
+        )
+    if not is_optimizer_distributed:
+        raise CheckpointError(
+            f"{found}, and optimizer.distributed = false stores moments by their place on a rank. Start as it "
+            f"was, {weights_alone}"
+        )
+    logger.info("%s: resharding from %s to %s", checkpoint, saved, layout)
+
+
+def fit_to_chain(state: dict[Any, Any], num_members: int) -> dict[Any, Any]:
+    """The optimizer's loaded state, in the structure of the optimizer that takes it.
+
+    Megatron chains an optimizer for what expert-parallel ranks do not share behind that for the rest; a layout
+    without expert parallelism has one for all. Tensors are stored alike, but not the parameter groups.
+
+    Args:
+        state: As loaded: common entries as the checkpoint has them, tensors as this run asked for them.
+        num_members: Optimizers in this run's chain.
+    """
+    chained = [
+        state[key] for key in sorted(k for k in state if isinstance(k, int)) if "optimizer" in state[key]
+    ]
+    saved = chained or [state]
+    groups = [group for member in saved for group in member["optimizer"]["param_groups"]]
+    either = [{**group, "is_expert_parallel": flag} for group in groups for flag in (False, True)]
+    common = {key: value for key, value in saved[0].items() if not isinstance(key, int)}
+    common["optimizer"] = {**common["optimizer"], "param_groups": either}
+    if num_members == 1:
+        return {
+            **{key: value for key, value in state.items() if not isinstance(key, int)},
+            **_unsharded(common),
+        }
+    return {index: {**state[index], **_unsharded(common)} for index in range(num_members)}
+
+
+def _unsharded(common: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in common.items() if key != "param_state"}

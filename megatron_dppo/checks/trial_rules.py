@@ -1,0 +1,73 @@
+"""Rules that run the user's code once, in a process of its own: rewards, environments, `rollout.generate`."""
+
+import re
+from collections.abc import Iterator
+from contextlib import closing
+
+from megatron_dppo.checks.facts import TRAINING, Facts
+from megatron_dppo.checks.registry import rule
+from megatron_dppo.config.schema import Config
+from megatron_dppo.environments import problem_with
+from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError
+from megatron_dppo.rewards import RewardChoice, problems_with
+from megatron_dppo.rollout.dialogue import environment_pool, try_environment
+from megatron_dppo.rollout.evaluation import evaluation_sets
+from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
+from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
+
+_WHOLE = re.compile(r"found (.*?); expected (.*?)\. (.*)", re.DOTALL)
+"""A sentence of `Problem`, without where."""
+
+
+@rule("reward_trial", needs="trial")
+def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Each reward is imported in a worker, and scores the reference answer of the first prompt."""
+    keys = {training_reward(config): ("data.reward", TRAINING)}
+    for each in evaluation_sets(config):
+        where = f"evaluation.sets.{each.name}"
+        keys.setdefault(each.reward, (f"{where}.reward", f"{where}.prompts"))
+    for reward, (where, key) in keys.items():
+        found = facts.surveys.get(key)
+        if found is None or found.first is None or any(problems_with(RewardChoice.read(reward))):
+            continue
+        with closing(RewardPools(config.data, [reward])) as pools:
+            try:
+                pools.start({reward: found.first})
+            except RewardError as error:
+                action = "Correct the function; megatron_dppo/rewards/README.md says what it takes and returns."
+                yield _told(where, "data.reward", error, "a reward that scores a response", action)
+
+
+@rule("environment_trial", needs="trial")
+def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The environment is imported in a worker, begins with the first prompt, and answers one response."""
+    name, found = config.rollout.environment, facts.surveys.get(TRAINING)
+    if found is None or found.first is None or problem_with(name) is not None:
+        return
+    pool = environment_pool(name, config.data)
+    if pool is None:
+        return
+    with closing(pool):
+        try:
+            try_environment(pool, found.first)
+        except (EnvironmentFailedError, RewardError) as error:
+            action = "Correct the class; megatron_dppo/environments/README.md says what it takes and returns."
+            key = "rollout.environment"
+            yield _told(key, key, error, "an environment that answers", action)
+
+
+@rule("generate_import", needs="trial")
+def _generate_import(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A user's own sampling can be imported."""
+    key, name = "rollout.generate", config.rollout.generate
+    if name is not None and problem_with_path(key, name, "package.module:function") is None:
+        problem = problem_with_import(key, name)
+        if problem is not None:
+            yield problem
+
+
+def _told(where: str, key: str, error: Exception, expected: str, action: str) -> Problem:
+    """Return what a worker said, which may say itself what was expected and what to do."""
+    said = str(error).removeprefix(f"{key}: ")
+    whole = _WHOLE.fullmatch(said)
+    return Problem(where, *whole.groups()) if whole is not None else Problem(where, said, expected, action)

@@ -1,0 +1,120 @@
+"""Commands of `megatron-dppo` that read what runs have left: compare, figures, what-if."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_dppo.cli_options import Overrides, user_errors
+from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
+
+app = typer.Typer()
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, one or more.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The report to write.")] = Path("report.html"),
+) -> None:
+    """Overlay several runs in one HTML report.
+
+    It needs nothing but the run folders, and opens in a browser without a network:
+
+        megatron-dppo compare runs/no_replay runs/replay -o report.html
+    """
+    with user_errors():
+        from megatron_dppo.analysis.report.report import compare as write_report
+
+        write_report(runs, out)
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+def figures(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Run folders, and those of tools/measure_mismatch.py.")
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="DIR", help="Gets the figures, captions and index.html.")
+    ] = Path("figures"),
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", metavar="png|svg", help="Many times. [default: both]")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Stands over every figure and over the gallery.")] = "",
+) -> None:
+    """Draw the paper's figures of runs, with captions, and a gallery of them.
+
+    Runs that differ in run.seed alone are one line with an interval; what else tells them apart, their own
+    configs say:
+
+        megatron-dppo figures runs/moe_base/*/ runs/moe_base_r3/*/ -o figures
+
+        megatron-dppo figures runs/stability/*/seed_* --format svg --title "tiny model"
+
+    Runs may still be going on. A figure that these runs lack the data of is left out, and the command says what
+    to set. The gallery, DIR/index.html, opens without a network.
+    """
+    with user_errors():
+        from megatron_dppo.analysis.figures.command import draw_figures, formats_of
+
+        written = draw_figures(folders, out, formats_of(formats or ()), title)
+    for sentence in written.not_drawn:
+        typer.echo(f"not drawn: {sentence}", err=True)
+    typer.echo(f"wrote {len(written.names)} figures and index.html to {out}")
+
+
+@app.command(name="what-if")
+def what_if(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that kept mini-batches.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights to ask. [default: the run's newest checkpoint]")
+    ] = None,
+    before: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Weights that sampled the rollouts, for anchor = recomputed."),
+    ] = None,
+    rollouts: Annotated[
+        list[int] | None, typer.Option("--rollout", help="Of those kept; many times. [default: the last]")
+    ] = None,
+    presets: Annotated[
+        list[str] | None, typer.Option("--preset", help="Another algorithm; many times. [default: the run's]")
+    ] = None,
+    sweeps: Annotated[
+        list[str] | None, typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Of the presets; many times.")
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="[default: RUN/what_if]")
+    ] = None,
+) -> None:
+    """Ask what other trust regions would have masked in a run's mini-batches.
+
+    No engine samples: the tokens that tracking.batches_every kept are forwarded once with the weights of a
+    checkpoint, with live and with replayed routes where the rollout has them, and each variant judges them:
+
+        megatron-dppo what-if runs/r3 --preset grpo --preset dppo_topk_tv --sweep delta=0.05,0.1,0.2
+
+        megatron-dppo what-if runs/r3 --before runs/r3/checkpoints/step_00000040 --preset minirl
+
+    One process reads the batches of any job; torchrun with the run's layout does, too.
+    """
+    with user_errors():
+        from megatron_dppo.analysis.what_if.question import question_of
+
+        folder = out or run / "what_if"
+        config, question = question_of(
+            run,
+            checkpoint=checkpoint,
+            before=before,
+            rollouts=rollouts or (),
+            presets=presets or (),
+            sweeps=sweeps or (),
+            overrides=overrides or (),
+            world_size=world_size_from_launcher(),
+            out=folder,
+        )
+        quiet_library_warnings()
+        gpu_libraries()
+        from megatron_dppo.analysis.what_if.answer import run as ask
+
+        ask(config, question, folder)

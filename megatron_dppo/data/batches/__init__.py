@@ -1,0 +1,1 @@
+"""Mini-batches: advantages, packing, and the balance of work between ranks."""

@@ -1,0 +1,244 @@
+"""Balances work: assigns the samples of a mini-batch to data-parallel groups and micro-batches.
+
+Pure and deterministic: every rank makes the same plan from the same lengths, and asks no other.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.architectures.layout import ModelSizes
+from megatron_dppo.errors import DataError
+
+NEAR_EVEN = 1.02  # a busiest group within 2 % of the least it could have is not worth moving more samples
+
+
+@dataclass(frozen=True)
+class SampleCost:
+    """Work of training on one sample: so much per token, and so much per token squared. Only ratios matter."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @classmethod
+    def of_model(cls, sizes: ModelSizes) -> "SampleCost":
+        """Floating-point operations of forward and backward.
+
+        6 for each weight that a token meets (the input embedding is looked up, not multiplied), and causal
+        attention: on average half a sample's tokens lie before a token, each met in two products.
+        """
+        attention = (
+            2 * sizes.hidden_size * sizes.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
+        )
+        num_sparse = len(sizes.moe_layers)
+        dense_mlp = 3 * sizes.hidden_size * sizes.intermediate_size
+        router = sizes.hidden_size * (sizes.num_experts or 0)
+        experts = 3 * sizes.hidden_size * sizes.moe_intermediate_size * sizes.experts_per_token
+        num_weights = (
+            sizes.num_layers * attention
+            + (sizes.num_layers - num_sparse) * dense_mlp
+            + num_sparse * (router + experts)
+            + sizes.hidden_size * sizes.vocab_size
+        )
+        width = sizes.num_layers * sizes.num_attention_heads * sizes.head_dim
+        return cls(linear=6.0 * num_weights, quadratic=6.0 * width)
+
+    def of(self, num_tokens: int) -> float:
+        """Work of a sample of so many tokens."""
+        return (self.linear + self.quadratic * num_tokens) * num_tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains on what in one gradient step."""
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """[group][micro-batch]: samples by index, ascending. As many micro-batches in each group, empty ones last;
+    within a group they are about even, most work first, so that those of one number cost groups the same."""
+    group_of_sample: tuple[int, ...]
+    num_moved: int  # samples in another group than their home
+    tokens: tuple[int, ...]  # of each group
+    work: tuple[float, ...]  # of each group
+
+
+def plan_minibatch(
+    lengths: Sequence[int],
+    homes: Sequence[int],
+    held: Sequence[int],
+    *,
+    max_tokens: int,
+    cost: SampleCost,
+) -> Plan:
+    """Spread a mini-batch over groups and micro-batches.
+
+    Groups get near-equal work. Their tokens, which is what routes and top-K take memory by, stay within an
+    equal share plus one sample, counted over this and earlier mini-batches. A sample stays where it is unless
+    moving it makes the busiest group's work less by more than 2 %.
+
+    Args:
+        lengths: Tokens of each sample.
+        homes: The group of the rank that holds each sample.
+        held: Tokens that each group was given by earlier mini-batches of the rollout; one for each group.
+        max_tokens: Of one micro-batch.
+        cost: Work of a sample.
+
+    Raises:
+        DataError: A sample is longer than a micro-batch may be.
+    """
+    _require_fit(lengths, max_tokens)
+    work = [cost.of(length) for length in lengths]
+    groups = _assign(lengths, work, homes, held)
+    group_of_sample = [0] * len(lengths)
+    for group, items in enumerate(groups):
+        for item in items:
+            group_of_sample[item] = group
+    return Plan(
+        microbatches=_split(groups, lengths, work, max_tokens),
+        group_of_sample=tuple(group_of_sample),
+        num_moved=sum(group != home for group, home in zip(group_of_sample, homes, strict=True)),
+        tokens=tuple(sum(lengths[item] for item in items) for items in groups),
+        work=tuple(sum(work[item] for item in items) for items in groups),
+    )
+
+
+def least_work(work: Sequence[float], num_groups: int) -> float:
+    """A bound from below on the work of the busiest group, however samples are assigned.
+
+    The mean, and what two or more must share where samples outnumber groups: of the k * groups + 1 largest,
+    k + 1 meet in one group.
+    """
+    largest = sorted(work, reverse=True)
+    shared = [largest[i] * (i // num_groups + 1) for i in range(0, len(largest), num_groups)]
+    return max([sum(largest) / num_groups, *shared])
+
+
+def _require_fit(lengths: Sequence[int], max_tokens: int) -> None:
+    too_long = [length for length in lengths if length > max_tokens]
+    if too_long:
+        raise DataError(
+            f"{len(too_long)} sequences exceed the budget of {max_tokens} tokens per micro-batch (longest: "
+            f"{max(too_long)}). Raise parallel.max_tokens_per_microbatch or lower rollout.max_response_tokens."
+        )
+
+
+class _Bins:
+    """Bins with room for so many tokens, filled one item at a time; knows the one with the least work."""
+
+    def __init__(self, used: Sequence[int], capacity: float) -> None:
+        self.items: list[list[int]] = [[] for _ in used]
+        self.work = [0.0] * len(used)
+        self._used, self._capacity = list(used), capacity
+        self._heap = [(0.0, tokens, index) for index, tokens in enumerate(used)]
+        heapq.heapify(self._heap)
+
+    def has_room(self, index: int, num_tokens: int) -> bool:
+        return self._used[index] + num_tokens <= self._capacity
+
+    def least_busy(self, num_tokens: int) -> int | None:
+        """The bin with the least work, then the fewest tokens, of those with room; none where none has."""
+        full: list[tuple[float, int, int]] = []
+        found = None
+        while self._heap and found is None:
+            work, used, index = self._heap[0]
+            if (work, used) != (self.work[index], self._used[index]):
+                heapq.heappop(self._heap)  # outdated: the bin was filled since
+            elif self.has_room(index, num_tokens):
+                found = index
+            else:
+                full.append(heapq.heappop(self._heap))
+        for entry in full:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def put(self, index: int, item: int, num_tokens: int, work: float) -> None:
+        self.items[index].append(item)
+        self.work[index] += work
+        self._used[index] += num_tokens
+        heapq.heappush(self._heap, (self.work[index], self._used[index], index))
+
+
+def _longest_first(items: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(items, key=lambda item: (-lengths[item], item))
+
+
+def _assign(
+    lengths: Sequence[int], work: Sequence[float], homes: Sequence[int], held: Sequence[int]
+) -> list[list[int]]:
+    """The samples of each group."""
+    if not lengths:
+        return [[] for _ in held]
+    share = (sum(held) + sum(lengths)) / len(held) + max(lengths)
+    least = least_work(work, len(held))
+
+    def filled(stay_below: float) -> _Bins:
+        """Longest first, each to its home while that stays below the limit, else to the least busy group."""
+        bins = _Bins(held, share)
+        for item in _longest_first(range(len(lengths)), lengths):
+            chosen, home = bins.least_busy(lengths[item]), homes[item]
+            assert chosen is not None, "some group is at or below the mean, so it has room for one more"
+            if bins.has_room(home, lengths[item]):
+                is_within = bins.work[home] + work[item] <= stay_below
+                chosen = home if is_within or bins.work[home] <= bins.work[chosen] else chosen
+            bins.put(chosen, item, lengths[item], work[item])
+        return bins
+
+    staying = filled(stay_below=least)
+    if max(staying.work) <= NEAR_EVEN * least:
+        return staying.items
+    moving = filled(stay_below=0.0)
+    return min(staying, moving, key=lambda bins: max(bins.work)).items
+
+
+def _split(
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], work: Sequence[float], max_tokens: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """[group][micro-batch] of samples, with as few micro-batches as the groups can do with in common."""
+    fewest = [_fewest_bins(items, lengths, work, max_tokens) for items in groups]
+    num_microbatches = max(len(bins) for bins in fewest)
+    split: list[tuple[tuple[int, ...], ...]] = []
+    for items, bins in zip(groups, fewest, strict=True):
+        even = _even_bins(items, lengths, work, max_tokens, num_microbatches) or bins
+        padded = [*even, *[[]] * (num_microbatches - len(even))]
+        by_work = sorted(padded, key=lambda chosen: -sum(work[item] for item in sorted(chosen)))
+        split.append(tuple(tuple(sorted(chosen)) for chosen in by_work))
+    return tuple(split)
+
+
+def _fewest_bins(
+    items: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int
+) -> list[list[int]]:
+    """About even bins where they need no more than packing tightly does, else the tight ones."""
+    tight = first_fit_decreasing([lengths[item] for item in items], max_tokens)
+    at_least = -(-sum(lengths[item] for item in items) // max_tokens)
+    for num_bins in range(at_least, len(tight) + 1):
+        even = _even_bins(items, lengths, work, max_tokens, num_bins)
+        if even is not None:
+            return even
+    return [[items[place] for place in chosen] for chosen in tight]
+
+
+def _even_bins(
+    items: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int, num_bins: int
+) -> list[list[int]] | None:
+    """Longest first, each into the bin with the least work that has room; none where one finds no room."""
+    bins = _Bins([0] * num_bins, max_tokens)
+    for item in _longest_first(items, lengths):
+        chosen = bins.least_busy(lengths[item])
+        if chosen is None:
+            return None
+        bins.put(chosen, item, lengths[item], work[item])
+    return bins.items
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of item indices, each within `capacity`: longest first, into the first bin with room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in _longest_first(range(len(lengths)), lengths):
+        target = next((b for b, free in enumerate(room) if free >= lengths[item]), len(bins))
+        if target == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[target].append(item)
+        room[target] -= lengths[item]
+    return bins

@@ -1,0 +1,214 @@
+"""Sends whole samples from the ranks that sampled them to the ranks that train on them, peer to peer.
+
+A parcel is a row of samples: the length of a JSON header (int64), the header, and the bytes of the tensors in
+its order, each part padded to 8 bytes so that tensors can be read in place.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.data.batches.balance import SampleCost
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import RolloutTopK, RoutedExperts, Sample, WeightVersionSpan
+
+T = TypeVar("T")
+
+_ALIGNMENT = 8
+_PLAIN = ("id", "group_id", "prompt_length", "finish_reason", "num_retractions", "reward", "advantage")
+
+
+class Peers(Protocol):
+    """What ranks need to talk to each other; a `Runtime` gives it."""
+
+    @property
+    def rank(self) -> int:
+        """This one's place among all."""
+        ...
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order."""
+        ...
+
+    def exchange(self, parcels: list[Tensor]) -> list[Tensor]:
+        """Give `parcels[r]`, [n] uint8, to rank r; what each rank gave to this one. Empties `parcels`."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Which ranks train together: those of one group split a model, so they need the same micro-batches."""
+
+    group_of_rank: tuple[int, ...]  # of every rank of the job, counted from 0; groups of equal size
+    peers: Peers
+    cost: SampleCost = field(default_factory=SampleCost)  # what is balanced over groups
+
+    def __post_init__(self) -> None:
+        sizes = [self.group_of_rank.count(group) for group in range(self.num_groups)]
+        assert len(set(sizes)) == 1, f"groups of equal size, counted from 0, not {self.group_of_rank}"
+
+    @property
+    def num_groups(self) -> int:
+        """Groups, each with the whole model."""
+        return max(self.group_of_rank) + 1
+
+    @property
+    def group(self) -> int:
+        """This rank's."""
+        return self.group_of_rank[self.peers.rank]
+
+    def ranks_of(self, group: int) -> list[int]:
+        """The ranks that train on what the group trains on."""
+        return [rank for rank, own in enumerate(self.group_of_rank) if own == group]
+
+
+def exchange_samples(
+    own: list[Sample], owners: Sequence[int], group_of_sample: Sequence[int], data_parallel: DataParallel
+) -> dict[int, Sample]:
+    """The samples that this rank's group trains on, by their place among all; the same on all its ranks.
+
+    Every rank calls this together. A sample that stays is the same object; one that moves has the same bits.
+
+    Args:
+        own: This rank's samples; emptied, so that those that leave can be freed.
+        owners: The rank that has each sample, ascending; a rank's samples are in the order of its `own`.
+        group_of_sample: The group that trains on each.
+        data_parallel: The groups.
+    """
+    rank, group = data_parallel.peers.rank, data_parallel.group
+    targets = [group_of_sample[place] for place, owner in enumerate(owners) if owner == rank]
+    departing = [
+        [sample for sample, target in zip(own, targets, strict=True) if target == destination]
+        for destination in range(data_parallel.num_groups)
+    ]
+    own.clear()
+    staying = departing[group]
+    received: list[Tensor] = []
+    journeys = set(zip(owners, group_of_sample, strict=True))
+    if any(data_parallel.ranks_of(target) != [owner] for owner, target in journeys):
+        received = data_parallel.peers.exchange(_parcels(departing, data_parallel))
+    samples = [s for sender, parcel in enumerate(received) if sender < rank for s in decode(parcel)]
+    samples += staying
+    samples += [s for sender, parcel in enumerate(received) if sender > rank for s in decode(parcel)]
+    places = [place for place, target in enumerate(group_of_sample) if target == group]
+    return dict(zip(places, samples, strict=True))
+
+
+def _parcels(departing: Sequence[list[Sample]], data_parallel: DataParallel) -> list[Tensor]:
+    """What goes to each rank: its group's samples; nothing to oneself. Frees samples that leave for good."""
+    rank, nothing = data_parallel.peers.rank, torch.empty(0, dtype=torch.uint8)
+    parcels = [nothing] * len(data_parallel.group_of_rank)
+    for group, samples in enumerate(departing):
+        others = [other for other in data_parallel.ranks_of(group) if other != rank]
+        if samples and others:
+            parcel = encode(samples)
+            for other in others:
+                parcels[other] = parcel
+        if group != data_parallel.group:
+            samples.clear()
+    return parcels
+
+
+def encode(samples: Sequence[Sample]) -> Tensor:
+    """The samples as one parcel, [n] uint8 on the CPU."""
+    entries: list[dict[str, Any]] = []
+    parts: list[Tensor] = []
+    for sample in samples:
+        tensors = dict(_tensors(sample))
+        entries.append(_describe(sample) | {"tensors": [_described(*item) for item in tensors.items()]})
+        parts += [part for tensor in tensors.values() for part in _padded(_as_bytes(tensor))]
+    header = bytearray(json.dumps(entries, separators=(",", ":")).encode())
+    length = torch.tensor([len(header)]).view(torch.uint8)
+    return torch.cat([length, *_padded(torch.frombuffer(header, dtype=torch.uint8)), *parts])
+
+
+def decode(parcel: Tensor) -> list[Sample]:
+    """The samples of a parcel; their tensors share its memory.
+
+    Raises:
+        DataError: The parcel is torn.
+    """
+    if not parcel.numel():
+        return []
+    try:
+        start = _ALIGNMENT
+        end = start + int(parcel[:start].view(torch.int64))
+        entries: list[dict[str, Any]] = json.loads(bytes(parcel[start:end].numpy()))
+        start, samples = _aligned(end), list[Sample]()
+        for entry in entries:
+            tensors: dict[str, Tensor] = {}
+            for name, dtype_name, shape in entry.pop("tensors"):
+                dtype: torch.dtype = getattr(torch, dtype_name)
+                end = start + dtype.itemsize * torch.Size(shape).numel()
+                tensors[name] = parcel[start:end].view(dtype).view(shape)
+                start = _aligned(end)
+            samples.append(_sample(entry, tensors))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"a parcel of {parcel.numel()} bytes: found {type(error).__name__}: {error}; expected samples, as "
+            "another rank sent them. Start every rank from the same version of the package."
+        ) from error
+    return samples
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    one = tensor.cpu().contiguous().flatten()
+    return one.as_strided(one.shape, (1,)).view(torch.uint8)  # a single number may have any stride
+
+
+def _padded(part: Tensor) -> Iterator[Tensor]:
+    yield part
+    yield part.new_zeros(_aligned(part.numel()) - part.numel())
+
+
+def _described(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def _tensors(sample: Sample) -> Iterator[tuple[str, Tensor]]:
+    yield "tokens", sample.tokens
+    yield "loss_mask", sample.loss_mask
+    yield "rollout_log_probs", sample.rollout_log_probs
+    if sample.topk is not None:
+        yield "topk.ids", sample.topk.ids
+        yield "topk.log_probs", sample.topk.log_probs
+    if sample.routed_experts is not None:
+        yield "routed_experts", sample.routed_experts.indices
+
+
+def _describe(sample: Sample) -> dict[str, Any]:
+    """What a sample holds besides tensors; JSON keeps every bit of a float, and NaN."""
+    entry = {name: getattr(sample, name) for name in _PLAIN}
+    entry["reward_info"] = dict(sample.reward_info)
+    entry["weight_versions"] = [astuple(span) for span in sample.weight_versions]
+    if sample.routed_experts is not None:
+        entry["layer_numbers"] = sample.routed_experts.layer_numbers
+        entry["num_experts"] = sample.routed_experts.num_experts
+    return entry
+
+
+def _sample(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
+    plain: dict[str, Any] = {name: entry[name] for name in _PLAIN}
+    sample = Sample(
+        **plain,
+        tokens=tensors["tokens"],
+        loss_mask=tensors["loss_mask"],
+        rollout_log_probs=tensors["rollout_log_probs"],
+        reward_info=cast(dict[str, float], entry["reward_info"]),
+        weight_versions=tuple(WeightVersionSpan(*span) for span in entry["weight_versions"]),
+    )
+    if "topk.ids" in tensors:
+        sample = replace(sample, topk=RolloutTopK(tensors["topk.ids"], tensors["topk.log_probs"]))
+    if "routed_experts" in tensors:
+        layers = tuple(cast(list[int], entry["layer_numbers"]))
+        routes = RoutedExperts(tensors["routed_experts"], layers, cast(int, entry["num_experts"]))
+        sample = replace(sample, routed_experts=routes)
+    return sample

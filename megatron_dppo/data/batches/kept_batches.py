@@ -1,0 +1,89 @@
+"""Mini-batches of rollouts that a run keeps as tensors: a file for each data-parallel group."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dppo.data.batches.batch_file import read_batches, write_batches
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import TrainBatch
+
+_FOLDER = re.compile(r"rollout_(\d{6,})")
+_FILE = re.compile(r"group_(\d+)_of_(\d+)\.safetensors")
+
+
+def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Sequence[TrainBatch]) -> None:
+    """Keep one group's gradient steps of a rollout, whole or not at all.
+
+    Args:
+        folder: The run's `batches/`.
+        rollout: Its number.
+        place: (rank, size) of the group among the data-parallel groups.
+        steps: What the group trains on.
+    """
+    rank, size = place
+    file = _of_rollout(folder, rollout) / f"group_{rank}_of_{size}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    write_batches(unfinished, steps)
+    unfinished.replace(file)
+
+
+def kept_rollouts(folder: Path) -> list[int]:
+    """The rollouts of which something was kept, in order."""
+    names = [_FOLDER.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(found[1]) for found in names if found)
+
+
+def group_files(folder: Path, rollout: int) -> list[Path]:
+    """The files of all data-parallel groups, in their order.
+
+    Raises:
+        DataError: The rollout was not kept, or not by each group of one job.
+    """
+    of_rollout = _of_rollout(folder, rollout)
+    names = sorted(of_rollout.iterdir()) if of_rollout.is_dir() else []
+    places = {(int(found[1]), int(found[2])): path for path in names if (found := _FILE.fullmatch(path.name))}
+    sizes = {size for _, size in places}
+    if len(sizes) != 1 or {rank for rank, _ in places} != set(range(*sizes)):
+        kept = ", ".join(path.name for path in names) or "nothing"
+        there = ", ".join(map(str, kept_rollouts(folder))) or "none"
+        raise DataError(
+            f"{of_rollout}: found {kept}; expected group_<n>_of_<size>.safetensors of each data-parallel group "
+            f"of one job. Rollouts kept in {folder}: {there}. Name one of them, or run with "
+            "tracking.batches_every."
+        )
+    return [places[place] for place in sorted(places)]
+
+
+def read_share(folder: Path, rollout: int, place: tuple[int, int]) -> list[TrainBatch]:
+    """The gradient steps of all groups, shared out over a job of another size: to each as many micro-batches.
+
+    Args:
+        folder: The run's `batches/`.
+        rollout: Its number.
+        place: (rank, size) of the reader among the data-parallel groups of its own job.
+
+    Raises:
+        DataError: The rollout was not kept whole, or its groups do not divide by `size`.
+    """
+    rank, size = place
+    files = group_files(folder, rollout)
+    if len(files) % size:
+        raise DataError(
+            f"{folder}: found batches of {len(files)} data-parallel groups; expected a multiple of the {size} "
+            "that are to read them. Start one process, or as many as the run had."
+        )
+    return [step for file in files[rank::size] for step in read_batches(file)]
+
+
+def kept_inputs(files: Sequence[Path]) -> tuple[int, bool]:
+    """(top-K columns that all files have, whether all have log-probs of a "recomputed" anchor)."""
+    steps = [step for file in files for step in read_batches(file)]
+    microbatches = [m for step in steps for m in step.microbatches]
+    columns: list[int] = [0 if m.topk is None else m.topk.ids.shape[1] for m in microbatches]
+    return min(columns, default=0), all(m.old_log_probs is not None for m in microbatches)
+
+
+def _of_rollout(folder: Path, rollout: int) -> Path:
+    return folder / f"rollout_{rollout:06d}"

@@ -1,0 +1,67 @@
+"""Bounds and measures the host memory that a rollout takes on a rank."""
+
+import math
+from collections.abc import Iterable
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.types import Microbatch, ModelRouting, Sample
+
+
+def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routing: ModelRouting | None) -> int:
+    """Most bytes that a rollout can take on one rank, where every response is as long as allowed.
+
+    The samples that the rank sampled; one mini-batch on its way, as what is sent and as what came; and the
+    micro-batches of its data-parallel group, once per epoch, each with up to one sample beyond an equal share.
+
+    Args:
+        config: The run's.
+        world_size: Ranks that share the prompts.
+        num_groups: Data-parallel groups, which share the training.
+        routing: The model's, where routes are captured.
+    """
+    options, algorithm = config.rollout, config.algorithm
+    num_tokens = config.data.max_prompt_tokens + options.max_response_tokens
+    routes = 0
+    if routing is not None:
+        routes = len(routing.layer_numbers) * routing.top_k * (1 if routing.num_experts <= 256 else 2)
+    topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
+    sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
+    masks = 1 if config.tracking.mismatch_share == 1 else 2
+    packed = num_tokens * (3 * 8 + masks + 5 * 4 + topk + routes)  # positions, targets; floats, weight version
+    num_refilled = options.max_refills * options.prompts_per_rollout if options.refill_zero_variance else 0
+    num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout) + num_refilled
+    held = _share(num_begun, world_size) * options.samples_per_prompt * sample
+    num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
+    trained = (_share(num_trained, num_groups) + (num_groups > 1)) * packed
+    if world_size == 1:
+        return held + trained
+    minibatch = _share(options.prompts_per_rollout, algorithm.minibatches_per_rollout)
+    sent = (
+        _share(minibatch, world_size) if algorithm.epochs_per_rollout == 1 else minibatch
+    )  # later ones: chance
+    sent = min(sent, _share(options.prompts_per_rollout, world_size)) * (world_size // num_groups)
+    came = _share(minibatch * options.samples_per_prompt, num_groups) + 1
+    return held + trained + (sent * options.samples_per_prompt + came) * sample
+
+
+def _share(count: int, num_parts: int) -> int:
+    return -(-count // num_parts)
+
+
+def bytes_of_samples(samples: Iterable[Sample]) -> int:
+    """Bytes of the samples' tensors."""
+    return sum(
+        sample.tokens.nbytes
+        + sample.loss_mask.nbytes
+        + sample.rollout_log_probs.nbytes
+        + bytes_of_routes_and_topk(sample)
+        for sample in samples
+    )
+
+
+def bytes_of_routes_and_topk(holder: Sample | Microbatch) -> int:
+    """Bytes of the routes and top-K of a sample, or of a micro-batch."""
+    topk, routes = holder.topk, holder.routed_experts
+    return (topk.ids.nbytes + topk.log_probs.nbytes if topk is not None else 0) + (
+        routes.indices.nbytes if routes is not None else 0
+    )

@@ -1,0 +1,182 @@
+"""Packs samples into micro-batches: whole sequences, end to end."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, Sample
+
+
+@dataclass(frozen=True)
+class WeightedSample:
+    """A scored sample and the weight of each of its response tokens in the loss."""
+
+    sample: Sample
+    token_weights: Tensor  # [R] float32
+
+
+def pack(samples: Sequence[WeightedSample], measured_share: float = 1.0) -> Microbatch:
+    """One micro-batch of the samples, at least one, in their order; what belongs to a token moves with it.
+
+    Of `measured_share` < 1 of all samples, chosen by their ids, the tokens are marked `is_measured`.
+    """
+    lengths = torch.tensor([s.sample.tokens.numel() for s in samples])
+    return Microbatch(
+        tokens=torch.cat([s.sample.tokens for s in samples]),
+        position_ids=torch.cat([torch.arange(s.sample.tokens.numel()) for s in samples]),
+        targets=torch.cat([s.sample.tokens.roll(-1).index_fill(0, torch.tensor([-1]), 0) for s in samples]),
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        loss_mask=_scored([s.sample.loss_mask for s in samples], samples),
+        rollout_log_probs=_scored([s.sample.rollout_log_probs for s in samples], samples),
+        advantages=_scored([torch.full_like(s.token_weights, _advantage(s.sample)) for s in samples], samples),
+        token_weights=_scored([s.token_weights for s in samples], samples),
+        topk=_pack_topk(samples),
+        routed_experts=_pack_routes([s.sample for s in samples]),
+        sample_ids=tuple(s.sample.id for s in samples),
+        weight_versions=_pack_weight_versions(samples),
+        is_measured=_pack_measured([s.sample for s in samples], measured_share),
+    )
+
+
+def microbatches_of(sequences: Sequence[Tensor], max_tokens: int) -> list[Microbatch]:
+    """Micro-batches that score every token after the first, and train nothing.
+
+    Args:
+        sequences: [L] int64 each, L > 1.
+        max_tokens: Of a micro-batch; one longer sequence is a micro-batch by itself.
+    """
+    packs: list[list[WeightedSample]] = []
+    size = 0
+    for tokens in sequences:
+        zeros = torch.zeros(len(tokens) - 1)
+        is_scored = torch.ones(len(tokens) - 1, dtype=torch.bool)
+        sample = Sample("", "", tokens, 1, is_scored, zeros, finish_reason="length", advantage=0.0)
+        if not packs or size + len(tokens) > max_tokens:
+            packs.append([])
+            size = 0
+        packs[-1].append(WeightedSample(sample, zeros))
+        size += len(tokens)
+    return [pack(samples) for samples in packs]
+
+
+def _advantage(sample: Sample) -> float:
+    assert sample.advantage is not None, "advantages are computed before packing"
+    return sample.advantage
+
+
+def _scored(per_response: Sequence[Tensor], samples: Sequence[WeightedSample], fill: float = 0) -> Tensor:
+    """[R, …] per sample -> [T, …]: response token j stands at the position before it, which scores it."""
+    rows: list[Tensor] = []
+    for values, weighted in zip(per_response, samples, strict=True):
+        before = weighted.sample.prompt_length - 1
+        rows += [
+            values.new_full((before, *values.shape[1:]), fill),
+            values,
+            values.new_full((1, *values.shape[1:]), fill),
+        ]
+    return torch.cat(rows)
+
+
+def _pack_topk(samples: Sequence[WeightedSample]) -> RolloutTopK | None:
+    topk = [s.sample.topk for s in samples if s.sample.topk is not None]
+    if not topk:
+        return None
+    assert len(topk) == len(samples), "either every sample carries top-K log-probs or none does"
+    ids = _scored([t.ids for t in topk], samples, fill=-1)
+    return RolloutTopK(ids, _scored([t.log_probs for t in topk], samples, fill=float("-inf")))
+
+
+def _pack_weight_versions(samples: Sequence[WeightedSample]) -> Tensor | None:
+    """None where no sample knows which weights sampled it."""
+    if not any(s.sample.weight_versions for s in samples):
+        return None
+    rows: list[Tensor] = []
+    for sample in (s.sample for s in samples):
+        versions = torch.full((sample.response_length,), -1, dtype=torch.int32)
+        for span in sample.weight_versions:
+            versions[span.start : span.stop] = span.version
+        rows.append(versions)
+    return _scored(rows, samples, fill=-1)
+
+
+def _pack_measured(samples: Sequence[Sample], share: float) -> Tensor | None:
+    if share == 1.0:
+        return None
+    chosen = [torch.full((s.tokens.numel(),), is_chosen(s.id, share)) for s in samples]
+    return torch.cat(chosen)
+
+
+def is_chosen(sample_id: str, share: float) -> bool:
+    """Whether a sample is among a share of all, by its id alone: the same on any rank and in any layout."""
+    digest = hashlib.blake2b(sample_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
+    """The micro-batch with those of its sequences alone whose mismatch is told apart; `filler` without any."""
+    m = microbatch
+    if m.is_measured is None:
+        return m
+    starts, lengths = m.cu_seqlens[:-1].long(), m.cu_seqlens.diff().long()
+    is_kept = m.is_measured[starts]
+    lengths = lengths[is_kept]
+    if not lengths.numel():
+        return filler
+    rows = m.is_measured.nonzero()[:, 0]
+    topk, routes = m.topk, m.routed_experts
+    own = {field.name: getattr(m, field.name) for field in fields(m) if field.name != "cu_seqlens"}
+    taken: dict[str, Any] = {name: value[rows] for name, value in own.items() if isinstance(value, Tensor)}
+    return replace(
+        m,
+        **taken,
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        topk=None if topk is None else RolloutTopK(topk.ids[rows], topk.log_probs[rows]),
+        routed_experts=None if routes is None else replace(routes, indices=routes.indices[rows]),
+        sample_ids=tuple(compress(m.sample_ids, map(bool, is_kept))),
+    )
+
+
+def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
+    """One row per token; a sequence's last one, which the engine never forwards, replays the row before it."""
+    routes = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not routes:
+        return None
+    assert len(routes) == len(samples), "either every sample carries routes or none does"
+    rows = torch.cat([torch.cat([route.indices, route.indices[-1:]]) for route in routes])
+    return RoutedExperts(rows, routes[0].layer_numbers, routes[0].num_experts)
+
+
+def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
+    """Two tokens that train nothing: keeps a rank in step when the others have one micro-batch more.
+
+    Args:
+        topk_columns: K of the rollout's top-K log-probs; 0 without.
+        routing: The model's, where micro-batches carry routes; each token then goes to the first top_k experts.
+    """
+    num_tokens = 2
+    zeros, never = torch.zeros(num_tokens), torch.zeros(num_tokens, dtype=torch.bool)
+    topk, routes = None, None
+    if topk_columns:
+        none = torch.full((num_tokens, topk_columns), -1, dtype=torch.int32)
+        topk = RolloutTopK(none, torch.full((num_tokens, topk_columns), float("-inf")))
+    if routing is not None:
+        row = torch.arange(routing.top_k, dtype=torch.int16)
+        indices = row.expand(num_tokens, len(routing.layer_numbers), routing.top_k)
+        routes = RoutedExperts(indices, routing.layer_numbers, routing.num_experts)
+    return Microbatch(
+        tokens=torch.zeros(num_tokens, dtype=torch.int64),
+        position_ids=torch.arange(num_tokens),
+        targets=torch.zeros(num_tokens, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        loss_mask=never,
+        rollout_log_probs=zeros,
+        advantages=zeros,
+        token_weights=zeros,
+        topk=topk,
+        routed_experts=routes,
+    )

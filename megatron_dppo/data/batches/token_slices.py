@@ -1,0 +1,118 @@
+"""Selects the tokens of a packed micro-batch that a rank forwards under context and sequence parallelism.
+
+Sequences are padded where the layout asks for it; each context-parallel rank then takes two pieces of every
+sequence, one from its front and one from its back ("zig-zag"): causal attention then costs all ranks the same.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.types import Microbatch, RolloutTopK
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSlice:
+    """The tokens of one context-parallel rank. Padded positions count from 0 over the padded micro-batch."""
+
+    padded_cu_seqlens: Tensor  # [S+1] int32, of the padded sequences
+    padded_position: Tensor  # [T] int64: where each of the micro-batch's tokens stands after padding
+    own: Tensor  # [T'] int64: padded positions of this rank's tokens, in its order
+
+    @cached_property
+    def source(self) -> Tensor:
+        """[T'] int64: which of the micro-batch's tokens each of this rank's is; -1 for padding."""
+        sources = self.own.new_full((int(self.padded_cu_seqlens[-1]),), -1)
+        sources[self.padded_position] = torch.arange(self.padded_position.numel(), device=sources.device)
+        return sources[self.own]
+
+    def local(self, microbatch: Microbatch) -> Microbatch:
+        """What this rank forwards; `cu_seqlens` stays that of the whole padded micro-batch.
+
+        Padding learns nothing, is routed as the last token of the micro-batch, and stands behind its sequence,
+        where causal attention does not see it.
+        """
+        is_padding = self.source < 0
+        source = self.source.clamp(min=0)
+
+        def take(values: Tensor, fill: float) -> Tensor:
+            taken = values.index_select(0, source)
+            return taken.masked_fill(is_padding.view(-1, *[1] * (values.dim() - 1)), fill)
+
+        m = microbatch
+        starts = self.padded_cu_seqlens[:-1].long().repeat_interleave(self.padded_cu_seqlens.diff().long())
+        topk, routes = m.topk, m.routed_experts
+        if routes is not None:
+            last = routes.indices.shape[0] - 1
+            rows = torch.where(is_padding, last, source)
+            routes = replace(routes, indices=routes.indices.index_select(0, rows))
+        return Microbatch(
+            tokens=take(m.tokens, 0),
+            position_ids=self.own - starts[self.own],
+            targets=take(m.targets, 0),
+            cu_seqlens=self.padded_cu_seqlens,
+            loss_mask=take(m.loss_mask, False),
+            rollout_log_probs=take(m.rollout_log_probs, 0.0),
+            advantages=take(m.advantages, 0.0),
+            token_weights=take(m.token_weights, 0.0),
+            topk=None if topk is None else RolloutTopK(take(topk.ids, -1), take(topk.log_probs, -math.inf)),
+            routed_experts=routes,
+            old_log_probs=None if m.old_log_probs is None else take(m.old_log_probs, 0.0),
+            sample_ids=m.sample_ids,
+            weight_versions=None if m.weight_versions is None else take(m.weight_versions, -1),
+            is_measured=None if m.is_measured is None else take(m.is_measured, False),
+        )
+
+    def scattered(self, values: Tensor) -> Tensor:
+        """[T', ...] values of this rank's tokens -> [T, ...] of the micro-batch's, 0 where others have them."""
+        is_token = self.source >= 0
+        spread = values.new_zeros((self.padded_position.numel(), *values.shape[1:]))
+        return spread.index_copy(0, self.source[is_token], values[is_token])
+
+
+def token_slice(microbatch: Microbatch, rank: int, context: int, tensor: int) -> TokenSlice:
+    """The tokens of context-parallel rank `rank`.
+
+    Args:
+        microbatch: The whole one.
+        rank: This rank's place in its context-parallel group.
+        context: Ranks of the context-parallel group; sequences are padded to multiples of twice as many.
+        tensor: Ranks of the tensor-parallel group, which split T' further for sequence parallelism.
+    """
+    lengths = microbatch.cu_seqlens.diff().long()
+    unit = 2 * context if context > 1 else 1
+    padded = -(-lengths // unit) * unit
+    whole = math.lcm(unit, tensor * context)
+    padded[-1] += -int(padded.sum()) % whole
+    starts = microbatch.cu_seqlens[:-1].long()
+    padded_ends = padded.cumsum(0)
+    padded_starts = padded_ends - padded
+    tokens = torch.arange(microbatch.tokens.numel(), device=lengths.device)
+    position = tokens + (padded_starts - starts).repeat_interleave(lengths)
+    return TokenSlice(
+        padded_cu_seqlens=torch.cat([padded_ends.new_zeros(1), padded_ends]).to(torch.int32),
+        padded_position=position,
+        own=zigzag(padded_starts, padded, rank, context),
+    )
+
+
+def zigzag(starts: Tensor, lengths: Tensor, rank: int, size: int) -> Tensor:
+    """[T/size] int64: positions of rank's two pieces of each sequence, sequence by sequence.
+
+    Args:
+        starts: [S] int64 first position of each sequence.
+        lengths: [S] int64, multiples of `2 * size`; of anything where `size` is 1.
+        rank: Whose; piece `rank` from the front and piece `rank` from the back are its.
+        size: Of the context-parallel group.
+    """
+    if size == 1:
+        return torch.arange(int(lengths.sum()), device=starts.device)
+    piece = lengths // (2 * size)
+    first = torch.stack([starts + rank * piece, starts + (2 * size - 1 - rank) * piece], dim=1).flatten()
+    lengths = piece.repeat_interleave(2)
+    ends = lengths.cumsum(0)
+    within = torch.arange(int(ends[-1]), device=starts.device) - (ends - lengths).repeat_interleave(lengths)
+    return first.repeat_interleave(lengths) + within

@@ -1,0 +1,1 @@
+"""Prompts: prepared, read, checked and streamed."""

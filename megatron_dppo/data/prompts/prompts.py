@@ -1,0 +1,247 @@
+"""Loads prompts from a file, and streams them in an order that a resumed run continues."""
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from megatron_dppo.data.prompts.rows import each_row, fault, missing_column, prompt_of, read_columns, text_of
+from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, cell, detect, has, spellings
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import DataCursor, Message, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> list[Prompt]:
+    """All prompts of a .jsonl or .parquet file, in its order.
+
+    A prompt cell is a string, or a list of {role, content} messages; an answer cell is a string or an integer
+    (taken as its decimal digits). `column.field` names a field of a column. Columns `id`, and `source` or
+    `data_source`, are used where they are there; otherwise the id is the row number (the line number in a
+    .jsonl file) and the source the file's name. Rows count from 1.
+
+    Args:
+        path: The file.
+        prompt_column: Where the prompt stands.
+        answer_column: Where its answer stands; none for the first of `TRAINING_SCHEMAS` that fits.
+
+    Raises:
+        DataError: The file is missing, of another kind, torn or empty, or a row lacks a column, holds another
+            type, or repeats an id.
+    """
+    prompts: list[Prompt] = []
+    for row in read_prompts(path, prompt_column, answer_column):
+        if isinstance(row, DataError):
+            raise row
+        prompts.append(row.prompt)
+    return prompts
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row of a file of prompts."""
+
+    number: int  # from 1
+    prompt: Prompt
+    template: str | None  # that tools/prepare_data.py put the problem into, where the row says so
+
+
+def read_prompts(path: Path, prompt_column: str, answer_column: str | None) -> Iterator[PromptRow | DataError]:
+    """Yield each row's prompt, or what is wrong with the row; see `load_prompts`.
+
+    Raises:
+        DataError: The file is missing, of another kind, empty, or lacks a column.
+    """
+    available = read_columns(path)
+    if not has(available, prompt_column):
+        raise missing_column(str(path), prompt_column, available)
+    answer_column = answer_column or detected_answer(path, prompt_column, available)
+    if not has(available, answer_column):
+        raise missing_column(str(path), answer_column, available)
+    source_column = "data_source" if "data_source" in available and "source" not in available else "source"
+    read = _RowReader(path, prompt_column, answer_column, source_column)
+    for number, row in each_row(path):
+        try:
+            yield row if isinstance(row, DataError) else read(number, row)
+        except DataError as error:
+            yield error
+
+
+@dataclass(frozen=True)
+class _RowReader:
+    """Reads rows of one file, whose columns are known."""
+
+    path: Path
+    prompt_column: str
+    answer_column: str
+    source_column: str
+    rows_by_id: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __call__(self, number: int, row: Mapping[str, object]) -> PromptRow:
+        where = f"{self.path}, row {number}"
+        question, answer = (_required(where, row, name) for name in (self.prompt_column, self.answer_column))
+        row_id = text_of(where, "id", row.get("id", number))
+        source = text_of(where, self.source_column, row.get(self.source_column, self.path.stem))
+        prompt = _prompt(row_id, text_of(where, "the answer", answer), source, prompt_of(where, question))
+        first = self.rows_by_id.setdefault(row_id, number)
+        if first != number:
+            found = f"id {row_id!r}, which row {first} has too"
+            raise fault(where, found, "a different id in each row", "Make ids unique, or drop the id column.")
+        template = row.get("template")
+        return PromptRow(number, prompt, template if isinstance(template, str) else None)
+
+
+class PromptsDigest:
+    """Changes with any prompt, answer or id, and with their order: a cursor into others means nothing."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, prompt: Prompt) -> None:
+        """Add the next prompt."""
+        self._hash.update(json.dumps(asdict(prompt), sort_keys=True).encode())
+
+    def hexdigest(self) -> str:
+        """Return the digest of all prompts so far."""
+        return self._hash.hexdigest()
+
+
+def detected_answer(path: Path, prompt_column: str, columns: Iterable[str]) -> str:
+    """Where the answer stands in a file of these columns, as our own files have it, or verl's, or slime's.
+
+    Raises:
+        DataError: Nowhere that is known.
+    """
+    schema = detect(columns, TRAINING_SCHEMAS, prompt_column)
+    if schema is None:
+        expected = f"columns {spellings(TRAINING_SCHEMAS)}"
+        action = "Set data.answer_column, or make a file of prompts with tools/prepare_data.py."
+        raise fault(str(path), f"columns {list(columns)}", expected, action)
+    logger.info("%s: %s's columns: %s and %s", path, schema.name, schema.prompt, schema.answer)
+    return schema.answer
+
+
+def _required(where: str, row: Mapping[str, object], column: str) -> object:
+    try:
+        return cell(row, column)
+    except KeyError:
+        raise missing_column(where, column, list(row)) from None
+
+
+def _prompt(row_id: str, answer: str, source: str, asked: str | Sequence[Message]) -> Prompt:
+    if isinstance(asked, str):
+        return Prompt(row_id, answer, source, text=asked)
+    return Prompt(row_id, answer, source, messages=tuple(asked))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A prompt, and where it stands in the stream."""
+
+    place: int  # prompts of all epochs before it; the same after a resume
+    prompt: Prompt
+
+
+class PromptStream:
+    """Prompts without end, epoch after epoch, from any cursor on.
+
+    An epoch's order depends on (seed, epoch) only, so a stream made from a cursor continues exactly as the
+    one that left it there. All ranks hold the same stream and take their share of what `draw` returns. What a
+    rank takes out of turn, of what comes next, `pass_over` tells to the stream of every rank.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, shuffle: bool, cursor: DataCursor | None = None
+    ) -> None:
+        """Start at `cursor`, or at the beginning.
+
+        Raises:
+            DataError: There are no prompts, or the cursor is none of a stream over this many prompts.
+        """
+        if not prompts:
+            raise fault("prompts", "none", "at least one prompt", "Check data.prompts.")
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._next, again = _read_cursor(cursor, len(prompts))
+        self._again = deque(again)
+        self._orders: dict[int, Sequence[int]] = {}
+
+    @property
+    def cursor(self) -> DataCursor:
+        """Where the next prompts come from; as JSON in a checkpoint, all that resuming needs."""
+        return self.cursor_with(())
+
+    def cursor_with(self, open_places: Iterable[int]) -> DataCursor:
+        """The cursor of a stream that gives these places once more, before all others."""
+        epoch, index = divmod(self._next, len(self._prompts))
+        again = [*sorted(open_places), *self._again]
+        return {"epoch": epoch, "index": index} | ({"again": again} if again else {})
+
+    def draw(self, n: int) -> list[Drawn]:
+        """The next `n` prompts; crosses epochs as often as needed, so one may come more than once."""
+        return [self._drawn(self._take()) for _ in range(n)]
+
+    def next(self, n: int) -> list[Prompt]:
+        """The prompts of `draw`."""
+        return [drawn.prompt for drawn in self.draw(n)]
+
+    def ahead(self, distance: int) -> Drawn:
+        """What `draw` gives after `distance` others; stays where it is."""
+        num_again = len(self._again)
+        return self._drawn(self._again[distance] if distance < num_again else self._next + distance - num_again)
+
+    def pass_over(self, places: Iterable[int]) -> None:
+        """Leave out what was taken out of turn by `ahead`, on whatever rank; the others come in their order."""
+        missing, passed = set(places), list[int]()
+        while missing:
+            place = self._take()
+            if place in missing:
+                missing.remove(place)
+            else:
+                passed.append(place)
+        self._again.extendleft(reversed(passed))
+
+    def _take(self) -> int:
+        if self._again:
+            return self._again.popleft()
+        self._next += 1
+        return self._next - 1
+
+    def _drawn(self, place: int) -> Drawn:
+        epoch, index = divmod(place, len(self._prompts))
+        if epoch not in self._orders:
+            if len(self._orders) == 2:  # one, but where epochs meet
+                self._orders.clear()
+            self._orders[epoch] = self._order_of(epoch)
+        return Drawn(place, self._prompts[self._orders[epoch][index]])
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._prompts))
+        digest = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        order = torch.randperm(len(self._prompts), generator=generator)
+        return cast(list[int], order.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def _read_cursor(cursor: DataCursor | None, num_prompts: int) -> tuple[int, Sequence[int]]:
+    """Place of the next prompt, and those that come before it once more."""
+    if cursor is None:
+        return 0, ()
+    epoch, index, again = cursor.get("epoch"), cursor.get("index"), cursor.get("again", [])
+    if isinstance(epoch, int) and isinstance(index, int) and epoch >= 0 and 0 <= index < num_prompts:
+        place = epoch * num_prompts + index
+        is_known = set(cursor) <= {"epoch", "index", "again"} and bool not in {type(epoch), type(index)}
+        if is_known and isinstance(again, list) and all(type(a) is int and 0 <= a < place for a in again):
+            return place, again
+    expected = f"{{'epoch': 0 or more, 'index': 0 to {num_prompts - 1}}} for {num_prompts} prompts"
+    action = "Resume with the prompt file that the run started with, or start a new run folder."
+    raise fault("data cursor", repr(dict(cursor)), expected, action)

@@ -1,0 +1,167 @@
+"""How a problem is put to a model: templates by name, and the tokens that a prompt becomes."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from megatron_dppo.data.prompts.rows import fault
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import AnswerForm, Message, Prompt
+
+_BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+_R1_USER, _R1_ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+
+Asked = str | tuple[Message, ...]
+"""What a model is asked: text, or the messages of a chat."""
+
+
+def _base(problem: str) -> Asked:
+    return f"{problem}\n{_BOXED}"
+
+
+def _r1_distill(problem: str) -> Asked:
+    return f"{_R1_USER}{problem} {_BOXED}\n{_R1_ASSISTANT}<think>\n"
+
+
+def _thinking(problem: str) -> Asked:
+    return (Message(role="user", content=f"{problem}\n{_BOXED}"),)
+
+
+def _dapo(problem: str) -> Asked:
+    return (Message(role="user", content=f"{_DAPO_BEFORE}{problem}{_DAPO_AFTER}"),)
+
+
+TEMPLATES: Mapping[str, Callable[[str], Asked]] = {
+    "base": _base,
+    "r1_distill": _r1_distill,
+    "thinking": _thinking,
+    "dapo": _dapo,
+}
+
+
+ASKS_FOR: Mapping[str, AnswerForm] = {
+    "base": "boxed",
+    "r1_distill": "boxed",
+    "thinking": "boxed",
+    "dapo": "answer_line",
+}
+"""The form of the answer that each template asks for."""
+_ASKS_FOR_LINE = re.compile(r"""(?:the form|on its own line)[^\n]{0,20}Answer:""", re.IGNORECASE)
+
+
+def asked_form(prompt: Prompt, template: str | None) -> AnswerForm | None:
+    """Return the form of the answer that a prompt asks for, by its template or its words; none if neither says.
+
+    Args:
+        prompt: As it stands in a file of prompts.
+        template: That the row names, if it names one.
+    """
+    if template is not None and template in ASKS_FOR:
+        return ASKS_FOR[template]
+    text = prompt.text or "\n".join(message["content"] for message in prompt.messages or ())
+    if r"\boxed" in text:
+        return "boxed"
+    return "answer_line" if _ASKS_FOR_LINE.search(text) else None
+
+
+def without_dapo_instruction(text: str) -> str:
+    """The problem alone, where DAPO's instruction stands around it; else the text as it is."""
+    if text.startswith(_DAPO_BEFORE) and text.endswith(_DAPO_AFTER):
+        return text[len(_DAPO_BEFORE) : -len(_DAPO_AFTER)]
+    return text
+
+
+def prompt_tokens(tokenizer: Any, text: str | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
+    """Token ids of text, with the special tokens that the tokenizer adds, or of messages, by its chat template.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        text: What is asked, or none.
+        messages: What is asked as a chat, or none.
+
+    Raises:
+        DataError: The tokenizer has no chat template for messages, or cannot encode what is asked.
+    """
+    if messages is not None:
+        require_chat_template(tokenizer)
+    return _encoded(tokenizer, text, messages)
+
+
+def _encoded(
+    tokenizer: Any, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool = True
+) -> tuple[int, ...]:
+    """Token ids of text or messages.
+
+    Raises:
+        DataError: The tokenizer cannot encode them.
+    """
+    try:
+        if text is not None:
+            tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            assert messages is not None, "a prompt is either text or messages"
+            tokens = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+    except Exception as error:  # tokenizers and chat templates raise whatever they like
+        asked = repr(text if messages is None else list(messages))
+        found = f"{asked if len(asked) <= 60 else asked[:60] + '...'} ({type(error).__name__}: {error})"
+        action = "Correct or remove the prompt, or use the tokenizer that it was made for."
+        where = f"the tokenizer in {tokenizer.name_or_path}"
+        raise fault(where, found, "a prompt that it encodes", action) from error
+    return tuple(cast(list[int], tokens))
+
+
+def require_tokenizer(template: str, tokenizer: Any) -> None:
+    """See that a template means to this tokenizer what it should.
+
+    Raises:
+        DataError: `r1_distill` without DeepSeek's special tokens or a BOS; `thinking` or `dapo` without a chat
+            template; `thinking` with one that does not think unless it is told to.
+    """
+    name = str(tokenizer.name_or_path)
+    if template == "r1_distill":
+        _require_r1_tokens(name, tokenizer)
+    if template in ("thinking", "dapo"):
+        require_chat_template(tokenizer)
+    if template == "thinking":
+        asked = list(cast(tuple[Message, ...], _thinking("1 + 1?")))
+        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
+        plain = tokenizer.apply_chat_template(asked, **options)
+        if plain != tokenizer.apply_chat_template(asked, **options, enable_thinking=True):
+            found = f"a chat template that asks for thinking only with enable_thinking, in {name}"
+            action = "Training gives a template no options: set its default in the tokenizer's chat_template."
+            raise fault("--template thinking", found, "one that does so by itself", action)
+
+
+def require_chat_template(tokenizer: Any) -> None:
+    """See that messages can become tokens.
+
+    Raises:
+        DataError: The tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        action = "Make prompts of text (tools/prepare_data.py --template base), or use a model that chats."
+        where = f"the tokenizer in {tokenizer.name_or_path}"
+        raise fault(where, "one without a chat template", "one with it, for prompts of messages", action)
+
+
+def _require_r1_tokens(name: str, tokenizer: Any) -> None:
+    wrong: list[str] = []
+    for token in (_R1_USER, _R1_ASSISTANT):
+        try:
+            num_tokens = len(_encoded(tokenizer, token, None, add_special_tokens=False))
+        except DataError:
+            num_tokens = 0
+        wrong += [f"{token} as {num_tokens} tokens"] * (num_tokens != 1)
+    if tokenizer.bos_token_id is None or prompt_tokens(tokenizer, "1", None)[0] != tokenizer.bos_token_id:
+        wrong.append("no BOS before a text")
+    if wrong:
+        expected = f"{_R1_USER} and {_R1_ASSISTANT} as one token each, after a BOS that the tokenizer adds"
+        action = "Give --tokenizer the folder of a DeepSeek-R1-Distill model, or choose another --template."
+        raise fault(f"--template r1_distill with {name}", "; ".join(wrong), expected, action)

@@ -1,1 +1,0 @@
-"""What a run measures, where it writes it, and the report that compares runs."""

@@ -1,0 +1,86 @@
+"""One rank that dies, raises or hangs ends the whole job, and its error is the last thing in the log.
+
+A collective tells a rank that another is gone, not which one, nor why; so each rank keeps a TCP connection to
+rank 0, beside the process group. There is no heartbeat: a dead process is noticed by its closed socket, and a
+hung one by the collective in which others time out, so that a busy rank is never taken for either.
+
+`report` says what happened to a rank, `verdict` which report was the first cause; `head` is rank 0's side of
+the connections, `member` that of the others; `ending` leaves the process.
+"""
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+from megatron_dppo.errors import LaunchError
+from megatron_dppo.failure_detection.head import Head
+from megatron_dppo.failure_detection.link import Link
+from megatron_dppo.failure_detection.member import Member
+from megatron_dppo.failure_detection.report import Report, record_for_torchrun
+from megatron_dppo.runtime.process import Runtime
+
+_CONNECT_TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0) -> Iterator[None]:
+    """End the job on every rank as soon as the body fails on one; a job of one rank just raises.
+
+    Enter it on all ranks, inside of what handles SIGTERM: torchrun sends that to rank 0 when another rank dies,
+    and it must live to speak. With several ranks an exception does not leave: the process ends with status 2
+    for an error made for users (MegatronDppoError), else 1. SystemExit passes; it is no failure.
+
+    Args:
+        runtime: Its `progress` is what messages call the place of an error.
+        grace_s: How long rank 0 waits for other reports, which may be the cause of the first one.
+        patience_s: How long a failed rank waits for rank 0 to end it, before it ends by itself.
+
+    Raises:
+        LaunchError: A rank cannot be reached.
+    """
+    if runtime.world_size == 1:
+        yield
+        return
+    watch = _open(runtime, grace_s, patience_s)
+    try:
+        yield
+    except SystemExit as end:
+        watch.leave(f"exit status {end.code or 0}")
+        raise
+    except BaseException as error:  # noqa: BLE001 - reported by rank 0
+        _ignore_sigterm()
+        report = Report.of(error, runtime)
+        if report.kind == "raised":
+            record_for_torchrun(error)
+        watch.fail(report)
+    else:
+        watch.leave("the end of its work")
+
+
+def _open(runtime: Runtime, grace_s: float, patience_s: float) -> Head | Member:
+    if runtime.is_main:
+        head = Head(runtime, grace_s, patience_s)
+        runtime.on_main(head.open)
+        head.wait_for_members(_CONNECT_TIMEOUT_S)
+        return head
+    host, port, token = runtime.on_main(_only_on_main)
+    try:
+        link = Link(socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S))
+    except OSError as error:
+        raise LaunchError(
+            f"rank {runtime.rank}: expected to reach rank 0 at {host}:{port}; found '{error}'. The ranks' "
+            "hosts must reach each other on all ports, as gloo and NCCL need too."
+        ) from error
+    return Member(runtime, link, token, patience_s)
+
+
+def _only_on_main() -> tuple[str, int, str]:
+    raise AssertionError("run by rank 0 only, which gives its own")
+
+
+def _ignore_sigterm() -> None:
+    """A launcher sends it when another rank has ended; this one is about to end, and to say why."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

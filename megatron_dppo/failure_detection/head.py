@@ -1,0 +1,234 @@
+"""Rank 0's side: hears of every rank's end, decides which was the first cause, ends the others, and says so."""
+
+import hmac
+import os
+import queue
+import secrets
+import selectors
+import socket
+import threading
+import time
+from typing import NoReturn
+
+from megatron_dppo.errors import LaunchError
+from megatron_dppo.failure_detection.ending import kill, leave_with, state_of
+from megatron_dppo.failure_detection.link import Link, Message, close_in_children, listen, this_machine
+from megatron_dppo.failure_detection.report import Report, main_thread_stack, record_for_torchrun
+from megatron_dppo.failure_detection.verdict import Rank, first_cause, judge
+from megatron_dppo.runtime.process import Runtime
+
+_POLL_S = 0.25
+_PROGRESS_EVERY_S = 0.5
+_ANSWER_TIMEOUT_S = 1.0
+_END_TIMEOUT_S = 1.0
+_FAREWELL_S = 10.0
+
+
+class _JobFailed(Exception):
+    """The verdict, for torchrun."""
+
+
+class Head:
+    """The listening socket, one connection to each other rank, and the thread that serves them all."""
+
+    def __init__(self, runtime: Runtime, grace_s: float, patience_s: float) -> None:
+        """Call `open` next."""
+        self._runtime, self._grace_s, self._patience_s = runtime, grace_s, patience_s
+        self._ranks = {0: Rank(0, socket.gethostname(), os.getpid())}
+        self._links: dict[int, Link] = {}
+        self._machines = {0: this_machine()}
+        self._reports: list[Report] = []
+        self._first_report_at = self._asked_at = self._left_at = self._told_at = 0.0
+        self._told_since = 0.0
+        self._inbox: queue.SimpleQueue[Report | str] = queue.SimpleQueue()  # from the main thread
+        self._all_here = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._token = secrets.token_hex(16)
+        self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
+
+    def open(self) -> tuple[str, int, str]:
+        """Listen; the host, port and token that the other ranks need."""
+        self._listener, host = listen(os.environ["MASTER_ADDR"])
+        for ours in (self._listener, self._wake, self._woken):
+            close_in_children(ours)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(64))
+        self._thread.start()
+        return host, self._listener.getsockname()[1], self._token
+
+    def wait_for_members(self, timeout_s: float) -> None:
+        """Return when every rank is connected.
+
+        Raises:
+            LaunchError: Some are not, in time.
+        """
+        if not self._all_here.wait(timeout_s):
+            absent = sorted(set(range(self._runtime.world_size)) - set(self._ranks))
+            raise LaunchError(
+                f"expected every rank to connect to rank 0 within {timeout_s:.0f} s; missing: {absent}. "
+                "Their hosts must reach this one on all ports, as gloo and NCCL need too."
+            )
+
+    def fail(self, report: Report) -> NoReturn:
+        """Report, and end with the verdict; or by ourselves, should there be none."""
+        self._tell(report)
+        self._thread.join(self._patience_s)  # a verdict ends the process
+        leave_with(f"rank 0 failed in {report.where}; there was no verdict:\n{report.text}", report.exit_code)
+
+    def leave(self, how: str) -> None:
+        """Wait for the others' goodbyes for some seconds: until then, their failures are still told."""
+        self._tell(how)
+        self._thread.join(_FAREWELL_S + self._patience_s)
+
+    def _tell(self, word: Report | str) -> None:
+        self._inbox.put(word)
+        self._wake.send(b"x")
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(_POLL_S if not self._reports else _POLL_S / 5):
+                key.data()
+            while not self._inbox.empty():
+                self._hear_main_thread(self._inbox.get())
+            self._tell_progress()
+            if self._reports:
+                if self._is_decidable():
+                    self._end_job()
+            elif self._left_at and (not self._links or time.monotonic() - self._left_at > _FAREWELL_S):
+                break
+        for link in self._links.values():
+            link.send(kind="goodbye")
+            link.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        link = Link(connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._meet(link))
+
+    def _meet(self, link: Link) -> None:
+        """The first words of a connection: a rank that knows the token, or a stranger."""
+        messages = link.receive()
+        if messages == []:
+            return
+        hello = messages[0] if messages else {}
+        self._selector.unregister(link.socket)
+        known = isinstance(hello, dict) and hmac.compare_digest(str(hello.get("token")), self._token)
+        if not known:
+            link.close()
+            return
+        number = int(hello["rank"])
+        self._ranks[number] = Rank(number, hello["host"], hello["pid"])
+        self._links[number], self._machines[number] = link, hello["machine"]
+        self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._hear(number, link))
+        me = self._ranks[0]
+        link.send(kind="welcome", host=me.host, pid=me.pid, machine=self._machines[0])
+        for message in (messages or [])[1:]:
+            self._on_message(self._ranks[number], message)
+        if len(self._ranks) == self._runtime.world_size:
+            self._all_here.set()
+
+    def _hear(self, number: int, link: Link) -> None:
+        messages, rank = link.receive(), self._ranks[number]
+        for message in messages or ():
+            self._on_message(rank, message)
+        if messages is None and not rank.end:
+            rank.end = "died"
+            for_s = time.monotonic() - rank.since
+            self._add(Report(number, "died", False, "died", "", rank.where, for_s))
+        if messages is None or rank.end == "left":
+            self._selector.unregister(link.socket)
+            link.close()
+            del self._links[number]
+
+    def _on_message(self, rank: Rank, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "report":
+            rank.end = "failed"
+            self._add(Report(**message["report"]))
+        elif kind == "goodbye":
+            rank.end, rank.how = "left", message["how"]
+        else:  # "progress", or the "stack" that was asked for
+            rank.where, rank.since = message["where"], time.monotonic() - message["for_s"]
+            rank.stack = message.get("stack", rank.stack)
+
+    def _hear_main_thread(self, word: Report | str) -> None:
+        me = self._ranks[0]
+        if isinstance(word, Report):
+            me.end = "failed"
+            self._add(word)
+        else:
+            me.end, me.how, self._left_at = "left", word, time.monotonic()
+
+    def _add(self, report: Report) -> None:
+        self._first_report_at = self._first_report_at or time.monotonic()
+        self._reports.append(report)
+
+    def _tell_progress(self) -> None:
+        """Let the others know where this rank is, should it die."""
+        progress, now, me = self._runtime.progress, time.monotonic(), self._ranks[0]
+        if progress.since == self._told_since or now - self._told_at < _PROGRESS_EVERY_S:
+            return
+        self._told_at, self._told_since = now, progress.since
+        me.where, me.since = progress.describe(), progress.since
+        for link in self._links.values():
+            link.send(kind="progress", where=me.where, for_s=now - me.since)
+
+    def _is_decidable(self) -> bool:
+        """Whether no report can still come that would explain the others.
+
+        After a time-out, asks the ranks that did not report what they are doing.
+        """
+        silent = [rank for rank in self._ranks.values() if not rank.end]
+        waited = time.monotonic() - self._first_report_at
+        if not silent:
+            return True
+        if waited < self._grace_s:
+            return False
+        kind = first_cause(self._reports).kind
+        if kind in ("raised", "died"):
+            return True
+        if not self._asked_at:
+            self._asked_at = time.monotonic()
+            self._ask(silent)
+        has_answers = (
+            all(rank.stack for rank in silent) or time.monotonic() - self._asked_at > _ANSWER_TIMEOUT_S
+        )
+        return has_answers and (kind == "late" or waited > 3 * self._grace_s)
+
+    def _ask(self, silent: list[Rank]) -> None:
+        for rank in silent:
+            if rank.number == 0:
+                progress = self._runtime.progress
+                rank.where, rank.since, rank.stack = progress.describe(), progress.since, main_thread_stack()
+            elif rank.number in self._links:
+                self._links[rank.number].send(kind="stack")
+
+    def _end_job(self) -> NoReturn:
+        """Tell every rank to end, see that they have, and speak the last words."""
+        for rank in self._ranks.values():
+            is_near = self._machines[rank.number] == self._machines[0] != ""
+            if not rank.end and is_near and state_of(rank.pid) == "T":
+                rank.silence = "its process is stopped (by SIGSTOP, or a debugger)"
+        verdict = judge(self._reports, self._ranks, time.monotonic())
+        if first_cause(self._reports).kind != "raised":  # else the rank that raised has recorded it
+            try:
+                raise _JobFailed(verdict.text)
+            except _JobFailed as failure:
+                record_for_torchrun(failure)
+        for link in self._links.values():
+            link.send(kind="end", exit_code=verdict.exit_code)
+        self._wait_until_gone()
+        for number in self._links:
+            if self._machines[number] == self._machines[0] != "":
+                kill(self._ranks[number].pid)
+        self._wait_until_gone()
+        left = "".join(f"{self._ranks[number]} could not be ended from here\n" for number in self._links)
+        leave_with(left + verdict.text, verdict.exit_code)
+
+    def _wait_until_gone(self) -> None:
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while self._links and time.monotonic() < deadline:
+            for key, _ in self._selector.select(_POLL_S / 5):
+                key.data()

@@ -1,0 +1,1 @@
+"""The shims of Megatron-Core: CPU, fixes of its bugs, process groups."""

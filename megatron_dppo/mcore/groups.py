@@ -1,0 +1,121 @@
+"""Megatron's process groups for a layout, and this rank's place in them."""
+
+import contextlib
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.kernels.vocab_parallel import VocabShard
+
+
+def megatron_sizes(layout: Layout) -> dict[str, Any]:
+    """The layout in TransformerConfig's words, with what Megatron needs to be right under it."""
+    return dict(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(layout),
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        sequence_parallel=layout.tensor > 1,
+        variable_seq_lengths=layout.pipeline > 1,  # micro-batches are as long as what was packed into them
+        # Interleaved stages give wrong gradients with batched sends.
+        overlap_p2p_comm=layout.virtual_pipeline > 1,
+        batch_p2p_comm=layout.virtual_pipeline == 1,
+    )
+
+
+def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> None:
+    """Megatron's process groups, unless they are of this layout already, and its random-number tracker, anew.
+
+    Collectives of new groups wait `timeout_s` at most.
+    """
+    sizes: dict[str, Any] = dict(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(layout),
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+    )
+    if not parallel_state.model_parallel_is_initialized() or sizes != _sizes_of_groups():
+        _destroy_groups()
+        timeout_minutes: Any = timeout_s / 60  # annotated as int, and given to timedelta as it is
+        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=timeout_minutes)
+    model_parallel_cuda_manual_seed(seed + 1)
+
+
+def _sizes_of_groups() -> dict[str, int | None]:
+    return dict(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _destroy_groups() -> None:
+    """Megatron forgets its groups where it is told to destroy them; their threads would stay."""
+    groups: list[Any] = getattr(parallel_state, "_global_process_group_list", None) or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None:  # which stands for the default group
+            with contextlib.suppress(ValueError):  # a few it does destroy
+                dist.destroy_process_group(group)
+
+
+def _virtual(layout: Layout) -> int | None:
+    return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+
+
+def vocab_shard(vocab_size: int) -> VocabShard:
+    """Which columns of the logits this rank has."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    width = -(-vocab_size // size)
+    group: Any = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
+    return VocabShard(width * parallel_state.get_tensor_model_parallel_rank(), vocab_size, group)
+
+
+def is_last_stage() -> bool:
+    """Whether this rank computes logits and losses."""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def speaks_for_its_tokens() -> bool:
+    """Whether this rank, alone among those that compute the same losses, reports them."""
+    return is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def speaks_for_its_group() -> bool:
+    """Whether this rank, alone in its data-parallel group, reports what is known of whole micro-batches."""
+    return speaks_for_its_tokens() and parallel_state.get_context_parallel_rank() == 0
+
+
+def data_parallel_place() -> tuple[int, int]:
+    """(rank, size) of this rank among those that train on other samples."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
+def sequence_parallel_rows(num_tokens: int) -> slice:
+    """Which of the tokens of this context-parallel rank the routers of this tensor-parallel rank see."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    own, rank = num_tokens // size, parallel_state.get_tensor_model_parallel_rank()
+    return slice(rank * own, (rank + 1) * own)
+
+
+def sum_over_tokens_and_stages(values: Tensor) -> Tensor:
+    """Add up what the context-parallel ranks and the pipeline stages have of a micro-batch, on each of them."""
+    groups: list[Any] = [
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ]
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(values, group=group)
+    return values

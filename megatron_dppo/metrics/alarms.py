@@ -1,0 +1,160 @@
+"""Raises alarms about a run from the rows of its rollouts.
+
+"Usual" is the median of the last WINDOW rollouts. A rule that lacks a metric, or enough rollouts, is silent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from types import MappingProxyType
+
+WINDOW = 10  # rollouts before the one that is judged
+ENOUGH = 5  # of them, at least; and rollouts of a mean reward
+LENGTH_FACTOR = 2.0  # longer or shorter than usual by this
+TV_FACTOR, TV_FLOOR = 3.0, 0.01  # above usual by this, and large enough to matter
+AGREEMENT_DROP = 0.05  # below usual by this share of experts
+LOST_OF_GAIN, STANDARD_ERRORS = 0.5, 3.0  # a fall of the mean reward: of what was gained, and beyond chance
+SHOWN = 3  # names of metrics in a message
+
+Row = Mapping[str, float]
+
+
+def alarms(history: Sequence[Row], row: Row, steps: Sequence[Row] = ()) -> dict[str, str]:
+    """By rule, in words, what is wrong with a rollout; empty where nothing is.
+
+    Args:
+        history: Metrics of all rollouts before it, in order.
+        row: Of this one.
+        steps: Of its gradient steps.
+    """
+    found = {name: rule(history, row) for name, rule in RULES.items()}
+    found["not_finite"] = _not_finite([row, *steps])
+    return {name: text for name, text in found.items() if text is not None}
+
+
+class AlarmWatch:
+    """Judges each rollout as it ends; keeps the rows that later ones are compared with."""
+
+    def __init__(self, history: Sequence[Row] = ()) -> None:
+        """Go on after the rollouts of `history`."""
+        self.rows: list[Row] = list(history)
+        self._steps: list[Row] = []
+        self._last: frozenset[str] = frozenset()
+
+    def add_step(self, values: Row) -> None:
+        """A gradient step of the rollout that will be judged next."""
+        self._steps.append(values)
+
+    def judge(self, row: Row) -> dict[str, str]:
+        """The alarms of a rollout that the one before it did not raise."""
+        found = alarms(self.rows, row, self._steps)
+        new = {name: text for name, text in found.items() if name not in self._last}
+        self.rows.append(row)
+        self._steps, self._last = [], frozenset(found)
+        return new
+
+    def good_until(self, found: Mapping[str, str]) -> int:
+        """How many rollouts were finished before the trouble of the last one began.
+
+        A collapse began after the rollouts whose mean reward was best; everything else in the rollout itself.
+        """
+        if "reward_collapse" not in found:
+            return len(self.rows) - 1
+        means = _running_means([_value(row, "reward/mean") for row in self.rows])
+        return max(means, key=means.__getitem__)
+
+
+def write_alarms(folder: Path, rollout: int, found: Mapping[str, str], rows: Sequence[Row]) -> Path:
+    """Write `alarm_rollout_<n>.json`: what was found, and the last rows, that rollout's included."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"alarm_rollout_{rollout:06d}.json"
+    kept = [{name: _jsonable(value) for name, value in row.items()} for row in rows[-WINDOW - 1 :]]
+    file.write_text(json.dumps({"rollout": rollout, "alarms": dict(found), "rows": kept}, indent=1) + "\n")
+    return file
+
+
+def reward_collapse(history: Sequence[Row], row: Row) -> str | None:
+    """The mean reward of ENOUGH rollouts fell by more than half of what it had gained, and beyond chance."""
+    rewards = [value for value in (_value(r, "reward/mean") for r in [*history, row]) if value is not None]
+    if len(rewards) < 2 * ENOUGH:
+        return None
+    means = list(_running_means(rewards).values())
+    best, lost = max(means), max(means) - means[-1]
+    noise = pstdev([after - before for before, after in pairwise(rewards)]) / math.sqrt(2)
+    chance = STANDARD_ERRORS * noise * math.sqrt(2 / ENOUGH)
+    if lost <= max(LOST_OF_GAIN * (best - means[0]), chance):
+        return None
+    return f"reward/mean: found {means[-1]:.3g} over {ENOUGH} rollouts; it was {best:.3g} at its best"
+
+
+def length_jump(history: Sequence[Row], row: Row) -> str | None:
+    """Responses became LENGTH_FACTOR times longer or shorter."""
+    name = "rollout/response_length_mean"
+    value, usual = _value(row, name), _usual(history, name)
+    if value is None or usual is None or usual / LENGTH_FACTOR <= value <= usual * LENGTH_FACTOR:
+        return None
+    return f"{name}: found {value:.1f}; usual was {usual:.1f}"
+
+
+def tv_tail(history: Sequence[Row], row: Row) -> str | None:
+    """The tail of |pi - mu| before any update grew: the engines drift apart."""
+    name = "mismatch/tv_p999"
+    value, usual = _value(row, name), _usual(history, name)
+    if value is None or usual is None or value <= max(TV_FACTOR * usual, TV_FLOOR):
+        return None
+    return f"{name}: found {value:.3g}; usual was {usual:.3g}"
+
+
+def agreement_drop(history: Sequence[Row], row: Row) -> str | None:
+    """The trainer's routers agree less with the rollout's."""
+    name = "routing/agreement_mean"
+    value, usual = _value(row, name), _usual(history, name)
+    if value is None or usual is None or value >= usual - AGREEMENT_DROP:
+        return None
+    return f"{name}: found {value:.3f}; usual was {usual:.3f}"
+
+
+RULES: Mapping[str, Callable[[Sequence[Row], Row], str | None]] = MappingProxyType(
+    {
+        "reward_collapse": reward_collapse,
+        "length_jump": length_jump,
+        "tv_tail": tv_tail,
+        "agreement_drop": agreement_drop,
+    }
+)
+
+
+def _not_finite(rows: Sequence[Row]) -> str | None:
+    names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
+    if not names:
+        return None
+    return (
+        f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}: found values that are not finite"
+    )
+
+
+def _running_means(rewards: Sequence[float | None]) -> dict[int, float]:
+    """Mean of ENOUGH known rewards in a row, by how many rollouts are finished after the last of them."""
+    known = [(number, value) for number, value in enumerate(rewards, start=1) if value is not None]
+    windows = (known[i : i + ENOUGH] for i in range(len(known) - ENOUGH + 1))
+    return {window[-1][0]: fmean(value for _, value in window) for window in windows}
+
+
+def _value(row: Row, name: str) -> float | None:
+    """A finite value of the row."""
+    value = row.get(name, math.nan)
+    return value if math.isfinite(value) else None
+
+
+def _usual(history: Sequence[Row], name: str) -> float | None:
+    values = [value for value in (_value(row, name) for row in history[-WINDOW:]) if value is not None]
+    return median(values) if len(values) >= ENOUGH else None
+
+
+def _jsonable(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,72 @@
+"""Estimates the paper's performance bound from a run's batches: the surrogate and the error terms.
+
+`tests/unit/exact_bounds.py` computes the same terms exactly where every response can be enumerated. Here a
+mini-batch stands for the expectation over mu, advantages for rewards (a baseline changes no term of Theorem
+3.1; a group's own mean scales the surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms),
+the largest |A| of the mini-batch for xi, its longest response for T, and Binary-TV of the sampled token for
+the total variation over the vocabulary. Binary-TV is never larger than that, and a mini-batch's maximum never
+larger than the maximum over all prefixes: but for chance both terms are too small, and nothing here is a
+guarantee.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.mismatch import LOG_RATIO_LIMIT
+from megatron_dppo.types import Microbatch
+
+_PER_RESPONSE = ("theory/surrogate", "theory/sum_tv")
+
+
+@torch.no_grad()
+def add_bound_of_tokens(
+    metrics: Metrics,
+    log_probs: Tensor,  # [T] log pi(y_t)
+    rollout_log_probs: Tensor,  # [T] log mu(y_t)
+    advantages: Tensor,  # [T]
+    loss_mask: Tensor,  # [T] bool
+) -> None:
+    """The learning tokens' part of what `add_bound_of_responses` counts the responses of."""
+    rows = loss_mask.bool().nonzero()[:, 0]
+    if rows.numel() == 0:
+        return
+    log_pi, log_mu, advantages = (x[rows].double() for x in (log_probs, rollout_log_probs, advantages))
+    gains = advantages * torch.expm1((log_pi - log_mu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    tv = (log_pi.exp() - log_mu.exp()).abs()
+    statistics = torch.stack([gains.sum(), tv.sum(), tv.max(), advantages.abs().max()])
+    surrogate, sum_tv, max_tv, max_advantage = statistics.tolist()
+    for name, total in zip(_PER_RESPONSE, (surrogate, sum_tv), strict=True):
+        metrics.add_mean(name, total, 0)
+    metrics.add_max("theory/max_tv", max_tv)
+    metrics.add_max("theory/max_advantage", max_advantage)
+
+
+def add_bound_of_responses(metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
+    """Count the responses of a data-parallel group's whole micro-batches: those with a learning token."""
+    for microbatch in microbatches:
+        lengths = [
+            int(microbatch.loss_mask[start:stop].sum())
+            for start, stop in pairwise(microbatch.cu_seqlens.tolist())
+        ]
+        for name in _PER_RESPONSE:
+            metrics.add_mean(name, 0, sum(length > 0 for length in lengths))
+        metrics.add_max("theory/longest_response", max(lengths))
+
+
+def bound_terms(merged: Mapping[str, float]) -> dict[str, float]:
+    """`theory/linear_term` and `theory/quadratic_term`, from the metrics of a step over all ranks.
+
+    4 xi times the mean over responses of the sum of TV (App. B.3), and 2 xi T (T - 1) max TV^2 (Theorem 3.2);
+    none where no token learnt.
+    """
+    if "theory/sum_tv" not in merged or "theory/max_tv" not in merged:
+        return {}
+    horizon, max_reward = merged["theory/longest_response"], merged["theory/max_advantage"]
+    return {
+        "theory/linear_term": 4 * max_reward * merged["theory/sum_tv"],
+        "theory/quadratic_term": 2 * max_reward * horizon * (horizon - 1) * merged["theory/max_tv"] ** 2,
+    }

@@ -1,0 +1,151 @@
+"""Measures how far the trainer's policy pi is from the rollout policy mu, and what the trust region did.
+
+Pure functions of detached tensors that add to a `Metrics`. All arithmetic is in float64. Ratios and both KL
+estimators use the log-ratio log pi - log mu clamped to +-LOG_RATIO_LIMIT, so that one hopeless token gives a
+huge but finite number, also in float32 trackers. A NaN on a learning token is reported, never dropped.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, topk_tv
+from megatron_dppo.metrics.metrics import Metrics
+
+LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
+OLDEST_AGE = 8  # in weight versions; stands for older ones as well
+
+
+def add_mismatch(
+    metrics: Metrics,
+    log_probs: Tensor,  # [T] log pi(y_t) of the trainer
+    rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
+    loss_mask: Tensor,  # [T] bool
+    *,
+    prefix: str = "mismatch",
+) -> None:
+    """Distance of pi from mu over the learning tokens, tokens being samples of mu.
+
+    `kl_k1` and `kl_k3` both estimate KL(mu || pi): k1 = -log r is unbiased but noisy and may be negative;
+    k3 = r - 1 - log r has little noise and is never negative. r = pi / mu.
+    With prefix "mismatch_live" or "mismatch_replayed", one of two paired forwards; with "drift", the policy
+    that a gradient step starts from.
+    """
+    mask = loss_mask.bool()
+    log_pi, log_mu = (x.detach()[mask].double() for x in (log_probs, rollout_log_probs))
+    num_tokens = log_pi.numel()
+    metrics.add_sum(f"{prefix}/num_tokens", num_tokens)
+    if num_tokens == 0:
+        return
+    log_ratio = (log_pi - log_mu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    tv = (log_pi.exp() - log_mu.exp()).abs()
+    k3 = torch.expm1(log_ratio) - log_ratio
+    sum_tv, sum_k1, sum_k3 = torch.stack([tv.sum(), -log_ratio.sum(), k3.sum()]).tolist()
+    metrics.add_mean(f"{prefix}/abs_prob_diff_mean", sum_tv, num_tokens)
+    metrics.add_mean(f"{prefix}/kl_k1", sum_k1, num_tokens)
+    metrics.add_mean(f"{prefix}/kl_k3", sum_k3, num_tokens)
+    metrics.add_histogram(f"{prefix}/tv", tv)
+    metrics.add_log_ratios(f"{prefix}/ratio", log_ratio)
+
+
+def add_topk_tv(
+    metrics: Metrics,
+    topk: TopKLogProbs,  # [T, K]
+    targets: Tensor,  # [T] y_t
+    log_probs: Tensor,  # [T] log pi(y_t) of the trainer
+    rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
+    loss_mask: Tensor,  # [T] bool
+    *,
+    prefix: str,
+) -> None:
+    """`<prefix>/topk_tv_*`: total variation over mu's K most probable tokens, the sampled one and the rest."""
+    rows = loss_mask.nonzero()[:, 0]
+    if rows.numel() == 0:
+        return
+    of_rows = TopKLogProbs(*(x[rows] for x in (topk.ids, topk.rollout_log_probs, topk.log_probs)))
+    sampled = [x.detach()[rows].clamp(max=0) for x in (log_probs, rollout_log_probs)]
+    num_columns = topk.ids.shape[1]
+    tv = topk_tv(*topk_partition(of_rows, targets[rows], *sampled, top_k=num_columns)).double()
+    metrics.add_mean(f"{prefix}/topk_tv_mean", tv.sum(), tv.numel())
+    metrics.add_histogram(f"{prefix}/topk_tv", tv)
+
+
+def add_mismatch_by_age(
+    metrics: Metrics,
+    log_probs: Tensor,  # [T] log pi(y_t) of the trainer
+    rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
+    loss_mask: Tensor,  # [T] bool
+    weight_versions: Tensor,  # [T] int: that sampled y_t; below 0 where it is not known
+    weight_version: int,
+) -> None:
+    """`mismatch_age_<n>/*`: `add_mismatch` of what weights n versions before `weight_version` sampled.
+
+    At age 0 only the engines set pi and mu apart; OLDEST_AGE holds older tokens as well.
+    """
+    ages = (weight_version - weight_versions).clamp(max=OLDEST_AGE)
+    is_known = loss_mask.bool() & (weight_versions >= 0)
+    for age in ages[is_known].unique().tolist():
+        of_age = is_known & (ages == age)
+        add_mismatch(metrics, log_probs, rollout_log_probs, of_age, prefix=f"mismatch_age_{age}")
+
+
+def without_lone_age(values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics without `mismatch_age_0/*` where that is the only age: it repeats `mismatch/*`."""
+    ages = {name.partition("/")[0] for name in values if name.startswith("mismatch_age_")}
+    repeats = "mismatch_age_0/" if ages == {"mismatch_age_0"} else None
+    return {name: value for name, value in values.items() if repeats is None or not name.startswith(repeats)}
+
+
+def add_entropy(metrics: Metrics, entropy: Tensor, loss_mask: Tensor) -> None:
+    """`policy/entropy`: mean over learning tokens of the whole vocabulary's entropy [T], in nats."""
+    entropy = entropy.detach()[loss_mask.bool()].double()
+    metrics.add_mean("policy/entropy", entropy.sum(), entropy.numel())
+
+
+def add_agreement(metrics: Metrics, by_layer: Mapping[int, tuple[float, int]]) -> None:
+    """`routing/agreement_*` from (sum of overlaps, positions) of each MoE layer, 0-based."""
+    for layer, (total, count) in by_layer.items():
+        metrics.add_mean(f"routing/agreement_layer_{layer}", total, count)
+        metrics.add_mean("routing/agreement_mean", total, count)
+
+
+def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
+    """What the mask dropped, from the counts that `policy_loss` returns.
+
+    `masked_fraction_positive` and `_negative` are over tokens with A > 0 and A < 0. `bad_update_fraction`
+    (A < 0 and mu - pi >= .5), `ratio_capped_fraction` and `divergence_mean` are over all learning tokens,
+    masked or not, A = 0 included: the paper leaves the denominator of its "bad updates" open, so
+    `bad_update_fraction_of_negative` has them over the tokens with A < 0, `_of_kept` those that M keeps over
+    all that it keeps. Infinite divergences are left out of the mean; they, and log-probs clamped to 0, get a
+    fraction of their own.
+    """
+    num_tokens, num_positive, num_negative = (
+        float(counts[name]) for name in ("num_loss_tokens", "num_positive", "num_negative")
+    )
+    add = metrics.add_mean
+    add("trust_region/masked_fraction_positive", counts["num_masked_positive"], num_positive)
+    add("trust_region/masked_fraction_negative", counts["num_masked_negative"], num_negative)
+    add("trust_region/bad_update_fraction", counts["num_bad_updates"], num_tokens)
+    add("trust_region/bad_update_fraction_of_negative", counts["num_bad_updates"], num_negative)
+    num_masked = float(counts["num_masked_positive"]) + float(counts["num_masked_negative"])
+    num_kept = num_tokens - num_masked
+    add("trust_region/bad_update_fraction_of_kept", counts["num_bad_updates_kept"], num_kept)
+    add("trust_region/ratio_capped_fraction", counts["num_ratio_capped"], num_tokens)
+    num_infinite = float(counts.get("num_infinite_divergence", 0))
+    add("trust_region/divergence_mean", counts["sum_divergence"], num_tokens - num_infinite)
+    add("trust_region/infinite_divergence_fraction", num_infinite, num_tokens)
+    add("policy/clamped_log_probs_fraction", counts.get("num_clamped_log_probs", 0), num_tokens)
+
+
+def add_noise(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
+    """`trust_region/noise_masked_fraction`: of the tokens with A != 0, those masked before any update.
+
+    pi and mu then have the same weights, so what moved them apart is noise of the two engines (and age, where a
+    response was begun with older weights), and a trust region that drops it is tighter than the engines agree.
+    Given the counts that `policy_loss` returns of a rollout's first mini-batch.
+    """
+    masked, judged = (
+        float(counts[f"num_{what}positive"]) + float(counts[f"num_{what}negative"]) for what in ("masked_", "")
+    )
+    metrics.add_mean("trust_region/noise_masked_fraction", masked, judged)

@@ -1,0 +1,309 @@
+"""Megatron checkpoint folders: `megatron/`, a distributed checkpoint, and `hf/`, config and tokenizer."""
+
+import queue
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.weight_map import is_adapter
+from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files
+from megatron_dppo.checkpoints.untrusted import refuse_code
+from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.mcore.fixes import plan_save, refuse_newer
+from megatron_dppo.models.convert import load_hf_weights
+
+WEIGHTS = "megatron"
+HF = "hf"
+# What torch and Megatron raise on a torn file, or on tensors that are absent or of another shape.
+_LOAD_ERRORS = (
+    *(CheckpointingException, CheckpointException, UnpicklingError),
+    *(OSError, RuntimeError, ValueError, KeyError, EOFError),
+)
+
+
+def is_megatron_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a complete Megatron checkpoint of ours."""
+    return (folder / WEIGHTS / "metadata.json").is_file()
+
+
+def hf_files(folder: Path) -> Path:
+    """Where config.json and the tokenizer of a model folder stand, whichever kind it is."""
+    return folder / HF if is_megatron_checkpoint(folder) else folder
+
+
+def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None:
+    """`model.load`: fill this rank's parameters from a Hugging Face folder or a Megatron checkpoint.
+
+    Raises:
+        ConversionError: Hugging Face weights that do not fit `hf`.
+        CheckpointError: A Megatron checkpoint that is torn, of another model, or with LoRA's adapters, which
+            the model has not.
+    """
+    if not is_megatron_checkpoint(folder):
+        load_hf_weights(chunks, HFWeights(folder), hf)
+        return
+    has_adapters = any(is_adapter(name) for chunk in chunks for name, _ in chunk.named_parameters())
+    if not has_adapters and stored_lora(folder) is not None:
+        raise CheckpointError(
+            f"{folder} holds LoRA adapters beside the weights they update; expected weights alone. Merge them "
+            "with tools/convert_checkpoint.py to-hf and load the result, or go on with the run that wrote it."
+        )
+    load_model_states(chunks, load_sharded(model_states(chunks), folder / WEIGHTS))
+
+
+def model_states(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sharded state of this rank's part of the model; what is stored does not depend on how it is split."""
+    return {_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2].startswith("_extra_state")
+
+
+@torch.no_grad()
+def load_model_states(chunks: Sequence[GPTModel], states: dict[str, Any]) -> None:
+    """Fill the chunks from what `load_sharded` gave for their `model_states`."""
+    for index, chunk in enumerate(chunks):
+        missing, unexpected = chunk.load_state_dict(states[_key(index)], strict=False)
+        odd = [name for name in (*missing, *unexpected) if not _is_extra_state(name)]
+        assert not odd, f"states of another model: {odd[:3]}"
+
+
+def _key(chunk: int) -> str:
+    return "model" if chunk == 0 else f"model{chunk}"
+
+
+def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
+    """Write a Megatron checkpoint of weights alone, whole or not at all; for one process.
+
+    Args:
+        chunks: What to write.
+        out: The folder to make.
+        template: Hugging Face folder whose config and tokenizer go into `hf/`.
+
+    Raises:
+        CheckpointError: `out` exists already.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists. Give a new folder, or remove that one first.")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / WEIGHTS).mkdir(parents=True)
+    copy_model_files(template, unfinished / HF)
+    save_sharded(model_states(chunks), unfinished / WEIGHTS)
+    unfinished.rename(out)
+
+
+def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Megatron's distributed load, with its many errors as one of ours.
+
+    Each `_extra_state` is left out. Transformer Engine's modules keep fp8 scales there, which no model of ours
+    has, as pickles that they would load; and the checkpoint may be of modules that have none.
+
+    Raises:
+        CheckpointError: The folder is torn, holds another model or optimizer, or code.
+    """
+    refuse_code(folder)
+    refuse_newer(folder)
+    wanted = {
+        key: {name: state for name, state in part.items() if not _is_extra_state(str(name))}
+        if isinstance(part, dict)
+        else part
+        for key, part in wanted.items()
+    }
+    try:
+        loaded: Any = dist_checkpointing.load(wanted, str(folder))
+        return loaded
+    except _LOAD_ERRORS as error:
+        reason = str(error).splitlines()[0][:400] if str(error) else repr(error)
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {reason}. It is torn, or of another model or optimizer; "
+            "name another checkpoint, or make it again."
+        ) from error
+
+
+class PendingSave:
+    """A distributed save: planned by all ranks, written by each on its own, then made valid by all.
+
+    Megatron would write from forked children; a thread does it as well, since writing releases the interpreter
+    lock, and a killed trainer then leaves no writer behind.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path, *, is_copied: bool) -> None:
+        """Plan the save of a sharded state into an existing empty folder; every rank calls this together.
+
+        Args:
+            state: Sharded state dict.
+            folder: Where to write.
+            is_copied: Hold copies, so that training may change the tensors before they are written.
+        """
+        with results_in_this_process():
+            self._request: Any = plan_save(state, folder)
+        self._buckets: list[Any] = []
+        if self._request.async_fn is not None:
+            live = self._request.async_fn_args[1]
+            self._buckets = self._request.preload_fn()
+            if is_copied:
+                self._buckets = [_copied(*pair) for pair in zip(self._buckets, live, strict=True)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(tensor.nbytes for *_, (_, tensors) in self._buckets for _, tensor in tensors)
+
+    def write(self) -> list[Path]:
+        """Write and sync this rank's files, in any thread; communicates with no other rank.
+
+        Raises:
+            OSError: The disk is full, or fails in another way.
+        """
+        written: dict[int, Any] = {}
+        outcomes: Any = queue.Queue()
+        unfinished: Any = queue.Queue()
+        for index, bucket in enumerate(self._buckets):
+            unfinished.put(index)
+            transforms = self._request.async_fn.args[0]
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, unfinished, True)
+            _, written[index] = outcomes.get()
+            if isinstance(written[index], Exception):
+                raise OSError(f"{bucket[0]}: {written[index]}; is the disk full?") from written[index]
+        if self._buckets:
+            self._request.async_fn_args[2].put(written)
+        return [Path(path) for path, *_ in self._buckets]
+
+    def finish(self) -> None:
+        """Write the metadata that makes the folder loadable; every rank calls this, after all have written.
+
+        Raises:
+            CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
+        """
+        self._buckets = []
+        finish_save(self._request)
+
+
+def finish_save(request: Any) -> None:
+    """Write a planned save's metadata; every rank calls this, after all have written.
+
+    Raises:
+        CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
+    """
+    with _disk_errors_kept() as errors:
+        try:
+            for finalize in request.finalize_fns:
+                finalize()
+        except CheckpointException as error:
+            raise CheckpointError(f"the checkpoint's metadata could not be written: {error}") from error
+    reason: list[Any] = [str(errors[0]) if errors else None]
+    dist.broadcast_object_list(reason, src=0)
+    if reason[0] is not None:
+        raise CheckpointError(f"the checkpoint's metadata could not be written: {reason[0]}")
+
+
+@contextmanager
+def _disk_errors_kept() -> Iterator[list[OSError]]:
+    """Have rank 0 go on where Megatron cannot write metadata: the other ranks wait for it in collectives."""
+    errors: list[OSError] = []
+
+    def keeping(write: Callable[..., None]) -> Callable[..., None]:
+        def write_or_keep(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except OSError as error:
+                errors.append(error)
+
+        return write_or_keep
+
+    before = FileSystemWriterAsync.finish, serialization.save_config
+    FileSystemWriterAsync.finish, serialization.save_config = map(keeping, before)
+    try:
+        yield errors
+    finally:
+        FileSystemWriterAsync.finish, serialization.save_config = before
+
+
+def _copied(staged: Any, live: Any) -> Any:
+    """A write bucket whose tensors share no memory with the model; those copied from a device do not."""
+    path, key, (objects, tensors) = staged
+    apart = [
+        (item, tensor.clone() if tensor.data_ptr() == original.data_ptr() else tensor)
+        for (item, tensor), (_, original) in zip(tensors, live[2][1], strict=True)
+    ]
+    return path, key, (objects, apart)
+
+
+def save_sharded(state: dict[str, Any], folder: Path) -> None:
+    """Save into an existing empty folder from a single process; returns when the bytes are on disk."""
+    save = PendingSave(state, folder, is_copied=False)
+    save.write()
+    save.finish()
+
+
+@contextmanager
+def results_in_this_process() -> Iterator[None]:
+    """Let a save hand over what it wrote in a plain queue.
+
+    Megatron otherwise starts a manager process by spawning, which takes seconds and runs the main module again.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+def stored_lora(folder: Path) -> LoraConfig | None:
+    """The `[lora]` that a Megatron checkpoint was trained with; none where it has no adapters.
+
+    Every rank calls this together.
+
+    Raises:
+        CheckpointError: The folder holds code, or is torn.
+    """
+    refuse_code(folder / WEIGHTS)
+    tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
+    stored = {k: tensor for k, tensor in tensors.items() if is_adapter(k) and not k.startswith("optimizer.")}
+    if not stored:
+        return None
+    one = next(tensor for key, tensor in stored.items() if key.endswith(".alpha"))
+    alpha = load_sharded({"alpha": one.without_data()}, folder / WEIGHTS)["alpha"]
+    factors = {key: tensor.global_shape for key, tensor in stored.items() if key.endswith(".lora_A")}
+    ranks, found = {shape[-2] for shape in factors.values()}, {key.split(".")[-2] for key in factors}
+    assert len(ranks) == 1, "all adapters of a run have one rank"
+    targets = tuple(name for name in LoraConfig().targets if name in found)
+    return LoraConfig(rank=ranks.pop(), alpha=int(alpha.flatten()[0]), targets=targets)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type of the weights in a Megatron checkpoint.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint, or its weights are of several types.
+    """
+    if not is_megatron_checkpoint(folder):
+        raise CheckpointError(
+            f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from tools/convert_checkpoint.py "
+            "or from a run's checkpoints/; check the path."
+        )
+    refuse_code(folder / WEIGHTS)
+    tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
+    weights = (tensor for key, tensor in tensors.items() if not key.startswith("optimizer."))
+    dtypes = {tensor.dtype for tensor in weights if tensor.dtype.is_floating_point}
+    if len(dtypes) != 1:
+        raise CheckpointError(f"{folder}: weights of types {sorted(map(str, dtypes))}; expected one.")
+    return dtypes.pop()

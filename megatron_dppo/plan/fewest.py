@@ -1,0 +1,116 @@
+"""The fewest GPUs on which some layout that `train` admits fits, and why none does where there are none."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.plan.engine import EngineMemory, engine_memory
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.machine import RESERVE_BYTES, Machine
+from megatron_dppo.plan.memory import Memory, memory_of
+from megatron_dppo.plan.moments import OF_STATES
+from megatron_dppo.plan.search import (
+    HEADROOM,
+    Proposal,
+    admitted_layouts,
+    fits,
+    has_headroom,
+    propose,
+    recompute_choices,
+)
+from megatron_dppo.plan.settings import Settings
+from megatron_dppo.plan.units import counted, in_gib, layout_text
+from megatron_dppo.plan.verdict import verdict_of
+
+NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of whole nodes that are tried, after every number of GPUs of one node."""
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """What the search over numbers of GPUs came to.
+
+    Attributes:
+        num_gpus: The fewest that are enough; where none are, the most that were tried.
+        proposal: The fastest layout on them, where they are enough.
+        condition: What else has to change for that, as an imperative; the proposal sets it, too.
+        why_not: Where they are not, a sentence that says why.
+    """
+
+    num_gpus: int
+    proposal: Proposal | None = None
+    condition: str = ""
+    why_not: str = ""
+
+
+def numbers_to_try(machine: Machine) -> list[int]:
+    """Numbers of GPUs, ascending."""
+    return [*range(1, machine.gpus_per_node + 1), *(nodes * machine.gpus_per_node for nodes in NODES)]
+
+
+def fewest_gpus(job: Job) -> Fewest:
+    """Search numbers of GPUs for the first on which some layout fits."""
+    numbers = numbers_to_try(job.machine)
+    closest: tuple[Job, Memory] | None = None
+    for num_gpus in numbers:
+        on_these = job.on(num_gpus)
+        if not has_room(on_these, engine_alone(on_these)):
+            continue
+        for each, memory in _leanest(on_these):
+            is_enough = has_headroom(each, memory)
+            is_closer = closest is None or memory.peak < closest[1].peak
+            if not (is_enough or is_closer) or each.problems:
+                continue
+            if is_enough:
+                return Fewest(num_gpus, propose(on_these).proposals[0])
+            closest = each, memory
+    return Fewest(numbers[-1], why_not=_why_not(job.on(numbers[-1]), closest))
+
+
+def engine_alone(job: Job) -> EngineMemory:
+    """The engine beside the layout that leaves each of its copies the least to sample."""
+    num_gpus = job.machine.num_gpus
+    return engine_memory(job.config, job.shape, Layout(num_gpus, data=num_gpus), job.machine)
+
+
+def has_room(job: Job, engine: EngineMemory) -> bool:
+    """Whether a GPU holds the engine at work, and the engine a sequence, were the trainer not there."""
+    is_small = RESERVE_BYTES + engine.at_work <= (1 - HEADROOM) * job.machine.gpu_bytes
+    return is_small and engine.holds(job.workload.sequence_tokens)
+
+
+def _leanest(job: Job) -> Iterator[tuple[Job, Memory]]:
+    """Each layout with optimizer states on the host, where it may be large, and as much recomputed as may help.
+
+    Virtual stages are left out: they hold more micro-batches, and nothing less.
+    """
+    places: list[Settings] = [{"optimizer.offload": True}]
+    if job.machine.host_bytes is not None:
+        places.append({})
+    options = [{**place, **recompute} for place in places for recompute in reversed(recompute_choices(job))]
+    for layout in admitted_layouts(job):
+        for chosen in options:
+            each = job.having({**layout, **chosen})
+            if each.config.parallel.virtual_pipeline > 1:
+                break
+            memory = memory_of(each, each.layout)
+            yield each, memory
+            of_states = (stage.total(moment) for stage in memory.stages for moment in OF_STATES)
+            if max(of_states) > job.machine.gpu_bytes:
+                break
+
+
+def _why_not(job: Job, closest: tuple[Job, Memory] | None) -> str:
+    engine = engine_alone(job)
+    if not engine.holds(job.workload.sequence_tokens):
+        longest = job.workload.sequence_tokens
+        beside = f"{engine.cached_tokens} tokens beside {in_gib(engine.weights)} GiB of weights"
+        return f"The engine's cache holds {beside}, and the longest sequence has {longest}."
+    if not has_room(job, engine):
+        taken, whole = in_gib(RESERVE_BYTES + engine.at_work), in_gib(job.machine.gpu_bytes)
+        return f"The engine alone takes {taken} of {whole} GiB of each GPU."
+    if closest is None:
+        return "train admits no layout on any of them with the rest of the config."
+    where = f"{layout_text(closest[1].layout)} on {counted(closest[0].machine.num_gpus, 'GPU')}"
+    tight = f" A proposal leaves {HEADROOM:.0%} of a GPU free." if fits(*closest) else ""
+    return f"A GPU holds least with {where}. {verdict_of(*closest)}{tight}"

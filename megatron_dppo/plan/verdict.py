@@ -1,0 +1,35 @@
+"""States whether a layout fits: its peak, when it occurs, and what takes most."""
+
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.memory import Memory
+from megatron_dppo.plan.search import fits_hosts
+from megatron_dppo.plan.units import counted, in_gib
+
+WHEN = {
+    "loss": "at the loss",
+    "backward": "in backward",
+    "step": "in the optimizer's step",
+    "rollout": "in the rollout",
+    "sync": "while weights go to the engine",
+}
+
+
+def verdict_of(job: Job, memory: Memory) -> str:
+    """One sentence about a layout that `train` admits."""
+    worst, machine, engine = memory.worst, job.machine, memory.engine
+    components = worst.moments[worst.worst_moment]
+    name, most = max(components.items(), key=lambda item: item[1])
+    peak = f"{in_gib(worst.peak)} of {in_gib(machine.gpu_bytes)} GiB"
+    detail = f"{peak} {WHEN[worst.worst_moment]}, most of it {name} ({in_gib(most)} GiB)"
+    if worst.peak > machine.gpu_bytes:
+        return f"Does not fit: {detail}."
+    if engine.num_gpus > machine.num_gpus:
+        found = f"an engine over {counted(engine.num_gpus, 'GPU')} (sglang.tp_size) on {machine.num_gpus}"
+        return f"Does not fit: {found}. The rest would: {detail}."
+    if not engine.holds(job.workload.sequence_tokens):
+        tokens = f"{engine.cached_tokens} tokens, and the longest sequence has {job.workload.sequence_tokens}"
+        return f"Does not fit: the engine's cache holds {tokens}. The rest would: {detail}."
+    if machine.host_bytes is not None and not fits_hosts(job, memory):
+        needs = f"{in_gib(memory.host.per_node)} of {in_gib(machine.host_bytes)} GiB"
+        return f"Does not fit the hosts: {needs} of a node's memory. The GPUs would do: {detail}."
+    return f"Fits: {detail}."

@@ -1,0 +1,148 @@
+"""Validates and scores samples; a sample that cannot be used is dropped with a reason, never repaired."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from megatron_dppo.environments import Episode
+from megatron_dppo.errors import RoutingReplayError
+from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
+from megatron_dppo.rollout.counts import DropReason
+from megatron_dppo.rollout.overlong import OverlongShaping
+from megatron_dppo.types import Prompt, Sample
+
+RouteValidator = Callable[[Sample], None]
+"""Raises RoutingReplayError where a sample's captured routes do not fit."""
+
+
+class Tokenizer(Protocol):
+    """What rollout needs of a transformers tokenizer, whose own annotations are unions of all it can return."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+        """Token ids of a text prompt, a list of int."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
+    ) -> Any:
+        """Token ids of a chat prompt, a list of int."""
+        ...
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any:
+        """Text of a list of token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a sample was dropped."""
+
+    reason: DropReason
+    sample_id: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}, sample {self.sample_id}: {self.found}"
+
+
+class Scorer(Protocol):
+    """What judging needs of a `RewardPool`."""
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """A result for each request, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Scores samples, or says why they cannot be trained on."""
+
+    tokenizer: Tokenizer
+    scorer: Scorer
+    needs_routes: bool
+    validate_routes: RouteValidator | None
+    overlong: OverlongShaping | None = None
+
+    def __call__(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
+        """Each sample with its reward, or the first fault found.
+
+        Only sound samples are scored, and only those that their environment gave no reward.
+        """
+        verdicts: list[Sample | Fault] = [self._verdict(sample, episode) for _, sample, episode in answered]
+        sound = [
+            i for i, verdict in enumerate(verdicts) if isinstance(verdict, Sample) and verdict.reward is None
+        ]
+        requests = [self._request(*answered[i]) for i in sound]
+        for i, result in zip(sound, self.scorer.score(requests) if requests else [], strict=True):
+            sample = cast(Sample, verdicts[i])
+            if isinstance(result, RewardFault):
+                verdicts[i] = Fault(result.kind, sample.id, result.message)
+            else:
+                verdicts[i] = self._rewarded(sample, result)
+        return verdicts
+
+    def _rewarded(self, sample: Sample, result: RewardResult) -> Sample:
+        info, penalty = {**sample.reward_info, **result.info}, 0.0
+        if self.overlong is not None:
+            penalty = info["overlong_penalty"] = self.overlong(sample.response_length)
+        return dataclasses.replace(sample, reward=result.value + penalty, reward_info=info)
+
+    def _request(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> RewardRequest:
+        if episode is not None:
+            return RewardRequest(prompt, episode.response, sample.finish_reason)
+        response = as_text(self.tokenizer, sample.tokens[sample.prompt_length :], has_special_tokens=False)
+        return RewardRequest(prompt, response, sample.finish_reason)
+
+    def _verdict(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
+        if episode is not None and episode.fault is not None:
+            return Fault("environment_failed", sample.id, episode.fault)
+        fault = self._fault(sample)
+        if fault is not None:
+            return fault
+        if episode is None:
+            return sample
+        return dataclasses.replace(sample, reward=episode.reward, reward_info=dict(episode.info))
+
+    def _fault(self, sample: Sample) -> Fault | None:
+        if sample.finish_reason == "abort":
+            return Fault("aborted", sample.id, f"the engine gave up after {sample.response_length} tokens")
+        if sample.response_length == 0:
+            return Fault("empty_response", sample.id, f"finish_reason {sample.finish_reason!r}")
+        if not _has_usable_log_probs(sample):
+            return Fault("non_finite_log_probs", sample.id, "NaN or infinity among the rollout's log-probs")
+        if self.needs_routes and sample.num_retractions:
+            return Fault("invalid_routes", sample.id, _retracted(sample.num_retractions))
+        if self.needs_routes and sample.routed_experts is None:
+            return Fault("invalid_routes", sample.id, "routes were asked for and none came back")
+        try:
+            if self.validate_routes is not None:
+                self.validate_routes(sample)
+        except RoutingReplayError as error:
+            return Fault("invalid_routes", sample.id, str(error))
+        return None
+
+
+def as_text(tokenizer: Tokenizer, tokens: Tensor, *, has_special_tokens: bool) -> str:
+    """Token ids [N] as text, with or without the special tokens among them; nothing else is tidied."""
+    ids = cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
+    return tokenizer.decode(ids, skip_special_tokens=not has_special_tokens, clean_up_tokenization_spaces=False)
+
+
+def _retracted(num_retractions: int) -> str:
+    """Why a retracted sample has no routes to replay, and what to do."""
+    times = "once" if num_retractions == 1 else f"{num_retractions} times"
+    return (
+        f"retracted {times}, routes recomputed: the server's cache was full, so that the routes are not those "
+        "that sampled the tokens (lower rollout.sglang.max_concurrent_requests, or raise "
+        "sglang.mem_fraction_static or sglang.schedule_conservativeness)"
+    )
+
+
+def _has_usable_log_probs(sample: Sample) -> bool:
+    """Tokens that learn need finite log-probs; among the top-K, -inf pads and contributes nothing."""
+    is_finite = bool(sample.rollout_log_probs[sample.loss_mask].isfinite().all())
+    return is_finite and (sample.topk is None or bool((sample.topk.log_probs < math.inf).all()))

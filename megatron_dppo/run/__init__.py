@@ -1,0 +1,1 @@
+"""One training run: its start-up, state, checkpoints, log and stop signals."""

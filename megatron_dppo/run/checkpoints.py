@@ -1,0 +1,399 @@
+"""Saves and loads a run's checkpoints; saving runs beside training, and a resume is bitwise exact.
+
+`checkpoint_folder.py` says what stands where on disk.
+"""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.checkpoints import checkpoint_folder
+from megatron_dppo.checkpoints.checkpoint_folder import STATE, Kept, Retention
+from megatron_dppo.checkpoints.hf_folder import copy_model_files
+from megatron_dppo.checkpoints.resharding import fit_to_chain, is_resharded, require_reshardable
+from megatron_dppo.config.schema import CheckpointConfig
+from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.mcore.fixes import prime_adam_states
+from megatron_dppo.models.megatron_folder import (
+    HF,
+    WEIGHTS,
+    PendingSave,
+    hf_files,
+    load_model_states,
+    load_sharded,
+    model_states,
+)
+from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.types import OpenRollout, RunState, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+_MEGATRON_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True)
+class RunPoint:
+    """A point between gradient steps that a run can go on from."""
+
+    state: RunState
+    metrics_offset: int  # bytes of metrics.jsonl that belong to the steps taken
+    prompts_digest: str  # of the prompts that the state's cursor points into
+    opened: OpenRollout | None = None  # the rollout in whose middle it stands
+    score: float | None = None  # checkpoint.best_metric of these weights
+    config: str = ""  # that trained them, resolved, as TOML; "" where an older version saved
+
+
+_PLAIN = ("metrics_offset", "prompts_digest", "score", "config")  # of RunPoint, as state.json has them
+
+
+class Checkpoints:
+    """A run's checkpoints, for as long as it lives. Every rank calls each method, together."""
+
+    def __init__(self, folder: Path, options: CheckpointConfig, model_folder: Path, runtime: Runtime) -> None:
+        """Clean up what a killed run left half written.
+
+        Args:
+            folder: The run's `checkpoints/`; no other process may be using it.
+            options: `[checkpoint]`.
+            model_folder: The `model.load` folder, whose config and tokenizer are copied.
+            runtime: This process.
+        """
+        self._folder, self._options, self._runtime = folder, options, runtime
+        self._model_folder = model_folder
+        self._underway: _Save | None = None
+        self._saved: RunState | None = None
+        self._failed_in_a_row = 0
+        runtime.on_main(lambda: checkpoint_folder.delete(checkpoint_folder.leftovers(folder)))
+
+    def save(self, actor: Actor, point: RunPoint) -> float:
+        """Begin to write a checkpoint; with `asynchronous` off, and after `wait`, it is on disk.
+
+        A save that fails is logged and counted, and costs no earlier checkpoint.
+
+        Returns:
+            Seconds that training stood still.
+
+        Raises:
+            CheckpointError: `max_failed_saves` in a row could not be written.
+        """
+        started = time.perf_counter()
+        if point.state == self._saved or (self._underway and point.state == self._underway.point.state):
+            return 0.0
+        self.complete()
+        unfinished = self._runtime.on_main(lambda: self._begin(point.state.step))
+        with actor.memory.states_here():
+            state = _sharded_state(actor, is_loading=False)
+            is_copied = self._options.asynchronous or actor.memory.is_offloading
+            pending = PendingSave(state, unfinished / WEIGHTS, is_copied=is_copied)
+        del state
+        steps = point.opened.steps if point.opened is not None else None
+        own_bytes = pending.num_bytes + sum(bytes_of(step) for step in steps or ())
+        total = sum(self._runtime.all_gather(own_bytes))
+        reserve = int(self._options.reserve_gib * (1 << 30))
+        try:
+            self._runtime.on_main(lambda: checkpoint_folder.require_free(self._folder, total, reserve))
+        except CheckpointError as error:
+            self._fail(unfinished, str(error))
+            return time.perf_counter() - started
+        rank, layout = self._runtime.rank, actor.layout
+        self._underway = _Save(unfinished, point, layout, pending, rank, steps, random_states())
+        self._underway.thread.start()
+        if not self._options.asynchronous:
+            self.complete()
+        return time.perf_counter() - started
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is not yet a checkpoint."""
+        return self._underway is not None
+
+    def poll(self) -> None:
+        """Make a save that all ranks have written a checkpoint; cheap where none is underway.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        if self._underway and not any(self._runtime.all_gather(self._underway.thread.is_alive())):
+            self.complete()
+
+    def wait(self) -> None:
+        """Wait until the latest save is a checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self.complete()
+        if self._failed_in_a_row:
+            raise CheckpointError(
+                f"{self._folder}: the last save failed, as logged above. What was trained since the checkpoint "
+                "before it is lost to a resume; fix the cause and start the same command again."
+            )
+
+    def resume(self, actor: Actor) -> RunPoint | None:
+        """Restore the latest checkpoint that is whole; none where there never was one.
+
+        A torn checkpoint is renamed, reported, and the one before it is taken.
+
+        Raises:
+            CheckpointError: All are torn, or the checkpoint is of another model or cannot be resharded.
+        """
+        found = self._newest_whole()
+        if found is None:
+            return None
+        point = load(found, actor, self._runtime)
+        self._saved = point.state
+        for newer in self._runtime.on_main(lambda: checkpoint_folder.set_aside_newer(found)):
+            if self._runtime.is_main:
+                logger.warning("%s is newer than the checkpoint that the run goes on from", newer)
+        if self._runtime.is_main:
+            logger.info("resuming from %s: %d gradient steps are done", found, point.state.step)
+        return point
+
+    def go_back(self, actor: Actor, num_rollouts: int) -> RunPoint | None:
+        """Restore the newest checkpoint of at most `num_rollouts` rollouts; none where none is kept.
+
+        Raises:
+            CheckpointError: As `resume`.
+        """
+        self.complete()
+        find = checkpoint_folder.newest_between_rollouts
+        found = self._runtime.on_main(lambda: find(self._folder, num_rollouts))
+        if found is None:
+            return None
+        self._runtime.on_main(lambda: checkpoint_folder.set_latest(found))
+        return self.resume(actor)
+
+    def _newest_whole(self) -> Path | None:
+        runtime = self._runtime
+        candidates = runtime.on_main(lambda: checkpoint_folder.candidates(self._folder))
+        for candidate in candidates:
+            own = checkpoint_folder.faults(candidate, (runtime.rank, runtime.world_size))
+            faults = sorted({fault for faults in runtime.all_gather(own) for fault in faults})
+            if not faults:
+                return candidate
+            torn = runtime.on_main(lambda torn=candidate: checkpoint_folder.set_aside(torn, "torn"))
+            if runtime.is_main:
+                logger.warning("%s is torn (%s); kept as %s", candidate, "; ".join(faults[:3]), torn.name)
+        if candidates:
+            raise CheckpointError(
+                f"{self._folder}: all {len(candidates)} checkpoints are torn; they are kept as *.torn. "
+                "Restore one from a backup, or start a new run.folder."
+            )
+        return None
+
+    def _begin(self, step: int) -> Path:
+        unfinished = self._folder / f".{checkpoint_folder.name_of(step)}.{time.time_ns()}.unfinished"
+        for name in (WEIGHTS, "rng", "remaining"):
+            (unfinished / name).mkdir(parents=True)
+        return unfinished
+
+    def complete(self) -> None:
+        """Wait for the writers of a save that is underway, agree, and publish it.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        save, self._underway = self._underway, None
+        if save is None:
+            return
+        save.thread.join()
+        errors = self._runtime.all_gather(save.error)
+        failed = next(((rank, error) for rank, error in enumerate(errors) if error is not None), None)
+        if failed is not None:
+            self._fail(save.unfinished, f"rank {failed[0]}: {failed[1]}")
+            return
+        try:
+            save.pending.finish()
+        except CheckpointError as error:
+            self._fail(save.unfinished, str(error))
+            return
+        try:
+            sums = {name: digest for own in self._runtime.all_gather(save.sums) for name, digest in own.items()}
+            self._runtime.on_main(lambda: self._publish(save, sums))
+        except (CheckpointError, OSError) as error:
+            self._fail(save.unfinished, str(error))
+            return
+        self._saved, self._failed_in_a_row = save.point.state, 0
+
+    def _publish(self, save: "_Save", sums: dict[str, str]) -> None:
+        """Rank 0: what belongs to no rank alone, the checksums, and the names that make it visible."""
+        unfinished, point = save.unfinished, save.point
+        copy_model_files(hf_files(self._model_folder), unfinished / HF)
+        checkpoint_folder.write_durably(unfinished / STATE, _to_json(point, save.layout))
+        others = [
+            file
+            for file in unfinished.rglob("*")
+            if file.is_file() and str(file.relative_to(unfinished)) not in sums
+        ]
+        checkpoint_folder.sync(others)
+        checkpoint_folder.write_sums(unfinished, sums | checkpoint_folder.sums_of(others, unfinished))
+        checkpoint_folder.publish(unfinished, self._folder / checkpoint_folder.name_of(point.state.step))
+        checkpoint_folder.delete([*self._outdated(), *checkpoint_folder.leftovers(self._folder)])
+
+    def _outdated(self) -> list[Path]:
+        options = self._options
+        retention = Retention(
+            options.keep_last, options.keep_every, options.keep_best, options.best_is == "highest"
+        )
+        kept: list[Kept] = []
+        for folder in checkpoint_folder.complete(self._folder):
+            try:
+                content = _read_state(folder)
+                kept.append(Kept(folder, content["state"]["rollout"], content["score"]))
+            except (CheckpointError, KeyError, TypeError):
+                logger.warning("%s/%s cannot be read; the folder is left alone", folder, STATE)
+        return retention.deleted(kept)
+
+    def _fail(self, unfinished: Path, reason: str) -> None:
+        self._failed_in_a_row += 1
+        self._runtime.on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        if self._runtime.is_main:
+            logger.error("the checkpoint could not be written, earlier ones are untouched: %s", reason)
+        if self._failed_in_a_row >= self._options.max_failed_saves:
+            raise CheckpointError(
+                f"{self._folder}: {self._failed_in_a_row} saves in a row failed; expected fewer than "
+                f"checkpoint.max_failed_saves = {self._options.max_failed_saves}. The last reason: {reason}"
+            )
+
+
+@dataclass
+class _Save:
+    """One checkpoint being written by a thread of each rank."""
+
+    unfinished: Path
+    point: RunPoint
+    layout: Layout
+    pending: PendingSave
+    rank: int
+    steps: tuple[TrainBatch, ...] | None  # of the open rollout
+    random: dict[str, torch.Tensor]
+    thread: threading.Thread = field(init=False)
+    sums: dict[str, str] = field(default_factory=dict[str, str])  # of the files that this rank wrote
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._write, name="write checkpoint", daemon=True)
+
+    def _write(self) -> None:
+        try:
+            files = self.pending.write()
+            name = f"rank_{self.rank:05d}.safetensors"
+            save_file(self.random, self.unfinished / "rng" / name)
+            files.append(self.unfinished / "rng" / name)
+            if self.steps is not None:
+                write_batches(self.unfinished / "remaining" / name, self.steps)
+                files.append(self.unfinished / "remaining" / name)
+            checkpoint_folder.sync(files)
+            self.sums = checkpoint_folder.sums_of(files, self.unfinished)
+        except Exception as error:  # noqa: BLE001 - carried to the main thread, which tells all ranks
+            self.error = f"{type(error).__name__}: {error}"
+
+
+def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
+    """Restore weights, optimizer, schedule and random states; every rank calls this together.
+
+    On another layout than it was saved on, weights and optimizer are resharded, and random states start anew:
+    nothing that a run computes depends on them while dropout is 0.
+
+    Raises:
+        CheckpointError: It is of another model, or of another layout and cannot be resharded.
+        DataError: The open rollout's steps cannot be read.
+    """
+    content = _read_state(checkpoint)
+    is_moved = is_resharded(content, actor.layout)
+    if is_moved:
+        require_reshardable(
+            checkpoint, content, actor.layout, is_optimizer_distributed=actor.is_optimizer_distributed
+        )
+    with actor.memory.states_here():
+        state = load_sharded(_sharded_state(actor, is_loading=True), checkpoint / WEIGHTS)
+        load_model_states(actor.chunks, state)
+        optimizer = state["optimizer"]
+        if is_moved:
+            optimizer = fit_to_chain(optimizer, len(actor.optimizer.chained_optimizers))
+        actor.optimizer.load_state_dict(optimizer)
+    own = f"rank_{runtime.rank:05d}.safetensors"
+    if not is_moved:
+        _restore_random_states(load_file(checkpoint / "rng" / own))
+    point = _from_json(content, lambda: read_batches(checkpoint / "remaining" / own))
+    actor.restart_schedule(point.state.step)
+    return point
+
+
+def _to_json(point: RunPoint, layout: Layout) -> str:
+    opened = point.opened
+    kept = None
+    if opened is not None:
+        kept = {
+            "num_done": opened.num_done,
+            "metrics": dict(opened.metrics),
+            "seconds": dict(opened.seconds),
+        }
+    content = {
+        "state": asdict(point.state),
+        **{name: getattr(point, name) for name in _PLAIN},
+        "layout": asdict(layout),
+        "open_rollout": kept,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _from_json(content: dict[str, Any], read_steps: Callable[[], tuple[TrainBatch, ...]]) -> RunPoint:
+    kept = content["open_rollout"]
+    opened = None if kept is None else OpenRollout(read_steps(), **kept)
+    state = RunState(**content["state"])
+    return RunPoint(state, opened=opened, **{name: content[name] for name in _PLAIN if name in content})
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+        return content
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint}/{STATE} cannot be read ({error!r}). Resume from another checkpoint."
+        ) from error
+
+
+def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
+    prime_adam_states(actor.optimizer)  # a run may be saved, and loaded, before its first update
+    actor.complete_parameters()
+    model = model_states(actor.chunks, dict(_MEGATRON_FORMAT))
+    whole = model["model"] if len(model) == 1 else model
+    optimizer = actor.optimizer.sharded_state_dict(
+        whole, is_loading=is_loading, metadata=dict(_MEGATRON_FORMAT)
+    )
+    return {**model, "optimizer": optimizer}
+
+
+def _tracker() -> Any:
+    """Megatron's random-number tracker, which `initialize_groups` has made."""
+    return get_cuda_rng_tracker()
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """Copies of this rank's random-number states, torch's and Megatron's."""
+    trackers = {f"megatron.{name}": state.clone() for name, state in _tracker().get_states().items()}
+    return {"torch": torch.get_rng_state(), **trackers}
+
+
+def _restore_random_states(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states.pop("torch"))
+    _tracker().set_states({name.removeprefix("megatron."): state for name, state in states.items()})

@@ -1,0 +1,347 @@
+"""The run logger: gathers metrics from all ranks and writes them to the run folder on rank 0."""
+
+import contextlib
+import logging
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import AutoTokenizer
+
+from megatron_dppo.actor.actor import Step
+from megatron_dppo.architectures.spec_choice import choose_layer_spec
+from megatron_dppo.config.resuming import experiment_changes
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.gradient_steps import BatchReport
+from megatron_dppo.data.batches.kept_batches import write_group
+from megatron_dppo.data.batches.memory import bytes_of_samples
+from megatron_dppo.errors import TrainingError
+from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
+from megatron_dppo.metrics.alarms import AlarmWatch, write_alarms
+from megatron_dppo.metrics.bound import bound_terms
+from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.mismatch import without_lone_age
+from megatron_dppo.metrics.noise import noise_warning
+from megatron_dppo.models.megatron_folder import hf_files
+from megatron_dppo.rollout.collect import RolloutBatch, write_samples
+from megatron_dppo.rollout.counts import refuse_if_too_many_dropped
+from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
+from megatron_dppo.rollout.scores import PromptScore, over_ranks
+from megatron_dppo.rollout.scoring import Tokenizer
+from megatron_dppo.run.bad_steps import keep_evidence
+from megatron_dppo.run_folder.folder import RunFolder
+from megatron_dppo.run_folder.lock import locked
+from megatron_dppo.run_folder.reader import read_run
+from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.process import Runtime, gpu_libraries
+from megatron_dppo.types import TrainBatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rollout that a run goes back for."""
+
+    text: str  # what was found
+    good_until: int  # rollouts that were finished before the trouble began
+    evidence: Path
+
+
+logger = logging.getLogger(__name__)
+
+# Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
+_OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
+
+
+class Journal:
+    """The run folder as every rank sees it; lives as long as the run.
+
+    Every method is called by all ranks together. A failure to write on rank 0 is raised on each.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, folder: RunFolder | None) -> None:
+        """Use `Journal.open`."""
+        self._config, self._runtime, self._folder = config, runtime, folder
+        self._rollout_metrics: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
+        self._is_noise_known = self._is_cost_told = False
+        self._alarms = AlarmWatch()
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: Config, runtime: Runtime) -> Iterator["Journal"]:
+        """Lock the run folder, create it or go on in it, and close it at the end.
+
+        Raises:
+            ConfigError: Another process is using the folder, or it cannot serve.
+        """
+        folders: list[RunFolder] = []
+        with contextlib.ExitStack() as stack:
+
+            def open_folder() -> None:
+                stack.enter_context(locked(config.run.folder))
+                options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
+                choice = choose_layer_spec(config, gpu_libraries().transformer_engine)
+                decisions = {"layer_spec": choice.name, "layer_spec_reason": choice.reason}
+                backends = config.tracking.backends
+                folder = RunFolder.open(*options, backends=backends, decisions=decisions)
+                folders.append(stack.enter_context(folder))
+
+            runtime.on_main(open_folder)
+            yield cls(config, runtime, folders[0] if folders else None)
+
+    def start_at(self, metrics_offset: int, rollout_metrics: Mapping[str, float]) -> None:
+        """Cut metrics.jsonl to what belongs to the checkpoint that the run goes on from.
+
+        Args:
+            metrics_offset: Bytes that stay.
+            rollout_metrics: What the checkpoint knew of the row of an open rollout.
+        """
+        self._on_main(lambda folder: folder.truncate(metrics_offset))
+        self._rollout_metrics = dict(rollout_metrics)
+        if metrics_offset:
+            rows = self._on_main(lambda folder: [dict(row.values) for row in read_run(folder.path).rollouts])
+            self._alarms = AlarmWatch(rows)
+
+    def write_changes(self, rollout: int, trained_with: str) -> None:
+        """Append a row for each setting that makes another experiment of what was trained so far.
+
+        Args:
+            rollout: Rollouts finished.
+            trained_with: The config of the checkpoint, as TOML; "" where it holds none: the folder's then.
+        """
+
+        def write(folder: RunFolder) -> None:
+            was = tomllib.loads(trained_with) if trained_with else folder.earlier_config
+            for change in experiment_changes(was, self._config.model_dump(mode="json")) if was else ():
+                folder.write_change(rollout, change)
+
+        self._on_main(write)
+
+    @property
+    def rollout_metrics(self) -> dict[str, float]:
+        """What is known so far of the row of the current rollout, over all ranks."""
+        return dict(self._rollout_metrics)
+
+    @property
+    def evaluations(self) -> Path:
+        """Where the responses of evaluations go."""
+        return self._config.run.folder / "evaluations"
+
+    def latest(self, metric: str) -> float | None:
+        """A metric of the last finished rollout, or of an evaluation since, where it is finite."""
+        value = self._latest.get(metric)
+        return value if value is not None and math.isfinite(value) else None
+
+    def offset(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        return self._on_main(lambda folder: folder.offset)
+
+    def keep_evidence(self, number: int, batch: TrainBatch, step: Step, skipped_in_a_row: int) -> None:
+        """Keep what a skipped gradient step was made of; each rank writes its own.
+
+        Raises:
+            TrainingError: It was optimizer.max_skipped_steps in a row.
+        """
+        by_rank = dict(enumerate(self._runtime.all_gather(step.faults)))
+        faults = [f"rank {rank}: {fault}" for rank, own in by_rank.items() for fault in own]
+        faults = faults or ["Megatron's optimizer skipped the update"]
+        folder = self._config.run.folder / "evidence"
+        keep_evidence(folder, number, batch, faults, self._runtime)
+        limit = self._config.optimizer.max_skipped_steps
+        if skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"gradient step {number}: found {skipped_in_a_row} steps in a row that are not finite; "
+                f"expected fewer than optimizer.max_skipped_steps = {limit}. This one: {faults[0]}. {folder} "
+                "holds the batches. Lower optimizer.lr, or resume an earlier checkpoint with other settings."
+            )
+
+    def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
+        """One gradient step's statistics, given by each rank."""
+        values = without_lone_age(self._merged(metrics))
+        values |= bound_terms(values)
+        of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
+        self._rollout_metrics |= of_rollout
+        self._warn_of_noise(of_rollout)
+        self._alarms.add_step(values)
+        of_step = {name: value for name, value in values.items() if name not in of_rollout}
+        self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
+
+    def _warn_of_noise(self, of_rollout: Mapping[str, float]) -> None:
+        """Once per process: the trust region drops what is noise of the engines."""
+        warning = noise_warning(of_rollout)
+        if warning is not None and not self._is_noise_known:
+            self._is_noise_known = True
+            if self._runtime.is_main:
+                logger.warning("%s", warning)
+
+    def write_token_lists(self, rollout: int, step: int, lists: TokenLists) -> None:
+        """A gradient step's masked tokens, given by each rank.
+
+        `clipped_tokens/step_<n>.jsonl` has those that each mask dropped most often, `masked_tokens/` those that
+        lay farthest out, each in its response.
+        """
+        merged = TokenLists().merge(self._runtime.all_gather(lists.state()))
+
+        def write(folder: RunFolder) -> None:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                hf_files(self._config.model.load), trust_remote_code=False
+            )
+            name = f"step_{step:06d}.jsonl"
+            write_jsonl(folder.path / "clipped_tokens" / name, merged.clipped.rows(tokenizer.decode))
+            write_jsonl(folder.path / "masked_tokens" / name, merged.masked.rows(tokenizer.decode, rollout))
+
+        self._on_main(write)
+
+    def add_values(self, values: Mapping[str, float]) -> None:
+        """What every rank knows alike and goes into the row of the current rollout."""
+        self._rollout_metrics |= values
+
+    def add_to_rollout(self, metrics: Metrics) -> None:
+        """Statistics that go into the row of the current rollout, given by each rank."""
+        self._rollout_metrics |= self._merged(metrics)
+
+    def describe_rollout(self, batch: RolloutBatch) -> None:
+        """Rewards and dropped samples of a rollout, given each rank's share of it.
+
+        Raises:
+            RolloutError: More samples were dropped than rollout.max_dropped_fraction.
+        """
+        metrics, counts = Metrics(), batch.counts
+        for group in batch.groups:
+            rewards = [float(sample.reward or 0.0) for sample in group.samples]
+            metrics.add_mean("reward/mean", sum(rewards), len(rewards))
+            for sample in group.samples:
+                for name, value in sample.reward_info.items():
+                    metrics.add_mean(f"reward/{name}_mean", value, 1)
+            metrics.add_mean("reward/zero_variance_fraction", float(len(set(rewards)) == 1), 1)
+        metrics.add_max("memory/rollout_bytes", bytes_of_samples(batch.samples))
+        self.add_to_rollout(metrics)
+        total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
+        self._rollout_metrics |= total.metrics()
+        self._rollout_metrics["rollout/num_response_tokens"] = total.num_response_tokens
+        refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
+        if total.num_prompts_too_long and self._runtime.is_main:
+            too_long, longest = total.num_prompts_too_long, self._config.data.max_prompt_tokens
+            logger.warning(
+                "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left out",
+                too_long,
+                total.num_prompts,
+                longest,
+            )
+
+    def describe_batches(self, report: BatchReport) -> None:
+        """How a rollout's samples were spread over groups and micro-batches, given each rank's report."""
+        metrics = Metrics()
+        metrics.add_max("batch/imbalance", report.imbalance)
+        metrics.add_mean("batch/moved_fraction", report.num_moved, report.num_samples)
+        metrics.add_mean("batch/padding_fraction", report.num_padding_tokens, report.num_tokens)
+        metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
+        self.add_to_rollout(metrics)
+
+    def write_samples(self, rollout: int, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
+        """Rank 0's samples as text, every `tracking.samples_every` rollouts."""
+        every = self._config.tracking.samples_every
+        if every and rollout % every == 0:
+            self._on_main(
+                lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", batch, tokenizer)
+            )
+
+    def keep_batches(self, rollout: int, steps: Sequence[TrainBatch]) -> None:
+        """This data-parallel group's gradient steps as tensors, every `tracking.batches_every` rollouts."""
+        every = self._config.tracking.batches_every
+        if every and rollout % every == 0 and speaks_for_its_group():
+            write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
+
+    def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> Alarm | None:
+        """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total".
+
+        Returns:
+            What to go back for, where the row raises an alarm and tracking.alarms is "roll_back".
+
+        Raises:
+            TrainingError: The row raises an alarm, and tracking.alarms is "stop".
+        """
+        metrics = Metrics()
+        metrics.add_max("memory/peak_bytes", self._runtime.peak_bytes())
+        metrics.add_max("memory/host_peak_bytes", self._runtime.host_peak_bytes())
+        for phase, elapsed in seconds.items():
+            metrics.add_max(f"time/{phase}_s", elapsed)
+        row = self._rollout_metrics | self._merged(metrics)
+        self._rollout_metrics = {}
+        self._latest = dict(row)
+        row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
+        num_rollouts = self._config.run.num_rollouts
+        self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
+        self._tell_cost_of_paired_forward(row)
+        return self._raise_alarms(rollout, row)
+
+    def _tell_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
+        """Once per process: what forwarding tokens only to measure them takes."""
+        seconds = row.get("time/paired_forward_s")
+        if seconds is None or self._is_cost_told:
+            return
+        self._is_cost_told = True
+        if self._runtime.is_main:
+            share, of_rollout = self._config.tracking.mismatch_share, seconds / row["time/total_s"]
+            logger.info(
+                "the paired forward of %.3g of a mini-batch took %.3g s, %.1f %% of its rollout's time; "
+                "tracking.mismatch_share makes it smaller, tracking.paired_routing_every rarer",
+                share,
+                seconds,
+                100 * of_rollout,
+            )
+
+    def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
+        """Log what looks wrong and keep the rows that say so; every rank comes to the same verdict."""
+        mode = self._config.tracking.alarms
+        found = {} if mode == "off" else self._alarms.judge(row)
+        if not found:
+            return None
+        rows, folder = self._alarms.rows, self._config.run.folder / "evidence"
+        file = self._on_main(lambda _: write_alarms(folder, rollout, found, rows))
+        texts = "; ".join(f"{name}: {text}" for name, text in found.items())
+        if mode == "stop":
+            raise TrainingError(
+                f"rollout {rollout}: {texts}. {file} holds the last rows. Resume an earlier checkpoint with "
+                "other settings, or set tracking.alarms = 'log' to go on."
+            )
+        if self._runtime.is_main:
+            logger.warning("rollout %d: %s; see %s", rollout, texts, file)
+        return Alarm(texts, self._alarms.good_until(found), file) if mode == "roll_back" else None
+
+    def go_back_to(self, metrics_offset: int, rollout: int) -> None:
+        """Cut metrics.jsonl as `start_at` does; what is cut stays in `evidence/rolled_back_<rollout>.jsonl`."""
+        kept = self._config.run.folder / "evidence" / f"rolled_back_rollout_{rollout:06d}.jsonl"
+        self._on_main(lambda folder: folder.copy_rows(metrics_offset, kept))
+        self.start_at(metrics_offset, {})
+
+    def write_evaluation(self, rollout: int, scores: Mapping[str, Sequence[PromptScore]]) -> None:
+        """The row of an evaluation and the files of its responses, given each rank's share of every set."""
+        merged, values = over_ranks(self._runtime.all_gather(scores)), dict[str, float]()
+        for each in evaluation_sets(self._config):
+            of_set = each.metrics(merged[each.name], self._config.run.seed)
+            values |= of_set
+            file = responses_file(self.evaluations, each.name, rollout)
+            self._on_main(lambda _, file=file: merge_responses(file, self._runtime.world_size))
+            if self._runtime.is_main:
+                score, low, high = (of_set[name] for name in each.metric_names[:3])
+                name = each.metric_names[0]
+                logger.info("after %d rollouts: %s %.3f [%.3f, %.3f]", rollout, name, score, low, high)
+        self._latest |= values
+        self._on_main(lambda folder: folder.write_evaluation(rollout, values))
+
+    def _merged(self, metrics: Metrics) -> dict[str, float]:
+        return Metrics().merge(self._runtime.all_gather(metrics.state())).values()
+
+    def _on_main(self, action: Callable[[RunFolder], T]) -> T:
+        def run() -> T:
+            assert self._folder is not None, "rank 0 holds the folder"
+            return action(self._folder)
+
+        return self._runtime.on_main(run)

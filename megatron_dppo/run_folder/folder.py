@@ -1,0 +1,321 @@
+"""Writes a run folder: config, versions and metrics; truncates metrics when a run resumes.
+
+    config.toml     the resolved config (keys without a value are left out)
+    versions.json   what ran: packages, platform, git commit, command line
+    metrics.jsonl   one JSON object per line: "kind" is step, rollout, evaluation, or change (of a setting)
+    samples/  checkpoints/  servers/
+    evaluations/    <set>_<rollouts finished>.jsonl: every response of an evaluation
+
+JSON has no NaN or infinity: metrics.jsonl writes them as the strings "NaN", "Infinity" and "-Infinity", and
+`read_run` turns them back. A run resumed with another config or other versions keeps the earlier files as
+config.1.toml, versions.1.json and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+import tomllib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import tomli_w
+
+from megatron_dppo.config.resuming import SettingChange, change_table, setting_changes
+from megatron_dppo.errors import CheckpointError, ConfigError, Problem
+from megatron_dppo.run_folder.trackers import Backend, open_backends
+from megatron_dppo.run_folder.versions import versions
+
+log = logging.getLogger(__name__)
+
+SUBFOLDERS = ("samples", "checkpoints", "servers")
+
+
+class RunFolder:
+    """A run's folder while the run lives. Only rank 0 opens it.
+
+    Rollouts and gradient steps are counted from 0 in the rows; the log line says how many are finished.
+    """
+
+    def __init__(
+        self, path: Path, backends: Sequence[Backend] = (), earlier_config: Mapping[str, Any] | None = None
+    ) -> None:
+        """Use `RunFolder.open`; `earlier_config` is what config.toml held before, where there was one."""
+        self.path = path
+        self.earlier_config = earlier_config
+        self.samples, self.checkpoints, self.servers = (path / name for name in SUBFOLDERS)
+        self._backends = backends
+        self._metrics = (path / "metrics.jsonl").open("ab", buffering=0)
+        self._must_truncate = self._metrics.tell() > 0  # rows after the checkpoint, perhaps a torn one
+        self._steps_of_rollout: list[Mapping[str, float]] = []
+        self._last_rollout_at: float | None = None
+        self._seconds: deque[float] = deque(maxlen=10)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        resume: bool,
+        *,
+        backends: Sequence[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> RunFolder:
+        """Create the folder, or go on in it.
+
+        With `resume`, the caller then calls `truncate` with its checkpoint's offset (0 without a
+        checkpoint). What differs from the earlier config is logged. Without `resume`, the folder may hold a
+        launcher's logs and `servers/`, but no earlier run. `decisions` are what this run settled by what is
+        installed, and go into versions.json.
+        """
+        path = Path(path)
+        _refuse_unusable(path, resume)
+        opened = open_backends(backends, path, config)
+        try:
+            for name in SUBFOLDERS:
+                (path / name).mkdir(parents=True, exist_ok=True)
+            earlier = _earlier_config(path / "config.toml")
+            _log_changes(earlier, config)
+            _write_keeping_earlier(path / "config.toml", tomli_w.dumps(_without_none(config)))
+            ran_with = versions() | dict(decisions or {})
+            _write_keeping_earlier(path / "versions.json", json.dumps(ran_with, indent=2) + "\n")
+            return cls(path, opened, earlier)
+        except BaseException:
+            for backend in opened:
+                backend.close()
+            raise
+
+    def write_step(self, rollout: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the row of one gradient step."""
+        self._append({"kind": "step", "rollout": rollout, "step": step}, metrics)
+        self._steps_of_rollout.append(metrics)
+        for backend in self._backends:
+            backend.log({f"step/{name}": value for name, value in metrics.items()}, "step", step)
+
+    def write_rollout(self, rollout: int, metrics: Mapping[str, float], *, num_rollouts: int) -> None:
+        """Append the row of one rollout, written after its gradient steps, and log one line for a person."""
+        self._append({"kind": "rollout", "rollout": rollout}, metrics)
+        steps, self._steps_of_rollout = self._steps_of_rollout, []
+        seconds = self._seconds_of_rollout(metrics)
+        seconds_left = (num_rollouts - rollout - 1) * sum(self._seconds) / max(len(self._seconds), 1)
+        line = rollout_line(rollout, num_rollouts, _with_step_means(metrics, steps), seconds, seconds_left)
+        log.info("%s", line)
+        for backend in self._backends:
+            backend.log(metrics, "rollout", rollout)
+
+    def write_evaluation(self, rollout: int, metrics: Mapping[str, float]) -> None:
+        """Append the row of one evaluation; `rollout` is the number of rollouts finished before it."""
+        self._append({"kind": "evaluation", "rollout": rollout}, metrics)
+        for backend in self._backends:
+            backend.log(metrics, "rollout", rollout)
+
+    def write_change(self, rollout: int, change: SettingChange) -> None:
+        """Append the row of a setting that changed after so many finished rollouts."""
+        row = {"setting": change.setting, "was": change.was, "is": change.now}
+        self._append_row({"kind": "change", "rollout": rollout, **row})
+        log.warning("after %d rollouts: %s from %s to %s", rollout, change.setting, change.was, change.now)
+
+    @property
+    def offset(self) -> int:
+        """Bytes of metrics.jsonl that are safely on disk, for a checkpoint."""
+        os.fsync(self._metrics.fileno())
+        return os.fstat(self._metrics.fileno()).st_size
+
+    def copy_rows(self, offset: int, to: Path) -> None:
+        """Append what stands in metrics.jsonl after `offset` to another file."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with (self.path / "metrics.jsonl").open("rb") as rows, to.open("ab") as copy:
+            rows.seek(offset)
+            shutil.copyfileobj(rows, copy)
+
+    def truncate(self, offset: int) -> None:
+        """Cut metrics.jsonl back to a checkpoint's offset: no row is lost, none comes twice."""
+        file = self.path / "metrics.jsonl"
+        with file.open("rb") as existing:
+            size = os.fstat(existing.fileno()).st_size
+            if not 0 <= offset <= size:
+                raise CheckpointError(
+                    f"{file} has {size} bytes; the checkpoint was written when it had {offset}. "
+                    "The checkpoint belongs to another run folder, or the file was cut; restore the file, "
+                    "or start a new run.folder."
+                )
+            existing.seek(max(offset - 1, 0))
+            if offset > 0 and existing.read(1) != b"\n":
+                raise CheckpointError(
+                    f"{file}: no line ends at byte {offset}, where the checkpoint says one does. "
+                    "The file was edited; restore it, or start a new run.folder."
+                )
+            existing.seek(offset)
+            num_lines = existing.read().count(b"\n")
+        os.ftruncate(self._metrics.fileno(), offset)
+        os.fsync(self._metrics.fileno())
+        self._steps_of_rollout.clear()
+        self._must_truncate = False
+        if num_lines:
+            log.warning("%s: cut %d lines written after the checkpoint; they will come again", file, num_lines)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        os.fsync(self._metrics.fileno())
+        self._metrics.close()
+        for backend in self._backends:
+            backend.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, head: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        clash = head.keys() & metrics.keys()
+        assert not clash, f"metrics may not be called {sorted(clash)}"
+        self._append_row({**head, **{name: json_number(value) for name, value in metrics.items()}})
+
+    def _append_row(self, row: Mapping[str, Any]) -> None:
+        """Write one line in one call, so that a reader sees a whole line or a torn last one."""
+        assert not self._must_truncate, "a resumed run calls truncate() before it writes"
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        written = self._metrics.write(line)
+        if written != len(line):
+            file = self.path / "metrics.jsonl"
+            raise OSError(f"{file}: wrote {written} of {len(line)} bytes; is the disk full?")
+
+    def _seconds_of_rollout(self, metrics: Mapping[str, float]) -> float:
+        """Wall-clock from row to row, evaluation and saving included; the first counts its phases."""
+        now = time.monotonic()
+        phases = sum(value for name, value in metrics.items() if name.startswith("time/"))
+        seconds = phases if self._last_rollout_at is None else now - self._last_rollout_at
+        self._last_rollout_at = now
+        self._seconds.append(seconds)
+        return seconds
+
+
+def rollout_line(
+    rollout: int, num_rollouts: int, metrics: Mapping[str, float], seconds: float, seconds_left: float
+) -> str:
+    """One readable line; what was not measured is left out."""
+    fields = (
+        ("reward/mean", "reward {:.2f}"),
+        ("rollout/response_length_mean", "length {:.1f}"),
+        ("policy/entropy", "entropy {:.2f}"),
+        ("mismatch/abs_prob_diff_mean", "|pi-mu| {:.4f}"),
+    )
+    parts = [f"rollout {rollout + 1:>{len(str(num_rollouts)) + 1}}/{num_rollouts}"]
+    parts += [text.format(metrics[name]) for name, text in fields if name in metrics]
+    signs = (("+", "positive"), ("-", "negative"))
+    masked = [(mark, metrics.get(f"trust_region/masked_fraction_{sign}")) for mark, sign in signs]
+    if any(value is not None for _, value in masked):
+        parts.append("masked " + " ".join(f"{mark}{value:.1%}" for mark, value in masked if value is not None))
+    if "routing/agreement_mean" in metrics:
+        parts.append(f"agreement {metrics['routing/agreement_mean']:.2f}")
+    parts += [f"{seconds:.1f} s", f"left {_duration(seconds_left)}"]
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{m:02d}m"
+    return f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def _with_step_means(metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The rollout's own metrics; what only its gradient steps have, as their mean."""
+    values: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(of_steps) / len(of_steps) for name, of_steps in values.items()} | dict(metrics)
+
+
+def json_number(value: float) -> float | int | str:
+    """The value as JSON has it: what is not finite becomes the string "NaN", "Infinity" or "-Infinity"."""
+    if isinstance(value, int):
+        return int(value)
+    value = float(value)
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _without_none(value: Any) -> Any:
+    """What TOML can say: no None, and paths as strings."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _refuse_unusable(path: Path, resume: bool) -> None:
+    """Raise where the path is no folder, holds a run that must not be mixed with, or half of one."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(Problem("run.folder", f"a file, {path}", "a folder", "Choose another run.folder."))
+    if not path.exists():
+        return
+    metrics, config, checkpoints = path / "metrics.jsonl", path / "config.toml", path / "checkpoints"
+    num_bytes = metrics.stat().st_size if metrics.exists() else 0
+    has_checkpoint = checkpoints.is_dir() and any(checkpoints.iterdir())
+    if not resume and (num_bytes or has_checkpoint):
+        raise ConfigError(
+            Problem(
+                "run.folder",
+                f"an earlier run in {path} ({num_bytes} bytes of metrics)",
+                "a new or empty folder",
+                "Choose another run.folder, or set checkpoint.resume = true to go on with it.",
+            )
+        )
+    if (num_bytes or has_checkpoint) and not config.exists():
+        raise CheckpointError(
+            f"{path} cannot be resumed: it holds metrics or checkpoints but no config.toml. "
+            "Restore config.toml, or choose another run.folder."
+        )
+
+
+def _earlier_config(file: Path) -> dict[str, Any] | None:
+    """What config.toml holds, where there is one.
+
+    Raises:
+        CheckpointError: It is no TOML.
+    """
+    if not file.exists():
+        return None
+    try:
+        return tomllib.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: found {error}; expected the config that the run wrote. Restore the file, or choose "
+            "another run.folder."
+        ) from error
+
+
+def _log_changes(earlier: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
+    changes = setting_changes(earlier, config) if earlier is not None else []
+    if changes:
+        log.info("settings that differ from the run's earlier config:\n%s", change_table(changes))
+
+
+def _write_keeping_earlier(file: Path, text: str) -> None:
+    """Write a file atomically; an earlier one that differs is kept under the next free number."""
+    if file.exists():
+        if file.read_text() == text:
+            return
+        number = 1
+        while (earlier := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
+            number += 1
+        file.rename(earlier)
+        log.warning("%s differs from the earlier one, kept as %s", file, earlier.name)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(file)

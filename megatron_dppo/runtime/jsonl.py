@@ -1,0 +1,82 @@
+"""JSON lines files: written whole or not at all, read with the number of any line that is torn."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_dppo.errors import DataError, Problem
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write one JSON object per line; readers see the old file or the whole new one, never a half."""
+    write_whole(path, (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
+def write_whole(path: Path, parts: Iterable[str]) -> None:
+    """Write a text file; readers see the old one or the whole new one, never a half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield (line number from 1, object) of each line; blank lines hold no row.
+
+    Raises:
+        DataError: A line is no UTF-8, no JSON (a torn write), or no JSON object.
+    """
+    for number, row in each_line(path):
+        if isinstance(row, DataError):
+            raise row
+        yield number, row
+
+
+def each_line(path: Path) -> Iterator[tuple[int, dict[str, object] | DataError]]:
+    """Yield (line number from 1, object) of each line that is not blank, or what is wrong with the line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, _parse(path, number, line)
+            except DataError as error:
+                yield number, error
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, object]:
+    where = f"{path}, line {number}"
+    expected = "one JSON object per line"
+    excerpt = line.decode("utf-8", errors="replace").strip()
+    excerpt = excerpt if len(excerpt) <= 60 else excerpt[:60] + "..."
+    try:
+        value: Any = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        found, action = f"bytes that are not UTF-8 ({excerpt!r})", "Write the file again, as UTF-8."
+        raise DataError(Problem(where, found, expected, action)) from error
+    except ValueError as error:
+        action = "Write the file again; a last line like this comes from a write that was cut off."
+        raise DataError(Problem(where, f"{excerpt!r} ({error})", expected, action)) from error
+    if not isinstance(value, dict):
+        found = f"a JSON {type(cast(object, value)).__name__}"
+        raise DataError(Problem(where, found, expected, "Put the row's fields into an object."))
+    return cast(dict[str, object], value)
+
+
+def _umask() -> int:
+    """The process's umask; mkstemp ignores it, and a data file should be as readable as any other."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

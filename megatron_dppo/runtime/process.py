@@ -1,0 +1,314 @@
+"""The device and the process group of this process."""
+
+import logging
+import os
+import pickle
+import resource
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from megatron_dppo.errors import ConfigError, LaunchError, Problem
+from megatron_dppo.runtime.libraries import Libraries, usable_libraries
+
+T = TypeVar("T")
+logger = logging.getLogger("megatron_dppo")
+
+
+@dataclass
+class Progress:
+    """Where this process is in the run, so that an error can say so. Setting anything sets `since` as well."""
+
+    rollout: int | None = None
+    step: int | None = None
+    phase: str = ""
+    since: float = field(default_factory=time.monotonic)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "since":  # set last: who sees the new time sees what changed
+            super().__setattr__("since", time.monotonic())
+
+    def describe(self) -> str:
+        """For a message: "rollout 3, step 12, phase train"."""
+        known = (("rollout", self.rollout), ("step", self.step), ("phase", self.phase or None))
+        return ", ".join(f"{name} {value}" for name, value in known if value is not None) or "start-up"
+
+
+class RaisedOnMain(Exception):
+    """The cause of an exception that rank 0 raised, on the ranks that only repeat it."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process's place in the job, and the device it computes on."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    progress: Progress = field(default_factory=Progress, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks."""
+        return self.rank == 0
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order. Small picklable objects only."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and give every rank its result; an exception there is raised everywhere."""
+        outcome: list[Any] = [None, None]
+        raised: Exception | None = None
+        if self.is_main:
+            try:
+                outcome[0] = action()
+            except Exception as error:  # noqa: BLE001 - carried to the other ranks, then raised
+                raised, outcome[1] = error, _portable(error)
+        dist.broadcast_object_list(outcome, src=0)
+        if raised is not None:
+            raise raised
+        if outcome[1] is not None and not self.is_main:
+            raise outcome[1] from RaisedOnMain("rank 0 raised this, and knows from where")
+        return outcome[0]
+
+    def exchange(self, parcels: list[Tensor]) -> list[Tensor]:
+        """Give `parcels[r]` to rank r; what each rank gave to this one, in rank order. Peer to peer.
+
+        Args:
+            parcels: [n] uint8 on the CPU, one for each rank; emptied, so that no byte is held a third time.
+        """
+        assert len(parcels) == self.world_size, "one parcel for each rank, empty ones too"
+        to_send = [parcel.numel() for parcel in parcels]
+        sizes = torch.tensor(to_send, device=self.device)
+        incoming = torch.empty_like(sizes)
+        dist.all_to_all_single(incoming, sizes)
+        to_receive: list[int] = incoming.tolist()
+        sent = torch.cat(parcels).to(self.device)
+        parcels.clear()
+        received = sent.new_empty(sum(to_receive))
+        dist.all_to_all_single(received, sent, to_receive, to_send)
+        return list(received.cpu().split(to_receive))
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        flags = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier()
+
+    def peak_bytes(self) -> int:
+        """Peak memory so far: of the device, or of this process where the device is the CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self.host_peak_bytes()
+
+    def host_peak_bytes(self) -> int:
+        """Peak resident memory of this process so far."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given, so that clocks tell the truth."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def world_size_from_launcher() -> int:
+    """Number of processes that torchrun or srun started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def has_gpu() -> bool:
+    """Return whether this process would compute on a GPU."""
+    return torch.cuda.is_available()
+
+
+def gpu_libraries() -> Libraries:
+    """Which kernels of others this process can use; call before importing Megatron, which then sees no more."""
+    return usable_libraries(is_on_gpu=has_gpu())
+
+
+def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float = 600.0) -> Runtime:
+    """Pick the device and join the process group (NCCL on GPUs, gloo elsewhere).
+
+    Args:
+        num_threads: Of PyTorch, for computing on the CPU.
+        timeout_s: How long a collective waits for the other ranks before it raises.
+        join_timeout_s: How long to wait for the other processes to start; never longer than `timeout_s`.
+
+    Raises:
+        ConfigError: The launcher set WORLD_SIZE, but not all that belongs to it.
+        LaunchError: The other processes did not come.
+    """
+    torch.set_num_threads(num_threads)
+    torch.set_flush_denormal(True)
+    world_size = world_size_from_launcher()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world_size > 1 and missing:
+        found, expected = f"WORLD_SIZE without {', '.join(missing)}", "all of them, as torchrun sets them"
+        raise ConfigError(Problem("environment", found, expected, "Start with torchrun."))
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    if has_gpu():
+        torch.cuda.set_device(local_rank)
+        device, backend = torch.device("cuda", local_rank), "nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    gpu_libraries()
+    _configure_logging(rank)
+    if not dist.is_initialized():
+        store = HashStore() if world_size == 1 else _meet(rank, world_size, min(timeout_s, join_timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return Runtime(device=device, rank=rank, world_size=world_size)
+
+
+def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
+    """Wait for the other processes at MASTER_ADDR:MASTER_PORT; the store they have in common.
+
+    Raises:
+        LaunchError: They did not come in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    started = time.monotonic()
+    is_hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    if not is_hosted_here:
+        _wait_for_listener(host, port, world_size, timeout_s)
+    try:
+        store = TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=is_hosted_here,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=is_hosted_here,
+        )
+        store.set(f"arrived/{rank}", socket.gethostname())
+        if store.add("arrived", 1) == world_size:
+            store.set("complete", "")
+        pause = 0.01
+        while not store.check(["complete"]):
+            if time.monotonic() - started > timeout_s:
+                absent = [str(other) for other in range(world_size) if not store.check([f"arrived/{other}"])]
+                found = f"{world_size - len(absent)} of them, without rank {', '.join(absent)},"
+                raise LaunchError(_not_met(found, host, port, world_size, timeout_s))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+    except dist.DistError as error:
+        found = str(error).splitlines()[0]
+        waited = time.monotonic() - started
+        raise LaunchError(_not_met(f"'{found}'", host, port, world_size, waited)) from error
+    return store
+
+
+def _wait_for_listener(host: str, port: int, world_size: int, timeout_s: float) -> None:
+    """Return when somebody listens; PyTorch's own wait would fill the log with C++ frames."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                found = f"nobody listening there ({error})"
+                raise LaunchError(_not_met(found, host, port, world_size, timeout_s)) from error
+        time.sleep(0.2)
+
+
+def _not_met(found: str, host: str, port: int, world_size: int, waited_s: float) -> str:
+    return (
+        f"expected {world_size} processes (WORLD_SIZE) to meet at {host}:{port} (MASTER_ADDR:MASTER_PORT); "
+        f"found {found} after {waited_s:.0f} s. See that each rank was started and is alive, that all were "
+        "given the same address and a free port, and that no firewall is in between."
+    )
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception, or one that says the same where it does not survive pickling."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its __reduce__ and __init__ do
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def quiet_library_warnings() -> None:
+    """Leave out what Megatron and torch.distributed warn about on every start; call before importing them."""
+    for module in (r"megatron\.", r"torch\.distributed"):
+        warnings.filterwarnings("ignore", module=module)
+
+
+def _configure_logging(rank: int) -> None:
+    """Rank 0 speaks; the others only when something is wrong."""
+    mark = "" if rank == 0 else f"rank {rank} "
+    logging.basicConfig(
+        level=logging.WARNING, format=f"%(asctime)s {mark}%(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("megatron_dppo").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def stop() -> None:
+    """Leave the process group; arithmetic keeps the smallest floats again."""
+    torch.set_flush_denormal(False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Seconds spent in named phases of one rollout."""
+
+    runtime: Runtime
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    started: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def resumed(cls, runtime: Runtime, seconds: Mapping[str, float]) -> "Stopwatch":
+        """Go on from what `stop` gave before."""
+        phases = {phase: elapsed for phase, elapsed in seconds.items() if phase != "total"}
+        return cls(runtime, phases, time.perf_counter() - seconds.get("total", 0.0))
+
+    def time(self, phase: str) -> "_Phase":
+        """Context manager: add the time of its body to `phase`."""
+        return _Phase(self, phase)
+
+    def stop(self) -> dict[str, float]:
+        """Seconds of each phase, and "total" since the watch was made."""
+        return {**self.seconds, "total": time.perf_counter() - self.started}
+
+
+@dataclass
+class _Phase:
+    watch: Stopwatch
+    phase: str
+    started: float = 0.0
+    outer: str = ""
+
+    def __enter__(self) -> None:
+        progress = self.watch.runtime.progress
+        self.outer, progress.phase = progress.phase, self.phase
+        self.watch.runtime.synchronize()
+        self.started = time.perf_counter()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:  # else the device may never be done, and the error's report is to name this phase
+            self.watch.runtime.synchronize()
+            self.watch.runtime.progress.phase = self.outer
+        elapsed = time.perf_counter() - self.started
+        self.watch.seconds[self.phase] = self.watch.seconds.get(self.phase, 0.0) + elapsed

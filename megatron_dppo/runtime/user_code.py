@@ -1,0 +1,89 @@
+"""A user's own functions and classes, by import path; nothing is imported before it is asked for."""
+
+import difflib
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.errors import ConfigError, Problem
+
+
+def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] = ()) -> Problem | None:
+    """What is wrong with a name that is none of the registered ones, without running a user's code.
+
+    Args:
+        key: The config key that holds it.
+        name: What stands there.
+        path: What is looked for, such as "package.module:function".
+        registered: Names that the key takes besides.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        close = difflib.get_close_matches(name, registered, n=1)
+        own = f"name your own {path.rpartition(':')[2].lower()}"
+        action = f"Did you mean {close[0]!r}?" if close else f"Choose one of these, or {own}."
+        expected = f"one of {sorted(registered)}, or {path!r}" if registered else repr(path)
+        return Problem(key, repr(name), expected, action if registered else "Correct the name.")
+    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        return Problem(key, repr(name), repr(path), "Correct the name.")
+    package = module.partition(".")[0]
+    if not _is_findable(package):
+        return _missing(key, f"{name!r}, and no module {package!r}")
+    return None
+
+
+def imported(key: str, name: str) -> Any:
+    """The function or class that "package.module:name" names. What its module raises comes through.
+
+    Raises:
+        ConfigError: There is none, or it cannot be called; `key` is the config key that names it.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # what the user's module imports is missing
+        raise ConfigError(_missing(key, f"{name!r}, and no module {error.name!r}")) from error
+    found: Any = getattr(module, attribute, None)
+    if not callable(found):
+        what = f"{name!r}, and {attribute!r} is {'no function' if hasattr(module, attribute) else 'not there'}"
+        expected = f"a function of {module_name}"
+        raise ConfigError(Problem(key, what, expected, "Correct the name after the colon."))
+    return found
+
+
+def problem_with_import(key: str, name: str) -> Problem | None:
+    """What is wrong with "package.module:name" once it is imported, in a process of its own."""
+    program = f"from megatron_dppo.runtime.user_code import imported; imported({key!r}, {name!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
+    if done.returncode == 0:
+        return None
+    reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+    expected = "what can be imported and called"
+    return Problem(
+        key, f"{name!r}, which fails ({reason})", expected, "Correct the module.", done.stderr.rstrip()
+    )
+
+
+def _is_findable(package: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # such as __main__, which is another program in a worker
+        return False
+    # Workers find modules in the working directory, even where this process was not started as `python -m`.
+    return spec is not None or PathFinder.find_spec(package, [str(Path.cwd())]) is not None
+
+
+def _missing(key: str, found: str) -> Problem:
+    expected = "a module of an installed package or of the working directory"
+    return Problem(key, found, expected, f"Correct the name, or install it; this is {Path.cwd()}.")

@@ -1,0 +1,132 @@
+"""Every setting reaches whoever uses it, as it was set: read from their arguments while something real runs.
+
+Both ends of a setting are tested elsewhere; this is the way between them.
+"""
+
+import json
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from seam_scenarios import SCENARIOS, make_prompts
+from seam_table import ELSEWHERE, TABLE
+from seams import Seam, recording
+
+from megatron_dppo.config import Config
+from megatron_dppo.config.settings import flat
+from megatron_dppo.runtime.process import Runtime
+
+_TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*")
+
+
+def record(runtime: Runtime, name: str, task: Path) -> list[list[Any]]:
+    """Play a scenario on this rank: what each of its seams saw."""
+    scenario = SCENARIOS[name]
+    config = Config.model_validate(scenario.tables(task))
+    with recording(seams_of(name)) as seen:
+        scenario.play(config, runtime)
+    return seen
+
+
+def seams_of(name: str) -> list[Seam]:
+    return [seam for seam in TABLE if seam.scenario == name]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, prompts with other names of columns, and what scenarios leave."""
+    return make_prompts(tmp_path_factory.mktemp("seams"))
+
+
+@dataclass
+class Played:
+    """Scenarios that were played, each once, for all rows that need it."""
+
+    task: Path
+    seen: dict[str, dict[Seam, list[Any]] | str] = field(default_factory=dict)
+
+    def config(self, name: str) -> Config:
+        return Config.model_validate(SCENARIOS[name].tables(self.task))
+
+    def __call__(self, name: str) -> dict[Seam, list[Any]]:
+        """What the seams of a scenario saw."""
+        if name not in self.seen:
+            folder = self.task / f"ranks_{name}"
+            folder.mkdir()
+            try:
+                values = run_ranks(record, SCENARIOS[name].world_size, folder, name, self.task)[0]
+                self.seen[name] = dict(zip(seams_of(name), values, strict=True))
+            except AssertionError as error:
+                self.seen[name] = str(error)
+        seen = self.seen[name]
+        assert not isinstance(seen, str), f"{name}: {seen[-1500:]}"
+        return seen
+
+
+@pytest.fixture(scope="module")
+def played(task: Path) -> Played:
+    return Played(task)
+
+
+@pytest.mark.parametrize("seam", [pytest.param(seam, id=seam.id) for seam in TABLE])
+def test_its_consumer_receives_a_setting(played: Played, seam: Seam) -> None:
+    assert seam.fold(played(seam.scenario)[seam]) == seam.value(played.config(seam.scenario))
+
+
+def test_every_setting_has_a_row_and_every_row_a_setting() -> None:
+    rows = {seam.setting for seam in TABLE} | ELSEWHERE.keys()
+    settings = flat(Config().model_dump()).keys()
+    assert not settings - rows, "settings that nobody is known to receive"
+    in_tables = {row for row in rows if any(fnmatchcase(row, pattern) for pattern in _TABLES)}
+    assert not rows - settings - in_tables, "rows of settings that are gone"
+    fields = {row.rpartition(".")[2] for row in in_tables if row.startswith("evaluation.sets.")}
+    config = Config.model_validate({"evaluation": {"sets": {"near": {"prompts": "a"}}}})
+    assert fields == config.evaluation.sets["near"].model_dump().keys()
+
+
+def test_settings_that_are_set_elsewhere_are() -> None:
+    for setting, (file, text) in ELSEWHERE.items():
+        assert text in (Path(__file__).parents[1] / file).read_text(), f"{file} does not set {setting}"
+
+
+def test_what_is_forgotten_or_taken_for_its_neighbour_would_show(task: Path) -> None:
+    """Every setting is somewhere not its default, and no other number of its table is the same there."""
+    defaults, varied = flat(Config().model_dump()), set[str]()
+    for seam in TABLE:
+        values = flat(Config.model_validate(SCENARIOS[seam.scenario].tables(task)).model_dump())
+        own, table = values.get(seam.setting), seam.setting.rpartition(".")[0]
+        if own != defaults.get(seam.setting):
+            varied.add(seam.setting)
+        if table == "parallel" or isinstance(own, bool) or not isinstance(own, int | float):
+            continue  # two processes are split in two, whatever is
+        others = [key for key in values if key.rpartition(".")[0] == table and key != seam.setting]
+        assert [key for key in others if values[key] is not True and values[key] == own] == [], seam.id
+    assert {seam.setting for seam in TABLE} - varied <= {"evaluation.sets.far.reward"}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "files", "label"),
+    [
+        ("whole", "samples", "heard/was_cut"),
+        ("whole", "evaluations/near", "was_cut"),
+        ("turns", "samples", "was_cut"),
+    ],
+)
+def test_whoever_scores_is_told_which_responses_were_cut(
+    played: Played, scenario: str, files: str, label: str
+) -> None:
+    """Of training, of an evaluation and of conversations, each as its sample says."""
+    played(scenario)
+    rows = [json.loads(line) for file in played.task.glob(f"{scenario}/{files}*") for line in lines_of(file)]
+    told = {(row["finish_reason"], row["reward_info"][label]) for row in rows}
+    assert ("length", 1.0) in told
+    assert told <= {("length", 1.0), ("stop", 0.0)}
+
+
+def lines_of(path: Path) -> list[str]:
+    """Of a file, or of all files of a folder."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [line for file in files for line in file.read_text().splitlines()]

@@ -1,0 +1,67 @@
+"""`train --rollout-only` and `--train-only`: together they are the whole loop."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from sanity_run import make_task, settings, without_clocks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the sanity task's tokenizer, and prompts."""
+    return make_task(tmp_path_factory.mktemp("halves"))
+
+
+def train(task: Path, name: str, *flags: Any, num_rollouts: int = 1) -> subprocess.CompletedProcess[str]:
+    """One run of the command, with a reward that varies."""
+    tables = settings(
+        task,
+        name,
+        run={"num_rollouts": num_rollouts},
+        data={"reward": "tests.faults.rewards:digits"},
+        optimizer={"warmup_steps": 0},
+        tracking={"clipped_tokens_every": 1},
+    )
+    file = task / f"{name}.toml"
+    file.write_text(tomli_w.dumps(tables))
+    command = [sys.executable, "-m", "megatron_dppo", "train", str(file), *map(str, flags)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+
+def steps_of(task: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a run's gradient steps, without what a clock measured."""
+    rows = [json.loads(line) for line in (task / name / "metrics.jsonl").read_text().splitlines()]
+    return without_clocks([row for row in rows if row["kind"] == "step"])
+
+
+def test_two_halves_are_the_whole(task: Path) -> None:
+    for name, flags in (
+        ("whole", ()),
+        ("first", ("--rollout-only", task / "kept")),
+        ("second", ("--train-only", task / "kept")),
+    ):
+        done = train(task, name, *flags)
+        assert done.returncode == 0, done.stderr
+    assert not (task / "first" / "checkpoints" / "latest").exists()
+    assert steps_of(task, "first") == []
+    whole = steps_of(task, "whole")  # the second one's gradient is of what the first one made of the weights
+    assert len(whole) == 2 and all(row["optimizer/grad_norm"] > 0 for row in whole)
+    assert steps_of(task, "second") == whole
+    lists = [
+        [file.read_text() for file in sorted(task.glob(f"{run}/*_tokens/*"))] for run in ("whole", "second")
+    ]
+    assert lists[0] == lists[1] and len(lists[0]) == 4
+
+    more = train(task, "more", "--train-only", task / "kept", num_rollouts=2)
+    assert more.returncode == 2
+    assert "expected 2 rollouts. Keep them with --rollout-only" in more.stderr.replace("\n", " ")
+    both = train(task, "both", "--train-only", task / "kept", "--rollout-only", task / "kept")
+    assert both.returncode == 2
+    assert "--rollout-only: found --train-only too" in both.stderr

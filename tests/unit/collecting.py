@@ -1,0 +1,62 @@
+"""Scored groups of samples from prompts in one call, without a run around it."""
+
+from collections.abc import Sequence
+
+from megatron_dppo.environments import Environments, InProcess, SingleTurn
+from megatron_dppo.rollout.collect import RolloutBatch, answers, batch_of
+from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.scoring import Judge, RouteValidator, Scorer, Tokenizer
+from megatron_dppo.types import Prompt
+
+
+def collect(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    params: SamplingParams,
+    *,
+    samples_per_prompt: int,
+    max_prompt_tokens: int,
+    seed: int,
+    rollout: int,
+    indices: Sequence[int] | None = None,
+    smallest_group: int = 2,
+    validate_routes: RouteValidator | None = None,
+    environments: Environments | None = None,
+) -> RolloutBatch:
+    """Sample and score `samples_per_prompt` responses to each prompt.
+
+    A sample that cannot be trained on is dropped, counted by reason, and leaves its group. A group left with
+    fewer than `smallest_group` samples goes too, unless no more were asked for.
+
+    Args:
+        engine: Samples the responses.
+        prompts: This rank's share of the rollout.
+        tokenizer: Of the model that the engine holds.
+        scorer: Scores responses' text; a `RewardPool`.
+        params: How to sample.
+        samples_per_prompt: Responses to each prompt.
+        max_prompt_tokens: Longer prompts are dropped and counted.
+        seed: Seeds the sampling noise.
+        rollout: Index of this rollout in the run.
+        indices: Place of each prompt in the whole rollout, over all ranks; none means 0, 1, 2, ... Noise is
+            keyed by it, so it does not depend on the number of ranks.
+        smallest_group: Two for training, since one sample has nothing to compare with.
+        validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
+        environments: Say how conversations open; none: the prompts themselves do.
+
+    Raises:
+        RolloutError: The engine's completions do not answer the requests one for one.
+        RewardError: The reward cannot be loaded, or its workers cannot start.
+    """
+    places = range(len(prompts)) if indices is None else indices
+    maker = GroupMaker(
+        tokenizer, samples_per_prompt, max_prompt_tokens, seed, environments or InProcess(SingleTurn)
+    )
+    judge = Judge(tokenizer, scorer, params.capture_routes, validate_routes)
+    judged = answers(engine, maker, judge, params, rollout, list(zip(places, prompts, strict=True)))
+    smallest = min(smallest_group, samples_per_prompt)
+    num_too_long = len(prompts) - len(judged)
+    return batch_of(judged, [], smallest, num_too_long=num_too_long, weight_version=engine.weight_version)

@@ -1,0 +1,291 @@
+"""Conversations of several turns on the real embedded engine, with environments that follow a script."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from collecting import collect
+from samples import InProcessScorer, assert_same
+from test_transformers_engine import engine_of, moe_config, reference_model, requests_of, teacher_forced
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_dppo.data.batches.packing import WeightedSample, pack
+from megatron_dppo.environments import Environment, InProcess, Observation, SingleTurn, Turn
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.rewards import RewardResult
+from megatron_dppo.rollout.collect import RolloutBatch
+from megatron_dppo.rollout.embedded.engine import TransformersEngine
+from megatron_dppo.rollout.embedded.sampling import draw, sampling_noise
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.multi_turn import Conversations, Speech, TurnLimits
+from megatron_dppo.types import FinishReason, Message, Prompt, Sample
+
+WORDS = {
+    word: i for i, word in enumerate([*(f"t{i}" for i in range(36)), "<bos>", "<user>", "<policy>", "<eos>"])
+}
+EOS = WORDS["<eos>"]
+ENDS = (EOS, *range(8, 32, 2))
+PARAMS = SamplingParams(24, num_topk_log_probs=3, capture_routes=True)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel(WORDS))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
+    tokenizer.chat_template = (
+        "<bos> {% for m in messages %}{{ '<user>' if m['role'] == 'user' else '<policy>' }} {{ m['content'] }} "
+        "<eos> {% endfor %}{% if add_generation_prompt %}<policy> {% endif %}"
+    )
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+
+
+def text_of(tokens: Any) -> str:
+    return str(TOKENIZER.decode(tokens))
+
+
+def words_of(tokens: Any) -> list[str]:
+    return str(TOKENIZER.decode(tokens, skip_special_tokens=True)).split()
+
+
+class Scripted:
+    """Says "t1 t2", then "t3", and ends with its third turn; a turn's reward is the words of its response."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        self.prompt, self.num_turns = prompt, 0
+        return Observation(prompt.text, prompt.messages)
+
+    def step(self, response: str, finish_reason: FinishReason) -> Turn:
+        self.num_turns += 1
+        assert "<eos>" not in response, "special tokens stay away from environments"
+        says = ["t1 t2", "t3", None][self.num_turns - 1]
+        return Turn(says, float(len(response.split())), says is None, {"turns": float(self.num_turns)})
+
+
+class Recorded:
+    """The engine, and what it sampled, request by request."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine, self.weight_version = engine, engine.weight_version
+        self.sampled: dict[str, list[list[int]]] = {}
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        completions = self.engine.generate(requests, params)
+        for request, completion in zip(requests, completions, strict=True):
+            start = request.partial.tokens.numel() if request.partial else 0
+            self.sampled.setdefault(request.id, []).append(completion.tokens[start:].tolist())
+        return completions
+
+    load_weights: Any = None
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return reference_model(moe_config())
+
+
+def conversations(engine: Any, environment: type[Environment] = Scripted, **limits: Any) -> Conversations:
+    chosen = TurnLimits(**({"max_turns": 3, "max_turn_tokens": 4} | limits))
+    return Conversations(engine, InProcess(environment), TOKENIZER, chosen)
+
+
+def asked(lengths: Sequence[int]) -> list[Request]:
+    prompts = [Prompt(str(i), "", "test", text="t0") for i in range(len(lengths))]
+    requests = zip(requests_of(lengths), prompts, strict=True)
+    return [dataclasses.replace(request, prompt=prompt) for request, prompt in requests]
+
+
+def rolled_out(
+    engine: Any, texts: Sequence[str] = ("<bos> t5 t6", "<bos> t7"), environment: Any = Scripted, **changes: Any
+) -> RolloutBatch:
+    limits = {key: changes.pop(key) for key in ("max_turns", "max_turn_tokens") if key in changes}
+    talking = conversations(engine, environment, **limits)
+    prompts = changes.pop("prompts", None)
+    prompts = prompts or [Prompt(str(i), "", "test", text=text) for i, text in enumerate(texts)]
+    scorer = InProcessScorer(changes.pop("reward", lambda prompt, response, finish: RewardResult(-1.0)))
+    return collect(
+        talking, prompts, TOKENIZER, scorer, changes.pop("params", PARAMS),
+        samples_per_prompt=3, max_prompt_tokens=9, seed=1, rollout=2,
+        environments=InProcess(environment), **changes,
+    )  # fmt: skip
+
+
+def spans_of(sample: Sample | Completion) -> list[tuple[int, int]]:
+    return [(span.start, span.stop) for span in sample.weight_versions]
+
+
+def test_what_was_sampled_is_what_is_trained_on(model: Any) -> None:
+    engine = Recorded(engine_of(model, eos_token_ids=ENDS))
+    batch = rolled_out(engine)
+    assert len(batch.samples) == 6 and batch.counts.num_dropped_samples == 0
+    assert any(len(turn) < 4 for turns in engine.sampled.values() for turn in turns), (
+        "some turns end themselves"
+    )
+    for sample in batch.samples:
+        first, second, third = engine.sampled[sample.id]
+        spoken = [*first, WORDS["t1"], WORDS["t2"], *second, WORDS["t3"], *third]
+        assert sample.tokens[sample.prompt_length :].tolist() == spoken
+        mask = [True] * len(first) + [False] * 2 + [True] * len(second) + [False] + [True] * len(third)
+        assert sample.loss_mask.tolist() == mask
+        starts = [0, len(first) + 2, len(first) + len(second) + 3]
+        assert spans_of(sample) == [
+            (s, s + len(t)) for s, t in zip(starts, (first, second, third), strict=True)
+        ]
+        assert sample.topk is not None and (sample.topk.ids >= 0).all(1).tolist() == mask
+        words = sum(len(words_of(turn)) for turn in (first, second, third))
+        assert (sample.reward, sample.reward_info) == (words, {"turns": 3.0})
+        assert sample.finish_reason == ("stop" if third[-1] in ENDS else "length")
+        trained = pack([WeightedSample(dataclasses.replace(sample, advantage=1.0), sample.loss_mask.float())])
+        learns = trained.targets[trained.loss_mask]
+        assert learns.tolist() == [*first, *second, *third]
+    assert batch.counts.metrics()["rollout/num_turns_mean"] == 3.0
+
+
+@pytest.mark.parametrize("batch_size", [2, 16])
+def test_mu_top_k_and_routes_are_those_of_one_forward_over_the_conversation(
+    model: Any, batch_size: int
+) -> None:
+    requests = asked([5, 1, 3, 8, 2])
+    completions = conversations(engine_of(model, batch_size=batch_size)).generate(requests, PARAMS)
+    for request, completion in zip(requests, completions, strict=True):
+        logits, choices = teacher_forced(model, request, completion)
+        log_probs, mask = torch.log_softmax(logits, -1), completion.loss_mask
+        assert mask is not None and mask.sum() == 12 and mask.numel() == 15
+        expected = log_probs.gather(1, completion.tokens[:, None])[:, 0]
+        torch.testing.assert_close(completion.log_probs[mask], expected[mask], atol=1e-5, rtol=0)
+        assert not completion.log_probs[~mask].any()
+        values, ids = log_probs.topk(3, -1)
+        topk, routes = completion.topk, completion.routed_experts
+        assert topk is not None and routes is not None
+        torch.testing.assert_close(topk.log_probs[mask], values[mask], atol=1e-5, rtol=0)
+        assert torch.equal(topk.ids[mask].long(), ids[mask]) and (topk.ids[~mask] == -1).all()
+        assert routes.indices.shape[0] == len(request.prompt_tokens) + 15 - 1
+        assert torch.equal(routes.indices.long(), choices)
+
+
+def test_a_turn_draws_noise_of_its_own_place(model: Any) -> None:
+    requests = asked([5, 1, 3])
+    for request, completion in zip(
+        requests, conversations(engine_of(model)).generate(requests, PARAMS), strict=True
+    ):
+        logits, _ = teacher_forced(model, request, completion)
+        drawn = draw(torch.log_softmax(logits, -1), sampling_noise(request.noise_key, logits.shape[0]))
+        mask = completion.loss_mask
+        assert mask is not None
+        assert torch.equal(drawn[mask], completion.tokens[mask])
+
+
+def test_the_same_again_bit_for_bit(model: Any) -> None:
+    first, second = rolled_out(engine_of(model)), rolled_out(engine_of(model))
+    assert_same(list(first.groups), list(second.groups))
+
+
+def test_a_conversation_of_one_turn_is_what_the_engine_says(model: Any) -> None:
+    requests = asked([5, 1, 3])
+    talking = conversations(engine_of(model), SingleTurn, max_turns=1, max_turn_tokens=None)
+    plain = engine_of(model).generate(requests, PARAMS)
+    for one, other in zip(talking.generate(requests, PARAMS), plain, strict=True):
+        assert one.episode is not None and one.episode.reward is None
+        assert_same(dataclasses.replace(one, episode=None), other)
+
+
+def test_limits_end_a_conversation_and_it_counts_as_cut(model: Any) -> None:
+    batch = rolled_out(engine_of(model), max_turns=2)
+    assert batch.counts.metrics()["rollout/num_turns_mean"] == 2.0
+    assert batch.counts.num_truncated == 6
+    assert all(sample.response_length == 4 + 2 + 4 for sample in batch.samples)
+    short = dataclasses.replace(PARAMS, max_response_tokens=11)
+    batch = rolled_out(engine_of(model), params=short)  # the third turn's observation leaves no room
+    assert {sample.response_length for sample in batch.samples} == {10}
+    assert {sample.finish_reason for sample in batch.samples} == {"length"}
+    short = dataclasses.replace(PARAMS, max_response_tokens=12)
+    batch = rolled_out(engine_of(model), params=short)
+    assert {sample.response_length for sample in batch.samples} == {12}
+
+
+def test_where_no_turn_has_a_reward_the_last_response_is_scored(model: Any) -> None:
+    class Silent(Scripted):
+        def step(self, response: str, finish_reason: FinishReason) -> Turn:
+            return dataclasses.replace(super().step(response, finish_reason), reward=None)
+
+    def reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+        return RewardResult(float(len(response.split())), {"scored": 1.0})
+
+    for sample in rolled_out(engine_of(model), environment=Silent, reward=reward).samples:
+        last = sample.tokens[-4:]
+        assert sample.reward == len(words_of(last))
+        assert sample.reward_info == {"turns": 3.0, "scored": 1.0}
+
+
+class Failing(Scripted):
+    """Fails in the second turn of prompt 1, as `how` says."""
+
+    how: Any = None
+
+    def step(self, response: str, finish_reason: FinishReason) -> Turn:
+        turn = super().step(response, finish_reason)
+        return self.how(turn) if self.prompt.id == "1" and self.num_turns == 2 else turn
+
+
+def broken(turn: Turn) -> Turn:
+    raise KeyError("the board is lost")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (broken, "KeyError: 'the board is lost'"),
+        (lambda turn: None, "found a NoneType from step; expected a Turn"),
+        (lambda turn: dataclasses.replace(turn, observation=None), "expected text until it is done"),
+        (lambda turn: dataclasses.replace(turn, reward=float("nan")), "expected finite numbers"),
+        (lambda turn: dataclasses.replace(turn, info={"x": "much"}), "expected numbers"),
+    ],
+)
+def test_an_environment_that_fails_costs_its_own_samples(model: Any, how: Any, message: str) -> None:
+    environment = type("Failing", (Failing,), {"how": staticmethod(how)})
+    batch = rolled_out(engine_of(model), environment=environment)
+    assert [group.prompt.id for group in batch.groups] == ["0"]
+    assert batch.counts.num_dropped["environment_failed"] == batch.counts.num_dropped_samples == 3
+    assert batch.counts.example is not None and message in batch.counts.example
+
+
+def test_an_environment_that_does_not_begin_costs_its_samples(model: Any) -> None:
+    class Closed(Scripted):
+        def reset(self, prompt: Prompt, seed: int) -> Observation:
+            if prompt.id == "1":
+                raise ValueError("closed")
+            return super().reset(prompt, seed)
+
+    batch = rolled_out(engine_of(model), environment=Closed)
+    assert len(batch.samples) == 3 and batch.counts.num_dropped["environment_failed"] == 3
+
+
+def test_in_a_chat_observations_are_messages(model: Any) -> None:
+    messages: tuple[Message, ...] = ({"role": "user", "content": "t5"},)
+    batch = rolled_out(
+        engine_of(model, eos_token_ids=(EOS,)),
+        prompts=[Prompt("chat", "", "test", messages=messages)],
+        params=dataclasses.replace(PARAMS, max_response_tokens=40),
+    )
+    for sample in batch.samples:
+        assert text_of(sample.tokens[: sample.prompt_length]) == "<bos> <user> t5 <eos> <policy>"
+        said = text_of(sample.tokens[sample.prompt_length :][~sample.loss_mask])
+        assert said.replace("<eos> <user>", "<user>") == "<user> t1 t2 <eos> <policy> <user> t3 <eos> <policy>"
+        assert text_of(sample.tokens).count("<eos> <user>") == 2  # after either kind of end, once
+
+
+def test_the_end_of_a_response_is_written_where_it_has_none() -> None:
+    speech = Speech(TOKENIZER)
+    assert text_of(speech.observation("t4", EOS, is_chat=True)) == "<user> t4 <eos> <policy>"
+    assert text_of(speech.observation("t4", 3, is_chat=True)) == "<eos> <user> t4 <eos> <policy>"
+    assert text_of(speech.observation("t4", EOS, is_chat=False)) == "t4"
+
+
+def test_multi_turn_of_several_turns_are_not_left_half_done(model: Any) -> None:
+    with pytest.raises(RolloutError, match="half done"):
+        conversations(engine_of(model)).generate_until(asked([3]), PARAMS, lambda completion: True)

@@ -1,0 +1,263 @@
+"""Over-sampling and dynamic sampling, with an engine that answers from a script."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from samples import InProcessScorer
+from test_collect import TOKENIZER, complete
+from torch import Tensor
+
+from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.rewards import Reward, RewardResult
+from megatron_dppo.rollout.collect import RolloutBatch
+from megatron_dppo.rollout.counts import EngineCounts
+from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.scheduler import Rounds
+from megatron_dppo.rollout.scoring import Judge
+from megatron_dppo.types import FinishReason, Prompt
+
+NUM_PROMPTS = 40
+PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(NUM_PROMPTS)]
+TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="
+WHOLE, HALF = "w3 # 1 0 0 0 <eos>", "w3 # 1"
+
+
+class Halting:
+    """Answers prompts of `slow` last; what is left when it is enough keeps three tokens, or what it had."""
+
+    weight_version, counts = 7, EngineCounts()
+
+    def __init__(self, slow: Callable[[str], bool] = lambda prompt: False) -> None:
+        self.slow = slow
+        self.asked: list[Request] = []
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        return self.generate_until(requests, params, lambda completion: False)
+
+    def generate_until(
+        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
+    ) -> list[Completion]:
+        self.asked += requests
+        answers = {
+            request.id: request.partial or complete(request, HALF, finish_reason="abort")
+            for request in requests
+        }
+        for request in sorted(requests, key=lambda request: self.slow(request.id.split("/")[1])):
+            answers[request.id] = complete(request, WHOLE)
+            if is_enough(answers[request.id]):
+                break
+        return list(answers.values())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        raise NotImplementedError
+
+
+def _by_prompt(equal: Callable[[str], bool]) -> Reward:
+    """Rewards that differ within a group, but for prompts that are `equal`."""
+    scored = dict[str, int]()
+
+    def reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+        scored[prompt.id] = scored.get(prompt.id, 0) + 1
+        return RewardResult(1.0 if equal(prompt.id) else float(scored[prompt.id] % 2))
+
+    return reward
+
+
+class Run:
+    """The ranks of a run, one after the other, each with a stream and rounds of its own."""
+
+    def __init__(
+        self,
+        size: int = 1,
+        engine: Halting | None = None,
+        cursor: Any = None,
+        prompts: Sequence[Prompt] = PROMPTS,
+        equal: Callable[[str], bool] = lambda prompt: False,
+        **options: Any,
+    ) -> None:
+        config = RolloutConfig.model_validate({"prompts_per_rollout": 4, "samples_per_prompt": 2} | options)
+        self.engine, self.num_rollouts = engine or Halting(), 0
+        maker = GroupMaker(TOKENIZER, config.samples_per_prompt, max_prompt_tokens=7, seed=0)
+        judge = Judge(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
+        params = SamplingParams(20)
+        self.streams = [PromptStream(prompts, 0, shuffle=False, cursor=cursor) for _ in range(size)]
+        self.rounds = [Rounds(config, (rank, size), self.engine, maker, judge, params) for rank in range(size)]
+        self.cursors: list[Any] = []
+
+    def next(self) -> list[RolloutBatch]:
+        pairs = list(zip(self.rounds, self.streams, strict=True))
+        batches = [rounds.run(self.num_rollouts, stream) for rounds, stream in pairs]
+        told = [rounds.places for rounds in self.rounds]
+        self.cursors = [rounds.settle(stream, told) for rounds, stream in pairs]
+        self.num_rollouts += 1
+        return batches
+
+
+def _ids(batches: Sequence[RolloutBatch]) -> list[str]:
+    return [group.prompt.id for batch in batches for group in batch.groups]
+
+
+def _places(batches: Sequence[RolloutBatch]) -> list[int]:
+    return sorted(group.index for batch in batches for group in batch.groups)
+
+
+def test_without_either_prompts_come_in_turn() -> None:
+    run = Run(size=2)
+    assert [_ids(run.next()), _ids(run.next())] == [["0", "2", "1", "3"], ["4", "6", "5", "7"]]
+    assert run.cursors == [{"epoch": 0, "index": 8}] * 2
+
+
+def test_over_sampling_ends_with_the_groups_that_are_whole_first() -> None:
+    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5)
+    (batch,) = run.next()
+    assert _ids([batch]) == ["0", "2", "3", "4"] and _places([batch]) == [0, 1, 2, 3]
+    assert (batch.counts.num_samples, batch.counts.num_kept_partials, batch.counts.num_continued) == (8, 4, 0)
+    assert batch.counts.num_dropped_samples == 0
+    assert run.cursors == [{"epoch": 0, "index": 6, "again": [1, 5]}]
+
+
+def test_what_was_aborted_goes_on_in_the_next_rollout() -> None:
+    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5)
+    run.next()
+    run.engine.asked.clear()
+    run.engine.slow = lambda prompt: prompt in "89"
+    (batch,) = run.next()
+    assert _ids([batch]) == ["1", "5", "6", "7"] and _places([batch]) == [0, 1, 2, 3]
+    begun = [request for request in run.engine.asked if request.partial is not None]
+    assert [request.id for request in begun] == [f"rollout0/{p}/{2 * p}+{k}" for p in (1, 5) for k in (0, 1)]
+    assert batch.counts.num_continued == 4
+    assert batch.counts.num_kept_partials == 4  # of prompts 8 and 9
+    assert run.cursors == [{"epoch": 0, "index": 10, "again": [8, 9]}]
+
+
+def test_whole_groups_beyond_what_is_wanted_come_first_in_the_next_rollout() -> None:
+    class Late(Halting):
+        def generate_until(
+            self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
+        ) -> list[Completion]:
+            super().generate_until(requests, params, is_enough)
+            return [complete(request, WHOLE) for request in requests]  # all ended before they could be aborted
+
+    run = Run(engine=Late(), over_sampling=1.5)
+    assert _ids(run.next()) == ["0", "1", "2", "3"]
+    num_asked = len(run.engine.asked)
+    assert _ids(run.next()) == ["4", "5", "6", "7"]
+    assert {request.id.split("/")[1] for request in run.engine.asked[num_asked:]} == {"6", "7", "8", "9"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_prompt_is_lost_or_comes_twice(size: int) -> None:
+    run = Run(size, Halting(slow=lambda prompt: int(prompt) % 3 == 1), over_sampling=1.5)
+    seen = [prompt for _ in range(6) for prompt in _ids(run.next())]
+    assert len(seen) == len(set(seen)) == 24
+    again = [int(place) for place in run.cursors[0]["again"]]
+    assert sorted([*map(int, seen), *again]) == list(range(26))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
+def test_a_resume_begins_open_groups_once_more_on_any_number_of_ranks(before: int, after: int) -> None:
+    slow = Halting(slow=lambda prompt: int(prompt) % 3 == 1)
+    run = Run(before, slow, over_sampling=1.5)
+    seen = [prompt for _ in range(3) for prompt in _ids(run.next())]
+    resumed = Run(after, slow, cursor=run.cursors[0], over_sampling=1.5)
+    seen += [prompt for _ in range(3) for prompt in _ids(resumed.next())]
+    assert len(seen) == len(set(seen)) == 24
+    assert resumed.cursors[0]["index"] == 26
+
+
+def test_over_sampling_that_is_turned_off_leaves_no_prompt_behind() -> None:
+    slow = Halting(slow=lambda prompt: int(prompt) % 3 == 1)
+    run = Run(engine=slow, over_sampling=2.5)
+    seen = _ids(run.next())
+    resumed = Run(engine=slow, cursor=run.cursors[0])
+    seen += [prompt for _ in range(3) for prompt in _ids(resumed.next())]
+    assert sorted(map(int, seen)) == list(range(16))
+
+
+def test_partials_that_are_not_kept_are_counted() -> None:
+    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5, keep_partials=False)
+    (batch,) = run.next()
+    assert (batch.counts.num_kept_partials, batch.counts.num_discarded_partials) == (0, 4)
+    assert run.cursors == [{"epoch": 0, "index": 6}]
+    assert _ids(run.next()) == ["6", "7", "8", "9"]
+
+
+def test_groups_without_variance_are_replaced_by_those_of_the_next_prompts() -> None:
+    run = Run(equal=lambda prompt: prompt in "134", refill_zero_variance=True)
+    (batch,) = run.next()
+    assert _ids([batch]) == ["0", "6", "2", "5"]  # 4 and 5 came for 1 and 3, then 6 for 4
+    assert [group.index for group in batch.groups] == [0, 1, 2, 3]
+    assert batch.counts.num_replaced_groups == 3
+    assert (batch.counts.num_samples, batch.counts.num_prompts) == (14, 7)
+    assert run.cursors == [{"epoch": 0, "index": 7}]
+    assert len({request.noise_key for request in run.engine.asked}) == len(run.engine.asked)
+
+
+def test_refills_are_bounded_and_what_is_left_stays() -> None:
+    run = Run(equal=lambda prompt: True, refill_zero_variance=True, max_refills=2)
+    (batch,) = run.next()
+    assert _ids([batch]) == ["8", "9", "10", "11"]
+    assert batch.counts.num_replaced_groups == 8
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_ranks_replace_out_of_turn_leaves_no_prompt_behind(size: int) -> None:
+    run = Run(size, equal=lambda prompt: int(prompt) % 4 == 1, refill_zero_variance=True)
+    seen = list[str]()
+    for _ in range(5):
+        seen += _ids(run.next())
+        assert all(cursor == run.cursors[0] for cursor in run.cursors)
+    asked = [int(request.id.split("/")[1]) for request in run.engine.asked[::2]]
+    assert len(seen) == 20 and len(asked) == len(set(asked))
+    again = run.cursors[0].get("again", [])
+    assert sorted([*asked, *again]) == list(range(run.cursors[0]["index"]))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_replaces_with_the_same_prompts(size: int) -> None:
+    keywords: dict[str, Any] = {"equal": lambda prompt: int(prompt) % 4 == 1, "refill_zero_variance": True}
+    run = Run(size, **keywords)
+    run.next()
+    resumed = Run(size, cursor=run.cursors[0], **keywords)
+    assert _ids(run.next()) == _ids(resumed.next())
+    assert run.cursors == resumed.cursors
+
+
+def test_both_together() -> None:
+    run = Run(
+        engine=Halting(slow=lambda prompt: prompt in "15"),
+        over_sampling=1.5,
+        equal=lambda prompt: prompt == "0",
+        refill_zero_variance=True,
+    )
+    (batch,) = run.next()
+    assert _ids([batch]) == ["6", "2", "3", "4"]  # a new prompt was faster than those that were open
+    assert (batch.counts.num_replaced_groups, batch.counts.num_kept_partials) == (1, 4)
+    assert run.cursors == [{"epoch": 0, "index": 7, "again": [1, 5]}]
+
+
+def test_prompts_that_are_too_long_make_a_rollout_smaller_and_no_more() -> None:
+    prompts = [Prompt(p.id, p.answer, p.source, text=TOO_LONG if p.id == "2" else p.text) for p in PROMPTS]
+    run = Run(prompts=prompts, engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5)
+    (batch,) = run.next()
+    assert _ids([batch]) == ["0", "3", "4"]
+    assert (batch.counts.num_prompts, batch.counts.num_prompts_too_long) == (4, 1)
+    assert len(_ids(run.next())) == 4
+
+
+def test_old_tokens_moves_and_retractions_are_counted() -> None:
+    class Moving(Halting):
+        weight_version = 8
+
+        def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+            return [complete(request, WHOLE, num_moves=1, num_retractions=2) for request in requests]
+
+    (batch,) = Run(engine=Moving()).next()
+    assert batch.counts.num_old_tokens == batch.counts.num_response_tokens == 8 * 7
+    assert batch.counts.num_requeued == 8
+    metrics = batch.counts.metrics()
+    assert (metrics["rollout/old_token_fraction"], metrics["rollout/requeued_requests"]) == (1.0, 8.0)
+    assert metrics["rollout/retractions"] == 16.0

@@ -1,0 +1,102 @@
+"""A file of prompts as a run would meet it: rows that fail, lengths in tokens, and what prompts ask for."""
+
+import json
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizers import byte_tokenizer, qwen3_tokenizer
+
+from megatron_dppo.data.prompts.prompts import PromptsDigest, load_prompts
+from megatron_dppo.data.prompts.survey import NUM_SHOWN, Survey, survey
+from megatron_dppo.data.prompts.templates import ASKS_FOR, TEMPLATES, asked_form, prompt_tokens
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import Prompt
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path, tokenizer: Any = None, longest: int = 8) -> Survey:
+    return survey(path, "prompt", "answer", tokenizer or byte_tokenizer(()), longest)
+
+
+def test_rows_are_counted_and_prompts_measured_as_a_rollout_measures_them(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    file = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "1 + 1 =", "answer": "2"},
+        {"prompt": "1 + 1 + 1 =", "answer": "3"},
+        {"prompt": chat, "answer": "2"},
+    )
+    found = read(file, qwen3_tokenizer(), longest=8)
+    lengths = [
+        len(prompt_tokens(qwen3_tokenizer(), p.text, p.messages))
+        for p in load_prompts(file, "prompt", "answer")
+    ]
+    assert (found.num_rows, found.num_prompts, found.num_faulty) == (3, 3, 0)
+    assert found.longest == max(lengths) and found.num_too_long == sum(length > 8 for length in lengths) == 2
+    assert found.first == Prompt("1", "2", "p", text="1 + 1 =")
+    digest = PromptsDigest()
+    for prompt in load_prompts(file, "prompt", "answer"):
+        digest.add(prompt)
+    assert found.digest == digest.hexdigest(), "what a checkpoint keeps of the prompts"
+
+
+def test_every_fault_is_counted_and_the_first_are_named_by_their_row(tmp_path: Path) -> None:
+    good, torn, missing = {"prompt": "1 =", "answer": "1"}, '{"prompt"\n', {"prompt": "1 ="}
+    lone, chat = (
+        {"prompt": "\ud800", "answer": "1"},
+        {"prompt": [{"role": "user", "content": "1"}], "answer": "1"},
+    )
+    rows = [good, torn, missing, lone, chat, *repeat(missing, 20), good]
+    found = read(write(tmp_path / "p.jsonl", *rows))
+    assert (found.num_rows, found.num_faulty, found.num_prompts) == (26, 24, 2)
+    assert len(found.faults) == NUM_SHOWN
+    starts = ["line 2", "row 3", "row 4", "row 5", *(f"row {number}" for number in range(6, 12))]
+    for fault, start in zip(found.faults, starts, strict=True):
+        assert fault.startswith(f"{tmp_path / 'p.jsonl'}, {start}: ")
+    assert "expected a prompt that it encodes" in found.faults[2]
+    assert "without a chat template" in found.faults[3]
+
+
+def test_the_first_fault_stops_loading(tmp_path: Path) -> None:
+    file = write(tmp_path / "p.jsonl", {"prompt": "1 =", "answer": "1"}, {"prompt": "1 ="})
+    with pytest.raises(DataError, match="row 2"):
+        load_prompts(file, "prompt", "answer")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_template_is_known_by_its_name_and_by_its_words(
+    tmp_path: Path, template: str, is_named: bool
+) -> None:
+    asked = TEMPLATES[template]("What is 1 + 1?")
+    row = {"prompt": asked, "answer": "2"} | ({"template": template} if is_named else {})
+    assert read(write(tmp_path / "p.jsonl", row), qwen3_tokenizer()).num_asking == {ASKS_FOR[template]: 1}
+
+
+@pytest.mark.parametrize("text", ["What is 1 + 1? Answer:", "Give the answer.", "box it"])
+def test_prompts_that_do_not_say_are_taken_for_neither(text: str) -> None:
+    assert asked_form(Prompt("1", "2", "p", text=text), None) is None
+    assert asked_form(Prompt("1", "2", "p", text=text), "mine") is None
+
+
+def test_words_do_not_overrule_a_name() -> None:
+    assert asked_form(Prompt("1", "2", "p", text=r"\boxed"), "dapo") == "answer_line"
+    assert set(ASKS_FOR) == set(TEMPLATES)
+
+
+def test_rows_stream(tmp_path: Path) -> None:
+    """Progress sees each row as it is read."""
+    seen: list[int] = []
+
+    def counting(rows: Any) -> Any:
+        return (seen.append(n) or row for n, row in enumerate(rows))
+
+    rows = chain([{"prompt": "1", "answer": "1"}], ({"prompt": "", "answer": "1"} for _ in range(3)))
+    survey(write(tmp_path / "p.jsonl", *rows), "prompt", None, None, 8, counting)
+    assert seen == [0, 1, 2, 3]

@@ -16,9 +16,16 @@ PARAMS = SamplingParams(150, num_topk_log_probs=20, capture_routes=True)
 
 @pytest.fixture(scope="module")
 def engine(served: Served) -> Iterator[SglangEngine]:
-    """Of a server beside the shared one, with the cache of one long response."""
+    """Of a server beside the shared one, with the cache of one long response.
+
+    Whether that cache overflows depends on how far apart requests come in, so SGLang's own switch also retracts a
+    request in every fiftieth batch.
+    """
     config = served_config(served.folder, served.run, **TIGHT)
-    server = Server(plan_launch(config), served.run / "servers", "tight")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_TEST_RETRACT", "true")
+        patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "50")
+        server = Server(plan_launch(config), served.run / "servers", "tight")
     try:
         record = server.start(START_TIMEOUT_S)
         assert record is not None

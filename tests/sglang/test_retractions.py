@@ -18,8 +18,8 @@ PARAMS = SamplingParams(150, num_topk_log_probs=20, capture_routes=True)
 def engine(served: Served) -> Iterator[SglangEngine]:
     """Of a server beside the shared one, with the cache of one long response.
 
-    Whether that cache overflows depends on how far apart requests come in, so SGLang's own switch also retracts a
-    request in every fiftieth batch.
+    Whether that cache overflows depends on how far apart requests come in, so SGLang's own switch also retracts
+    a request in every fiftieth batch.
     """
     config = served_config(served.folder, served.run, **TIGHT)
     with pytest.MonkeyPatch.context() as patch:

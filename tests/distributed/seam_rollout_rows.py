@@ -88,7 +88,7 @@ _ROLLOUT = [
     Seam(
         "rollout.num_topk_log_probs",
         f"{COMBINE}",
-        lambda call: call.tokens.topk_ids.shape[1],
+        lambda call: call.tokens.topk.ids.shape[1],
         expected=lambda config: config.algorithm.top_k,
     ),
     Seam(

@@ -6,9 +6,10 @@ K top-K columns, T packed tokens of one micro-batch, S sequences in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 if TYPE_CHECKING:  # reward workers read this module and start without a tensor library
     from torch import Tensor
@@ -44,12 +45,27 @@ class Prompt:
         assert (self.text is None) != (self.messages is None), "a prompt is either text or messages"
 
 
+def each_token(record: Any, apply: Callable[[Tensor, float], Tensor]) -> Any:
+    """Copy a record with `apply(values, fill)` in place of each per-token tensor; `fill` is for padding.
+
+    A per-token tensor is a field of a dataclass whose metadata name its `fill`. Other fields stay as they are.
+    """
+    changed: dict[str, Any] = {}
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if value is not None and "fill" in each.metadata:
+            changed[each.name] = apply(value, each.metadata["fill"])
+        elif is_dataclass(value):
+            changed[each.name] = each_token(value, apply)
+    return replace(record, **changed)
+
+
 @dataclass(frozen=True)
 class RolloutTopK:
     """The rollout policy's K most probable tokens at each response position, most probable first."""
 
-    ids: Tensor  # [R, K] int32; -1 pads
-    log_probs: Tensor  # [R, K] float32, of the sampling distribution
+    ids: Tensor = field(metadata={"fill": -1})  # [R, K] int32; -1 pads
+    log_probs: Tensor = field(metadata={"fill": -math.inf})  # [R, K] float32, of the sampling distribution
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,7 @@ class Sample:
     reward: float | None = None
     reward_info: Mapping[str, float] = field(default_factory=dict[str, float])
     advantage: float | None = None
+    token_weights: Tensor | None = None  # [R] float32: of each response token in the loss; set before packing
 
     @property
     def response_length(self) -> int:
@@ -116,27 +133,52 @@ class SampleGroup:
     index: int  # the prompt's place in its rollout, over all ranks
 
 
-@dataclass(frozen=True)
-class Microbatch:
+_PADS_0: Mapping[str, float] = {"fill": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTokens:
+    """All that a loss reads of T tokens beside the policy: one record, from packing to the kernels.
+
+    A new per-token input of the loss is one line here, with the value that pads it, and its rule in
+    `data.batches.packing.pack`. Slicing, moving, saving and `PolicyLossInputs.of` treat all fields alike.
+    """
+
+    targets: Tensor = field(metadata=_PADS_0)  # [T] int64: the token that each position scores
+    rollout_log_probs: Tensor = field(metadata=_PADS_0)  # [T] float32 log mu
+    advantages: Tensor = field(metadata=_PADS_0)  # [T] float32
+    loss_mask: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] bool: which learn; none: all
+    token_weights: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32; none: 1 everywhere
+    old_log_probs: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32, for recomputed anchors
+    topk: RolloutTopK | None = None  # ids, log_probs [T, K]
+
+    def rows(self, which: Any) -> Self:
+        """The record of some tokens alone, chosen by an index, a mask or a slice."""
+        return each_token(self, lambda values, _: values[which])
+
+
+ROLLOUT_TOKENS = tuple(each.name for each in fields(RolloutTokens))
+"""Names of the fields of `RolloutTokens`; of a micro-batch, which has more, those that a loss reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch(RolloutTokens):
     """Whole sequences packed end to end; position t scores `targets[t]`, its sequence's next token.
 
     The last position of each sequence scores nothing: its `loss_mask` is False and its target 0.
     """
 
-    tokens: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in each sequence
-    targets: Tensor  # [T] int64
+    loss_mask: Tensor = field(metadata=_PADS_0)  # [T] bool
+    token_weights: Tensor = field(metadata=_PADS_0)  # [T] float32; 1 everywhere under token_mean
+    tokens: Tensor = field(metadata=_PADS_0)  # [T] int64
+    position_ids: Tensor = field(metadata=_PADS_0)  # [T] int64, from 0 in each sequence
     cu_seqlens: Tensor  # [S+1] int32: where sequences start, and T
-    loss_mask: Tensor  # [T] bool
-    rollout_log_probs: Tensor  # [T] float32
-    advantages: Tensor  # [T] float32
-    token_weights: Tensor  # [T] float32; 1 everywhere under token_mean
-    topk: RolloutTopK | None = None  # ids, log_probs [T, K]
     routed_experts: RoutedExperts | None = None  # indices [T, moe_layers, top_k]
-    old_log_probs: Tensor | None = None  # [T] float32, only for anchor = "recomputed"
     sample_ids: tuple[str, ...] = ()  # of the S sequences; none where they are no samples
-    weight_versions: Tensor | None = None  # [T] int32: which sampled the target; -1: none did, or not known
-    is_measured: Tensor | None = None  # [T] bool: of a sample whose mismatch is told apart; none: all are
+    weight_versions: Tensor | None = field(default=None, metadata={"fill": -1})
+    # [T] int32: which sampled the target; -1: none did, or not known
+    is_measured: Tensor | None = field(default=None, metadata=_PADS_0)
+    # [T] bool: of a sample whose mismatch is told apart; none: all are
 
     @property
     def num_loss_tokens(self) -> int:

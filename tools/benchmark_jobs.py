@@ -15,7 +15,7 @@ from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import plan_minibatch
 from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
-from megatron_dppo.data.batches.packing import WeightedSample, pack
+from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RolloutTopK, Sample, TrainBatch
 
@@ -116,7 +116,7 @@ def layout_seconds(
 def step_of(microbatches: Sequence[Sequence[Sample]]) -> TrainBatch:
     """One gradient step of one process; every token weighs 1."""
     packed = tuple(
-        pack([WeightedSample(sample, sample.loss_mask.float()) for sample in samples])
+        pack([replace(sample, token_weights=sample.loss_mask.float()) for sample in samples])
         for samples in microbatches
     )
     num_samples = sum(map(len, microbatches))

@@ -93,7 +93,7 @@ class Observer:
             if weight_version is not None and m.weight_versions is not None:
                 tokens = (out.log_probs, m.rollout_log_probs, measured, m.weight_versions)
                 add_mismatch_by_age(metrics, *tokens, weight_version)
-        masks = self._shadow_masks(out, m, topk)
+        masks = self._shadow_masks(out, m)
         add_shadow_masks(
             metrics,
             self.shadows,
@@ -120,20 +120,10 @@ class Observer:
         """What only whole micro-batches show; one rank of each data-parallel group calls this."""
         add_bound_of_responses(metrics, microbatches)
 
-    def _shadow_masks(
-        self, out: FusedPolicyLoss, m: Microbatch, topk: TopKLogProbs | None
-    ) -> dict[str, Tensor]:
+    def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
         if not self.shadows:
             return {}
-        inputs = PolicyLossInputs(
-            log_probs=out.log_probs,
-            rollout_log_probs=m.rollout_log_probs,
-            advantages=m.advantages,
-            loss_mask=m.loss_mask,
-            old_log_probs=m.old_log_probs,
-            topk=topk,
-            targets=m.targets,
-        )
+        inputs = PolicyLossInputs.of(m, out.log_probs, topk_log_probs=out.topk_log_probs)
         return shadow_masks(self.shadows, inputs)
 
 

@@ -1,6 +1,7 @@
 """Computes log-probs and the loss from the output of the last pipeline stage."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,14 +12,14 @@ from megatron_dppo.algorithms import Objective
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.kernels import (
     FusedPolicyLoss,
-    fused_linear_policy_loss,
     fused_log_probs,
-    fused_policy_loss,
     linear_log_probs,
+    packed_linear_policy_loss,
+    packed_policy_loss,
 )
 from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.mcore.groups import vocab_shard
-from megatron_dppo.types import Microbatch
+from megatron_dppo.types import Microbatch, each_token
 
 
 class OutputHead:
@@ -76,22 +77,16 @@ class OutputHead:
             ConfigError: A learning token has what none may have.
         """
         topk = microbatch.topk if self._objective.needs_topk or self._reported_topk else None
-        columns = slice(None, None if self._objective.needs_topk else self._reported_topk)
-        arguments: dict[str, Any] = dict(
-            targets=microbatch.targets,
-            rollout_log_probs=microbatch.rollout_log_probs,
-            advantages=microbatch.advantages,
-            objective=self._objective,
-            loss_mask=microbatch.loss_mask,
-            token_weights=microbatch.token_weights,
-            topk_ids=None if topk is None else topk.ids[:, columns],
-            topk_rollout_log_probs=None if topk is None else topk.log_probs[:, columns],
-            old_log_probs=microbatch.old_log_probs,
-            **self._vocabulary,
-        )
+        if topk is not None and not self._objective.needs_topk:
+            topk = each_token(topk, lambda columns, _: columns[:, : self._reported_topk])
+        tokens = replace(microbatch, topk=topk)
         if self._is_linear:
-            return fused_linear_policy_loss(output, self._weight, **arguments)
-        return fused_policy_loss(output, inplace_backward=True, **arguments)
+            return packed_linear_policy_loss(
+                output, self._weight, tokens, objective=self._objective, **self._vocabulary
+            )
+        return packed_policy_loss(
+            output, tokens, objective=self._objective, inplace_backward=True, **self._vocabulary
+        )
 
     def log_probs(
         self,

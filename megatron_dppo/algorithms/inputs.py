@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens
 
 # Log-probs between 0 and this are rounding and not worth a count.
 CLAMP_COUNTED_FROM = 1e-3
@@ -30,6 +31,31 @@ class PolicyLossInputs:
     targets: Tensor | None = None  # [T] integer ids y_t; read only by Top-K divergences
     token_weights: Tensor | None = None  # [T] >= 0: multiplies each token's loss; none means 1
     entropy: Tensor | None = None  # [T] with gradient; read only where entropy_coef is not 0
+
+    @classmethod
+    def of(
+        cls,
+        tokens: RolloutTokens,
+        log_probs: Tensor,
+        *,
+        topk_log_probs: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> "PolicyLossInputs":
+        """Join the record of a rollout's tokens with what the policy gives them.
+
+        Args:
+            tokens: T tokens.
+            log_probs: [T] log pi(y_t).
+            topk_log_probs: [T, K'] log pi of the first K' columns of the rollout's Top-K; none: no Top-K.
+            entropy: [T].
+        """
+        shared = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS}
+        mu = shared.pop("topk")
+        topk = None
+        if mu is not None and topk_log_probs is not None:
+            used = slice(None, topk_log_probs.shape[1])
+            topk = TopKLogProbs(mu.ids[:, used], mu.log_probs[:, used], topk_log_probs)
+        return cls(log_probs=log_probs, topk=topk, entropy=entropy, **shared)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,13 @@
 """The trust-region loss over logits, fused; see README.md."""
 
-from megatron_dppo.kernels.linear import fused_linear_policy_loss, linear_log_probs
-from megatron_dppo.kernels.loss import FusedPolicyLoss, fused_log_probs, fused_metrics, fused_policy_loss
+from megatron_dppo.kernels.linear import fused_linear_policy_loss, linear_log_probs, packed_linear_policy_loss
+from megatron_dppo.kernels.loss import (
+    FusedPolicyLoss,
+    fused_log_probs,
+    fused_metrics,
+    fused_policy_loss,
+    packed_policy_loss,
+)
 
 __all__ = [
     "FusedPolicyLoss",
@@ -10,4 +16,6 @@ __all__ = [
     "fused_metrics",
     "fused_policy_loss",
     "linear_log_probs",
+    "packed_linear_policy_loss",
+    "packed_policy_loss",
 ]

@@ -8,6 +8,7 @@ device: how many of its tokens have a gradient decides the shape of the products
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.loss import FusedPolicyLoss, describe, judge
+from megatron_dppo.kernels.loss import FusedPolicyLoss, combine_statistics, describe
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.kernels.products import accumulate_product_
 from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.tokens import LossTokens, check_values, loss_tokens
+from megatron_dppo.kernels.tokens import check_values, checked_tokens, rollout_tokens
+from megatron_dppo.types import RolloutTokens
 
 
 def fused_linear_policy_loss(
@@ -74,6 +76,49 @@ def fused_linear_policy_loss(
     Raises:
         ConfigError: As `fused_policy_loss`, or hidden states and weight do not fit each other.
     """
+    tokens = rollout_tokens(
+        objective,
+        topk_ids,
+        topk_rollout_log_probs,
+        targets=targets,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        token_weights=token_weights,
+        old_log_probs=old_log_probs,
+    )
+    return packed_linear_policy_loss(
+        hidden,
+        weight,
+        tokens,
+        objective,
+        temperature=temperature,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        chunk_bytes=chunk_bytes,
+        logits_dtype=logits_dtype,
+        debug=debug,
+    )
+
+
+def packed_linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: RolloutTokens,
+    objective: Objective,
+    *,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    logits_dtype: torch.dtype | None = None,
+    debug: bool = False,
+) -> FusedPolicyLoss:
+    """`fused_linear_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same."""
     layer = OutputLayer.of(
         hidden,
         weight,
@@ -85,24 +130,12 @@ def fused_linear_policy_loss(
         chunk_bytes=chunk_bytes,
         logits_dtype=logits_dtype,
     )
-    tokens = loss_tokens(
-        objective,
-        layer.num_tokens,
-        layer.shard.vocab_size,
-        torch.float64 if hidden.dtype == torch.float64 else torch.float32,
-        targets=targets,
-        rollout_log_probs=rollout_log_probs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-        token_weights=token_weights,
-        topk_ids=topk_ids,
-        topk_rollout_log_probs=topk_rollout_log_probs,
-        old_log_probs=old_log_probs,
-    )
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    ready = checked_tokens(objective, tokens, layer.num_tokens, layer.shard.vocab_size, dtype)
     if debug:
-        check_values(objective, tokens, layer.shard, weight.shape[0])
-    results = _LinearPolicyLoss.apply(hidden, weight, layer, tokens, objective, torch.is_grad_enabled())
-    return describe(*results, has_topk=topk_ids is not None)
+        check_values(objective, ready, layer.shard, weight.shape[0])
+    results = _LinearPolicyLoss.apply(hidden, weight, layer, ready, objective, torch.is_grad_enabled())
+    return describe(*results, has_topk=tokens.topk is not None)
 
 
 @torch.no_grad()
@@ -153,7 +186,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         layer: OutputLayer,
-        tokens: LossTokens,
+        tokens: RolloutTokens,
         objective: Objective,
         is_training: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,11 +197,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
         by_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         rows, topk = _neutral_results(layer.num_tokens, tokens)
         for which in layer.chunks(tokens.loss_mask):
-            own = tokens.learning(which)
+            own = replace(tokens, loss_mask=None).rows(which)  # all of them learn
             inputs = whole[which]
             logits = layer.logits(inputs, weight)
-            statistics = layer.statistics(logits, own.targets, own.topk_ids)
-            _, found, topk[which] = judge(logits, statistics, own, objective, layer.shard, layer.temperature)
+            statistics = layer.statistics(logits, own.targets, None if own.topk is None else own.topk.ids)
+            _, found, topk[which] = combine_statistics(
+                logits, statistics, own, objective, layer.shard, layer.temperature
+            )
             rows[:, which] = found
             if by_hidden is not None or by_weight is not None:
                 live = _write_gradient(logits, found, own.targets, objective, layer)
@@ -194,11 +229,11 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return by_hidden, by_weight, None, None, None, None
 
 
-def _neutral_results(num_tokens: int, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+def _neutral_results(num_tokens: int, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
     """What stands where no token learns."""
     rows = tokens.advantages.new_zeros((len(ROWS), num_tokens))
     rows[ROWS.index("ratio")] = 1.0
-    num_topk = 0 if tokens.topk_ids is None else tokens.topk_ids.shape[1]
+    num_topk = 0 if tokens.topk is None else tokens.topk.ids.shape[1]
     return rows, tokens.advantages.new_full((num_tokens, num_topk), -math.inf)
 
 

@@ -13,8 +13,9 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.encoding import encode
 from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, log_probs_of
-from megatron_dppo.kernels.tokens import LossTokens, check_values, loss_tokens
+from megatron_dppo.kernels.tokens import check_values, checked_tokens, rollout_tokens
 from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
+from megatron_dppo.types import RolloutTokens
 
 LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -81,29 +82,56 @@ def fused_policy_loss(
             the compiled kernels of a GPU do not know the objective's rule or divergence, or (always on CPU, on
             other devices with `debug`) an input holds what no learning token may have.
     """
-    shard = require_shard(logits, vocab_start, vocab_size, tp_group)
-    require_temperature(temperature)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    tokens = loss_tokens(
+    tokens = rollout_tokens(
         objective,
-        logits.shape[0],
-        shard.vocab_size,
-        dtype,
+        topk_ids,
+        topk_rollout_log_probs,
         targets=targets,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
         loss_mask=loss_mask,
         token_weights=token_weights,
-        topk_ids=topk_ids,
-        topk_rollout_log_probs=topk_rollout_log_probs,
         old_log_probs=old_log_probs,
     )
+    return packed_policy_loss(
+        logits,
+        tokens,
+        objective,
+        temperature=temperature,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        inplace_backward=inplace_backward,
+        debug=debug,
+    )
+
+
+def packed_policy_loss(
+    logits: Tensor,
+    tokens: RolloutTokens,
+    objective: Objective,
+    *,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    inplace_backward: bool = False,
+    debug: bool = False,
+) -> FusedPolicyLoss:
+    """`fused_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same."""
+    shard = require_shard(logits, vocab_start, vocab_size, tp_group)
+    require_temperature(temperature)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    ready = checked_tokens(objective, tokens, logits.shape[0], shard.vocab_size, dtype)
     if debug:
-        check_values(objective, tokens, shard, logits.shape[1])
-    own = token_statistics(logits, tokens.targets, tokens.topk_ids, tokens.loss_mask, shard, temperature)
+        check_values(objective, ready, shard, logits.shape[1])
+    topk_ids = None if ready.topk is None else ready.topk.ids
+    own = token_statistics(logits, ready.targets, topk_ids, ready.loss_mask, shard, temperature)
     statistics = gather_statistics(own, tp_group)
-    results = judge(logits, statistics, tokens, objective, shard, temperature, is_in_place=inplace_backward)
-    return describe(*results, has_topk=topk_ids is not None)
+    results = combine_statistics(
+        logits, statistics, ready, objective, shard, temperature, is_in_place=inplace_backward
+    )
+    return describe(*results, has_topk=tokens.topk is not None)
 
 
 def token_statistics(
@@ -119,10 +147,10 @@ def token_statistics(
     return ops.row_statistics(logits.detach(), targets, topk_ids, loss_mask, start, size, temperature, True)
 
 
-def judge(
+def combine_statistics(
     logits: Tensor,
     statistics: Tensor,
-    tokens: LossTokens,
+    tokens: RolloutTokens,
     objective: Objective,
     shard: VocabShard,
     temperature: float,
@@ -130,13 +158,14 @@ def judge(
     is_in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, [len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `ops.policy_loss`."""
+    topk = tokens.topk
     return ops.policy_loss(
         logits,
         statistics,
         tokens.targets,
-        tokens.topk_ids,
+        None if topk is None else topk.ids,
         tokens.rollout_log_probs,
-        tokens.topk_rollout_log_probs,
+        None if topk is None else topk.log_probs,
         tokens.old_log_probs,
         tokens.advantages,
         tokens.loss_mask,

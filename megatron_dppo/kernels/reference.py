@@ -268,23 +268,11 @@ def policy_loss_from_logits(
     log_probs = all_log_probs.gather(1, microbatch.targets[:, None])[:, 0]
     entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
     topk = microbatch.topk
-    topk_inputs = None
+    at_topk = None
     if topk is not None:
-        values = all_log_probs.gather(1, topk.ids.long().clamp(min=0)).masked_fill(topk.ids < 0, -math.inf)
-        topk_inputs = TopKLogProbs(topk.ids, topk.log_probs, values)
-    inputs = PolicyLossInputs(
-        log_probs=log_probs,
-        rollout_log_probs=microbatch.rollout_log_probs,
-        advantages=microbatch.advantages,
-        loss_mask=microbatch.loss_mask,
-        old_log_probs=microbatch.old_log_probs,
-        topk=topk_inputs,
-        targets=microbatch.targets,
-        token_weights=microbatch.token_weights,
-        entropy=entropy,
-    )
-    statistics = TokenLogProbs(log_probs, entropy, None if topk_inputs is None else topk_inputs.log_probs)
-    return policy_loss(objective, inputs), statistics
+        at_topk = all_log_probs.gather(1, topk.ids.long().clamp(min=0)).masked_fill(topk.ids < 0, -math.inf)
+    inputs = PolicyLossInputs.of(microbatch, log_probs, topk_log_probs=at_topk, entropy=entropy)
+    return policy_loss(objective, inputs), TokenLogProbs(log_probs, entropy, at_topk)
 
 
 def _widened(logits: Tensor) -> Tensor:

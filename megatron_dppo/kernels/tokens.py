@@ -1,94 +1,86 @@
-"""What a fused loss knows of each token beside its logits, checked and in the kernels' types."""
+"""Checks what a fused loss reads of each token beside its logits, and brings it into the kernels' types."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
+from megatron_dppo.algorithms import Objective, PolicyLossInputs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.arguments import MAX_TOP_K
 from megatron_dppo.kernels.vocab_parallel import VocabShard, require_cover
+from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens, RolloutTopK, each_token
 
 
-@dataclass(frozen=True, eq=False)
-class LossTokens:
-    """Per token, [T] or [T, K]; tensors are contiguous, real ones of one dtype."""
+def rollout_tokens(
+    objective: Objective, topk_ids: Tensor | None, topk_rollout_log_probs: Tensor | None, **tokens: Any
+) -> RolloutTokens:
+    """The record of the public losses' arguments; log-probs of a Top-K that is only reported may be absent.
 
-    targets: Tensor  # [T] int64, global ids
-    rollout_log_probs: Tensor  # [T]
-    advantages: Tensor  # [T]
-    loss_mask: Tensor | None  # [T] bool; none: all learn
-    token_weights: Tensor | None  # [T]
-    topk_ids: Tensor | None  # [T, K] int32
-    topk_rollout_log_probs: Tensor | None  # [T, K]
-    old_log_probs: Tensor | None  # [T], where the objective's anchor is recomputed
+    Raises:
+        ConfigError: The objective needs a Top-K, and ids or log-probs are absent.
+    """
+    if objective.needs_topk:
+        given = {"topk_ids": topk_ids, "topk_rollout_log_probs": topk_rollout_log_probs}
+        why = f"a tensor, because the divergence is {objective.divergence}"
+        absent = [name for name, values in given.items() if values is None]
+        if absent:
+            raise ConfigError([_problem(name, "none", why, f"Pass {name}=...") for name in absent])
+    topk = None
+    if topk_ids is not None:
+        if topk_rollout_log_probs is None:
+            topk_rollout_log_probs = torch.zeros_like(topk_ids, dtype=torch.float32)
+        topk = RolloutTopK(topk_ids, topk_rollout_log_probs)
+    return RolloutTokens(topk=topk, **tokens)
 
-    def learning(self, which: Tensor | slice) -> "LossTokens":
-        """Those tokens alone, all of which learn."""
-        chosen: dict[str, Any] = {}
-        for field in fields(self):
-            values = getattr(self, field.name)
-            chosen[field.name] = None if values is None else values[which]
-        return replace(self, **chosen | {"loss_mask": None})
 
+def checked_tokens(
+    objective: Objective, tokens: RolloutTokens, num_tokens: int, vocab_size: int, dtype: torch.dtype
+) -> RolloutTokens:
+    """The tokens of a loss in the kernels' types, contiguous, after checks that need no value of a tensor.
 
-def loss_tokens(
-    objective: Objective,
-    num_tokens: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    *,
-    targets: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    topk_ids: Tensor | None = None,
-    topk_rollout_log_probs: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
-) -> LossTokens:
-    """The tokens of a loss, after checks that need no value of a tensor; unused top-K columns are left out.
+    Unused Top-K columns, and old log-probs that the objective does not read, are left out.
 
-    T is `num_tokens`; `dtype` is float32, or float64 where the logits are; the rest is as `fused_policy_loss`
-    takes it.
+    Args:
+        objective: What reads the tokens.
+        tokens: As they were packed, or given.
+        num_tokens: T, of the logits or hidden states.
+        vocab_size: Of the model, without padding.
+        dtype: float32, or float64 where the logits are.
 
     Raises:
         ConfigError: An input is missing, or of another shape or type; all faults at once. Or the kernels of the
             tensors' device are compiled and do not know the objective.
     """
-    ops.require_known(objective, targets)
-    given: dict[str, Tensor | None] = {
-        "targets": targets,
-        "rollout_log_probs": rollout_log_probs,
-        "advantages": advantages,
-        "loss_mask": loss_mask,
-        "token_weights": token_weights,
-        "topk_ids": topk_ids,
-        "topk_rollout_log_probs": topk_rollout_log_probs,
-        "old_log_probs": old_log_probs if objective.anchor == "recomputed" else None,
-    }
-    problems = [*_missing(objective, given), *_misshapen(given, num_tokens)]
-    if not problems and topk_ids is not None:
-        problems = _too_few_or_many(objective, topk_ids.shape[1], vocab_size)
+    ops.require_known(objective, tokens.targets)
+    old = tokens.old_log_probs if objective.anchor == "recomputed" else None
+    known: dict[str, Any] = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS}
+    known["old_log_probs"] = old
+    tokens = RolloutTokens(**known)
+    topk = tokens.topk
+    problems = [*_missing(objective, tokens), *_misshapen(tokens, num_tokens)]
+    if not problems and topk is not None:
+        problems = _too_few_or_many(objective, topk.ids.shape[1], vocab_size)
     if problems:
         raise ConfigError(problems)
-    integers = {"targets": torch.int64, "topk_ids": torch.int32, "loss_mask": torch.bool}
-    used = slice(None, objective.top_k if objective.needs_topk else None)
-    topk_columns = 0 if topk_ids is None else topk_ids.shape[1]
-    ready: dict[str, Any] = {}
-    for name, values in given.items():
-        if values is not None:
-            values = values[:, used] if name.startswith("topk") else values
-            values = values.detach().to(integers.get(name, dtype)).contiguous()
-        ready[name] = None if name.startswith("topk") and topk_columns == 0 else values
-    return LossTokens(**ready)
+    if topk is not None:
+        used = slice(None, objective.top_k if objective.needs_topk else None)
+        ids, log_probs = topk.ids[:, used].to(torch.int32), topk.log_probs[:, used]
+        tokens = replace(tokens, topk=RolloutTopK(ids, log_probs) if topk.ids.shape[1] else None)
+    if tokens.loss_mask is not None:
+        tokens = replace(tokens, loss_mask=tokens.loss_mask.bool())
+    tokens = replace(tokens, targets=tokens.targets.to(torch.int64))
+
+    def ready(values: Tensor, _: float) -> Tensor:
+        return values.detach().to(dtype if values.is_floating_point() else values.dtype).contiguous()
+
+    return each_token(tokens, ready)
 
 
-def check_values(objective: Objective, tokens: LossTokens, shard: VocabShard, width: int) -> None:
+def check_values(objective: Objective, tokens: RolloutTokens, shard: VocabShard, width: int) -> None:
     """Refuse values that no learning token may have, and shards of `width` columns that leave some out.
 
     One exchange between the shards, and three device synchronisations where all is well.
@@ -98,32 +90,21 @@ def check_values(objective: Objective, tokens: LossTokens, shard: VocabShard, wi
     """
     require_cover(shard, width, tokens.targets.device)
     _require_known_ids(tokens, shard.vocab_size)
-    topk, mu = None, tokens.topk_rollout_log_probs
-    if tokens.topk_ids is not None and mu is not None:
-        topk = TopKLogProbs(tokens.topk_ids, mu, torch.zeros_like(mu))
-    inputs = PolicyLossInputs(
-        log_probs=torch.zeros_like(tokens.rollout_log_probs),
-        rollout_log_probs=tokens.rollout_log_probs,
-        advantages=tokens.advantages,
-        loss_mask=tokens.loss_mask,
-        old_log_probs=tokens.old_log_probs,
-        topk=topk,
-        targets=tokens.targets,
-        token_weights=tokens.token_weights,
-        entropy=torch.zeros_like(tokens.rollout_log_probs),
-    )
-    learning_tokens(objective, inputs)
+    zeros = torch.zeros_like(tokens.rollout_log_probs)
+    at_topk = None if tokens.topk is None else torch.zeros_like(tokens.topk.log_probs)
+    learning_tokens(objective, PolicyLossInputs.of(tokens, zeros, topk_log_probs=at_topk, entropy=zeros))
 
 
-def _require_known_ids(tokens: LossTokens, vocab_size: int) -> None:
+def _require_known_ids(tokens: RolloutTokens, vocab_size: int) -> None:
     is_learning = (
         torch.ones_like(tokens.targets, dtype=torch.bool) if tokens.loss_mask is None else tokens.loss_mask
     )
     is_bad = is_learning & ((tokens.targets < 0) | (tokens.targets >= vocab_size))
     found = {"targets": (tokens.targets[:, None], is_bad[:, None])}
-    if tokens.topk_ids is not None:
-        is_outside = (tokens.topk_ids < -1) | (tokens.topk_ids >= vocab_size)
-        found["topk_ids"] = (tokens.topk_ids, is_outside & is_learning[:, None])
+    if tokens.topk is not None:
+        topk_ids = tokens.topk.ids
+        is_outside = (topk_ids < -1) | (topk_ids >= vocab_size)
+        found["topk_ids"] = (topk_ids, is_outside & is_learning[:, None])
     if not bool(torch.stack([is_bad.any() for _, is_bad in found.values()]).any()):
         return
     problems: list[Problem] = []
@@ -142,24 +123,22 @@ def _problem(name: str, found: str, expected: str, action: str) -> Problem:
     return Problem(f"fused_policy_loss.{name}", found, expected, action)
 
 
-def _missing(objective: Objective, given: dict[str, Tensor | None]) -> list[Problem]:
+def _missing(objective: Objective, tokens: RolloutTokens) -> list[Problem]:
     needed: dict[str, str] = {}
-    if objective.needs_topk:
-        why = f"because the divergence is {objective.divergence}"
-        needed |= {"topk_ids": why, "topk_rollout_log_probs": why}
-    if objective.anchor == "recomputed":
+    if objective.needs_topk and tokens.topk is None:
+        needed["topk_ids"] = f"because the divergence is {objective.divergence}"
+    if objective.anchor == "recomputed" and tokens.old_log_probs is None:
         needed["old_log_probs"] = "because anchor = 'recomputed'"
-    return [
-        _problem(name, "none", f"a tensor, {why}", f"Pass {name}=...")
-        for name, why in needed.items()
-        if given[name] is None
-    ]
+    return [_problem(name, "none", f"a tensor, {why}", f"Pass {name}=...") for name, why in needed.items()]
 
 
-def _misshapen(given: dict[str, Tensor | None], num_tokens: int) -> list[Problem]:
+def _misshapen(tokens: RolloutTokens, num_tokens: int) -> list[Problem]:
     integer = "integer numbers"
     kinds = {"targets": integer, "topk_ids": integer, "loss_mask": "bool or integer numbers"}
-    ids = given["topk_ids"]
+    given: dict[str, Tensor | None] = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS if name != "topk"}
+    if tokens.topk is not None:
+        given |= {"topk_ids": tokens.topk.ids, "topk_rollout_log_probs": tokens.topk.log_probs}
+    ids = given.get("topk_ids")
     columns = ids.shape[1:] if ids is not None else None
     problems: list[Problem] = []
     for name, values in given.items():

@@ -11,7 +11,7 @@ from megatron_dppo.rewards import RewardChoice
 
 ACTOR = "actor.actor:Actor"
 BATCH = "rollout.embedded.continuous_batch"
-JUDGE = "kernels.linear:judge"
+COMBINE = "kernels.linear:combine_statistics"
 
 
 def given(name: str) -> Callable[[Received], Any]:
@@ -78,7 +78,7 @@ def group(field: str) -> Callable[[Received], Any]:
 
 
 def objective(field: str, scenario: str = "whole") -> Seam:
-    return plain(f"algorithm.{field}", JUDGE, f"objective.{field}", scenario=scenario)
+    return plain(f"algorithm.{field}", COMBINE, f"objective.{field}", scenario=scenario)
 
 
 def sampled(setting: str, argument: str, where: Callable[[Received], bool] = is_training) -> list[Seam]:

@@ -5,7 +5,7 @@ from typing import Any
 from seam_reads import (
     ACTOR,
     BATCH,
-    JUDGE,
+    COMBINE,
     called,
     evaluates,
     flag,
@@ -81,14 +81,14 @@ _ROLLOUT = [
     plain("rollout.max_response_tokens", _OVERLONG, "self.max_response_tokens"),
     plain("rollout.max_response_tokens", "data.batches.gradient_steps:sequence_weights", "response_length"),
     *sampled("rollout.temperature", "temperature"),
-    plain("rollout.temperature", JUDGE, "temperature"),
-    plain("rollout.temperature", f"{_HEAD}:fused_policy_loss", "temperature", scenario="turns"),
+    plain("rollout.temperature", COMBINE, "temperature"),
+    plain("rollout.temperature", f"{_HEAD}:packed_policy_loss", "temperature", scenario="turns"),
     plain("rollout.temperature", f"{_HEAD}:linear_log_probs", "temperature"),
     plain("rollout.num_topk_log_probs", f"{BATCH}:most_probable", "k"),
     Seam(
         "rollout.num_topk_log_probs",
-        f"{JUDGE}",
-        lambda call: call.tokens.topk_ids.shape[1],
+        f"{COMBINE}",
+        lambda call: call.tokens.topk.ids.shape[1],
         expected=lambda config: config.algorithm.top_k,
     ),
     Seam(

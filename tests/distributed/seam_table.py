@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from seam_reads import (
     ACTOR,
     BATCH,
-    JUDGE,
+    COMBINE,
     every,
     flag,
     given,
@@ -129,16 +129,16 @@ _ALGORITHM = [
     *(
         plain(
             "algorithm.delta",
-            f"{_HEAD}:fused_policy_loss",
+            f"{_HEAD}:packed_policy_loss",
             f"objective.{side}",
             scenario="turns",
             expected=lambda config: config.algorithm.delta,
         )
         for side in ("delta_low", "delta_high")
     ),
-    plain("algorithm.anchor", f"{_HEAD}:fused_policy_loss", "objective.anchor", scenario="turns"),
-    plain("algorithm.preset", JUDGE, "objective.name"),
-    plain("algorithm.preset", JUDGE, "objective.name", scenario="resumed"),
+    plain("algorithm.anchor", f"{_HEAD}:packed_policy_loss", "objective.anchor", scenario="turns"),
+    plain("algorithm.preset", COMBINE, "objective.name"),
+    plain("algorithm.preset", COMBINE, "objective.name", scenario="resumed"),
     plain("algorithm.aggregation", "data.batches.gradient_steps:sequence_weights", "mode"),
     plain("algorithm.normalize_advantage_std", "data.batches.gradient_steps:group_advantages", "normalize_std"),
     plain(
@@ -158,12 +158,12 @@ _ALGORITHM = [
         lambda call: call.key[2] + 1,
         fold=max,
     ),
-    Seam("algorithm.loss_from", f"{_HEAD}:fused_policy_loss", lambda call: "logits", "turns"),
-    Seam("algorithm.loss_from", f"{_HEAD}:fused_linear_policy_loss", lambda call: "hidden_states"),
-    plain("algorithm.logits_chunk_bytes", f"{_HEAD}:fused_linear_policy_loss", "chunk_bytes"),
+    Seam("algorithm.loss_from", f"{_HEAD}:packed_policy_loss", lambda call: "logits", "turns"),
+    Seam("algorithm.loss_from", f"{_HEAD}:packed_linear_policy_loss", lambda call: "hidden_states"),
+    plain("algorithm.logits_chunk_bytes", f"{_HEAD}:packed_linear_policy_loss", "chunk_bytes"),
     plain("algorithm.logits_chunk_bytes", f"{_HEAD}:linear_log_probs", "chunk_bytes"),
     Seam(
-        "algorithm.logits_dtype", f"{_HEAD}:fused_linear_policy_loss", lambda call: str(call.logits_dtype)[6:]
+        "algorithm.logits_dtype", f"{_HEAD}:packed_linear_policy_loss", lambda call: str(call.logits_dtype)[6:]
     ),
 ]
 

@@ -8,14 +8,14 @@ import torch
 from samples import ROUTING, assert_same, make_sample
 
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
-from megatron_dppo.data.batches.packing import WeightedSample, pack, placeholder
+from megatron_dppo.data.batches.packing import pack, placeholder
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import Microbatch, TrainBatch
 
 
 def microbatches() -> list[Microbatch]:
     samples = [make_sample(list(range(4 + n)), 2, reward=float(n)) for n in range(4)]
-    weighted = [WeightedSample(s, torch.full((s.response_length,), 0.5)) for s in samples]
+    weighted = [replace(s, token_weights=torch.full((s.response_length,), 0.5)) for s in samples]
     return [pack(weighted[:1]), pack(weighted[1:])]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.batches.packing import WeightedSample, pack, placeholder
+from megatron_dppo.data.batches.packing import pack, placeholder
 from megatron_dppo.data.batches.token_slices import token_slice
 from megatron_dppo.metrics.masked_tokens import FARTHEST, TOKENS_AFTER, TOKENS_BEFORE, MaskedTokens
 from megatron_dppo.types import Microbatch, Sample
@@ -44,7 +44,7 @@ class _Judged:
 
 def _judged(numbers: range) -> _Judged:
     samples = [_sample(number, *LENGTHS[number]) for number in numbers]
-    microbatch = pack([WeightedSample(s, torch.ones(s.response_length)) for s in samples])
+    microbatch = pack([replace(s, token_weights=torch.ones(s.response_length)) for s in samples])
     generator = torch.Generator().manual_seed(numbers.start)
     size = microbatch.tokens.numel()
     divergence = (torch.rand(size, generator=generator) * 8).round() / 8  # many are equal

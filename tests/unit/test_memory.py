@@ -12,7 +12,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import bytes_of
 from megatron_dppo.data.batches.gradient_steps import gradient_steps
 from megatron_dppo.data.batches.memory import bytes_of_routes_and_topk, bytes_of_samples, rollout_bytes_bound
-from megatron_dppo.data.batches.packing import WeightedSample, pack
+from megatron_dppo.data.batches.packing import pack
 
 PROMPT, RESPONSE, PROMPTS, SAMPLES = 3, 200, 4, 2
 
@@ -57,7 +57,7 @@ def test_more_groups_hold_less_each_and_a_larger_group_holds_no_more_than_its_sa
 def test_routes_and_topk_are_counted_in_samples_and_micro_batches() -> None:
     sample = make_sample(list(range(10)), 4)
     assert bytes_of_routes_and_topk(sample) == 9 * 2 * 2 + 6 * 2 * 8
-    packed = pack([WeightedSample(sample, torch.ones(6))])
+    packed = pack([replace(sample, token_weights=torch.ones(6))])
     assert bytes_of_routes_and_topk(packed) == 10 * 2 * 2 + 10 * 2 * 8
     assert bytes_of_routes_and_topk(replace(packed, topk=None, routed_experts=None)) == 0
 

@@ -12,7 +12,7 @@ from test_transformers_engine import engine_of, moe_config, reference_model, req
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.data.batches.packing import WeightedSample, pack
+from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.environments import Environment, InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
@@ -140,7 +140,7 @@ def test_what_was_sampled_is_what_is_trained_on(model: Any) -> None:
         words = sum(len(words_of(turn)) for turn in (first, second, third))
         assert (sample.reward, sample.reward_info) == (words, {"turns": 3.0})
         assert sample.finish_reason == ("stop" if third[-1] in ENDS else "length")
-        trained = pack([WeightedSample(dataclasses.replace(sample, advantage=1.0), sample.loss_mask.float())])
+        trained = pack([dataclasses.replace(sample, advantage=1.0, token_weights=sample.loss_mask.float())])
         learns = trained.targets[trained.loss_mask]
         assert learns.tolist() == [*first, *second, *third]
     assert batch.counts.metrics()["rollout/num_turns_mean"] == 3.0

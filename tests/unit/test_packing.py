@@ -6,7 +6,7 @@ import pytest
 import torch
 from samples import ROUTING, assert_same, make_sample
 
-from megatron_dppo.data.batches.packing import WeightedSample, is_chosen, measured_part, pack, placeholder
+from megatron_dppo.data.batches.packing import is_chosen, measured_part, pack, placeholder
 from megatron_dppo.types import Microbatch
 
 FIRST = make_sample([10, 11, 12, 13, 14], prompt_length=2, reward=1.0)
@@ -14,7 +14,10 @@ SECOND = make_sample([20, 21, 22], prompt_length=1, mask=[True, False])
 
 
 def packed() -> Microbatch:
-    weighted = [WeightedSample(FIRST, torch.tensor([1.0, 2.0, 3.0])), WeightedSample(SECOND, torch.ones(2))]
+    weighted = [
+        replace(FIRST, token_weights=torch.tensor([1.0, 2.0, 3.0])),
+        replace(SECOND, token_weights=torch.ones(2)),
+    ]
     return pack(weighted)
 
 
@@ -35,16 +38,16 @@ def test_a_token_is_scored_at_the_position_before_it() -> None:
 
 
 def test_samples_of_unknown_weights_carry_no_versions() -> None:
-    unknown = WeightedSample(replace(SECOND, weight_versions=()), torch.ones(2))
+    unknown = replace(SECOND, weight_versions=(), token_weights=torch.ones(2))
     assert pack([unknown]).weight_versions is None
-    mixed = pack([unknown, WeightedSample(SECOND, torch.ones(2))]).weight_versions
+    mixed = pack([unknown, replace(SECOND, token_weights=torch.ones(2))]).weight_versions
     assert mixed is not None and mixed.tolist() == [-1, -1, -1, 6, 7, -1]
 
 
 def test_the_measured_part_is_what_packing_its_samples_alone_gives() -> None:
     samples = [make_sample(list(range(5 + n)), 2, group=str(n)) for n in range(12)]
-    weighted = [WeightedSample(s, torch.ones(s.response_length)) for s in samples]
-    chosen = [w for w in weighted if is_chosen(w.sample.id, 0.4)]
+    weighted = [replace(s, token_weights=torch.ones(s.response_length)) for s in samples]
+    chosen = [w for w in weighted if is_chosen(w.id, 0.4)]
     assert 0 < len(chosen) < len(samples)
     filler = placeholder(2, ROUTING)
     assert_same(measured_part(pack(weighted, 0.4), filler), pack(chosen, 0.4))

@@ -1,11 +1,13 @@
 """The loss the long way against `policy_loss` on float64 log-probs, and the statistics against log-softmax."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from samples import make_sample
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
-from megatron_dppo.data.batches.packing import WeightedSample, pack
+from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.kernels import fused_log_probs
 from megatron_dppo.kernels.reference import policy_loss_from_logits
 
@@ -32,7 +34,10 @@ def test_log_probs_and_entropy_equal_float64(dtype: torch.dtype, temperature: fl
 def test_it_is_policy_loss_on_the_log_probs_of_the_logits(name: str) -> None:
     objective = preset(name, top_k=2) if "topk" in name else preset(name)
     first, second = make_sample([10, 11, 12, 13, 14], 2, reward=1.0), make_sample([20, 21, 22, 23], 1)
-    weighted = [WeightedSample(first, torch.tensor([1.0, 2.0, 3.0])), WeightedSample(second, torch.ones(3))]
+    weighted = [
+        replace(first, token_weights=torch.tensor([1.0, 2.0, 3.0])),
+        replace(second, token_weights=torch.ones(3)),
+    ]
     m = pack(weighted)
     assert m.topk is not None
     x = logits()

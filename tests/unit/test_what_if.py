@@ -7,14 +7,14 @@ import torch
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
 from megatron_dppo.analysis.what_if.question import parse_sweeps, question_of
-from megatron_dppo.analysis.what_if.variants import JudgedTokens, Variant, judge, require_inputs, variants
+from megatron_dppo.analysis.what_if.variants import Variant, judge, require_inputs, variants
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
 
 BASE = Variant("dppo_topk_tv", {"top_k": 4})
 
 
-def tokens(num: int = 400) -> JudgedTokens:
+def tokens(num: int = 400) -> PolicyLossInputs:
     """Random tokens of a policy that has moved."""
     generator = torch.Generator().manual_seed(0)
     mu = torch.log_softmax(torch.randn(num, 12, generator=generator) * 2, -1)
@@ -22,14 +22,12 @@ def tokens(num: int = 400) -> JudgedTokens:
     ids = mu.topk(4).indices
     targets = torch.distributions.Categorical(logits=mu).sample()
     pick = targets[:, None]
-    return JudgedTokens(
-        log_probs={"live": pi.gather(1, pick)[:, 0]},
+    return PolicyLossInputs(
+        log_probs=pi.gather(1, pick)[:, 0],
         rollout_log_probs=mu.gather(1, pick)[:, 0],
         advantages=torch.randn(num, generator=generator),
         targets=targets,
-        topk_ids=ids.int(),
-        topk_rollout_log_probs=mu.gather(1, ids),
-        topk_log_probs={"live": pi.gather(1, ids)},
+        topk=TopKLogProbs(ids.int(), mu.gather(1, ids), pi.gather(1, ids)),
     )
 
 
@@ -43,21 +41,16 @@ def test_each_variant_masks_what_policy_loss_masks() -> None:
         "dppo_topk_tv delta=0.05 top_k=2",
         "dppo_topk_tv delta=0.3 top_k=2",
     ]
-    sample = tokens()
-    assert sample.topk_ids is not None and sample.topk_rollout_log_probs is not None
-    topk = TopKLogProbs(sample.topk_ids, sample.topk_rollout_log_probs, sample.topk_log_probs["live"])
-    inputs = PolicyLossInputs(
-        sample.log_probs["live"], sample.rollout_log_probs, sample.advantages, topk=topk, targets=sample.targets
-    )
-    rows = judge(judged, sample)
+    inputs = tokens()
+    rows = judge(judged, {"live": inputs})
     own = policy_loss(preset("dppo_topk_tv", top_k=4), inputs).mask
     for variant, row in zip(judged, rows, strict=True):
         out = policy_loss(variant.objective, inputs)
-        negative = sample.advantages < 0
+        negative = inputs.advantages < 0
         assert row["masked_fraction_negative"] == pytest.approx(float((~out.mask)[negative].double().mean()))
         assert row["agreement"] == pytest.approx(float((out.mask == own).double().mean()))
         kept = out.coefficient.abs().double().sum()
-        mass = (out.ratio * sample.advantages.abs()).double().sum()
+        mass = (out.ratio * inputs.advantages.abs()).double().sum()
         assert row["dropped_mass_fraction"] == pytest.approx(float(1 - kept / mass), abs=1e-6)
     assert all(row["masked_fraction"] > 0 for row in rows)
 

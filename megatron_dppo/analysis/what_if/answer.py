@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_dppo.actor.actor import Actor
+from megatron_dppo.algorithms import PolicyLossInputs
 from megatron_dppo.analysis.what_if.plot import write_plot
 from megatron_dppo.analysis.what_if.question import Question
-from megatron_dppo.analysis.what_if.variants import JudgedTokens, judge, mismatch_by_routes
+from megatron_dppo.analysis.what_if.variants import TokensByRoutes, judge, mismatch_by_routes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.kept_batches import read_share
 from megatron_dppo.failure_detection import watching
@@ -54,13 +55,14 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
         old = _columns(actor, steps, kinds, "before", runtime)
         load_weights(actor.chunks, config.model.load, actor.hf)
     own = _learning(steps, _columns(actor, steps, kinds, "forward", runtime), old, kinds)
-    tokens = _joined([part for parts in runtime.all_gather(own) for part in parts], kinds)
+    parts = [part for of_rank in runtime.all_gather(own) for part in of_rank]
+    tokens: TokensByRoutes = {routes: _joined([part[routes] for part in parts]) for routes in kinds}
     return {
         "run": str(question.run),
         "checkpoint": str(config.model.load),
         "before": None if question.before is None else str(question.before),
         "rollouts": list(question.rollouts),
-        "num_tokens": tokens.targets.numel(),
+        "num_tokens": tokens[kinds[0]].log_probs.numel(),
         "mismatch": mismatch_by_routes(tokens),
         "rows": judge(question.variants, tokens),
     }
@@ -94,7 +96,7 @@ def _learning(
     columns: Sequence[Mapping[Routes, Tensor]],
     old: Sequence[Mapping[Routes, Tensor]] | None,
     kinds: Sequence[Routes],
-) -> list[JudgedTokens]:
+) -> list[TokensByRoutes]:
     """The learning tokens of this rank's micro-batches; nothing on ranks that hold what another reports."""
     if not speaks_for_its_group():
         return []
@@ -106,47 +108,29 @@ def _learning(
 
 def _of_microbatch(
     m: Microbatch, now: Mapping[Routes, Tensor], before: Mapping[Routes, Tensor], kinds: Sequence[Routes]
-) -> JudgedTokens:
+) -> TokensByRoutes:
     rows = m.loss_mask.bool()
-    old: dict[Routes, Tensor] = {routes: before[routes][rows, 0] for routes in kinds if routes in before}
-    if not old and m.old_log_probs is not None:
-        old = dict.fromkeys(kinds, m.old_log_probs[rows])
-    tokens = JudgedTokens(
-        log_probs={routes: now[routes][rows, 0].clamp(max=0) for routes in kinds},
-        rollout_log_probs=m.rollout_log_probs[rows],
-        advantages=m.advantages[rows],
-        targets=m.targets[rows],
-        old_log_probs=old,
-    )
-    if m.topk is None or m.topk.ids.shape[1] == 0:
-        return tokens
-    return replace(
-        tokens,
-        topk_ids=m.topk.ids[rows],
-        topk_rollout_log_probs=m.topk.log_probs[rows],
-        topk_log_probs={routes: now[routes][rows, 1:] for routes in kinds},
-    )
+    learning, has_topk = m.rows(rows), m.topk is not None and m.topk.ids.shape[1] > 0
+    found: dict[Routes, PolicyLossInputs] = {}
+    for routes in kinds:
+        columns = now[routes][rows]
+        at_topk = columns[:, 1:] if has_topk else None
+        inputs = PolicyLossInputs.of(learning, columns[:, 0].clamp(max=0), topk_log_probs=at_topk)
+        old = before[routes][rows, 0] if routes in before else learning.old_log_probs
+        found[routes] = replace(inputs, loss_mask=None, token_weights=None, old_log_probs=old)
+    return found
 
 
-def _joined(parts: Sequence[JudgedTokens], kinds: Sequence[Routes]) -> JudgedTokens:
-    def joined(name: str) -> Any:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    def by_routes(name: str) -> dict[Routes, Tensor]:
-        has_it = all(getattr(part, name) for part in parts)
-        return {r: torch.cat([getattr(part, name)[r] for part in parts]) for r in kinds} if has_it else {}
-
-    has_topk = all(part.topk_ids is not None for part in parts)
-    return JudgedTokens(
-        log_probs=by_routes("log_probs"),
-        rollout_log_probs=joined("rollout_log_probs"),
-        advantages=joined("advantages"),
-        targets=joined("targets"),
-        old_log_probs=by_routes("old_log_probs"),
-        topk_ids=joined("topk_ids") if has_topk else None,
-        topk_rollout_log_probs=joined("topk_rollout_log_probs") if has_topk else None,
-        topk_log_probs=by_routes("topk_log_probs"),
-    )
+def _joined(parts: Sequence[Any]) -> Any:
+    """Concatenate records of tokens field by field; what one of them lacks is left out."""
+    values: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        own = [getattr(part, field.name) for part in parts]
+        if any(value is None for value in own):
+            values[field.name] = None
+        else:
+            values[field.name] = torch.cat(own) if isinstance(own[0], Tensor) else _joined(own)
+    return replace(parts[0], **values)
 
 
 def _as_json(value: Any) -> Any:

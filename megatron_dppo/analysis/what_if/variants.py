@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs, policy_loss, preset
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import add_mismatch
@@ -36,37 +36,8 @@ class Variant:
         return " ".join([self.preset, *(f"{key}={value}" for key, value in self.fields.items())])
 
 
-@dataclass(frozen=True, eq=False)
-class JudgedTokens:
-    """N learning tokens of a rollout, as the policy of one checkpoint sees them."""
-
-    log_probs: Mapping[Routes, Tensor]  # [N] float32 log pi, for each way of routing
-    rollout_log_probs: Tensor  # [N] float32 log mu
-    advantages: Tensor  # [N] float32
-    targets: Tensor  # [N] int64
-    old_log_probs: Mapping[Routes, Tensor] = field(default_factory=dict[Routes, Tensor])  # [N] log pi'
-    topk_ids: Tensor | None = None  # [N, K] int32
-    topk_rollout_log_probs: Tensor | None = None  # [N, K] float32
-    topk_log_probs: Mapping[Routes, Tensor] = field(default_factory=dict[Routes, Tensor])  # [N, K] float32
-
-    @property
-    def num_columns(self) -> int:
-        """K, 0 where the rollout kept none."""
-        return 0 if self.topk_ids is None else self.topk_ids.shape[1]
-
-    def inputs(self, routes: Routes) -> PolicyLossInputs:
-        """What the loss takes."""
-        topk = None
-        if self.topk_ids is not None and self.topk_rollout_log_probs is not None:
-            topk = TopKLogProbs(self.topk_ids, self.topk_rollout_log_probs, self.topk_log_probs[routes])
-        return PolicyLossInputs(
-            log_probs=self.log_probs[routes],
-            rollout_log_probs=self.rollout_log_probs,
-            advantages=self.advantages,
-            old_log_probs=self.old_log_probs.get(routes),
-            topk=topk,
-            targets=self.targets,
-        )
+TokensByRoutes = Mapping[Routes, PolicyLossInputs]
+"""N learning tokens of a rollout as the policy of one checkpoint sees them, for each way of routing."""
 
 
 def variants(base: Variant, presets: Sequence[str], sweeps: Mapping[str, Sequence[Value]]) -> list[Variant]:
@@ -117,7 +88,7 @@ def require_inputs(judged: Sequence[Variant], *, num_columns: int, has_old_log_p
         raise ConfigError(problems)
 
 
-def judge(judged: Sequence[Variant], tokens: JudgedTokens) -> list[dict[str, Any]]:
+def judge(judged: Sequence[Variant], tokens: TokensByRoutes) -> list[dict[str, Any]]:
     """One row for each variant and way of routing; the first variant is the run's own.
 
     Fractions are over tokens with A > 0, A < 0, or either. `agreement` is the share of learning tokens on which
@@ -126,17 +97,17 @@ def judge(judged: Sequence[Variant], tokens: JudgedTokens) -> list[dict[str, Any
     tokens. `divergence_p999` leaves infinite divergences out.
     """
     rows: list[dict[str, Any]] = []
-    for routes in tokens.log_probs:
+    for routes, inputs in tokens.items():
         own: Tensor | None = None
         for variant in judged:
-            out = policy_loss(variant.objective, tokens.inputs(routes))
+            out = policy_loss(variant.objective, inputs)
             own = out.mask if own is None else own
             row: dict[str, Any] = {"variant": variant.name, "preset": variant.preset, **variant.fields}
-            rows.append(row | {"routes": routes} | _figures(variant.objective, out, tokens, own))
+            rows.append(row | {"routes": routes} | _figures(variant.objective, out, inputs, own))
     return rows
 
 
-def _figures(objective: Objective, out: Any, tokens: JudgedTokens, own_mask: Tensor) -> dict[str, float]:
+def _figures(objective: Objective, out: Any, tokens: PolicyLossInputs, own_mask: Tensor) -> dict[str, float]:
     masked, advantages = ~out.mask & (tokens.advantages != 0), tokens.advantages
     mass = (out.ratio.clamp(max=objective.ratio_cap) * advantages.abs()).double()
     finite = out.divergence[out.divergence.isfinite()]
@@ -155,11 +126,11 @@ def _share(part: Tensor, whole: Tensor) -> float:
     return int((part & whole).sum()) / int(whole.sum()) if bool(whole.any()) else float("nan")
 
 
-def mismatch_by_routes(tokens: JudgedTokens) -> dict[Routes, dict[str, float]]:
+def mismatch_by_routes(tokens: TokensByRoutes) -> dict[Routes, dict[str, float]]:
     """The distance of pi from mu, as a run reports it, for each way of routing."""
     found: dict[Routes, dict[str, float]] = {}
-    for routes, log_probs in tokens.log_probs.items():
-        metrics = Metrics()
-        add_mismatch(metrics, log_probs, tokens.rollout_log_probs, torch.ones_like(log_probs, dtype=torch.bool))
+    for routes, inputs in tokens.items():
+        metrics, is_learning = Metrics(), torch.ones_like(inputs.log_probs, dtype=torch.bool)
+        add_mismatch(metrics, inputs.log_probs, inputs.rollout_log_probs, is_learning)
         found[routes] = {name.removeprefix("mismatch/"): value for name, value in metrics.values().items()}
     return found

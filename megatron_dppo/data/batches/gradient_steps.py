@@ -13,7 +13,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import Plan, plan_minibatch
 from megatron_dppo.data.batches.exchange import DataParallel, exchange_samples
 from megatron_dppo.data.batches.memory import bytes_of_routes_and_topk
-from megatron_dppo.data.batches.packing import WeightedSample, pack, placeholder
+from megatron_dppo.data.batches.packing import pack, placeholder
 from megatron_dppo.types import ModelRouting, Sample, SampleGroup, TrainBatch
 
 
@@ -193,9 +193,9 @@ def _train_batch(
     num_loss_tokens = int(lengths.sum())
     weights = sequence_weights(shape.aggregation, lengths, shape.response_length) * num_loss_tokens
 
-    def weighted(place: int) -> WeightedSample:
-        mask = samples[place].loss_mask
-        return WeightedSample(samples[place], torch.where(mask, weights[place].float(), 0.0))
+    def weighted(place: int) -> Sample:
+        sample = samples[place]
+        return replace(sample, token_weights=torch.where(sample.loss_mask, weights[place].float(), 0.0))
 
     filler = placeholder(shape.topk_columns, shape.routing)
     share = shape.measured_share

@@ -2,9 +2,8 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,34 +11,29 @@ from torch import Tensor
 from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExperts, Sample
 
 
-@dataclass(frozen=True)
-class WeightedSample:
-    """A scored sample and the weight of each of its response tokens in the loss."""
-
-    sample: Sample
-    token_weights: Tensor  # [R] float32
-
-
-def pack(samples: Sequence[WeightedSample], measured_share: float = 1.0) -> Microbatch:
+def pack(samples: Sequence[Sample], measured_share: float = 1.0) -> Microbatch:
     """One micro-batch of the samples, at least one, in their order; what belongs to a token moves with it.
 
     Of `measured_share` < 1 of all samples, chosen by their ids, the tokens are marked `is_measured`.
     """
-    lengths = torch.tensor([s.sample.tokens.numel() for s in samples])
+    lengths = torch.tensor([s.tokens.numel() for s in samples])
+    weights = [_token_weights(s) for s in samples]
     return Microbatch(
-        tokens=torch.cat([s.sample.tokens for s in samples]),
-        position_ids=torch.cat([torch.arange(s.sample.tokens.numel()) for s in samples]),
-        targets=torch.cat([s.sample.tokens.roll(-1).index_fill(0, torch.tensor([-1]), 0) for s in samples]),
+        tokens=torch.cat([s.tokens for s in samples]),
+        position_ids=torch.cat([torch.arange(s.tokens.numel()) for s in samples]),
+        targets=torch.cat([s.tokens.roll(-1).index_fill(0, torch.tensor([-1]), 0) for s in samples]),
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
-        loss_mask=_scored([s.sample.loss_mask for s in samples], samples),
-        rollout_log_probs=_scored([s.sample.rollout_log_probs for s in samples], samples),
-        advantages=_scored([torch.full_like(s.token_weights, _advantage(s.sample)) for s in samples], samples),
-        token_weights=_scored([s.token_weights for s in samples], samples),
+        loss_mask=_scored([s.loss_mask for s in samples], samples),
+        rollout_log_probs=_scored([s.rollout_log_probs for s in samples], samples),
+        advantages=_scored(
+            [torch.full_like(w, _advantage(s)) for s, w in zip(samples, weights, strict=True)], samples
+        ),
+        token_weights=_scored(weights, samples),
         topk=_pack_topk(samples),
-        routed_experts=_pack_routes([s.sample for s in samples]),
-        sample_ids=tuple(s.sample.id for s in samples),
+        routed_experts=_pack_routes(samples),
+        sample_ids=tuple(s.id for s in samples),
         weight_versions=_pack_weight_versions(samples),
-        is_measured=_pack_measured([s.sample for s in samples], measured_share),
+        is_measured=_pack_measured(samples, measured_share),
     )
 
 
@@ -50,16 +44,16 @@ def microbatches_of(sequences: Sequence[Tensor], max_tokens: int) -> list[Microb
         sequences: [L] int64 each, L > 1.
         max_tokens: Of a micro-batch; one longer sequence is a micro-batch by itself.
     """
-    packs: list[list[WeightedSample]] = []
+    packs: list[list[Sample]] = []
     size = 0
     for tokens in sequences:
         zeros = torch.zeros(len(tokens) - 1)
         is_scored = torch.ones(len(tokens) - 1, dtype=torch.bool)
-        sample = Sample("", "", tokens, 1, is_scored, zeros, finish_reason="length", advantage=0.0)
+        of_sequence = Sample("", "", tokens, 1, is_scored, zeros, finish_reason="length")
         if not packs or size + len(tokens) > max_tokens:
             packs.append([])
             size = 0
-        packs[-1].append(WeightedSample(sample, zeros))
+        packs[-1].append(replace(of_sequence, advantage=0.0, token_weights=zeros))
         size += len(tokens)
     return [pack(samples) for samples in packs]
 
@@ -69,11 +63,16 @@ def _advantage(sample: Sample) -> float:
     return sample.advantage
 
 
-def _scored(per_response: Sequence[Tensor], samples: Sequence[WeightedSample], fill: float = 0) -> Tensor:
+def _token_weights(sample: Sample) -> Tensor:
+    assert sample.token_weights is not None, "weights are set before packing"
+    return sample.token_weights
+
+
+def _scored(per_response: Sequence[Tensor], samples: Sequence[Sample], fill: float = 0) -> Tensor:
     """[R, …] per sample -> [T, …]: response token j stands at the position before it, which scores it."""
     rows: list[Tensor] = []
-    for values, weighted in zip(per_response, samples, strict=True):
-        before = weighted.sample.prompt_length - 1
+    for values, sample in zip(per_response, samples, strict=True):
+        before = sample.prompt_length - 1
         rows += [
             values.new_full((before, *values.shape[1:]), fill),
             values,
@@ -82,8 +81,8 @@ def _scored(per_response: Sequence[Tensor], samples: Sequence[WeightedSample], f
     return torch.cat(rows)
 
 
-def _pack_topk(samples: Sequence[WeightedSample]) -> RolloutTopK | None:
-    topk = [s.sample.topk for s in samples if s.sample.topk is not None]
+def _pack_topk(samples: Sequence[Sample]) -> RolloutTopK | None:
+    topk = [s.topk for s in samples if s.topk is not None]
     if not topk:
         return None
     assert len(topk) == len(samples), "either every sample carries top-K log-probs or none does"
@@ -91,12 +90,12 @@ def _pack_topk(samples: Sequence[WeightedSample]) -> RolloutTopK | None:
     return RolloutTopK(ids, _scored([t.log_probs for t in topk], samples, fill=float("-inf")))
 
 
-def _pack_weight_versions(samples: Sequence[WeightedSample]) -> Tensor | None:
+def _pack_weight_versions(samples: Sequence[Sample]) -> Tensor | None:
     """None where no sample knows which weights sampled it."""
-    if not any(s.sample.weight_versions for s in samples):
+    if not any(s.weight_versions for s in samples):
         return None
     rows: list[Tensor] = []
-    for sample in (s.sample for s in samples):
+    for sample in samples:
         versions = torch.full((sample.response_length,), -1, dtype=torch.int32)
         for span in sample.weight_versions:
             versions[span.start : span.stop] = span.version
@@ -127,15 +126,10 @@ def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
     lengths = lengths[is_kept]
     if not lengths.numel():
         return filler
-    rows = m.is_measured.nonzero()[:, 0]
-    topk, routes = m.topk, m.routed_experts
-    own = {field.name: getattr(m, field.name) for field in fields(m) if field.name != "cu_seqlens"}
-    taken: dict[str, Any] = {name: value[rows] for name, value in own.items() if isinstance(value, Tensor)}
+    rows, routes = m.is_measured.nonzero()[:, 0], m.routed_experts
     return replace(
-        m,
-        **taken,
+        m.rows(rows),
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
-        topk=None if topk is None else RolloutTopK(topk.ids[rows], topk.log_probs[rows]),
         routed_experts=None if routes is None else replace(routes, indices=routes.indices[rows]),
         sample_ids=tuple(compress(m.sample_ids, map(bool, is_kept))),
     )

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import Microbatch, RolloutTopK
+from megatron_dppo.types import Microbatch, each_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,28 +42,17 @@ class TokenSlice:
             taken = values.index_select(0, source)
             return taken.masked_fill(is_padding.view(-1, *[1] * (values.dim() - 1)), fill)
 
-        m = microbatch
         starts = self.padded_cu_seqlens[:-1].long().repeat_interleave(self.padded_cu_seqlens.diff().long())
-        topk, routes = m.topk, m.routed_experts
+        routes = microbatch.routed_experts
         if routes is not None:
             last = routes.indices.shape[0] - 1
             rows = torch.where(is_padding, last, source)
             routes = replace(routes, indices=routes.indices.index_select(0, rows))
-        return Microbatch(
-            tokens=take(m.tokens, 0),
+        return replace(
+            each_token(microbatch, take),
             position_ids=self.own - starts[self.own],
-            targets=take(m.targets, 0),
             cu_seqlens=self.padded_cu_seqlens,
-            loss_mask=take(m.loss_mask, False),
-            rollout_log_probs=take(m.rollout_log_probs, 0.0),
-            advantages=take(m.advantages, 0.0),
-            token_weights=take(m.token_weights, 0.0),
-            topk=None if topk is None else RolloutTopK(take(topk.ids, -1), take(topk.log_probs, -math.inf)),
             routed_experts=routes,
-            old_log_probs=None if m.old_log_probs is None else take(m.old_log_probs, 0.0),
-            sample_ids=m.sample_ids,
-            weight_versions=None if m.weight_versions is None else take(m.weight_versions, -1),
-            is_measured=None if m.is_measured is None else take(m.is_measured, False),
         )
 
     def scattered(self, values: Tensor) -> Tensor:

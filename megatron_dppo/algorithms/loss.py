@@ -26,7 +26,7 @@ class TokenUpdates:
     mask: Tensor  # [T] bool: M, the tokens that learn
     divergence: Tensor  # [T] of the policy from its anchor; Binary-TV where the objective has none
     ratio: Tensor  # [T] pi/mu, uncapped
-    coefficient: Tensor  # [T] M min(r, C) A, without token_weights; M under imitation
+    coefficient: Tensor  # [T] M min(r, C) A, without token_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +81,8 @@ def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
     divergence = DIVERGENCES[objective.divergence].function(*compared_log_masses(objective, tokens))
     ratio = (tokens.log_probs - tokens.rollout_log_probs).exp()
     mask = learning_mask(objective, tokens, divergence)
-    if objective.is_imitation:
-        coefficient = mask.to(ratio.dtype)
-    else:
-        is_active = mask & (tokens.advantages != 0)
-        coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
+    is_active = mask & (tokens.advantages != 0)
+    coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
     return TokenUpdates(mask=mask, divergence=divergence, ratio=ratio, coefficient=coefficient)
 
 

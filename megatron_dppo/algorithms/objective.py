@@ -39,8 +39,6 @@ class Objective:
         include_other: Whether the mass outside the Top-K is an outcome (App. C); False is Eq. 15 as printed.
         sampled_token: How a sampled token outside the Top-K joins it.
         entropy_coef: Weight of an entropy bonus.
-        is_imitation: Supervised fine-tuning on the sampled tokens: each learns with weight 1, whatever its
-            advantage and the rollout policy.
 
     Raises:
         ConfigError: A field is out of range, or two of them contradict each other.
@@ -61,7 +59,6 @@ class Objective:
     include_other: bool = True
     sampled_token: SampledToken = "union"
     entropy_coef: float = 0.0
-    is_imitation: bool = False
 
     def __post_init__(self) -> None:
         problems = [*self._out_of_range(), *self._not_a_choice()]
@@ -94,7 +91,7 @@ class Objective:
             "divergence": DELTAS + (("top_k", "include_other", "sampled_token") if self.needs_topk else ()),
             "negative": ("delta", "delta_low"),
         }
-        return by_rule[self.rule] + (("entropy_coef",) if self.is_imitation else UNIVERSAL_FIELDS)
+        return by_rule[self.rule] + UNIVERSAL_FIELDS
 
     def _out_of_range(self) -> list[Problem]:
         problems: list[Problem] = []
@@ -116,7 +113,6 @@ class Objective:
             "relax": get_args(Relax),
             "anchor": get_args(Anchor),
             "include_other": (True, False),
-            "is_imitation": (True, False),
             "sampled_token": get_args(SampledToken),
         }
         return [

@@ -50,11 +50,7 @@ PRESETS: Mapping[str, Objective] = MappingProxyType(
 )
 
 
-SFT = Objective("sft", is_imitation=True)
-"""Supervised fine-tuning; no trust region, so not among the presets, but `preset` knows its name."""
-
-
-_OF_A_PRESET = ("name", "rule", "divergence", "relax", "is_imitation")
+_OF_A_PRESET = ("name", "rule", "divergence", "relax")
 OVERRIDABLE: tuple[str, ...] = (
     "delta",
     *(field.name for field in fields(Objective) if field.name not in _OF_A_PRESET),
@@ -68,18 +64,17 @@ def overrides_in(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preset(name: str, **overrides: Any) -> Objective:
-    """The preset of that name, or "sft", with fields overridden by keyword.
+    """The preset of that name, with fields overridden by keyword.
 
     `delta` sets both sides; a side's own wins.
 
     Raises:
         ConfigError: There is no such preset, the preset has no use for a field, or a value is out of range.
     """
-    known = {**PRESETS, SFT.name: SFT}
-    if name not in known:
-        options = "one of " + ", ".join(known)
-        raise ConfigError(Problem("preset", repr(name), options, _suggestion(name, known)))
-    objective = known[name]
+    if name not in PRESETS:
+        options = "one of " + ", ".join(PRESETS)
+        raise ConfigError(Problem("preset", repr(name), options, _suggestion(name, PRESETS)))
+    objective = PRESETS[name]
     usable = objective.fields_in_use
     unusable = [field for field in overrides if field not in usable]
     if unusable:

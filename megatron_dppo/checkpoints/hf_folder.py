@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -252,19 +251,3 @@ def copy_model_files(source: Path, out: Path) -> None:
         {file for pattern in _BESIDE_WEIGHTS for file in source.glob(pattern) if file.is_file()}
     ):
         shutil.copy2(file, out / file.name)
-
-
-def dtype_of(weights: HFWeights) -> torch.dtype:
-    """The one dtype of a checkpoint.
-
-    Raises:
-        ConversionError: It mixes dtypes, or uses one that Megatron parameters cannot have.
-    """
-    by_dtype: dict[str, list[str]] = {}
-    for name, dtype in weights.dtypes().items():
-        by_dtype.setdefault(dtype, []).append(name)
-    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    if len(by_dtype) != 1 or next(iter(by_dtype)) not in known:
-        found = ", ".join(f"{len(names)} x {dtype} ({names[0]}, …)" for dtype, names in by_dtype.items())
-        raise ConversionError(f"{weights.folder}: tensors of {found}. Expected one dtype of {sorted(known)}.")
-    return known[next(iter(by_dtype))]

@@ -3,7 +3,8 @@
 An allow-list of the real classes is not enough: a pickle may set attributes of an allowed *class*, such as
 `__setstate__`, and then mean something else when it is read again. A stand-in can be made empty and filled
 once, with its own fields. A pickle that does no more to the stand-ins does no more to the real classes, and
-means the same to both.
+means the same to both. torch's own `weights_only` cannot take this place: it does not read the pickle protocol
+in which torch writes `.metadata`.
 """
 
 import io

@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -48,17 +47,6 @@ _HOW_TO_GET_NVCC = (
     "Install the CUDA toolkit and put its bin on PATH or set CUDA_HOME to it, or install the compiler from "
     "PyPI: pip install 'megatron_dppo[nvcc]' (some 100 MB)."
 )
-
-
-@dataclass(frozen=True)
-class KernelUsage:
-    """What one kernel takes on one architecture, by ptxas's report."""
-
-    kernel: str  # mangled
-    architecture: str  # "90"
-    registers: int  # per thread
-    spill_store_bytes: int
-    spill_load_bytes: int
 
 
 def find_nvcc() -> Path:
@@ -123,7 +111,8 @@ def build_cuda_library(
 ) -> Path:
     """Compile the kernels for each architecture, and PTX of the last for GPUs that come after it.
 
-    What the compilers wrote is kept beside the library, for `kernel_usage`. The library comes last, and whole.
+    What the compilers wrote, registers and spills of each kernel, is kept beside the library, which comes
+    last, and whole.
 
     Args:
         destination: The library's path.
@@ -193,33 +182,6 @@ def _report_path(library: Path) -> Path:
 
 
 _REPORT_LINE = re.compile(r"\s*(ptxas info\s*:|\d+ bytes stack frame)")
-_ENTRY = re.compile(r"Compiling entry function '(?P<kernel>[^']+)' for 'sm_(?P<architecture>\w+)'")
-_SPILLS = re.compile(r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads")
-_REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
-
-
-def kernel_usage(library: Path) -> tuple[KernelUsage, ...]:
-    """One entry per kernel and architecture of a library that `build_cuda_library` made.
-
-    Spills of functions that a kernel calls, and that were not inlined, count as the kernel's.
-    """
-    report = _report_path(library).read_text(encoding="utf-8")
-    starts = list(_ENTRY.finditer(report))
-    ends = [start.start() for start in starts[1:]] + [len(report)]
-    usages: list[KernelUsage] = []
-    for start, end in zip(starts, ends, strict=True):
-        text = report[start.end() : end]
-        spills = list(_SPILLS.finditer(text))
-        usages.append(
-            KernelUsage(
-                kernel=start["kernel"],
-                architecture=start["architecture"],
-                registers=max(int(used["registers"]) for used in _REGISTERS.finditer(text)),
-                spill_store_bytes=sum(int(spill["stores"]) for spill in spills),
-                spill_load_bytes=sum(int(spill["loads"]) for spill in spills),
-            )
-        )
-    return tuple(usages)
 
 
 def source_hash(architectures: Sequence[str] = ARCHITECTURES, *, sources: Path = CSRC) -> str:

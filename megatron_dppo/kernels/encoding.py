@@ -19,11 +19,10 @@ IDS: Mapping[str, Mapping[Any, int]] = MappingProxyType(
         "anchor": {"rollout": 0, "recomputed": 1},
         "sampled_token": {"union": 0, "replace": 1},
         "include_other": {False: 0, True: 1},
-        "is_imitation": {False: 0, True: 1},
     }
 )
 # Bits of `DppoObjective.flags`.
-FLAGS: Mapping[str, int] = MappingProxyType({"include_other": 1, "replace": 2, "imitation": 4})
+FLAGS: Mapping[str, int] = MappingProxyType({"include_other": 1, "replace": 2})
 # The rules and divergences that `csrc` computes.
 COMPILED: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -70,7 +69,6 @@ def flags_of(objective: Objective) -> int:
     is_set = {
         "include_other": objective.include_other,
         "replace": objective.sampled_token == "replace",
-        "imitation": objective.is_imitation,
     }
     return sum(FLAGS[name] for name in FLAGS if is_set[name])
 

@@ -3,6 +3,10 @@
 The operating system's lock (flock) tells the truth within a host, and ends with its process however that ends.
 Across hosts it may not reach, so the owner also rewrites the file every few seconds: an owner elsewhere that
 has stopped doing so is gone.
+
+The library `filelock` does not give both. Its FileLock is flock alone, and fails where a file system has no
+locks; its SoftFileLease is the signs of life alone, and takes a folder from a process of this host that is only
+stopped.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FEATURES: dict[str, tuple[str, ...]] = {
-    "objective": ("dppo_topk_kl", "sft"),
+    "objective": ("dppo_topk_kl", "pg_is"),
     "routes": ("off", "replay"),
     "recompute": ("none", "selective", "full"),
     "optimizer": ("plain", "distributed", "distributed, overlapped"),

@@ -250,6 +250,21 @@ def test_torchs_own_classes_cannot_be_bent(checkpoint: Path, appendix: bytes) ->
         refuse_code(checkpoint)
 
 
+def test_torchs_own_restricted_unpickler_does_not_read_metadata(checkpoint: Path) -> None:
+    """Why stand-ins read it: with every class that it names allowed, torch stops at the pickle protocol."""
+    from torch.distributed.checkpoint import filesystem, metadata, planner
+
+    allowed = [
+        *(each for module in (metadata, planner) for each in vars(module).values() if isinstance(each, type)),
+        *(filesystem._StorageInfo, torch.Size, torch.serialization._get_layout),
+    ]
+    with (
+        torch.serialization.safe_globals(allowed),
+        pytest.raises(pickle.UnpicklingError, match="Unsupported operand"),
+    ):
+        torch.load(checkpoint / ".metadata", weights_only=True)
+
+
 def test_megatrons_list_of_safe_classes_does_not_count(checkpoint: Path) -> None:
     from megatron.core.safe_globals import SAFE_GLOBALS
 

@@ -140,7 +140,7 @@ def test_bfloat16_hidden_states_accumulate_in_float32(logits_dtype: torch.dtype 
     hidden, weight = leaf(batch.hidden.bfloat16()), torch.nn.Parameter(leaf(batch.weight.bfloat16()).detach())
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
     rounded = replace(batch, hidden=hidden.detach().cpu().double(), weight=weight.detach().cpu().double())
-    objective = preset("sft")  # no mask that rounding could turn
+    objective = preset("pg_is", ratio_cap=1e-3)  # no mask and no ratio that rounding could turn
     seen = rounded.logits if logits_dtype is not None else rounded.logits.bfloat16().double()
     _, by_logits = expected_of(batch, objective, seen)
     by_logits = torch.nn.functional.pad(by_logits, (0, 12))
@@ -195,7 +195,7 @@ def test_more_logits_than_31_bits_count() -> None:
     at_targets = log_probs.gather(1, targets[rows, None])[:, 0]
     leaf = logits.requires_grad_()
     ones = torch.ones(num, device=DEVICE)
-    out = fused_policy_loss(leaf, targets, -12 * ones, ones, preset("sft"), inplace_backward=True)
+    out = fused_policy_loss(leaf, targets, -12 * ones, ones, preset("pg_is"), inplace_backward=True)
     torch.testing.assert_close(out.log_probs[rows].double(), at_targets, atol=2e-5, rtol=0)
     (gradient,) = torch.autograd.grad(out.loss_sum, leaf)
     expected = log_probs.exp()

@@ -322,19 +322,3 @@ def test_entropy_is_asked_for():
 def test_what_the_objective_does_not_read_may_be_absent():
     inputs = make_inputs(old_log_probs=None, topk=None, targets=torch.zeros(7))
     policy_loss(preset("dppo_binary_tv"), inputs)
-
-
-def test_sft_weighs_every_learning_token_alike() -> None:
-    log_probs = torch.tensor([-0.1, -3.0, -1.0, -2.0], requires_grad=True)
-    inputs = PolicyLossInputs(
-        log_probs=log_probs,
-        rollout_log_probs=torch.tensor([-5.0, -0.01, -1.0, -2.0]),
-        advantages=torch.tensor([2.0, -2.0, 0.0, 1.0]),
-        loss_mask=torch.tensor([True, True, True, False]),
-        token_weights=torch.tensor([1.0, 0.5, 1.0, 1.0]),
-    )
-    out = policy_loss(preset("sft"), inputs)
-    out.loss_sum.backward()
-    assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [-1.0, -0.5, -1.0, 0.0]
-    assert float(out.loss_sum.detach()) == pytest.approx(0.1 + 1.5 + 1.0)

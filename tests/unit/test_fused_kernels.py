@@ -12,7 +12,7 @@ LIMIT = 2e-5
 
 
 @pytest.mark.parametrize(
-    "name", ["dppo_topk_kl", "dppo_binary_kl_decoupled", "relax_low", "entropy bonus", "sft"]
+    "name", ["dppo_topk_kl", "dppo_binary_kl_decoupled", "relax_low", "entropy bonus", "pg_is"]
 )
 @pytest.mark.parametrize("form", ["logits", "in place", "hidden states", "float32 logits"])
 def test_kernels_give_what_the_reference_gives(

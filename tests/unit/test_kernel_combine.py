@@ -23,7 +23,6 @@ NUM_COLUMNS = 5
 NO_ADVANTAGE = 12  # and its multiples
 OBJECTIVES = [
     *compiled_presets(NUM_COLUMNS),
-    preset("sft"),
     preset("dppo_binary_tv_decoupled", delta=0, ratio_cap=1.5, entropy_coef=0.1),
     preset("dppo_topk_tv", include_other=False, delta=0.02),
     preset("dppo_topk_tv", sampled_token="replace", delta=0.02),

@@ -71,7 +71,6 @@ def test_every_choice_has_a_number_of_its_own() -> None:
     assert {field: set(ids) for field, ids in IDS.items()} == {
         **{field: set(values) for field, values in choices.items()},
         "include_other": {False, True},
-        "is_imitation": {False, True},
     }
     for ids in IDS.values():
         assert len(set(ids.values())) == len(ids)

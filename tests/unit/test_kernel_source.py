@@ -74,8 +74,7 @@ def assert_matches(tokens: Tokens, objective: Objective, result: Result, exact: 
 # Each preset with another number of shards, dtype, temperature, K and padding.
 OBJECTIVES = [
     *compiled_presets(20),
-    preset("sft"),
-    preset("sft", entropy_coef=0.01),
+    preset("pg_is", entropy_coef=0.01),
     preset("dppo_binary_tv", entropy_coef=0.01, ratio_cap=1.2),
     preset("dppo_topk_tv", include_other=False, delta_low=0.05, delta_high=0.1),
     preset("dppo_topk_tv", sampled_token="replace", entropy_coef=0.01, delta=0.05),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards import RewardPool, RewardRequest, RewardResult, math_reward, reward
+from megatron_dppo.rewards import RewardPool, RewardRequest, RewardResult, math_compare, math_reward, reward
 from megatron_dppo.rewards.answer_bounds import is_small
 from megatron_dppo.rewards.boxed import last_boxed
 from megatron_dppo.types import Prompt
@@ -159,3 +159,18 @@ def test_the_worker_imports_the_algebra_before_its_memory_is_limited() -> None:
     with RewardPool("math", num_workers=1, timeout_s=30.0, memory_mb=64) as pool:
         (result,) = pool.score([RewardRequest(asked(r"\frac{\sqrt{2}}{2}"), r"\boxed{1/\sqrt{2}}", "stop")])
     assert result == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "is_right"),
+    [
+        ("30^\\circ", "30\\text{ radians}", False),
+        ("12345", "12\\,345", True),
+        ("1/3", "0.\\overline{3}", True),
+        ("1,2,\\ldots,10", "1, 2, \\dots, 10", True),
+    ],
+)
+def test_math_verify_alone_is_mistaken(reference: str, answer: str, is_right: bool) -> None:
+    """Why answers are normalised before: once this fails, math-verify has learnt it."""
+    assert math_compare.are_equal(reference, answer) != is_right
+    assert (scored(reference, answer).value == 1.0) == is_right

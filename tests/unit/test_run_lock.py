@@ -65,6 +65,19 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, caplog: pyte
     assert f"taking over from process {other.pid}" in caplog.text
 
 
+def test_a_process_that_is_only_stopped_keeps_its_lock(tmp_path: Path) -> None:
+    """Signs of life alone, as filelock's SoftFileLease has them, would give the folder away."""
+    other = hold_in_another_process(tmp_path)
+    other.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(0.5)  # several signs of life are missed
+        with pytest.raises(ConfigError, match=f"process {other.pid}"), locked(tmp_path, beat_s=0.1):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+
+
 def owner_elsewhere(folder: Path, beat: int) -> None:
     (folder / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 1, "beat": beat}))
 

@@ -28,7 +28,6 @@ def test_masks_are_those_of_each_objective_alone(p: Policies):
     others = {
         "tight": preset("dppo_topk_tv", delta=0.01, top_k=3, sampled_token="replace"),
         "as printed": preset("dppo_topk_tv", include_other=False, top_k=5),
-        "imitation": preset("sft"),
         "with bonus": preset("dppo_binary_kl", delta=1e-3, entropy_coef=0.1),
     }
     inputs = p.inputs(k=8)

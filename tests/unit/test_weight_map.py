@@ -17,7 +17,7 @@ from megatron_dppo.architectures.weight_map import (
     HeadSizes,
     WeightTable,
 )
-from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, dtype_of, write_hf_checkpoint
+from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, write_hf_checkpoint
 from megatron_dppo.errors import ConversionError
 
 RULES = (*BACKBONE, OUTPUT, *QK_NORM, *DENSE_MLP, *MOE_MLP)
@@ -140,11 +140,3 @@ def test_bad_folders_are_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ConversionError, match="torn"):
         HFWeights(folder)
-
-
-def test_mixed_types_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
-    with pytest.raises(ConversionError, match=r"1 x F32 .* 1 x BF16|1 x BF16 .* 1 x F32"):
-        dtype_of(HFWeights(tmp_path))

@@ -139,7 +139,7 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         of_swept = replace(experiment, lines=tuple(line for lines in swept for line in lines))
         if swept:
             notes = score_notes([of_swept])
-            drawings += drawings_of(kind, of_swept, len(material.experiments), "Thresholds", panels, notes)
+            drawings += drawings_of(kind, of_swept, "Thresholds", panels, notes)
     return drawings or Lacking(
         "no two runs differ in a threshold alone", "train with several algorithm.delta, or algorithm.eps_high"
     )

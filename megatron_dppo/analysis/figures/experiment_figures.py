@@ -60,9 +60,7 @@ def per_experiment(
     drawings = [
         drawing
         for experiment in experiments
-        for drawing in drawings_of(
-            kind, experiment, len(experiments), title, panels_of(experiment), notes, columns
-        )
+        for drawing in drawings_of(kind, experiment, title, panels_of(experiment), notes, columns)
     ]
     return drawings or NOTHING_YET
 
@@ -70,7 +68,6 @@ def per_experiment(
 def drawings_of(
     kind: Kind,
     experiment: Experiment,
-    num_experiments: int,
     title: str,
     panels: Sequence[CurvePanel],
     notes: Sequence[str],

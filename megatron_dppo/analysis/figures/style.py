@@ -69,7 +69,6 @@ LOOKS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "relax_both": ("#117733", SOLID),
         "relax_high": ("#999933", SOLID),
         "relax_low": ("#aa4499", SOLID),
-        "sft": ("#777777", SOLID),
     }
 )
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -92,7 +91,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "relax_both": "Relax-both",
         "relax_high": "Relax-high",
         "relax_low": "Relax-low",
-        "sft": "SFT",
     }
 )
 _SYMBOLS = {

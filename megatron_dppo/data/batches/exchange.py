@@ -1,7 +1,9 @@
 """Sends whole samples from the ranks that sampled them to the ranks that train on them, peer to peer.
 
 A parcel is a row of samples: the length of a JSON header (int64), the header, and the bytes of the tensors in
-its order, each part padded to 8 bytes so that tensors can be read in place.
+its order, each part padded to 8 bytes so that tensors can be read in place. `safetensors.torch.save` and `load`
+copy every tensor twice more, so that 150 MB took 4 times as long to write and 60 times as long to read; and
+they refuse samples that share a tensor.
 """
 
 import json

@@ -26,7 +26,7 @@ enum DppoDtype { DPPO_FLOAT32 = 0, DPPO_BFLOAT16 = 1 };
 enum DppoRule { DPPO_RULE_NONE = 0, DPPO_RULE_RATIO = 1, DPPO_RULE_DIVERGENCE = 2, DPPO_RULE_NEGATIVE = 3 };
 enum DppoDivergence { DPPO_BINARY_TV = 0, DPPO_BINARY_KL = 1, DPPO_TOPK_TV = 2, DPPO_TOPK_KL = 3 };
 enum DppoRelax { DPPO_RELAX_NONE = 0, DPPO_RELAX_HIGH = 1, DPPO_RELAX_LOW = 2, DPPO_RELAX_BOTH = 3 };
-enum DppoFlag { DPPO_INCLUDE_OTHER = 1, DPPO_REPLACE = 2, DPPO_IMITATION = 4 };
+enum DppoFlag { DPPO_INCLUDE_OTHER = 1, DPPO_REPLACE = 2 };
 
 /* Fields as in algorithms/objective.py; thresholds that the rule does not read may hold anything. */
 typedef struct {
@@ -48,7 +48,7 @@ enum DppoRow {
   DPPO_DIVERGENCE = 2,        /* from the anchor */
   DPPO_RATIO = 3,             /* pi/mu, uncapped */
   DPPO_MASK = 4,              /* 1 where the token learns */
-  DPPO_COEFFICIENT = 5,       /* M min(r, C) A, without weights; M under imitation */
+  DPPO_COEFFICIENT = 5,       /* M min(r, C) A, without weights */
   DPPO_LOSS = 6,              /* with weights, entropy bonus included */
   DPPO_LOG_PROB_GRADIENT = 7, /* d loss / d log_prob */
   DPPO_ENTROPY_GRADIENT = 8,  /* d loss / d entropy */

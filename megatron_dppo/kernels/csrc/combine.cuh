@@ -109,11 +109,8 @@ __device__ __forceinline__ void write_row(const CombineArguments& in, int64_t ro
   const DppoObjective& objective = in.objective;
   const float mask = is_dropped(objective, token) ? 0.f : 1.f;
   const float ratio = expf(token.log_prob - token.rollout_log_prob);
-  float coefficient = mask;
-  if ((objective.flags & DPPO_IMITATION) == 0) {
-    const bool is_active = mask != 0.f && token.advantage != 0.f;
-    coefficient = is_active ? at_most(ratio, objective.ratio_cap) * token.advantage : 0.f;
-  }
+  const bool is_active = mask != 0.f && token.advantage != 0.f;
+  const float coefficient = is_active ? at_most(ratio, objective.ratio_cap) * token.advantage : 0.f;
   const float weight = in.token_weights == nullptr ? 1.f : in.token_weights[row];
   const bool is_live = coefficient != 0.f && weight != 0.f;
   const bool has_bonus = objective.entropy_coef != 0.f && weight != 0.f;

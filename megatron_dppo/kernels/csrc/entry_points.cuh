@@ -31,7 +31,7 @@ inline bool is_relax(int relax) {
          relax == DPPO_RELAX_BOTH;
 }
 
-inline bool is_flags(int flags) { return (flags & ~(DPPO_INCLUDE_OTHER | DPPO_REPLACE | DPPO_IMITATION)) == 0; }
+inline bool is_flags(int flags) { return (flags & ~(DPPO_INCLUDE_OTHER | DPPO_REPLACE)) == 0; }
 
 inline bool is_objective(const DppoObjective& objective, int top_k) {
   const bool has_other = (objective.flags & DPPO_INCLUDE_OTHER) != 0;

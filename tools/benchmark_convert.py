@@ -27,9 +27,9 @@ import typer
 from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, warn_if_busy, write_json
 from convert_jobs import GB, WRITERS
 
+from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
 from megatron_dppo.conversion.compare import compare
-from megatron_dppo.conversion.pieces import hf_shapes
 from megatron_dppo.conversion.sources import HuggingFaceSource
 
 CONFIG: dict[str, Any] = {
@@ -72,7 +72,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark_convert.") as made:
         source = Path(made, "model")
         size = write_model(source, gb)
-        typer.echo(f"{size / GB:.2f} GB in {len(hf_shapes(read(source)))} tensors, {WRITERS} writers")
+        typer.echo(f"{size / GB:.2f} GB in {len(_shapes(read(source)))} tensors, {WRITERS} writers")
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
         for _ in range(repeats):
             for name, python in jobs.items():
@@ -99,16 +99,20 @@ def read(source: Path) -> dict[str, Any]:
     return json.loads((source / "config.json").read_text())
 
 
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return family_of(config).hf_shapes(config)
+
+
 def write_model(out: Path, gb: float) -> int:
     """A random model of about that size; its bytes."""
-    sizes = [sum(map(math.prod, hf_shapes(CONFIG | {"num_hidden_layers": n}).values())) * 2 for n in (1, 2)]
+    sizes = [sum(map(math.prod, _shapes(CONFIG | {"num_hidden_layers": n}).values())) * 2 for n in (1, 2)]
     num_layers = max(1, round((gb * GB - sizes[0]) / (sizes[1] - sizes[0])) + 1)
     config = CONFIG | {"num_hidden_layers": num_layers}
     template = out.with_name("template")
     template.mkdir()
     (template / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    shapes = hf_shapes(config)
+    shapes = _shapes(config)
     weights = (
         (name, torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator))
         for name, shape in shapes.items()

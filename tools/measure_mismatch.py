@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from benchmarking import cli, show_table
 
-from megatron_dppo.architectures.layout import read_model_sizes
+from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.checks import RULES, check
 from megatron_dppo.cli import Configs, Overrides
 from megatron_dppo.config.load import dump_config, load_config

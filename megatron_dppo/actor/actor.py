@@ -20,8 +20,9 @@ from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
 from megatron_dppo.actor.output_head import OutputHead
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
-from megatron_dppo.architectures.layout import Layout, model_sizes
-from megatron_dppo.architectures.registry import read_hf_config
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.parameters import model_shape
+from megatron_dppo.architectures.registry import model_sizes, read_hf_config
 from megatron_dppo.architectures.spec_choice import LayerSpecName, choose_layer_spec
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
@@ -112,7 +113,7 @@ class Actor:
     @property
     def data_parallel(self) -> DataParallel:
         """Which ranks train together, and what a sample costs them."""
-        cost = SampleCost.of_model(model_sizes(self.hf))
+        cost = SampleCost.of_model(model_shape(self.hf))
         return DataParallel(self.data_parallel_groups, self._runtime, cost)
 
     @property

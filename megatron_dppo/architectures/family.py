@@ -1,71 +1,132 @@
-"""A model family: what to tell Megatron-Core about a Hugging Face architecture, its weights and its variants.
+"""A model family: all that is particular to a Hugging Face architecture, without Megatron.
 
-A new family is one file that builds a `ModelFamily`, and its name in `registry.py`.
+A new family is one file that builds a `ModelFamily`; README.md shows one, and where to name it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_dppo.architectures.layout import model_sizes
-from megatron_dppo.architectures.weight_map import QK_NORM, QKV_BIAS, HeadSizes, WeightRule, WeightTable
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes
+from megatron_dppo.architectures.weight_map import (
+    EMBEDDING,
+    OUTPUT,
+    QK_NORM,
+    QKV_BIAS,
+    Shape,
+    WeightEntry,
+    WeightRule,
+    WeightTable,
+)
+from megatron_dppo.errors import ConversionError
 
-HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 4 and 5
 Variants = Mapping[str, tuple[Any, Any]]
 """Keys of config.json that change the forward pass: transformers' default, and the implemented value."""
 
 SILU_ONLY: Variants = {"hidden_act": ("silu", "silu")}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelFamily:
     """One architecture.
 
     Attributes:
         architecture: The name in config.json's `architectures`.
-        transformer_config: From config.json to keywords of Megatron's TransformerConfig.
-        rules: Weight rules of the architecture; tied embeddings leave out the output layer by themselves.
+        rules: Weight rules: names, shapes and fusions. They also say whether there are head norms, biases and
+            experts, and how many parameters; tied embeddings leave out the output layer by themselves.
         variants: What of config.json is refused: any value but the second of each key.
+        sizes: From config.json to the model's sizes.
+        transformer_config: Keywords of Megatron's TransformerConfig that rules and sizes do not say.
+        sglang_mixes_layers: Whether SGLang builds dense layers among those with experts.
     """
 
     architecture: str
-    transformer_config: Callable[[HFConfig], dict[str, Any]]
     rules: tuple[WeightRule, ...]
     variants: Variants
+    sizes: Callable[[HFConfig], ModelSizes] = dense_sizes
+    transformer_config: Mapping[str, Any] = field(default_factory=dict)
+    sglang_mixes_layers: bool = False
 
     @property
     def has_qk_norm(self) -> bool:
         """Whether queries and keys are normalised."""
         return set(QK_NORM) <= set(self.rules)
 
-    @property
-    def has_qkv_bias(self) -> bool:
-        """Whether queries, keys and values have a bias."""
-        return set(QKV_BIAS) <= set(self.rules)
-
     def weight_table(self, hf: HFConfig) -> WeightTable:
-        """The family's rules with this model's head sizes."""
-        sizes = model_sizes(hf)
-        return WeightTable(
-            self.rules, HeadSizes(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
+        """Return the family's rules with this model's head sizes."""
+        return WeightTable(self.rules, self.sizes(hf))
+
+    def entries(self, sizes: ModelSizes) -> Iterator[WeightEntry]:
+        """Yield the model's parameters, of an unsplit model once each: embedding, layers, the rest."""
+        outside = [rule for rule in self.rules if not rule.is_in_layers]
+        yield from (WeightEntry(rule, None) for rule in outside if rule.megatron == EMBEDDING.megatron)
+        for layer in range(sizes.num_layers):
+            yield from (WeightEntry(rule, layer) for rule in self.rules if rule.is_in(layer, sizes))
+        left_out = {EMBEDDING.megatron} | ({OUTPUT.megatron} if sizes.is_tied else set())
+        yield from (WeightEntry(rule, None) for rule in outside if rule.megatron not in left_out)
+
+    def hf_shapes(self, hf: HFConfig) -> dict[str, Shape]:
+        """Return the shapes of the Hugging Face checkpoint's tensors by name, one name per expert."""
+        sizes, found = self.sizes(hf), dict[str, Shape]()
+        for entry in self.entries(sizes):
+            shapes = entry.rule.hf_shapes(sizes)
+            for expert in range(sizes.num_experts or 0) if entry.rule.is_expert else (None,):
+                found |= zip(entry.hf_names(expert), shapes, strict=True)
+        return found
+
+    def require_shapes(self, hf: HFConfig, found: Mapping[str, Shape], folder: Path) -> None:
+        """Compare a checkpoint's tensors with those that its config.json asks for, before any is read.
+
+        Raises:
+            ConversionError: A tensor is missing, left over, or of another shape.
+        """
+        expected = self.hf_shapes(hf)
+        missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        if missing or extra:
+            raise ConversionError(
+                f"{folder}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are "
+                f"left over (first: {extra[:3]}). The weights are of another config.json."
+            )
+        for name, shape in found.items():
+            if shape != expected[name]:
+                raise ConversionError(
+                    f"{folder}: {name!r} has shape {shape}; expected {expected[name]}. "
+                    "The weights are of another config.json."
+                )
+
+    def megatron_config(self, hf: HFConfig) -> dict[str, Any]:
+        """Return keywords of Megatron's TransformerConfig: RMSNorm, rotary attention, SiLU-gated MLP."""
+        sizes = self.sizes(hf)
+        config: dict[str, Any] = dict(
+            num_layers=sizes.num_layers,
+            hidden_size=sizes.hidden_size,
+            ffn_hidden_size=sizes.intermediate_size,
+            num_attention_heads=sizes.num_attention_heads,
+            num_query_groups=sizes.num_key_value_heads,
+            kv_channels=sizes.head_dim,
+            normalization="RMSNorm",
+            layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            add_qkv_bias=set(QKV_BIAS) <= set(self.rules),
+            qk_layernorm=self.has_qk_norm,
         )
-
-
-def backbone_config(hf: HFConfig) -> dict[str, Any]:
-    """TransformerConfig's keywords for what the families share: RMSNorm, rotary attention, SiLU-gated MLP."""
-    sizes = model_sizes(hf)
-    return dict(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        ffn_hidden_size=sizes.intermediate_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_key_value_heads,
-        kv_channels=sizes.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-    )
+        if any(rule.is_expert for rule in self.rules):
+            is_sparse = [int(layer in sizes.moe_layers) for layer in range(sizes.num_layers)]
+            config |= dict(
+                num_moe_experts=sizes.num_experts,
+                moe_ffn_hidden_size=sizes.moe_intermediate_size,
+                moe_layer_freq=1 if all(is_sparse) else is_sparse,
+                moe_router_topk=sizes.experts_per_token,
+                # The k best logits, then a softmax over them: softmax, top-k and renormalisation.
+                moe_router_pre_softmax=False,
+                moe_router_score_function="softmax",
+                moe_router_dtype="fp32",
+                moe_router_load_balancing_type="none",
+                moe_aux_loss_coeff=0.0,
+            )
+        return config | dict(self.transformer_config)

@@ -5,15 +5,13 @@ things gives one process's loss, gradients and updates. Pure Python: `megatron-d
 """
 
 import itertools
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_dppo.errors import ConfigError, LayoutError, Problem
-from megatron_dppo.types import ModelRouting
+from megatron_dppo.architectures.sizes import ModelSizes
+from megatron_dppo.errors import LayoutError, Problem
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import ParallelConfig
@@ -119,135 +117,6 @@ PROVEN: frozenset[LayoutKind] = frozenset(
     }
 )
 """Kinds whose loss, gradients and updates the distributed tests compare with one process's."""
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """What a Hugging Face config.json says about a model's shape."""
-
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    rope_theta: float
-    num_experts: int | None  # None: a dense model
-    experts_per_token: int
-    moe_intermediate_size: int
-    moe_layers: tuple[int, ...]  # 0-based indices of the layers that have experts
-
-    @property
-    def routing(self) -> ModelRouting | None:
-        """What routes of this model look like; none for a dense model."""
-        if self.num_experts is None:
-            return None
-        return ModelRouting(self.moe_layers, self.num_experts, self.experts_per_token)
-
-
-def config_file(folder: Path) -> Path | None:
-    """The config.json of a Hugging Face folder, or of a Megatron checkpoint (in its hf/), if there is one."""
-    candidates = (folder / "config.json", folder / "hf" / "config.json")
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The path and content of a model folder's config.json.
-
-    Raises:
-        ConfigError: There is none, or it is torn.
-    """
-    path = config_file(folder)
-    expected = "a Hugging Face folder (config.json) or a Megatron checkpoint (hf/config.json)"
-    if path is None:
-        what = "has neither" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
-        raise ConfigError(Problem("model.load", f"{folder}, which {what}", expected, _where_models_are(folder)))
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        action = "Copy or download the model again."
-        raise ConfigError(Problem("model.load", f"{path}: {error}", expected, action)) from error
-    if not isinstance(content, dict):
-        action = "Copy or download the model again."
-        raise ConfigError(Problem("model.load", f"{path}: no JSON object", expected, action))
-    return path, content
-
-
-def _where_models_are(folder: Path) -> str:
-    """What to do about a name that is no model's folder."""
-    of_run = sorted(path for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit())
-    if of_run:
-        return f"It is a run: name one of its checkpoints, such as {of_run[-1]}."
-    if not folder.exists() and folder.parts[:1] == ("models",):
-        return (
-            f"Download it there (hf download OWNER/{folder.name} --local-dir {folder}, with the owner that the "
-            "Hugging Face hub names, such as Qwen), or name the folder of the model."
-        )
-    if not folder.exists() and not folder.is_absolute() and len(folder.parts) == 2:
-        return (
-            f"Names on the Hugging Face hub are not read: download it first (hf download {folder} --local-dir "
-            f"models/{folder.name}), then name the folder."
-        )
-    return "Name the folder of the model."
-
-
-def architecture_of(content: Mapping[str, Any]) -> str:
-    """The first of `architectures` in a config.json, or a text saying that it names none."""
-    names = content.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else "no architecture"
-
-
-def read_model_sizes(folder: Path) -> ModelSizes:
-    """Read a model's sizes from its folder, without loading any weight.
-
-    Args:
-        folder: A Hugging Face folder, or a Megatron checkpoint with `hf/config.json` inside. Keys are taken as
-            transformers 4 or 5 spells them (num_experts or num_local_experts, rope_theta or rope_parameters).
-
-    Raises:
-        ConfigError: There is no config.json, or a size is missing.
-    """
-    path, content = read_model_config(folder)
-    try:
-        return model_sizes(content)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
-        action = "Use a config.json as transformers writes it."
-        problem = Problem("model.load", f"{path}: {reason}", "the model's sizes", action)
-        raise ConfigError(problem) from error
-
-
-def model_sizes(content: Mapping[str, Any]) -> ModelSizes:
-    """The sizes in a config.json; KeyError, TypeError or ValueError where one is missing or no number."""
-    hidden_size = int(content["hidden_size"])
-    num_heads = int(content["num_attention_heads"])
-    num_layers = int(content["num_hidden_layers"])
-    num_experts = int(content.get("num_experts") or content.get("num_local_experts") or 0)
-    dense_layers = set(content.get("mlp_only_layers") or ())
-    step = int(content.get("decoder_sparse_step") or 1)
-    sparse = (layer for layer in range(num_layers) if layer not in dense_layers and (layer + 1) % step == 0)
-    moe_layers = tuple(sparse) if num_experts else ()
-    width = content.get("intermediate_size") if len(moe_layers) == num_layers else content["intermediate_size"]
-    rope = content.get("rope_parameters") or {}
-    return ModelSizes(
-        architecture=architecture_of(content),
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_heads,
-        num_key_value_heads=int(content.get("num_key_value_heads") or num_heads),
-        head_dim=int(content.get("head_dim") or hidden_size // num_heads),
-        intermediate_size=int(width or 0),
-        vocab_size=int(content["vocab_size"]),
-        max_position_embeddings=int(content["max_position_embeddings"]),
-        rope_theta=float(content.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        num_experts=num_experts if moe_layers else None,
-        experts_per_token=int(content["num_experts_per_tok"]) if moe_layers else 0,
-        moe_intermediate_size=int(content["moe_intermediate_size"]) if moe_layers else 0,
-        moe_layers=moe_layers,
-    )
 
 
 def is_admitted(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> bool:

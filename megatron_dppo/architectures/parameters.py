@@ -1,28 +1,23 @@
-"""The model's parameters as Megatron splits them: which tensors each rank holds, without building any.
-
-Letters in shapes: H hidden, V vocabulary, D head dimension, I feed-forward width, F expert width, E experts.
-"""
+"""The model's parameters as Megatron splits them: which tensors each rank holds, without building any."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
-from megatron_dppo.architectures.layout import Layout, ModelSizes
+from megatron_dppo.architectures.family import ModelFamily
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
+from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT, WeightRule
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything about a model that decides how many parameters it has."""
+    """A family and its sizes: everything about a model that decides how many parameters it has."""
 
+    family: ModelFamily
     sizes: ModelSizes
-    is_tied: bool = False
-    has_qk_norm: bool = False
-    has_qkv_bias: bool = False
-    has_output_bias: bool = False  # of the attention's output projection
-    has_mlp_bias: bool = False
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer (0-based) has experts."""
@@ -36,17 +31,29 @@ class ModelShape:
     @property
     def num_active_parameters(self) -> int:
         """Those that one token meets: experts_per_token of the experts."""
-        sizes = self.sizes
-        idle = (sizes.num_experts or 0) - sizes.experts_per_token
-        expert = 3 * sizes.hidden_size * sizes.moe_intermediate_size
-        return self.num_parameters - len(sizes.moe_layers) * idle * expert
+        return sum(num for _, num in self._met_by_token())
+
+    @property
+    def num_multiplied_parameters(self) -> int:
+        """Those of them that are multiplied as matrices; the input embedding is looked up."""
+        is_looked_up = not self.sizes.is_tied
+        return sum(
+            num
+            for rule, num in self._met_by_token()
+            if len(rule.shapes[0]) > 1 and not (is_looked_up and rule.megatron == EMBEDDING.megatron)
+        )
+
+    def _met_by_token(self) -> Iterator[tuple[WeightRule, int]]:
+        for rule in (entry.rule for entry in self.family.entries(self.sizes)):
+            times = self.sizes.experts_per_token if rule.is_expert else 1
+            yield rule, times * sum(map(math.prod, rule.hf_shapes(self.sizes)))
 
 
 @dataclass(frozen=True)
 class Tensor:
     """One parameter of one rank."""
 
-    name: str
+    name: str  # Megatron's; "{layer}" stands for the number of its layer
     shape: tuple[int, ...]
     is_expert: bool = False  # reduced over expert-data-parallel ranks, where experts are split
     is_shared_embedding: bool = False  # tied across pipeline stages
@@ -71,22 +78,14 @@ class Chunk:
         return cls(range(shape.sizes.num_layers), is_first=True, is_last=True)
 
 
-def model_shape(content: Mapping[str, Any], sizes: ModelSizes) -> ModelShape:
-    """The shape that a config.json describes.
+def model_shape(hf: HFConfig) -> ModelShape:
+    """Return the shape that a config.json describes.
 
     Raises:
         ConfigError: No family has the architecture.
     """
-    family = family_of(content)
-    has_bias = bool(content.get("attention_bias")) and not family.has_qkv_bias  # then on the output too
-    return ModelShape(
-        sizes=sizes,
-        is_tied=bool(content.get("tie_word_embeddings")),
-        has_qk_norm=family.has_qk_norm,
-        has_qkv_bias=has_bias or family.has_qkv_bias,
-        has_output_bias=has_bias,
-        has_mlp_bias=bool(content.get("mlp_bias")),
-    )
+    family = family_of(hf)
+    return ModelShape(family, family.sizes(hf))
 
 
 @lru_cache(maxsize=16)
@@ -100,67 +99,45 @@ def padded_vocab(shape: ModelShape, layout: Layout) -> int:
 
 
 def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tensor, ...]:
-    """The parameters of one rank in one model chunk, in Megatron's order.
+    """Return the parameters of one rank in one model chunk.
 
     Args:
         shape: The model's.
         layout: How it is split.
         chunk: Which layers.
     """
-    hidden, vocabulary = shape.sizes.hidden_size, padded_vocab(shape, layout) // layout.tensor
-    is_shared = shape.is_tied and layout.pipeline > 1
-    kinds = {shape.is_moe(layer) for layer in chunk.layers}
-    of_layer = {is_moe: _layer_tensors(shape, layout, is_moe) for is_moe in kinds}
-    tensors: list[Tensor] = []
-    if chunk.is_first:
-        tensors.append(Tensor("embedding", (vocabulary, hidden), is_shared_embedding=is_shared))
+    rules = shape.family.rules
+    first_of_kind = {shape.is_moe(layer): layer for layer in reversed(chunk.layers)}
+    of_layer = {
+        is_moe: [_tensor(rule, shape, layout) for rule in rules if rule.is_in(layer, shape.sizes)]
+        for is_moe, layer in first_of_kind.items()
+    }
+    tensors = [_tensor(rule, shape, layout) for rule in rules if _is_outside_layers(rule, shape, layout, chunk)]
     for layer in chunk.layers:
         tensors.extend(of_layer[shape.is_moe(layer)])
-    if chunk.is_last:
-        tensors.append(Tensor("final_norm", (hidden,)))
-        if is_shared or not shape.is_tied:
-            tensors.append(Tensor("output_layer", (vocabulary, hidden), is_shared_embedding=is_shared))
     return tuple(tensors)
 
 
-def _layer_tensors(shape: ModelShape, layout: Layout, is_moe: bool) -> tuple[Tensor, ...]:
-    return (*_attention_tensors(shape, layout.tensor), *_mlp_tensors(shape, layout, is_moe))
+def _is_outside_layers(rule: WeightRule, shape: ModelShape, layout: Layout, chunk: Chunk) -> bool:
+    """Whether a chunk holds a parameter of no layer."""
+    if rule.megatron == EMBEDDING.megatron:
+        return chunk.is_first
+    is_same_tensor = rule.megatron == OUTPUT.megatron and shape.sizes.is_tied and layout.pipeline == 1
+    return chunk.is_last and not rule.is_in_layers and not is_same_tensor
 
 
-def _attention_tensors(shape: ModelShape, tensor: int) -> list[Tensor]:
-    sizes = shape.sizes
-    hidden, head = sizes.hidden_size, sizes.head_dim
-    heads = sizes.num_attention_heads * head // tensor
-    qkv = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads) * head // tensor
-    tensors = [
-        Tensor("input_norm", (hidden,)),
-        Tensor("attention_output", (hidden, heads)),
-        Tensor("qkv", (qkv, hidden)),
-    ]
-    if shape.has_qk_norm:
-        tensors += [Tensor("q_norm", (head,)), Tensor("k_norm", (head,))]
-    if shape.has_qkv_bias:
-        tensors.append(Tensor("qkv_bias", (qkv,)))
-    if shape.has_output_bias:
-        tensors.append(Tensor("attention_output_bias", (hidden,)))
-    return tensors
-
-
-def _mlp_tensors(shape: ModelShape, layout: Layout, is_moe: bool) -> list[Tensor]:
-    sizes, hidden = shape.sizes, shape.sizes.hidden_size
-    norm = Tensor("mlp_norm", (hidden,))
-    if is_moe:
-        assert sizes.num_experts is not None, "MoE layers have experts"
-        own, width = sizes.num_experts // layout.expert, sizes.moe_intermediate_size // layout.expert_tensor
-        is_expert = layout.expert > 1  # Megatron reduces unsplit experts with the dense parameters
-        return [
-            norm,
-            Tensor("router", (sizes.num_experts, hidden)),
-            Tensor("experts_fc1", (own, 2 * width, hidden), is_expert),
-            Tensor("experts_fc2", (own, hidden, width), is_expert),
-        ]
-    width = sizes.intermediate_size // layout.tensor
-    tensors = [norm, Tensor("fc1", (2 * width, hidden)), Tensor("fc2", (hidden, width))]
-    if shape.has_mlp_bias:
-        tensors += [Tensor("fc1_bias", (2 * width,)), Tensor("fc2_bias", (hidden,))]
-    return tensors
+def _tensor(rule: WeightRule, shape: ModelShape, layout: Layout) -> Tensor:
+    """One rank's part of a parameter: its Hugging Face tensors, split and fused along the first dimension."""
+    parts = [list(part) for part in rule.hf_shapes(shape.sizes)]
+    dim, num_parts = rule.tensor_parallel_dim, layout.expert_tensor if rule.is_expert else layout.tensor
+    for part in parts:
+        if dim is not None:
+            part[dim] = math.ceil(part[dim] / num_parts)
+    fused = (sum(part[0] for part in parts), *parts[0][1:])
+    is_shared = rule.is_vocabulary and shape.sizes.is_tied and layout.pipeline > 1
+    if not rule.is_expert:
+        return Tensor(rule.megatron, fused, is_shared_embedding=is_shared)
+    assert shape.sizes.num_experts is not None, "layers with experts are of a model with experts"
+    own = shape.sizes.num_experts // layout.expert
+    # Megatron reduces unsplit experts with the dense parameters.
+    return Tensor(rule.megatron, (own, *fused), is_expert=layout.expert > 1)

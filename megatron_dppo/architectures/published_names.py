@@ -17,7 +17,9 @@ SCALES = "_scale_inv"
 """Ends the name of an 8-bit weight's scales."""
 BLOCK = 128
 """Rows and columns of a block with one scale, in every published checkpoint that has them."""
-_STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors in which transformers stacks a layer's experts, and the linears of each expert in them."""
+_STACKED = re.compile(rf"(.+\.mlp\.experts)\.({'|'.join(STACKS)})")
 FLOAT8 = "F8_E4M3"
 
 
@@ -74,7 +76,7 @@ def _experts(name: str, whole: StoredTensor) -> Iterator[tuple[str, StoredTensor
         yield name, whole
         return
     experts, rows, *columns = whole.shape
-    linears = ("gate_proj", "up_proj") if stacked[2] == "gate_up_proj" else ("down_proj",)
+    linears = STACKS[stacked[2]]
     width = rows // len(linears)
     for expert in range(experts):
         for index, linear in enumerate(linears):

@@ -1,22 +1,30 @@
 """The registry of model families, by the name in config.json's `architectures`."""
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_dppo.architectures.family import HFConfig, ModelFamily
-from megatron_dppo.architectures.layout import architecture_of, read_model_config
+from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.llama import LLAMA
 from megatron_dppo.architectures.qwen2 import QWEN2
 from megatron_dppo.architectures.qwen3 import QWEN3, QWEN3_MOE
 from megatron_dppo.architectures.refusals import common_problems, value_problems
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, architecture_of, read_model_config
 from megatron_dppo.errors import ConfigError, Problem
 
-FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
-    {family.architecture: family for family in (QWEN3_MOE, QWEN3, QWEN2, LLAMA)}
-)
-"""All families. A new one is added here, and nowhere else."""
+ENTRY_POINTS = "megatron_dppo.families"
+"""The entry-point group in which an installed package names families of its own."""
+
+
+def _families() -> Iterator[ModelFamily]:
+    yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA)
+    yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
+
+
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.architecture: family for family in _families()})
+"""All families; one that a package names replaces ours of the same architecture."""
 
 
 def family_of(hf: HFConfig) -> ModelFamily:
@@ -27,8 +35,8 @@ def family_of(hf: HFConfig) -> ModelFamily:
     """
     name = architecture_of(hf)
     if name not in FAMILIES:
-        action = "Use a model of one of these."
-        raise ConfigError(Problem("model.load", name, " or ".join(FAMILIES), action))
+        action = "Use a model of one of these, or add its family: megatron_dppo/architectures/README.md."
+        raise ConfigError(Problem("model.load", f"{name} in config.json", " or ".join(FAMILIES), action))
     return FAMILIES[name]
 
 
@@ -50,3 +58,33 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return hf
+
+
+def model_sizes(hf: HFConfig) -> ModelSizes:
+    """Return the sizes in a config.json; KeyError, TypeError or ValueError where one is missing or no number.
+
+    Raises:
+        ConfigError: No family has the architecture.
+    """
+    return family_of(hf).sizes(hf)
+
+
+def read_model_sizes(folder: Path) -> ModelSizes:
+    """Read a model's sizes from its folder, without loading any weight.
+
+    Args:
+        folder: A Hugging Face folder, or a Megatron checkpoint with `hf/config.json` inside. Keys are taken as
+            transformers 4 or 5 spells them (num_experts or num_local_experts, rope_theta or rope_parameters).
+
+    Raises:
+        ConfigError: There is no config.json, no family has its architecture, or a size is missing.
+    """
+    path, content = read_model_config(folder)
+    family = family_of(content)
+    try:
+        return family.sizes(content)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        action = "Use a config.json as transformers writes it."
+        problem = Problem("model.load", f"{path}: {reason}", "the model's sizes", action)
+        raise ConfigError(problem) from error

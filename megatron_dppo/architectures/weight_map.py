@@ -1,20 +1,23 @@
-"""The one table of names: which Hugging Face tensors each Megatron parameter holds, and how they are fused.
+"""The one table of weights: which Hugging Face tensors each Megatron parameter holds, their shapes and fusion.
 
-Conversion and weight sync both read it. Names use Hugging Face's checkpoint spelling (one name per expert);
-`{layer}` and `{expert}` are global indices. Shapes: H hidden, D head dimension, I expert width.
+Conversion, weight sync and the planner read it. Names use Hugging Face's checkpoint spelling (one name per
+expert); `{layer}` and `{expert}` are global indices. Letters in shapes: H hidden, V vocabulary, D of a head,
+Q rows of all query heads, K of all key-value heads, I feed-forward width, F expert width, E experts.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.sizes import ModelSizes
 from megatron_dppo.errors import ConversionError
 
 Fusion = Literal["one", "qkv", "concatenate"]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -26,21 +29,39 @@ class WeightRule:
         transformer_engine: Its name in Transformer Engine's spec where that differs; `{local}` counts this
             rank's experts, which are a parameter each there.
         hf: Checkpoint names, in the order they are fused.
+        shapes: Of each of those tensors, a letter for each dimension; of one expert.
         fusion: "one" tensor as it is; "concatenate" along dimension 0 (gate, up);
             "qkv" interleaved by key-value group: the group's queries, its key, its value.
         tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits; none where
             it is replicated.
         is_vocabulary: Rows are the vocabulary, which Megatron may pad.
+        layers: Which layers have it, where `megatron` names a layer.
         is_expert: The parameter stacks its experts along a leading dimension.
     """
 
     megatron: str
     hf: tuple[str, ...]
+    shapes: tuple[str, ...]
     fusion: Fusion = "one"
     tensor_parallel_dim: int | None = None
     is_vocabulary: bool = False
+    layers: Literal["all", "dense", "sparse"] = "all"
     is_expert: bool = False
     transformer_engine: str | None = None
+
+    @property
+    def is_in_layers(self) -> bool:
+        """Whether layers have the parameter, one each."""
+        return "{layer}" in self.megatron
+
+    def is_in(self, layer: int, sizes: ModelSizes) -> bool:
+        """Whether a layer (0-based) has the parameter."""
+        is_sparse = layer in sizes.moe_layers
+        return self.is_in_layers and self.layers in ("all", "sparse" if is_sparse else "dense")
+
+    def hf_shapes(self, sizes: ModelSizes) -> tuple[Shape, ...]:
+        """Return the shape of each Hugging Face tensor, in the order of `hf`."""
+        return tuple(tuple(sizes.dimensions[letter] for letter in shape) for shape in self.shapes)
 
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -48,69 +69,91 @@ _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 EMBEDDING = WeightRule(
     "embedding.word_embeddings.weight",
     ("model.embed_tokens.weight",),
+    ("VH",),
     tensor_parallel_dim=0,
     is_vocabulary=True,
 )
-OUTPUT = WeightRule("output_layer.weight", ("lm_head.weight",), tensor_parallel_dim=0, is_vocabulary=True)
+OUTPUT = WeightRule(
+    "output_layer.weight", ("lm_head.weight",), ("VH",), tensor_parallel_dim=0, is_vocabulary=True
+)
 BACKBONE = (
     EMBEDDING,
-    WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",), ("H",)),
     WeightRule(
         _M + "input_layernorm.weight",
         (_H + "input_layernorm.weight",),
+        ("H",),
         transformer_engine=_M + "self_attention.linear_qkv.layer_norm_weight",
     ),
     WeightRule(
         _M + "pre_mlp_layernorm.weight",
         (_H + "post_attention_layernorm.weight",),
+        ("H",),
         transformer_engine=_M + "mlp.linear_fc1.layer_norm_weight",  # of dense layers
     ),
     WeightRule(
         _M + "self_attention.linear_qkv.weight",
         tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        ("QH", "KH", "KH"),
         fusion="qkv",
         tensor_parallel_dim=0,
     ),
     WeightRule(
-        _M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), tensor_parallel_dim=1
+        _M + "self_attention.linear_proj.weight",
+        (_H + "self_attn.o_proj.weight",),
+        ("HQ",),
+        tensor_parallel_dim=1,
     ),
 )
 QKV_BIAS = (
     WeightRule(
         _M + "self_attention.linear_qkv.bias",
         tuple(_H + f"self_attn.{x}_proj.bias" for x in "qkv"),
+        ("Q", "K", "K"),
         fusion="qkv",
         tensor_parallel_dim=0,
     ),
 )
 QK_NORM = (
-    WeightRule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",)),
-    WeightRule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",)),
+    WeightRule(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",), ("D",)),
+    WeightRule(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",), ("D",)),
 )
 DENSE_MLP = (
     WeightRule(
         _M + "mlp.linear_fc1.weight",
         (_H + "mlp.gate_proj.weight", _H + "mlp.up_proj.weight"),
+        ("IH", "IH"),
         fusion="concatenate",
         tensor_parallel_dim=0,
+        layers="dense",
     ),
-    WeightRule(_M + "mlp.linear_fc2.weight", (_H + "mlp.down_proj.weight",), tensor_parallel_dim=1),
+    WeightRule(
+        _M + "mlp.linear_fc2.weight",
+        (_H + "mlp.down_proj.weight",),
+        ("HI",),
+        tensor_parallel_dim=1,
+        layers="dense",
+    ),
 )
 _E = _H + "mlp.experts.{expert}."
 MOE_MLP = (
-    WeightRule(_M + "mlp.router.weight", (_H + "mlp.gate.weight",)),
+    WeightRule(_M + "mlp.router.weight", (_H + "mlp.gate.weight",), ("EH",), layers="sparse"),
     WeightRule(
         _M + "mlp.experts.fc1_weight",
         (_E + "gate_proj.weight", _E + "up_proj.weight"),
+        ("FH", "FH"),
         fusion="concatenate",
         tensor_parallel_dim=0,
+        layers="sparse",
         is_expert=True,
         transformer_engine=_M + "mlp.experts.linear_fc1.weight{local}",
     ),
     WeightRule(
         _M + "mlp.experts.fc2_weight",
         (_E + "down_proj.weight",),
+        ("HF",),
         tensor_parallel_dim=1,
+        layers="sparse",
         is_expert=True,
         transformer_engine=_M + "mlp.experts.linear_fc2.weight{local}",
     ),
@@ -134,20 +177,6 @@ def linears_of(rule: WeightRule) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class HeadSizes:
-    """What the "qkv" fusion needs: how many queries share a key-value head."""
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-    @property
-    def queries_per_group(self) -> int:
-        """Query heads per key-value head."""
-        return self.num_attention_heads // self.num_key_value_heads
-
-
-@dataclass(frozen=True)
 class WeightEntry:
     """One parameter of a real model, resolved against the table."""
 
@@ -168,12 +197,12 @@ class WeightEntry:
 class WeightTable:
     """The rules of one model family, looked up by Megatron parameter name."""
 
-    def __init__(self, rules: Iterable[WeightRule], heads: HeadSizes) -> None:
+    def __init__(self, rules: Iterable[WeightRule], sizes: ModelSizes) -> None:
         self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
         self._transformer_engine: Mapping[str, WeightRule] = {
             rule.transformer_engine: rule for rule in self._rules.values() if rule.transformer_engine
         }
-        self._heads = heads
+        self._sizes = sizes
 
     def entry(self, megatron_name: str) -> WeightEntry:
         """The rule of a parameter, named as in a model on one process, of either layer spec.
@@ -207,7 +236,7 @@ class WeightTable:
             return tensors[0]
         if rule.fusion == "concatenate":
             return torch.cat(list(tensors))
-        groups, columns = self._heads.num_key_value_heads // num_parts, tensors[0].shape[1:]
+        groups, columns = self._sizes.num_key_value_heads // num_parts, tensors[0].shape[1:]
         return torch.cat([t.reshape(groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
 
     def unfuse(self, rule: WeightRule, tensor: Tensor) -> list[Tensor]:
@@ -216,19 +245,8 @@ class WeightTable:
             return [tensor]
         if rule.fusion == "concatenate":
             return list(tensor.chunk(2))
-        heads, columns = self._heads, tensor.shape[1:]
-        queries = heads.queries_per_group * heads.head_dim
-        by_group = tensor.reshape(-1, queries + 2 * heads.head_dim, *columns)
-        parts = by_group.split([queries, heads.head_dim, heads.head_dim], dim=1)
+        sizes, columns = self._sizes, tensor.shape[1:]
+        queries = sizes.num_attention_heads // sizes.num_key_value_heads * sizes.head_dim
+        by_group = tensor.reshape(-1, queries + 2 * sizes.head_dim, *columns)
+        parts = by_group.split([queries, sizes.head_dim, sizes.head_dim], dim=1)
         return [part.reshape(-1, *columns) for part in parts]
-
-    def hf_names(self, megatron_names: Iterable[str], num_experts: int | None) -> Iterator[str]:
-        """Every checkpoint name behind the given parameters of an unsplit model, in their order."""
-        for name in megatron_names:
-            entry = self.entry(name)
-            if entry.rule.is_expert:
-                assert num_experts is not None, "a stacked parameter belongs to a model with experts"
-                for expert in range(num_experts):
-                    yield from entry.hf_names(expert)
-            else:
-                yield from entry.hf_names()

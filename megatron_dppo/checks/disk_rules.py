@@ -8,7 +8,7 @@ from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.checks.facts import Facts, existing
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import Problem
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -61,10 +61,7 @@ def checkpoint_bytes(config: Config, facts: Facts) -> int | None:
     """
     if facts.model_sizes is None or isinstance(facts.model, Problem):
         return None
-    try:
-        num_parameters = model_shape(facts.model, facts.model_sizes).num_parameters
-    except ConfigError:  # an architecture that another rule names
-        return None
+    num_parameters = model_shape(facts.model).num_parameters
     dtype_bytes = _DTYPE_BYTES[config.model.dtype]
     state_bytes = _MOMENTS_BYTES + (_MASTER_BYTES if dtype_bytes < _MASTER_BYTES else 0)
     return num_parameters * (dtype_bytes + (0 if config.lora.rank else state_bytes))

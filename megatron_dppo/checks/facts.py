@@ -10,13 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_dppo.architectures.layout import (
-    ModelSizes,
-    architecture_of,
-    config_file,
-    read_model_config,
-    read_model_sizes,
-)
+from megatron_dppo.architectures.registry import read_model_sizes
+from megatron_dppo.architectures.sizes import ModelSizes, architecture_of, config_file, read_model_config
 from megatron_dppo.checkpoints.checkpoint_folder import SavedRun, saved_run
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import read_columns

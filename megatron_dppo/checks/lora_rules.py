@@ -10,8 +10,6 @@ from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
 
-_EXPERT_LINEARS = {"gate_proj", "up_proj", "down_proj"}
-
 
 @rule("lora_targets")
 def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
@@ -34,18 +32,24 @@ def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("lora_experts")
 def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
     """Adapters of experts can be computed, and written so that peft reads them whole."""
-    sizes, targets = facts.model_sizes, set(config.lora.targets)
-    if not config.lora.rank or sizes is None or sizes.num_experts is None or not targets & _EXPERT_LINEARS:
+    sizes = facts.model_sizes
+    if not config.lora.rank or sizes is None or sizes.num_experts is None or isinstance(facts.model, Problem):
+        return
+    of_experts = [linears_of(each) for each in family_of(facts.model).rules if each.is_expert]
+    known = [linear for linears in of_experts for linear in linears]
+    targets = set(config.lora.targets) & set(known)
+    if not targets:
         return
     if config.lora.rank % 8:
         expected = "a multiple of 8 where experts have adapters: their grouped products want rows of 16 bytes"
         yield Problem("lora.rank", str(config.lora.rank), expected, f"Use {-(-config.lora.rank // 8) * 8}.")
-    if len(targets & {"gate_proj", "up_proj"}) == 1:
-        found = "one of gate_proj and up_proj on a model with experts"
-        expected = "both or neither: transformers holds them as one weight, and peft adapts it as a whole"
-        yield Problem("lora.targets", found, expected, "Name both, or neither.")
+    for fused in of_experts:
+        if 0 < len(targets & set(fused)) < len(fused):
+            found = f"one of {' and '.join(fused)} on a model with experts"
+            expected = "both or neither: transformers holds them as one weight, and peft adapts it as a whole"
+            yield Problem("lora.targets", found, expected, "Name both, or neither.")
     if len(sizes.moe_layers) < sizes.num_layers:
-        named = ", ".join(sorted(targets & _EXPERT_LINEARS))
+        named = ", ".join(sorted(targets))
         found = f"{named} on a model that has dense layers beside those with experts"
         expected = "attention's linears alone: peft would not read the dense layers' adapters"
-        yield Problem("lora.targets", found, expected, "Leave out gate_proj, up_proj and down_proj.")
+        yield Problem("lora.targets", found, expected, f"Leave out {', '.join(known[:-1])} and {known[-1]}.")

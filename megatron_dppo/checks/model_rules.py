@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterator
 
-from megatron_dppo.architectures.layout import config_file, layout_problems
+from megatron_dppo.architectures.layout import layout_problems
 from megatron_dppo.architectures.registry import FAMILIES, variant_problems
+from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config

@@ -39,10 +39,7 @@ def _model(config: Config, facts: Facts) -> str:
     sizes = facts.model_sizes
     if sizes is None or isinstance(facts.model, Problem):
         return ""
-    try:
-        size = f", {_count(model_shape(facts.model, sizes).num_parameters)} parameters"
-    except ConfigError:  # an architecture that a problem names
-        size = ""
+    size = f", {_count(model_shape(facts.model).num_parameters)} parameters"
     experts = f", {sizes.num_experts} experts" if sizes.num_experts is not None else ""
     adapters = f", LoRA of rank {config.lora.rank}" if config.lora.rank else ""
     layers = f"{sizes.num_layers} layers{experts}{size}{adapters}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_dppo.architectures.layout import architecture_of
+from megatron_dppo.architectures.sizes import architecture_of
 from megatron_dppo.architectures.weight_map import is_adapter
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.description import read_convertible_config

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.architectures.layout import read_model_config
 from megatron_dppo.architectures.published_names import BLOCK
 from megatron_dppo.architectures.registry import family_of, variant_problems
+from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.hf_folder import copy_model_files
 from megatron_dppo.errors import ConfigError, ConversionError
 

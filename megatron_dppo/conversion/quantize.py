@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.published_names import STACKS
 from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.weight_map import OUTPUT
 from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files
 from megatron_dppo.conversion.quantized_folder import QUANTIZATION
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors
@@ -22,7 +24,6 @@ from megatron_dppo.rollout.embedded.weight_formats import BLOCK, WeightFormat, f
 
 _OLDER = "hf_quant_config.json"  # says what config.json's quantization_config says
 _EXPERTS = ".mlp.experts."
-_FUSED_EXPERTS = "gate_up_proj", "down_proj"  # transformers holds a layer's experts as two parameters
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> 
                 "Leave it out with --exclude, or use --format fp8."
             )
     matrices = {name for name, shape in shapes.items() if len(shape) > 1}
-    kept = {name for name in matrices if not is_linear(name)} | excluded | {"lm_head.weight"}
+    kept = {name for name in matrices if not is_linear(name)} | excluded | {OUTPUT.hf[0]}
     ignored = {_module_of(name) for name in kept}
     return Quantization(weight_format, tuple(sorted(excluded)), tuple(sorted(ignored)))
 
@@ -145,7 +146,7 @@ def _quantizers(linears: Iterable[str]) -> list[str]:
     for name in linears:
         prefix, is_expert, _ = name.partition(_EXPERTS)
         if is_expert:
-            found |= {f"{prefix}{_EXPERTS}{fused}_*" for fused in _FUSED_EXPERTS}
+            found |= {f"{prefix}{_EXPERTS}{fused}_*" for fused in STACKS}
         else:
             found.add(name.removesuffix("weight") + "*")
     return sorted(found)

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_dppo.architectures.layout import read_model_config
+from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.rollout.embedded.weight_formats import WeightFormat, dequantize_fp8, dequantize_nvfp4
 

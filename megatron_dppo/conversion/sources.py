@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_dppo.architectures.family import HFConfig
 from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.pieces import Piece, pieces_of

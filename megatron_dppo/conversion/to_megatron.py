@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.architectures.family import HFConfig
 from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.sizes import HFConfig
+from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
 from megatron_dppo.conversion.description import write_description
 from megatron_dppo.conversion.jobs import run_jobs
 from megatron_dppo.conversion.options import Options
-from megatron_dppo.conversion.pieces import Piece, hf_shapes, pieces_of
+from megatron_dppo.conversion.pieces import Piece, pieces_of
 from megatron_dppo.conversion.sources import WEIGHTS, Source
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.errors import ConversionError
@@ -35,23 +36,12 @@ def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
     Raises:
         ConversionError: A tensor is missing, left over, of another shape, or no floating-point number.
     """
-    found, expected = source.outline(), hf_shapes(hf)
-    is_tied = bool(hf.get("tie_word_embeddings"))
-    if is_tied and "lm_head.weight" in found:
+    found, family = source.outline(), family_of(hf)
+    if family.sizes(hf).is_tied and OUTPUT.hf[0] in found:
         _require_tied(source)
-        del found["lm_head.weight"]
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing or extra:
-        raise ConversionError(
-            f"{source.folder}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are "
-            f"left over (first: {extra[:3]}). The weights are of another config.json."
-        )
+        del found[OUTPUT.hf[0]]
+    family.require_shapes(hf, {name: tuple(tensor.shape) for name, tensor in found.items()}, source.folder)
     for name, tensor in found.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise ConversionError(
-                f"{_place(source, name)}: {name!r} has shape {tuple(tensor.shape)}; expected {expected[name]}. "
-                "The weights are of another config.json."
-            )
         if tensor.dtype not in _FLOATS:
             raise ConversionError(
                 f"{_place(source, name)}: {name!r} is {tensor.dtype}; expected one of "
@@ -66,10 +56,10 @@ def _place(source: Source, name: str) -> Path:
 
 
 def _require_tied(source: Source) -> None:
-    pair = [dict(source.read((name,)))[name] for name in ("lm_head.weight", "model.embed_tokens.weight")]
+    pair = [dict(source.read((name,)))[name] for name in (OUTPUT.hf[0], EMBEDDING.hf[0])]
     if not torch.equal(*pair):
         raise ConversionError(
-            f"{source.folder}: 'lm_head.weight' differs from 'model.embed_tokens.weight', while config.json "
+            f"{source.folder}: {OUTPUT.hf[0]!r} differs from {EMBEDDING.hf[0]!r}, while config.json "
             "says tie_word_embeddings. Correct config.json, or remove the tensor that is wrong."
         )
 

@@ -8,10 +8,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dppo.architectures.family import HFConfig
-from megatron_dppo.architectures.layout import model_sizes
 from megatron_dppo.architectures.refusals import rope_scaling_factor
-from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.registry import family_of, model_sizes
+from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.models.fusions import fusions
@@ -50,7 +49,7 @@ def transformer_config(
         use_cpu_initialization=False,
         moe_token_dispatcher_type="alltoall",  # ranks hold micro-batches of unequal lengths, dense models too
     )
-    settings |= fusions(gpu_libraries()) | family_of(hf).transformer_config(hf) | parallel | overrides
+    settings |= fusions(gpu_libraries()) | family_of(hf).megatron_config(hf) | parallel | overrides
     has_experts = settings.get("num_moe_experts") is not None
     settings["moe_grouped_gemm"] = has_experts and layer_spec == "transformer_engine"
     try:
@@ -89,17 +88,18 @@ def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
 def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spec: BlockSpec) -> GPTModel:
     spec: Any = block_spec(config, stage)  # Megatron annotates it as one layer's
     ranks = config.tensor_model_parallel_size
-    rotary_base: Any = model_sizes(hf).rope_theta  # annotated as int, and used as any number
+    sizes = model_sizes(hf)
+    rotary_base: Any = sizes.rope_theta  # annotated as int, and used as any number
     rope_factor = rope_scaling_factor(hf)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=-(-hf["vocab_size"] // ranks) * ranks,
-        max_sequence_length=hf["max_position_embeddings"],
+        vocab_size=-(-sizes.vocab_size // ranks) * ranks,
+        max_sequence_length=sizes.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
+        share_embeddings_and_output_weights=sizes.is_tied,
         position_embedding_type="rope",
         rotary_base=rotary_base,
         rope_scaling=rope_factor is not None,

@@ -15,9 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_dppo.architectures.family import HFConfig
-from megatron_dppo.architectures.layout import model_sizes
 from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import (
     EMBEDDING,
     OUTPUT,
@@ -46,7 +45,7 @@ def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig
         ConversionError: A tensor is missing, left over, or of another shape.
     """
     table = family_of(hf).weight_table(hf)
-    _require_same_names(chunks, weights, hf, table)
+    _require_fit(weights, hf)
     for parameter in _parameters(chunks, hf):
         entry = table.entry(parameter.name)
         if entry.rule.is_expert:
@@ -107,18 +106,11 @@ def _parameters(
     return list(found.values())
 
 
-def _require_same_names(
-    chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig, table: WeightTable
-) -> None:
-    names = {name for stage in _of_all_stages([p.name for p in _parameters(chunks, hf)]) for name in stage}
-    expected = set(table.hf_names(names, model_sizes(hf).num_experts))
-    found = weights.names - ({"lm_head.weight"} if hf.get("tie_word_embeddings") else set())
-    missing, extra = sorted(expected - found), sorted(found - expected)
-    if missing or extra:
-        raise ConversionError(
-            f"{weights.folder}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are "
-            f"left over (first: {extra[:3]}). The weights are of another config.json."
-        )
+def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
+    family, found = family_of(hf), weights.shapes()
+    if family.sizes(hf).is_tied:
+        found.pop(OUTPUT.hf[0], None)
+    family.require_shapes(hf, found, weights.folder)
 
 
 def _of_all_stages(value: T) -> list[T]:
@@ -139,11 +131,7 @@ def _fill(
     else:
         places = table.unfuse(entry.rule, target)  # views: no byte is copied twice
     for part, place in zip(parts, places, strict=True):
-        if part.shape != place.shape:
-            raise ConversionError(
-                f"{name}: Megatron expects {tuple(place.shape)}, {' + '.join(hf_names)} give "
-                f"{tuple(part.shape)} for one of {size} ranks. The weights are of another config.json."
-            )
+        assert part.shape == place.shape, f"{name}: {tuple(place.shape)}, from a part of {tuple(part.shape)}"
         place.copy_(part)
 
 

@@ -30,9 +30,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_dppo.architectures.family import HFConfig
-from megatron_dppo.architectures.layout import model_sizes
-from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.registry import family_of, model_sizes
+from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
@@ -285,7 +284,7 @@ def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed
     one = torch.empty(base.shape[1:] if rule.is_expert else base.shape, device="meta")
     parts = family_of(hf).weight_table(hf).unfuse(rule, one)
     sizes = {name: part.shape[0] for name, part in zip(linears_of(rule), parts, strict=True)}
-    groups = sizes["k_proj"] // model_sizes(hf).head_dim if rule.fusion == "qkv" else 1
+    groups = parts[1].shape[0] // model_sizes(hf).head_dim if rule.fusion == "qkv" else 1
     pairs = {
         name: _initial_pair(entry, index, base, size, options.rank, seed)
         for index, (name, size) in enumerate(sizes.items())

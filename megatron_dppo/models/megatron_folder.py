@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dppo.architectures.family import HFConfig
+from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import is_adapter
 from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files
 from megatron_dppo.checkpoints.untrusted import refuse_code

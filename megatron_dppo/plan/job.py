@@ -36,7 +36,7 @@ class Job:
         """
         if isinstance(facts.model, Problem) or isinstance(facts.sizes, Problem):
             raise ConfigError([each for each in (facts.model, facts.sizes) if isinstance(each, Problem)][:1])
-        shape = model_shape(facts.model, facts.sizes)
+        shape = model_shape(facts.model)
         facts = replace(facts, world_size=machine.num_gpus)
         return cls(config, facts, machine, shape, Workload.of(config, shape), Options.of(config), assumptions)
 

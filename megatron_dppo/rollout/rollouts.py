@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from megatron_dppo.architectures.layout import read_model_sizes
+from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
 from megatron_dppo.rollout.collect import RolloutBatch

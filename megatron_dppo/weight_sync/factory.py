@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_dppo.architectures.weight_map import OUTPUT
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import WeightSyncError
@@ -99,7 +100,7 @@ def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
     """
     if not any(folder.glob("*.safetensors")):
         return
-    expected = HFWeights(folder).names - ({"lm_head.weight"} - set(described))  # of a tied model, a copy
+    expected = HFWeights(folder).names - ({OUTPUT.hf[0]} - set(described))  # of a tied model, a copy
     missing, extra = sorted(expected - set(described)), sorted(set(described) - expected)
     if missing or extra:
         raise WeightSyncError(

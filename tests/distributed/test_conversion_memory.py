@@ -11,8 +11,8 @@ import torch
 from convert_jobs import GB, memory_gb
 from converting import converted
 
+from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
-from megatron_dppo.conversion.pieces import hf_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -37,7 +37,7 @@ def write_random(folder: Path, config: dict[str, Any]) -> int:
     """A model of random weights; its bytes."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = hf_shapes(config)
+    shapes = family_of(config).hf_shapes(config)
     weights = ((name, torch.randn(shape).bfloat16()) for name, shape in shapes.items())
     write_hf_checkpoint(weights, folder / "hf", folder, 8_000_000)
     return sum(2 * torch.Size(shape).numel() for shape in shapes.values())

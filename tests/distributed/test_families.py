@@ -44,6 +44,7 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.architectures.parameters import model_shape
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.models.convert import export_hf_weights
@@ -62,10 +63,12 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
     (batch,), _ = train_batches([list(samples)], shape, actor.data_parallel)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logit_error = max(_logit_error(logits_of(actor, m), m, model) for m in batch.microbatches)
+    planned = model_shape(actor.hf).num_parameters
     loss = actor.accumulate_gradients(batch, is_first=True).metrics.state()["means"]["loss/policy"][0]
     gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
     reference_loss, reference = _reference(model, actor.objective, samples)
     return {
+        "num_parameters": (sum(p.numel() for p in actor.chunks[0].parameters()), planned),
         "num_microbatches": len(batch.microbatches),
         "logit_error": logit_error,
         "loss": loss / batch.num_loss_tokens,
@@ -178,6 +181,14 @@ def test_logits_loss_and_every_gradient_equal_hugging_face(
     assert ours == theirs
     worst = max(result["errors"], key=result["errors"].get)
     assert result["errors"][worst] <= 1e-5, worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rules_count_the_parameters_of_megatron_s_model(
+    measured: dict[str, dict[str, Any]], case: str
+) -> None:
+    built, planned = measured[case]["num_parameters"]
+    assert built == planned
 
 
 @pytest.mark.parametrize("case", CASES)

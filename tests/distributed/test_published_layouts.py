@@ -15,9 +15,10 @@ from plan_models import QWEN3_30B, layout_of
 from qwen3_30b_recipes import RECIPES, Recipe
 from ranks import run_ranks
 
-from megatron_dppo.architectures.layout import Layout, model_sizes
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
-from megatron_dppo.conversion.pieces import hf_shapes, pieces_of
+from megatron_dppo.architectures.registry import family_of, model_sizes
+from megatron_dppo.conversion.pieces import pieces_of
 from megatron_dppo.plan.partition import partition
 from megatron_dppo.runtime.process import Runtime
 
@@ -147,10 +148,13 @@ def names_read(chunks: list[Any]) -> Counter[str]:
 
     from megatron_dppo.models.convert import load_hf_weights
 
-    shapes, reads = hf_shapes(QWEN3_30B), Counter[str]()
+    shapes, reads = family_of(QWEN3_30B).hf_shapes(QWEN3_30B), Counter[str]()
 
     class NamesAlone:
-        names, folder = set(shapes), Path("Qwen3-30B-A3B")
+        folder = Path("Qwen3-30B-A3B")
+
+        def shapes(self) -> dict[str, tuple[int, ...]]:
+            return dict(shapes)
 
         def tensor(self, name: str) -> torch.Tensor:
             reads[name] += 1
@@ -175,7 +179,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], dic
 
 
 def test_the_published_model_has_the_names_and_the_size_that_it_has() -> None:
-    shapes = hf_shapes(QWEN3_30B)
+    shapes = family_of(QWEN3_30B).hf_shapes(QWEN3_30B)
     assert len(shapes) == 18_867
     assert sum(map(math.prod, shapes.values())) == 30_532_122_624
     assert shapes["model.layers.47.mlp.experts.127.down_proj.weight"] == (2048, 768)
@@ -209,7 +213,7 @@ def test_each_parameter_of_a_layout_is_filled_once(
 def test_each_rank_holds_the_bytes_that_the_planner_counts(
     measured: Callable[[Recipe], dict[str, Any]], recipe: Recipe
 ) -> None:
-    shape = model_shape(QWEN3_30B, model_sizes(QWEN3_30B))
+    shape = model_shape(QWEN3_30B)
     parts = partition(shape, layout_of(recipe.num_gpus, **recipe.sizes), True)
     planned = [part.dense.own + part.expert.own for part in parts]
     elements = measured(recipe)["elements"]
@@ -219,7 +223,7 @@ def test_each_rank_holds_the_bytes_that_the_planner_counts(
 
 def test_a_rank_reads_its_own_experts_alone(measured: Callable[[Recipe], dict[str, Any]]) -> None:
     reads = measured(LOADED)["reads"]
-    assert set(reads) == set(hf_shapes(QWEN3_30B))
+    assert set(reads) == set(family_of(QWEN3_30B).hf_shapes(QWEN3_30B))
     of_experts = {number for name, number in reads.items() if ".experts." in name}
     others = {number for name, number in reads.items() if ".experts." not in name}
     assert (of_experts, others) == ({1}, {LOADED.num_gpus})

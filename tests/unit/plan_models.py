@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from megatron_dppo.architectures.layout import Layout, model_sizes
+from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape, model_shape
+from megatron_dppo.architectures.registry import model_sizes
 from megatron_dppo.checks import Facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan.job import Job
@@ -69,7 +70,7 @@ LLAMA3_8B: dict[str, Any] = {
 
 
 def shape_of(content: dict[str, Any]) -> ModelShape:
-    return model_shape(content, model_sizes(content))
+    return model_shape(content)
 
 
 RECOMPUTED: dict[str, Any] = {f"megatron.{key}": value for key, value in FULL.keys().items()}

@@ -9,9 +9,26 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_dppo.architectures.parameters import model_shape
+from megatron_dppo.architectures.qwen3 import QWEN3
 from megatron_dppo.architectures.refusals import rope_scaling_factor
 from megatron_dppo.architectures.registry import FAMILIES, family_of, variant_problems
+from megatron_dppo.errors import ConversionError
+from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 
+SIZES: dict[str, Any] = dict(
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=12,
+    moe_intermediate_size=4,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    num_experts=4,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -89,6 +106,31 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
 def test_other_variants_are_refused(architecture: str, changes: Mapping[str, Any], found: str) -> None:
     hf = {"architectures": [architecture], "norm_topk_prob": True, **changes}
     assert [found in problem.found for problem in variant_problems(hf)] == [True], list(variant_problems(hf))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"mlp_only_layers": [1]}], ids=str)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_rules_have_the_names_shapes_and_parameters_of_transformers(
+    architecture: str, changes: dict[str, Any]
+) -> None:
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**SIZES | changes)
+    with torch.device("meta"):
+        model = model_class(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in checkpoint_targets(model).items()}
+    hf = config.to_dict() | {"architectures": [architecture]}
+    assert family_of(hf).hf_shapes(hf) == expected
+    assert model_shape(hf).num_parameters == model.num_parameters()
+
+
+def test_weights_of_another_config_are_refused_before_any_is_read() -> None:
+    hf = SIZES | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}
+    found = QWEN3.hf_shapes(hf)
+    QWEN3.require_shapes(hf, found, Path("model"))
+    with pytest.raises(ConversionError, match=r"model: 1 tensors are missing .*lm_head.weight"):
+        QWEN3.require_shapes(hf, {n: s for n, s in found.items() if n != "lm_head.weight"}, Path("model"))
+    with pytest.raises(ConversionError, match=r"'lm_head.weight' has shape \(1, 2\); expected \(11, 8\)"):
+        QWEN3.require_shapes(hf, found | {"lm_head.weight": (1, 2)}, Path("model"))
 
 
 def test_qwen2_has_no_attention_bias_to_switch() -> None:

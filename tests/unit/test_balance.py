@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.architectures.layout import model_sizes
+from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.data.batches.balance import (
     NEAR_EVEN,
     Plan,
@@ -178,7 +178,7 @@ def test_a_sample_above_the_budget_is_refused_with_the_figures() -> None:
 
 
 def test_the_cost_of_a_model_counts_what_a_token_meets() -> None:
-    sizes = model_sizes(
+    shape = model_shape(
         dict(
             architectures=["Qwen3MoeForCausalLM"],
             hidden_size=2048,
@@ -195,7 +195,7 @@ def test_the_cost_of_a_model_counts_what_a_token_meets() -> None:
             rope_theta=1e6,
         )
     )
-    cost = SampleCost.of_model(sizes)
+    cost = SampleCost.of_model(shape)
     assert cost.linear == pytest.approx(6 * 3.03e9, rel=0.01), "3.3 billion active, less the input embedding"
     assert cost.quadratic == 6 * 48 * 32 * 128
     assert cost.of(10) == 10 * cost.linear + 100 * cost.quadratic

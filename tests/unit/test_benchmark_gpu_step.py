@@ -17,14 +17,15 @@ from benchmark_gpu_step import (
     step_flops,
 )
 
-from megatron_dppo.architectures.layout import model_sizes
+from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.data.batches.balance import SampleCost
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_gpu_step.py"
 
 
 def test_flops_of_one_layer_of_qwen3_30b_a3b() -> None:
-    cost = SampleCost.of_model(model_sizes(QWEN3_30B_A3B | {"num_hidden_layers": 1}))
+    hf = QWEN3_30B_A3B | {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1}
+    cost = SampleCost.of_model(model_shape(hf))
     attention, router = 2048 * 128 * (32 + 4 + 4 + 32), 2048 * 128
     experts, head = 8 * 3 * 2048 * 768, 2048 * 151936
     weights = attention + router + experts + head

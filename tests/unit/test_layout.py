@@ -13,11 +13,11 @@ from megatron_dppo.architectures.layout import (
     PROVEN,
     Layout,
     LayoutKind,
-    ModelSizes,
     kind_of,
     layout_problems,
-    read_model_sizes,
 )
+from megatron_dppo.architectures.registry import read_model_sizes
+from megatron_dppo.architectures.sizes import ModelSizes
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.errors import ConfigError, LayoutError
 

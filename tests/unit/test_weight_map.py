@@ -8,25 +8,19 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.architectures.weight_map import (
-    BACKBONE,
-    DENSE_MLP,
-    MOE_MLP,
-    OUTPUT,
-    QK_NORM,
-    HeadSizes,
-    WeightTable,
-)
+from megatron_dppo.architectures.qwen3 import QWEN3_MOE
+from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP, WeightTable
 from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, write_hf_checkpoint
 from megatron_dppo.errors import ConversionError
 
-RULES = (*BACKBONE, OUTPUT, *QK_NORM, *DENSE_MLP, *MOE_MLP)
 QKV = next(rule for rule in BACKBONE if rule.fusion == "qkv")
 GATE_UP = DENSE_MLP[0]
 
 
 def table(heads: int = 4, groups: int = 2, head_dim: int = 3) -> WeightTable:
-    return WeightTable(RULES, HeadSizes(heads, groups, head_dim))
+    of_attention = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim}
+    others = dict.fromkeys(("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"), 1)
+    return QWEN3_MOE.weight_table(of_attention | others | {"max_position_embeddings": 1})
 
 
 def test_qkv_is_interleaved_by_group() -> None:
@@ -82,19 +76,6 @@ def model_folder(folder: Path, **changes: Any) -> Path:
     )
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | changes)).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.parametrize("dense", [[], [1]])
-def test_the_table_names_exactly_what_transformers_writes(tmp_path: Path, dense: list[int]) -> None:
-    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
-    for layer in range(3):
-        rules = DENSE_MLP if layer in dense else MOE_MLP
-        per_layer = [r.megatron for r in (*BACKBONE, *QK_NORM, *rules) if "{layer}" in r.megatron]
-        names += [name.format(layer=layer) for name in per_layer]
-    written = HFWeights(model_folder(tmp_path, mlp_only_layers=dense)).names
-    expected = list(table().hf_names(names, num_experts=4))
-    assert set(expected) == written
-    assert len(expected) == len(written), "no tensor is named twice"
 
 
 def test_a_folder_is_written_in_shards_and_read_back(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.architectures.layout import ModelSizes
+from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.errors import DataError
 
 NEAR_EVEN = 1.02  # a busiest group within 2 % of the least it could have is not worth moving more samples
@@ -21,27 +21,15 @@ class SampleCost:
     quadratic: float = 0.0
 
     @classmethod
-    def of_model(cls, sizes: ModelSizes) -> "SampleCost":
+    def of_model(cls, shape: ModelShape) -> "SampleCost":
         """Floating-point operations of forward and backward.
 
         6 for each weight that a token meets (the input embedding is looked up, not multiplied), and causal
         attention: on average half a sample's tokens lie before a token, each met in two products.
         """
-        attention = (
-            2 * sizes.hidden_size * sizes.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
-        )
-        num_sparse = len(sizes.moe_layers)
-        dense_mlp = 3 * sizes.hidden_size * sizes.intermediate_size
-        router = sizes.hidden_size * (sizes.num_experts or 0)
-        experts = 3 * sizes.hidden_size * sizes.moe_intermediate_size * sizes.experts_per_token
-        num_weights = (
-            sizes.num_layers * attention
-            + (sizes.num_layers - num_sparse) * dense_mlp
-            + num_sparse * (router + experts)
-            + sizes.hidden_size * sizes.vocab_size
-        )
+        sizes = shape.sizes
         width = sizes.num_layers * sizes.num_attention_heads * sizes.head_dim
-        return cls(linear=6.0 * num_weights, quadratic=6.0 * width)
+        return cls(linear=6.0 * shape.num_multiplied_parameters, quadratic=6.0 * width)
 
     def of(self, num_tokens: int) -> float:
         """Work of a sample of so many tokens."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatron_dppo.architectures.published_names import STACKS
 from megatron_dppo.errors import RolloutError, WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.rollout.counts import EngineCounts
@@ -187,16 +188,13 @@ def checkpoint_targets(model: torch.nn.Module) -> dict[str, Tensor]:
     targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # tied embeddings appear once, without lm_head
         prefix, _, last = name.rpartition(".experts.")
-        data = parameter.detach()
-        if last == "gate_up_proj":  # [experts, 2 * intermediate, hidden]
-            for expert, (gate, up) in enumerate(zip(*data.chunk(2, dim=1), strict=True)):
-                targets[f"{prefix}.experts.{expert}.gate_proj.weight"] = gate
-                targets[f"{prefix}.experts.{expert}.up_proj.weight"] = up
-        elif last == "down_proj":  # [experts, hidden, intermediate]
-            for expert, down in enumerate(data):
-                targets[f"{prefix}.experts.{expert}.down_proj.weight"] = down
-        else:
+        data, linears = parameter.detach(), STACKS.get(last)
+        if linears is None:
             targets[name] = data
+            continue
+        for expert, fused in enumerate(data):
+            for linear, weight in zip(linears, fused.chunk(len(linears)), strict=True):
+                targets[f"{prefix}.experts.{expert}.{linear}.weight"] = weight
     return targets
 
 

@@ -1,0 +1,157 @@
+"""A model's config.json and the sizes in it, without torch: `megatron-dppo check` answers at once."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.types import ModelRouting
+
+HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 4 and 5
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a Hugging Face config.json says about a model's shape."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    num_experts: int | None  # None: a dense model
+    experts_per_token: int
+    moe_intermediate_size: int
+    moe_layers: tuple[int, ...]  # 0-based indices of the layers that have experts
+    is_tied: bool = False  # the output layer is the embedding
+
+    @property
+    def routing(self) -> ModelRouting | None:
+        """What routes of this model look like; none for a dense model."""
+        if self.num_experts is None:
+            return None
+        return ModelRouting(self.moe_layers, self.num_experts, self.experts_per_token)
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The sizes behind the letters in which weight rules write shapes."""
+        return {
+            "V": self.vocab_size,
+            "H": self.hidden_size,
+            "D": self.head_dim,
+            "Q": self.num_attention_heads * self.head_dim,
+            "K": self.num_key_value_heads * self.head_dim,
+            "I": self.intermediate_size,
+            "F": self.moe_intermediate_size,
+            "E": self.num_experts or 0,
+        }
+
+
+def dense_sizes(hf: HFConfig) -> ModelSizes:
+    """Read the sizes of a dense model; KeyError, TypeError or ValueError where one is missing or no number."""
+    return replace(_backbone_sizes(hf), intermediate_size=int(hf["intermediate_size"]))
+
+
+def moe_sizes(
+    hf: HFConfig, num_experts: int, width: int, moe_layers: Sequence[int] | None = None
+) -> ModelSizes:
+    """Read the sizes of a model with experts, errors as in `dense_sizes`.
+
+    Args:
+        hf: config.json.
+        num_experts: Of each layer that has experts.
+        width: Of an expert's feed-forward.
+        moe_layers: Layers that have experts, 0-based; all where left out.
+    """
+    sizes = _backbone_sizes(hf)
+    layers = tuple(range(sizes.num_layers) if moe_layers is None else moe_layers)
+    width_of_dense = hf.get("intermediate_size") if len(layers) == sizes.num_layers else hf["intermediate_size"]
+    return replace(
+        sizes,
+        intermediate_size=int(width_of_dense or 0),
+        num_experts=num_experts,
+        experts_per_token=int(hf["num_experts_per_tok"]),
+        moe_intermediate_size=width,
+        moe_layers=layers,
+    )
+
+
+def _backbone_sizes(hf: HFConfig) -> ModelSizes:
+    hidden_size, num_heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
+    rope = hf.get("rope_parameters") or {}
+    return ModelSizes(
+        architecture=architecture_of(hf),
+        num_layers=int(hf["num_hidden_layers"]),
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        num_key_value_heads=int(hf.get("num_key_value_heads") or num_heads),
+        head_dim=int(hf.get("head_dim") or hidden_size // num_heads),
+        intermediate_size=0,
+        vocab_size=int(hf["vocab_size"]),
+        max_position_embeddings=int(hf["max_position_embeddings"]),
+        rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        num_experts=None,
+        experts_per_token=0,
+        moe_intermediate_size=0,
+        moe_layers=(),
+        is_tied=bool(hf.get("tie_word_embeddings")),
+    )
+
+
+def config_file(folder: Path) -> Path | None:
+    """The config.json of a Hugging Face folder, or of a Megatron checkpoint (in its hf/), if there is one."""
+    candidates = (folder / "config.json", folder / "hf" / "config.json")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The path and content of a model folder's config.json.
+
+    Raises:
+        ConfigError: There is none, or it is torn.
+    """
+    path = config_file(folder)
+    expected = "a Hugging Face folder (config.json) or a Megatron checkpoint (hf/config.json)"
+    if path is None:
+        what = "has neither" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(Problem("model.load", f"{folder}, which {what}", expected, _where_models_are(folder)))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        action = "Copy or download the model again."
+        raise ConfigError(Problem("model.load", f"{path}: {error}", expected, action)) from error
+    if not isinstance(content, dict):
+        action = "Copy or download the model again."
+        raise ConfigError(Problem("model.load", f"{path}: no JSON object", expected, action))
+    return path, content
+
+
+def _where_models_are(folder: Path) -> str:
+    """What to do about a name that is no model's folder."""
+    of_run = sorted(path for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit())
+    if of_run:
+        return f"It is a run: name one of its checkpoints, such as {of_run[-1]}."
+    if not folder.exists() and folder.parts[:1] == ("models",):
+        return (
+            f"Download it there (hf download OWNER/{folder.name} --local-dir {folder}, with the owner that the "
+            "Hugging Face hub names, such as Qwen), or name the folder of the model."
+        )
+    if not folder.exists() and not folder.is_absolute() and len(folder.parts) == 2:
+        return (
+            f"Names on the Hugging Face hub are not read: download it first (hf download {folder} --local-dir "
+            f"models/{folder.name}), then name the folder."
+        )
+    return "Name the folder of the model."
+
+
+def architecture_of(content: Mapping[str, Any]) -> str:
+    """The first of `architectures` in a config.json, or a text saying that it names none."""
+    names = content.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "no architecture"

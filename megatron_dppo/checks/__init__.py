@@ -143,12 +143,17 @@ _EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions",
 def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need] = AT_ONCE) -> None:
     """Refuse faults of the model, the engine and the evaluation sets; training is not asked for.
 
+    A config whose sets all name a reward of their own needs no `data.reward`.
+
     Raises:
         ConfigError: With every problem.
     """
     facts = gather_facts(config, world_size)
     held_out = {key: found for key, found in facts.columns.items() if key != "data.prompts"}
-    rules = [rule for id, rule in RULES.items() if id.startswith(_EVALUATED)]
+    unused = set[str]()
+    if not config.data.reward and all(own.reward for own in config.evaluation.sets.values()):
+        unused.add("reward")
+    rules = [rule for id, rule in RULES.items() if id.startswith(_EVALUATED) and id not in unused]
     problems = problems_of(config, replace(facts, columns=held_out), rules, needs)
     if not config.evaluation.sets:
         action = "Add a table [evaluation.sets.<name>] with its prompts."

@@ -109,9 +109,26 @@ def _prompts_unchanged(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("reward", needs="machine")
 def _reward(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Rewards are registered, or their package can be found; a user's module is not imported to check."""
+    """The reward is named, and registered or its package found; a user's module is not imported to check."""
     data = config.data
-    yield from problems_with(RewardChoice(data.reward, data.reward_values, data.thinking))
+    yield from reward_problems(RewardChoice(data.reward, data.reward_values, data.thinking), config)
+
+
+def reward_problems(choice: RewardChoice, config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with a reward that training or an evaluation set names."""
+    yield from problems_with(choice)
+    if choice.is_environment and not gives_rewards(config):
+        yield Problem(
+            "data.reward",
+            "'environment', where rollout.environment = 'single_turn' gives no reward",
+            f"one of {sorted(REWARDS)}, or 'package.module:function'",
+            "Name the reward that scores a response, or the environment that gives rewards.",
+        )
+
+
+def gives_rewards(config: Config) -> bool:
+    """Return whether the environment, or a user's `rollout.generate`, can give rewards."""
+    return config.rollout.environment != "single_turn" or config.rollout.generate is not None
 
 
 @rule("reward_reads_answers", needs="data")
@@ -137,11 +154,15 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("overlong_buffer")
 def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Some length of a response costs nothing."""
+    """Some length of a response costs nothing, and a reward that the penalty lowers is there."""
     buffer, longest = config.data.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer >= longest:
         expected = f"fewer than rollout.max_response_tokens = {longest}"
         yield Problem("data.overlong_buffer_tokens", str(buffer), expected, "Lower it.")
+    elif buffer and RewardChoice(config.data.reward).is_environment:
+        expected = "0 where data.reward = 'environment': rewards of an environment are taken as they are"
+        action = "Leave it out, and let the environment's rewards depend on the length."
+        yield Problem("data.overlong_buffer_tokens", str(buffer), expected, action)
 
 
 def _surveyed(config: Config, facts: Facts, *, is_once: bool = True) -> Iterator[tuple[str, Path, Survey]]:

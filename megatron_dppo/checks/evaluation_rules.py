@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_dppo.checks.data_rules import reward_problems
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
-from megatron_dppo.rewards import RewardChoice, problems_with
+from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.evaluation import evaluation_sets
 
 
@@ -52,6 +53,6 @@ def _evaluation_positions(config: Config, facts: Facts) -> Iterator[Problem]:
 def _evaluation_reward(config: Config, facts: Facts) -> Iterator[Problem]:
     """The reward of a set, where it has its own, is registered, or its package can be found."""
     for name, own in config.evaluation.sets.items():
-        problems = problems_with(RewardChoice(own.reward)) if own.reward is not None else ()
+        problems = reward_problems(RewardChoice(own.reward), config) if own.reward is not None else ()
         for problem in problems:
             yield replace(problem, where=f"evaluation.sets.{name}.reward")

@@ -58,7 +58,7 @@ def _layout(config: Config, facts: Facts) -> str:
 def _data(config: Config, facts: Facts) -> str:
     found = facts.surveys.get(TRAINING)
     reward = config.data.reward
-    names = " + ".join(RewardChoice(reward).weights)
+    names = " + ".join(RewardChoice(reward).weights) or "none"
     return f"{_prompts(config, TRAINING, found)}; reward {names}" if found is not None else ""
 
 

@@ -28,7 +28,8 @@ def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
         keys.setdefault(each.reward, (f"{where}.reward", f"{where}.prompts"))
     for reward, (where, key) in keys.items():
         found = facts.surveys.get(key)
-        if found is None or found.first is None or any(problems_with(RewardChoice.read(reward))):
+        choice = RewardChoice.read(reward)
+        if found is None or found.first is None or choice.is_environment or any(problems_with(choice)):
             continue
         with closing(RewardPools(config.data, [reward])) as pools:
             try:

@@ -85,8 +85,9 @@ class DataConfig(Section):
     """Column with the reference answer; none: `answer`, verl's `reward_model.ground_truth`, slime's `label`."""
     shuffle: bool = True
     """Reorder prompts each epoch, by `run.seed`."""
-    reward: RewardSetting = "arithmetic"
-    """Name of a registered reward, "package.module:function" of your own, or a table of such and weights."""
+    reward: RewardSetting = ""
+    """Required: a registered reward, "package.module:function" of your own, a table of such names and weights,
+    or "environment", where rollout.environment or rollout.generate gives every reward."""
     reward_values: tuple[float, float] = (0.0, 1.0)
     """What a registered reward gives a wrong and a right response."""
     thinking: Literal["ignore", "require"] = "ignore"

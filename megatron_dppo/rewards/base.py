@@ -64,8 +64,11 @@ _AnyReward = TypeVar("_AnyReward", bound=Reward)
 _registered: dict[str, Reward] = {}
 _loads: dict[str, str] = {}
 _reads: dict[str, AnswerForm] = {}
+_PATH = "package.module:function"
 REWARDS: Mapping[str, Reward] = MappingProxyType(_registered)
 """Every registered reward by name, read-only; `register` adds to it."""
+ENVIRONMENT = "environment"
+"""The value of `data.reward` that leaves every reward to the environment; no reward has this name."""
 
 
 def register(
@@ -83,7 +86,7 @@ def register(
     """
 
     def add(function: _AnyReward) -> _AnyReward:
-        if name in _registered:
+        if name in _registered or name == ENVIRONMENT:
             found = f"a second registration of {name!r}"
             raise ConfigError(Problem("rewards", found, "one reward per name", "Choose another name."))
         _registered[name] = function
@@ -102,10 +105,15 @@ def answer_form(name: str) -> AnswerForm | None:
 
 
 def problem_with(name: str) -> Problem | None:
-    """What is wrong with a reward's name, as far as can be told without running a user's code."""
+    """Return what is wrong with the name of a reward function, as far as can be told without running it."""
     if name in _registered:
         return None
-    return problem_with_path("data.reward", name, "package.module:function", sorted(_registered))
+    if name in ("", ENVIRONMENT):
+        found = f"{name!r} in a sum" if name else "none"
+        names = f"one of {sorted(_registered)}, {_PATH!r} for a function of your own"
+        expected = f"{names}, or {ENVIRONMENT!r} alone where rollout.environment gives the rewards"
+        return Problem("data.reward", found, expected, "Name what scores the responses to your prompts.")
+    return problem_with_path("data.reward", name, _PATH, sorted(_registered))
 
 
 def reward(name: str) -> Reward:

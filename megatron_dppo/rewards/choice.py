@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron_dppo.errors import Problem
 from megatron_dppo.rewards.base import (
+    ENVIRONMENT,
     REWARDS,
     Reward,
     RewardRequest,
@@ -27,7 +28,7 @@ class RewardChoice:
     """What `[data]` says of rewards.
 
     Attributes:
-        reward: A reward's name, or weights by name.
+        reward: A reward's name, weights by name, or "environment".
         values: What a wrong and a right response get from a registered reward, whose own 0 and 1 these replace.
             A user's function says itself what it gives.
         thinking: "require" shows a registered reward only what follows the one `</think>` of a response, and
@@ -42,6 +43,11 @@ class RewardChoice:
     def weights(self) -> Mapping[str, float]:
         """Of each reward, by its name."""
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether the environment gives every reward, and no function scores responses."""
+        return self.reward == ENVIRONMENT
 
     @property
     def text(self) -> str:
@@ -61,9 +67,11 @@ class RewardChoice:
 
 
 def problems_with(choice: RewardChoice) -> Iterator[Problem]:
-    """What is wrong with a choice, as far as can be told without running a user's code."""
-    names = list(choice.weights)
+    """Yield what is wrong with a choice, as far as can be told without running a user's code."""
+    names = [] if choice.is_environment else list(choice.weights)
     yield from (problem for problem in map(problem_with, names) if problem is not None)
+    if not choice.reward and isinstance(choice.reward, str):
+        return  # the other settings depend on which reward it is
     if not any(choice.weights.values()):
         expected = "at least one reward with a weight that is not 0"
         yield Problem("data.reward", repr(dict(choice.weights)), expected, "Name a reward.")

@@ -1,17 +1,29 @@
 """The reward workers of a run: one pool for each reward that training and evaluation name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_dppo.config.schema import Config, DataConfig
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardRequest
+from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardRequest, RewardResult
+from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import Prompt
 
 
 def training_reward(config: Config) -> str:
-    """What a run learns from, as `RewardChoice.text`."""
+    """Return the reward that a run learns from, as `RewardChoice.text`."""
     data = config.data
     return RewardChoice(data.reward, data.reward_values, data.thinking).text
+
+
+class EnvironmentAlone:
+    """Scores nothing: every reward must come from the environment; implements `scoring.Scorer`."""
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return a fault for each request: only responses that no environment rewarded are asked about."""
+        found = "no reward of its environment"
+        action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
+        message = f"found {found}; expected one, since data.reward = 'environment'. {action}"
+        return [RewardFault("reward_failed", f"prompt {each.prompt.id}: {message}") for each in requests]
 
 
 class RewardPools:
@@ -27,11 +39,12 @@ class RewardPools:
                 memory_mb=options.reward_memory_mb,
             )
             for reward in dict.fromkeys(rewards)
+            if not RewardChoice.read(reward).is_environment
         }
 
-    def of(self, reward: str) -> RewardPool:
-        """The pool of a reward that was named."""
-        return self._pools[reward]
+    def of(self, reward: str) -> Scorer:
+        """Return what scores with a reward that was named."""
+        return EnvironmentAlone() if RewardChoice.read(reward).is_environment else self._pools[reward]
 
     def start(self, first: Mapping[str, Prompt]) -> None:
         """Have each reward score one response now: one that cannot should stop a run before a model loads.

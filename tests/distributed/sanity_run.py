@@ -32,7 +32,7 @@ def settings(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]
         "run": {"folder": str(task / name), "num_rollouts": 4},
         "model": {"load": str(task / "model"), "dtype": "float32"},
         "parallel": {"max_tokens_per_microbatch": 100},
-        "data": {"prompts": str(task / "prompts.jsonl"), "max_prompt_tokens": 16},
+        "data": {"prompts": str(task / "prompts.jsonl"), "reward": "arithmetic", "max_prompt_tokens": 16},
         "rollout": {
             "prompts_per_rollout": 4,
             "samples_per_prompt": 4,

@@ -109,6 +109,7 @@ def test_adapters_are_never_dropped_in_silence(
         load = "{trained[0]}"
         [data]
         prompts = "{task / "prompts.jsonl"}"
+        reward = "arithmetic"
         max_prompt_tokens = 16
         [rollout]
         max_response_tokens = 8

@@ -38,7 +38,7 @@ def _tables(task: Path, **rollout: Any) -> dict[str, Any]:
         "run": {"folder": str(task / "run")},
         "model": {"load": str(task / "model"), "dtype": "float32"},
         "parallel": {"max_tokens_per_microbatch": 80},
-        "data": {"prompts": str(task / "prompts.jsonl"), "max_prompt_tokens": 16},
+        "data": {"prompts": str(task / "prompts.jsonl"), "reward": "arithmetic", "max_prompt_tokens": 16},
         "rollout": ROLLOUT | rollout,
     }
 

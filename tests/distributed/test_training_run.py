@@ -266,6 +266,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
         dtype = "float32"
         [data]
         prompts = "{task / "prompts.jsonl"}"
+        reward = "arithmetic"
         max_prompt_tokens = 16
         [rollout]
         prompts_per_rollout = 4

@@ -31,7 +31,7 @@ def tables(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "run": {"folder": str(served.run)},
         "model": {"load": str(served.folder), "dtype": "float32"},
         "parallel": {"max_tokens_per_microbatch": 80},
-        "data": {"prompts": str(prompts), "max_prompt_tokens": 16},
+        "data": {"prompts": str(prompts), "reward": "arithmetic", "max_prompt_tokens": 16},
         "rollout": {
             "engine": "sglang",
             "prompts_per_rollout": PROMPTS,

@@ -107,6 +107,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path)
 def _config(changes: Mapping[str, Any]) -> Config:
     """A valid config with some keys changed."""
     valid: dict[str, Any] = {
+        "data.reward": "arithmetic",
         "data.max_prompt_tokens": 16,
         "rollout.max_response_tokens": 32,
         "evaluation.sets": {"held_out": {"prompts": "held_out.jsonl"}},
@@ -306,7 +307,10 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("evaluation.max_response_tokens", {"evaluation.max_response_tokens": 60}),
         Example("evaluation.sets.aime.max_response_tokens", _sets(aime={"max_response_tokens": 60})),
     ],
-    "evaluation_reward": [Example("evaluation.sets.aime.reward", _sets(aime={"reward": "arithmetics"}))],
+    "evaluation_reward": [
+        Example("evaluation.sets.aime.reward", _sets(aime={"reward": "arithmetics"})),
+        Example("evaluation.sets.aime.reward", _sets(aime={"reward": "environment"})),
+    ],
     "rollout_memory": [
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 1e-4}),
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.routing_replay": "measure"}),
@@ -336,6 +340,9 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("data.answer_column", on_disk=lambda: _write_json(Path("held_out.jsonl"), {"prompt": "1"})),
     ],
     "reward": [
+        Example("data.reward", {"data.reward": ""}),
+        Example("data.reward", {"data.reward": "environment"}),
+        Example("data.reward", {"data.reward": {"environment": 1.0, "math": 1.0}}),
         Example("data.reward", {"data.reward": "arithmetics"}),
         Example("data.reward", {"data.reward": "no_such_package.rewards:score"}),
         Example("data.reward", {"data.reward": ":score"}),
@@ -352,7 +359,18 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
         Example("data.thinking", {"data.reward": "megatron_dppo.mine:score", "data.thinking": "require"}),
     ],
-    "overlong_buffer": [Example("data.overlong_buffer_tokens", {"data.overlong_buffer_tokens": 32})],
+    "overlong_buffer": [
+        Example("data.overlong_buffer_tokens", {"data.overlong_buffer_tokens": 32}),
+        Example(
+            "data.overlong_buffer_tokens",
+            {
+                "data.overlong_buffer_tokens": 4,
+                "data.reward": "environment",
+                "rollout.environment": "sudoku",
+                "rollout.max_turns": 2,
+            },
+        ),
+    ],
     "preset": [Example("algorithm.preset", {"algorithm.preset": "dppo_binary_vt"})],
     "preset_fields": [
         Example("algorithm.delta", {"algorithm.delta": -1.0}),
@@ -770,6 +788,23 @@ def test_evaluation_alone_asks_nothing_of_training(world: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         require_evaluable(_config({**for_training, **faulty}), 1)
     assert {problem.where for problem in raised.value.problems} == {"evaluation.pass_at", "model.load"}
+
+
+def test_an_evaluation_whose_sets_name_their_rewards_needs_no_other(world: Path) -> None:
+    for_all = {"data.reward": "", **_sets(near={"reward": "math"}, far={"reward": "dapo"})}
+    require_evaluable(_config(for_all), 1)
+    with pytest.raises(
+        ConfigError, match=r"^data.reward: found none; expected one of \['arithmetic', 'dapo', "
+    ):
+        require_evaluable(_config({"data.reward": "", **_sets(near={"reward": "math"}, far={})}), 1)
+
+
+@pytest.mark.parametrize("where", [{"rollout.environment": "sudoku"}, {"rollout.generate": "json:dumps"}])
+def test_an_environment_may_give_the_rewards(world: Path, where: dict[str, Any]) -> None:
+    assert check(_config({"data.reward": "environment", **where}), 1, needs=AT_ONCE) == []
+    assert check(_config({"data.reward": "math", **where}), 1, needs=AT_ONCE) == []
+    (problem,) = check(_config({"data.reward": "", **where}), 1, needs=AT_ONCE)
+    assert "or 'environment' alone where rollout.environment gives the rewards" in problem.expected
 
 
 def test_evaluate_says_what_it_needs(world: Path) -> None:

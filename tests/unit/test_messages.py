@@ -26,7 +26,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(qwen3_tokenizer(), Path("model"))
     Path("model/config.json").write_text(json.dumps(QWEN3_30B))
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
-    Path("base.toml").write_text('data.prompts = "prompts.jsonl"\nmodel.load = "model"\n')
+    data = 'data.prompts = "prompts.jsonl"\ndata.reward = "math"\n'
+    Path("base.toml").write_text(f'{data}model.load = "model"\n')
     Path("bom.toml").write_bytes(b"\xef\xbb\xbfrun.seed = 1\n")
     return tmp_path
 
@@ -60,6 +61,16 @@ def said(result: Result) -> str:
         (
             "check base.toml --set data.reward=json:dumpz",
             "data.reward: found 'json:dumpz', and 'dumpz' is not there; expected a function of json. Correct",
+        ),
+        (
+            "check base.toml --set data.reward=",
+            "data.reward: found none; expected one of ['arithmetic', 'dapo', 'math'], "
+            "'package.module:function' for a function of your own, or 'environment' alone where "
+            "rollout.environment gives the rewards. Name what scores the responses to your prompts.",
+        ),
+        (
+            "train base.toml --set data.reward=environment",
+            "ConfigError: data.reward: found 'environment', where rollout.environment = 'single_turn' gives no",
         ),
         ("check bom.toml", "bom.toml: found a byte-order mark (BOM) at its beginning"),
         (

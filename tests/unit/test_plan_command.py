@@ -151,6 +151,7 @@ def test_each_proposal_is_the_overrides_that_make_it(base: Path) -> None:
         named = {problem.where for problem in check(load_config([base], overrides), 24)}
         assert named <= {
             "data.prompts",
+            "data.reward",
             "model.load",
             "run.folder",
         }  # files and a disk that a plan does without

@@ -1,6 +1,7 @@
 """Which settings a resume may change: each one of the schema, and how a difference is shown."""
 
 import json
+import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,13 @@ def test_settings_are_compared_by_value_and_shown_as_text() -> None:
         SettingChange("megatron.recompute_method", "block", "not set")
     ]
     assert experiment_changes({"megatron": {"recompute_method": "block"}}, {}) == []
+
+
+def test_a_resolved_config_names_its_reward() -> None:
+    """A run from before `data.reward` was required resumes with a config that names what it had."""
+    was = tomllib.loads(dump_config(Config.model_validate({"data": {"reward": "arithmetic"}})))
+    assert experiment_changes(was, {"data": {"reward": "arithmetic"}}) == []
+    assert experiment_changes(was, {}) == [SettingChange("data.reward", "arithmetic", "")]
 
 
 def saved(run: Path, config: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from samples import InProcessScorer, make_sample
 from test_collect import TOKENIZER
 
 from megatron_dppo.config.load import dump_config, load_config
+from megatron_dppo.config.schema import DataConfig
+from megatron_dppo.environments import Episode
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
 from megatron_dppo.rewards.choice import after_thinking, chosen
 from megatron_dppo.rollout.overlong import OverlongShaping
-from megatron_dppo.rollout.scoring import Judge
+from megatron_dppo.rollout.reward_pools import RewardPools
+from megatron_dppo.rollout.scoring import Fault, Judge
 from megatron_dppo.types import FinishReason, Prompt, Sample
 
 PROMPT = Prompt("p", "34", "test", text="What is it?")
@@ -178,6 +182,22 @@ def test_what_is_no_choice_has_one_problem(value: str) -> None:
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].where == "data.reward"
     assert caught.value.problems[0].expected == "a name in quotes, or a table of names and their weights"
+
+
+def test_the_environment_alone_gives_the_rewards() -> None:
+    """No worker starts, and a response that its environment left without a reward is dropped by name."""
+    choice = RewardChoice("environment")
+    assert problems(choice) == [] and RewardChoice.read(choice.text).is_environment
+    with closing(RewardPools(DataConfig(reward_workers=1), [choice.text])) as pools:
+        pools.start({})
+        judge = Judge(TOKENIZER, pools.of(choice.text), needs_routes=False, validate_routes=None)
+        sample = dataclasses.replace(make_sample([1] * 4, 2), reward=None)
+        episodes = [Episode("so", reward=0.25), Episode("so", reward=None), None]
+        rewarded, *dropped = judge([(PROMPT, sample, episode) for episode in episodes])
+    assert isinstance(rewarded, Sample) and rewarded.reward == 0.25
+    for fault in dropped:
+        assert isinstance(fault, Fault) and fault.reason == "reward_failed"
+        assert "prompt p: found no reward of its environment; expected one, since data.reward =" in fault.found
 
 
 @pytest.mark.parametrize(

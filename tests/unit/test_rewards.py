@@ -142,6 +142,8 @@ def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError, match="a second registration of 'arithmetic'"):
         register("arithmetic")(lambda prompt, response, finish_reason: RewardResult(1.0))
     assert reward("arithmetic") is arithmetic_reward
+    with pytest.raises(ConfigError, match="a second registration of 'environment'"):
+        register("environment")(lambda prompt, response, finish_reason: RewardResult(1.0))
 
 
 def test_the_registry_is_read_only() -> None:

@@ -89,9 +89,9 @@ def train(
         quiet_library_warnings()
         gpu_libraries()
         if rollout_only is not None:
-            from megatron_dppo.single_phase import roll_out_only
+            from megatron_dppo.single_phase import rollout_only as roll_out
 
-            roll_out_only(config, rollout_only, accepts_changes=accepts_changes)
+            roll_out(config, rollout_only, accepts_changes=accepts_changes)
         elif train_only is not None:
             from megatron_dppo.single_phase import train_only as train_on
 

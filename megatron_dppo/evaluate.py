@@ -17,7 +17,6 @@ from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.schema import Config
 from megatron_dppo.conversion.stored_weights import StoredWeights
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
-from megatron_dppo.failure_detection import watching
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
@@ -25,9 +24,10 @@ from megatron_dppo.rollout.reward_pools import RewardPools
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
 from megatron_dppo.rollout.sglang.own_servers import own_servers
+from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.jsonl import write_whole
-from megatron_dppo.runtime.process import Runtime, start, stop
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.factory import build_sync
 
 METRICS = "metrics.json"
@@ -47,21 +47,17 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
     Raises:
         ConfigError: The configuration cannot work, or `folder` holds other things, or another process uses it.
     """
-    runtime = start(config.run.num_threads, config.run.timeout_s)
-    try:
-        with watching(runtime):
-            size, needs = runtime.world_size, BEFORE_LOADING
-            runtime.on_main(lambda: require_evaluable(config, size, needs=needs))
-            with _held(config, folder, runtime):
-                weights = StoredWeights(config.model.load, getattr(torch, config.model.dtype), runtime)
-                wanted = runtime.on_main(lambda: _wanted(config, weights.identity, rollout))
-                done = runtime.on_main(lambda: _kept(folder, wanted))
-                if done.keys() != wanted.keys():
-                    with own_servers(config, runtime):
-                        _evaluate_rest(config, folder, rollout, weights, wanted, done, runtime)
-                return {name: done[name] for name in wanted}
-    finally:
-        stop()
+    with joined_processes(config) as runtime:
+        size, needs = runtime.world_size, BEFORE_LOADING
+        runtime.on_main(lambda: require_evaluable(config, size, needs=needs))
+        with _held(config, folder, runtime):
+            weights = StoredWeights(config.model.load, getattr(torch, config.model.dtype), runtime)
+            wanted = runtime.on_main(lambda: _wanted(config, weights.identity, rollout))
+            done = runtime.on_main(lambda: _kept(folder, wanted))
+            if done.keys() != wanted.keys():
+                with own_servers(config, runtime):
+                    _evaluate_rest(config, folder, rollout, weights, wanted, done, runtime)
+            return {name: done[name] for name in wanted}
 
 
 def finished_rollouts(checkpoint: Path) -> int:

@@ -1,7 +1,6 @@
-"""Runs one phase of the loop alone, for debugging: rollouts that are kept, or training on kept ones."""
+"""Runs the loop with a phase left out, for debugging: rollouts that are kept, or training on kept ones."""
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -10,31 +9,28 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import read_batches, write_batches
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.rollout.sglang.own_servers import own_servers
-from megatron_dppo.run.progress import Course
-from megatron_dppo.run.session import Job, joined
+from megatron_dppo.run.session import start_session
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.train import Training
-from megatron_dppo.types import TrainBatch
 
 _METRICS = "metrics.json"
 
 
-def roll_out_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
+def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
     """Sample all rollouts of a run with its first weights, and keep their gradient steps in `folder`.
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
     """
-    _refuse_to_go_back(config)
-    with joined(config, accepts_changes=accepts_changes) as job, own_servers(config, job.runtime):
-        training = Training.prepare(config, job)
-        with closing(training.rollouts), closing(training.sync):
-            course = training.course
-            while not course.is_over:
-                if course.opened is None:
-                    training.roll_out()
-                assert course.opened is not None
-                _keep(folder / f"rollout_{course.state.rollout:06d}", course.opened.steps, job)
-                course.close_rollout(course.state.weight_version, {})
+    _refuse_rollback(config)
+    with (
+        start_session(config, accepts_changes=accepts_changes) as session,
+        own_servers(config, session.runtime),
+    ):
+        training = RolloutOnly.prepare(config, session)
+        training.folder = folder
+        with closing(training.rollouts), closing(training.weight_sync):
+            training.run()
 
 
 def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
@@ -47,57 +43,80 @@ def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -
         DataError: A rollout is not there, or was kept by another number of processes.
         Preempted: A signal asked the run to stop, and it has saved.
     """
-    _refuse_to_go_back(config)
-    with joined(config, accepts_changes=accepts_changes) as job:
-        _require_all(folder, config.run.num_rollouts, job)
-        actor = Actor(config, job.runtime)
-        course = Course(config, job.runtime, job.journal, actor, job.requests)
-        course.resume({}, prompts_digest=f"rollouts of {folder.absolute()}")
-        while True:
-            if course.opened is None:
-                course.save_if_due()
-                if course.is_over:
-                    break
-                kept = folder / f"rollout_{course.state.rollout:06d}"
-                job.journal.add_values(json.loads((kept / _METRICS).read_text()))
-                course.open_rollout(read_batches(_file(kept, job)), {})
-            while course.opened is not None and course.opened.steps:
-                with course.watch.time("train"):
-                    step = actor.train_step(
-                        course.opened.steps[0],
-                        is_first=course.opened.num_done == 0,
-                        weight_version=course.state.weight_version,
-                        lists_clipped=course.lists_clipped_tokens,
-                    )
-                course.count_step(step)
-            course.close_rollout(course.state.weight_version + 1, {})
-        course.finish()
+    _refuse_rollback(config)
+    with start_session(config, accepts_changes=accepts_changes) as session:
+        _require_all(folder, config.run.num_rollouts, session.runtime)
+        training = TrainOnly(config, session, Actor(config, session.runtime))
+        training.folder = folder
+        training.checkpoints.resume({}, prompts_digest=f"rollouts of {folder.absolute()}")
+        training.run()
 
 
-def _file(folder: Path, job: Job) -> Path:
-    return folder / f"rank_{job.runtime.rank}_of_{job.runtime.world_size}.safetensors"
+class RolloutOnly(Training):
+    """The loop with writing in the place of training: no weight changes, and no checkpoint is due."""
+
+    folder: Path
+
+    def evaluate(self) -> None:
+        """Leave evaluation out."""
+
+    def save_if_due(self) -> None:
+        """Leave saving out; a request to stop is answered where the next rollout is sampled."""
+
+    def train(self) -> None:
+        """Write each rank's gradient steps, and what is known of the rollout."""
+        opened, folder = self.state.open_rollout, _of_rollout(self.folder, self.state.rollout)
+        assert opened is not None, "steps are written of a rollout"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_batches(_of_rank(folder, self.runtime), opened.steps)
+        metrics = self.logger.rollout_metrics
+        self.runtime.on_main(lambda: (folder / _METRICS).write_text(json.dumps(metrics)))
+
+    def sync(self) -> None:
+        """Finish the rollout; the engine keeps its weights."""
+        self.finish_rollout(self.state.weight_version, {})
 
 
-def _keep(folder: Path, steps: Sequence[TrainBatch], job: Job) -> None:
-    """Each rank's gradient steps, and what is known of the rollout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_batches(_file(folder, job), steps)
-    metrics = job.journal.rollout_metrics
-    job.runtime.on_main(lambda: (folder / _METRICS).write_text(json.dumps(metrics)))
+class TrainOnly(Training):
+    """The loop with reading in the place of sampling; there is no engine to evaluate with, or to push to."""
+
+    folder: Path
+
+    def evaluate(self) -> None:
+        """Leave evaluation out."""
+
+    def roll_out(self) -> None:
+        """Read the gradient steps of the next rollout, and what was known of it."""
+        self.state.restart_timer()
+        folder = _of_rollout(self.folder, self.state.rollout)
+        self.logger.add_values(json.loads((folder / _METRICS).read_text()))
+        self.state.begin_rollout(read_batches(_of_rank(folder, self.runtime)), {})
+
+    def sync(self) -> None:
+        """Finish the rollout."""
+        self.finish_rollout(self.state.weight_version + 1, {})
 
 
-def _refuse_to_go_back(config: Config) -> None:
+def _of_rollout(folder: Path, rollout: int) -> Path:
+    return folder / f"rollout_{rollout:06d}"
+
+
+def _of_rank(folder: Path, runtime: Runtime) -> Path:
+    return folder / f"rank_{runtime.rank}_of_{runtime.world_size}.safetensors"
+
+
+def _refuse_rollback(config: Config) -> None:
     if config.tracking.alarms == "roll_back":
         expected = "log, stop or off: half a loop meets the same rollouts again"
         raise ConfigError(Problem("tracking.alarms", "roll_back", expected, "--set tracking.alarms=log"))
 
 
-def _require_all(folder: Path, num_rollouts: int, job: Job) -> None:
-    kept = [folder / f"rollout_{rollout:06d}" for rollout in range(num_rollouts)]
-    absent = [str(of_rollout) for of_rollout in kept if not _file(of_rollout, job).is_file()]
-    if job.runtime.any(bool(absent)):
+def _require_all(folder: Path, num_rollouts: int, runtime: Runtime) -> None:
+    kept = [_of_rollout(folder, rollout) for rollout in range(num_rollouts)]
+    absent = [str(of_rollout) for of_rollout in kept if not _of_rank(of_rollout, runtime).is_file()]
+    if runtime.any(bool(absent)):
         raise DataError(
-            f"{folder}: found no steps for rank {job.runtime.rank} of {job.runtime.world_size} in "
+            f"{folder}: found no steps for rank {runtime.rank} of {runtime.world_size} in "
             f"{', '.join(absent[:3]) or 'what another rank needs'}; expected {num_rollouts} rollouts. Keep "
             "them with --rollout-only, the same config and as many processes, or lower run.num_rollouts."
         )

@@ -38,7 +38,7 @@ from megatron_dppo.cli import Configs, Overrides
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem
-from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
+from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings
 from megatron_dppo.runtime.process import world_size_from_launcher as world_size
 
 if TYPE_CHECKING:  # Megatron loads after the config was checked
@@ -159,22 +159,18 @@ def run(config: Config, folder: Path) -> None:
     from mismatch_forwards import measure
     from mismatch_servers import require_usable_servers
 
-    from megatron_dppo.failure_detection import watching
     from megatron_dppo.rollout.sglang.own_servers import own_servers
+    from megatron_dppo.run.session import joined_processes
 
-    runtime = start(config.run.num_threads, config.run.timeout_s)
-    try:
-        with watching(runtime):
-            runtime.on_main(lambda: _begin(config, folder))
-            with own_servers(config, runtime):
-                if config.rollout.engine == "sglang":
-                    runtime.on_main(lambda: require_usable_servers(config))
-                found = measure(config, runtime)
-            runtime.on_main(lambda: write(folder, config, found, runtime))
-            if runtime.is_main:
-                show(found, folder)
-    finally:
-        stop()
+    with joined_processes(config) as runtime:
+        runtime.on_main(lambda: _begin(config, folder))
+        with own_servers(config, runtime):
+            if config.rollout.engine == "sglang":
+                runtime.on_main(lambda: require_usable_servers(config))
+            found = measure(config, runtime)
+        runtime.on_main(lambda: write(folder, config, found, runtime))
+        if runtime.is_main:
+            show(found, folder)
 
 
 def _begin(config: Config, folder: Path) -> None:

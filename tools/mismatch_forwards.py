@@ -54,8 +54,8 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
     Raises:
         RolloutError: More samples were dropped than rollout.max_dropped_fraction, or nothing was sampled.
     """
-    watch, folder = Stopwatch(runtime), hf_files(config.model.load)
-    with watch.time("load"):
+    timer, folder = Stopwatch(runtime), hf_files(config.model.load)
+    with timer.time("load"):
         engine = build_engine(config, folder, runtime.device)
         actor = Actor(config, runtime)
         if config.rollout.engine == "transformers":
@@ -64,19 +64,19 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
         rollouts = Rollouts(config, folder, engine, share=share)
     num_samples = config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
     logger.info("sampling %d responses with the %s engine", num_samples, config.rollout.engine)
-    with closing(rollouts), watch.time("rollout"):
+    with closing(rollouts), timer.time("rollout"):
         batch = rollouts.next(0)
     counts = _require_responses(batch.counts, config, runtime)
-    logger.info("%d tokens in %.1f s", counts.num_response_tokens, watch.seconds["rollout"])
+    logger.info("%d tokens in %.1f s", counts.num_response_tokens, timer.seconds["rollout"])
     steps = _steps(with_advantages(batch.groups, normalize_std=False), config, actor)
     del batch
     kinds: list[Routes] = ["live"] if config.rollout.routing_replay == "off" else ["live", "replayed"]
-    with watch.time("forward"):
+    with timer.time("forward"):
         responses, agreement = _forwarded(actor, steps, kinds, runtime)
     statistics: dict[Routes, Mapping[str, float]] = {
         routes: token_statistics(responses, routes) | agreement[routes] for routes in kinds
     }
-    return Measurement(tuple(responses), statistics, counts, dict(watch.seconds))
+    return Measurement(tuple(responses), statistics, counts, dict(timer.seconds))
 
 
 def _require_responses(own: RolloutCounts, config: Config, runtime: Runtime) -> RolloutCounts:

@@ -1,17 +1,55 @@
-"""Keeps the batch and the gradients' faults of a skipped gradient step."""
+"""Keeps the batch of each skipped gradient step, and ends a run that skips too many in a row."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dppo.actor.actor import Step
+from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.batch_file import write_batches
+from megatron_dppo.errors import TrainingError
+from megatron_dppo.run.checkpoint_policy import CheckpointPolicy
+from megatron_dppo.run.state import TrainingState
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import TrainBatch
 
 MAX_FOLDERS = 10  # a run that is sick every tenth step must not fill the disk
 
 
-def keep_evidence(folder: Path, step: int, batch: TrainBatch, faults: Sequence[str], runtime: Runtime) -> None:
+class BadSteps:
+    """Handles gradient steps that were skipped for values that are not finite; every rank calls it together."""
+
+    def __init__(
+        self, config: Config, runtime: Runtime, state: TrainingState, checkpoints: CheckpointPolicy
+    ) -> None:
+        self._runtime, self._state, self._checkpoints = runtime, state, checkpoints
+        self._folder = config.run.folder / "evidence"
+        self._max_skipped_steps = config.optimizer.max_skipped_steps
+
+    def keep(self, batch: TrainBatch, step: Step) -> None:
+        """Write the batch and the faults of a skipped step, before the state counts it; each rank its own.
+
+        Raises:
+            TrainingError: It was optimizer.max_skipped_steps in a row; raised on every rank.
+        """
+        by_rank = dict(enumerate(self._runtime.all_gather(step.faults)))
+        faults = [f"rank {rank}: {fault}" for rank, own in by_rank.items() for fault in own]
+        faults = faults or ["Megatron's optimizer skipped the update"]
+        number = self._state.step
+        write_bad_step(self._folder, number, batch, faults, self._runtime)
+        skipped_in_a_row = self._state.run_state.skipped_in_a_row + 1
+        if skipped_in_a_row < self._max_skipped_steps:
+            return
+        self._checkpoints.complete_before_error()
+        raise TrainingError(
+            f"gradient step {number}: found {skipped_in_a_row} steps in a row that are not finite; "
+            f"expected fewer than optimizer.max_skipped_steps = {self._max_skipped_steps}. This one: "
+            f"{faults[0]}. {self._folder} holds the batches. Lower optimizer.lr, or resume an earlier "
+            "checkpoint with other settings."
+        )
+
+
+def write_bad_step(folder: Path, step: int, batch: TrainBatch, faults: Sequence[str], runtime: Runtime) -> None:
     """Write `step_<n>/faults.json` and each rank's micro-batches; every rank calls this together.
 
     Only the first `MAX_FOLDERS` steps of a run are kept. `read_batches` reads the micro-batches back.

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
-from megatron_dppo.actor.actor import Step
 from megatron_dppo.architectures.spec_choice import choose_layer_spec
 from megatron_dppo.config.resuming import experiment_changes
 from megatron_dppo.config.schema import Config
@@ -32,7 +31,6 @@ from megatron_dppo.rollout.counts import refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
 from megatron_dppo.rollout.scores import PromptScore, over_ranks
 from megatron_dppo.rollout.scoring import Tokenizer
-from megatron_dppo.run.bad_steps import keep_evidence
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.run_folder.reader import read_run
@@ -52,20 +50,20 @@ class Alarm:
     evidence: Path
 
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
 _OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
 
 
-class Journal:
+class RunLogger:
     """The run folder as every rank sees it; lives as long as the run.
 
     Every method is called by all ranks together. A failure to write on rank 0 is raised on each.
     """
 
     def __init__(self, config: Config, runtime: Runtime, folder: RunFolder | None) -> None:
-        """Use `Journal.open`."""
+        """Use `RunLogger.open`."""
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
@@ -74,7 +72,7 @@ class Journal:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, config: Config, runtime: Runtime) -> Iterator["Journal"]:
+    def open(cls, config: Config, runtime: Runtime) -> Iterator["RunLogger"]:
         """Lock the run folder, create it or go on in it, and close it at the end.
 
         Raises:
@@ -142,25 +140,6 @@ class Journal:
         """Bytes of metrics.jsonl so far."""
         return self._on_main(lambda folder: folder.offset)
 
-    def keep_evidence(self, number: int, batch: TrainBatch, step: Step, skipped_in_a_row: int) -> None:
-        """Keep what a skipped gradient step was made of; each rank writes its own.
-
-        Raises:
-            TrainingError: It was optimizer.max_skipped_steps in a row.
-        """
-        by_rank = dict(enumerate(self._runtime.all_gather(step.faults)))
-        faults = [f"rank {rank}: {fault}" for rank, own in by_rank.items() for fault in own]
-        faults = faults or ["Megatron's optimizer skipped the update"]
-        folder = self._config.run.folder / "evidence"
-        keep_evidence(folder, number, batch, faults, self._runtime)
-        limit = self._config.optimizer.max_skipped_steps
-        if skipped_in_a_row >= limit:
-            raise TrainingError(
-                f"gradient step {number}: found {skipped_in_a_row} steps in a row that are not finite; "
-                f"expected fewer than optimizer.max_skipped_steps = {limit}. This one: {faults[0]}. {folder} "
-                "holds the batches. Lower optimizer.lr, or resume an earlier checkpoint with other settings."
-            )
-
     def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
         """One gradient step's statistics, given by each rank."""
         values = without_lone_age(self._merged(metrics))
@@ -178,7 +157,7 @@ class Journal:
         if warning is not None and not self._is_noise_known:
             self._is_noise_known = True
             if self._runtime.is_main:
-                logger.warning("%s", warning)
+                log.warning("%s", warning)
 
     def write_token_lists(self, rollout: int, step: int, lists: TokenLists) -> None:
         """A gradient step's masked tokens, given by each rank.
@@ -228,7 +207,7 @@ class Journal:
         refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
         if total.num_prompts_too_long and self._runtime.is_main:
             too_long, longest = total.num_prompts_too_long, self._config.data.max_prompt_tokens
-            logger.warning(
+            log.warning(
                 "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left out",
                 too_long,
                 total.num_prompts,
@@ -289,7 +268,7 @@ class Journal:
         self._is_cost_told = True
         if self._runtime.is_main:
             share, of_rollout = self._config.tracking.mismatch_share, seconds / row["time/total_s"]
-            logger.info(
+            log.info(
                 "the paired forward of %.3g of a mini-batch took %.3g s, %.1f %% of its rollout's time; "
                 "tracking.mismatch_share makes it smaller, tracking.paired_routing_every rarer",
                 share,
@@ -312,7 +291,7 @@ class Journal:
                 "other settings, or set tracking.alarms = 'log' to go on."
             )
         if self._runtime.is_main:
-            logger.warning("rollout %d: %s; see %s", rollout, texts, file)
+            log.warning("rollout %d: %s; see %s", rollout, texts, file)
         return Alarm(texts, self._alarms.good_until(found), file) if mode == "roll_back" else None
 
     def go_back_to(self, metrics_offset: int, rollout: int) -> None:
@@ -332,7 +311,7 @@ class Journal:
             if self._runtime.is_main:
                 score, low, high = (of_set[name] for name in each.metric_names[:3])
                 name = each.metric_names[0]
-                logger.info("after %d rollouts: %s %.3f [%.3f, %.3f]", rollout, name, score, low, high)
+                log.info("after %d rollouts: %s %.3f [%.3f, %.3f]", rollout, name, score, low, high)
         self._latest |= values
         self._on_main(lambda folder: folder.write_evaluation(rollout, values))
 

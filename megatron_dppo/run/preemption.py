@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
 
+from megatron_dppo.runtime.process import Runtime
+
 T = TypeVar("T")
 
 EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
@@ -31,19 +33,17 @@ class StopRequests:
     """Whether this process was asked to stop. Ranks are asked at different times: they must agree first."""
 
     def __init__(self) -> None:
-        """Use `StopRequests.handled`."""
+        """Install nothing yet: `handled` does."""
         self.is_received = False
         self._received_at = 0.0
         self._is_interruptible = False
 
-    @classmethod
     @contextlib.contextmanager
-    def handled(cls) -> Iterator["StopRequests"]:
+    def handled(self) -> Iterator["StopRequests"]:
         """Answer the signals while the body runs; in the main thread only."""
-        requests = cls()
-        before = {number: signal.signal(number, requests._on_signal) for number in _SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
-            yield requests
+            yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -76,6 +76,46 @@ class StopRequests:
         if self._is_interruptible:
             self._is_interruptible = False
             raise _Interruption
+
+
+class Preemption:
+    """Saves and ends the run where any rank was asked to stop. Every rank calls each method, together."""
+
+    def __init__(self, requests: StopRequests, runtime: Runtime, save: Callable[[], None]) -> None:
+        """`save` writes a checkpoint, and returns once it is on disk."""
+        self._requests, self._runtime, self._save = requests, runtime, save
+
+    def exit_if_requested(self) -> None:
+        """End the run where any rank was asked to stop.
+
+        Raises:
+            Preempted: The run has saved.
+        """
+        if self._runtime.any(self._requests.is_received):
+            self._save_and_exit()
+
+    def run_interruptible(
+        self, work: Callable[[], T], around: contextlib.AbstractContextManager[None] | None = None
+    ) -> T:
+        """Return what `work` returns; leave it at once, and end the run, where any rank is asked to stop.
+
+        Args:
+            work: Samples: it communicates with no other rank, and is done again after a resume.
+            around: Entered before the work and left after it, without being interrupted.
+
+        Raises:
+            Preempted: The run has saved.
+        """
+        with around or contextlib.nullcontext():
+            result = self._requests.run_unless_asked(work)
+        if self._runtime.any(result is None):
+            self._save_and_exit()
+        assert result is not None, "only a request to stop leaves the work undone"
+        return result
+
+    def _save_and_exit(self) -> None:
+        self._save()
+        raise Preempted
 
 
 class _Interruption(BaseException):

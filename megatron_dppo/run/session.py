@@ -1,29 +1,29 @@
-"""Starts a session: joins the job, watches its ranks, checks the config, and opens the run logger."""
+"""Starts a session: joins the job's processes, watches them, checks the config and opens the run logger."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from megatron_dppo.checks import BEFORE_LOADING, require_valid
 from megatron_dppo.config.schema import Config
 from megatron_dppo.failure_detection import watching
-from megatron_dppo.run.logger import Journal
+from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run.preemption import StopRequests
 from megatron_dppo.runtime.process import Runtime, start, stop
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a run needs before it loads anything."""
+class Session:
+    """What a training run needs before it loads a model."""
 
     runtime: Runtime
-    journal: Journal
-    requests: StopRequests
+    logger: RunLogger
+    stop_requests: StopRequests
 
 
 @contextmanager
-def joined(config: Config, *, accepts_changes: bool = False) -> Iterator[Job]:
-    """Join the other processes, for the time of the body; signals that ask to stop are kept for it.
+def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[Session]:
+    """Start a training run's session for the time of the body; signals that ask to stop are kept for it.
 
     With `accepts_changes`, a run may be resumed with settings that make another experiment.
 
@@ -31,12 +31,30 @@ def joined(config: Config, *, accepts_changes: bool = False) -> Iterator[Job]:
         ConfigError: The configuration cannot work, or another process uses the run folder.
         LaunchError: The other processes did not come.
     """
+    requests = StopRequests()
+    with joined_processes(config, requests.handled()) as runtime:
+        options = {"accepts_changes": accepts_changes, "needs": BEFORE_LOADING}
+        runtime.on_main(lambda: require_valid(config, runtime.world_size, **options))
+        with RunLogger.open(config, runtime) as logger:
+            yield Session(runtime, logger, requests)
+
+
+@contextmanager
+def joined_processes(
+    config: Config, signal_handling: AbstractContextManager[object] | None = None
+) -> Iterator[Runtime]:
+    """Join the other processes of the job for the time of the body; a failure on one rank ends all of them.
+
+    Args:
+        config: Says how many threads to use, and how long a rank waits for the others.
+        signal_handling: Entered before failure detection, which must stay inside of what handles SIGTERM.
+
+    Raises:
+        LaunchError: The other processes did not come.
+    """
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
-        with StopRequests.handled() as requests, watching(runtime):
-            options = {"accepts_changes": accepts_changes, "needs": BEFORE_LOADING}
-            runtime.on_main(lambda: require_valid(config, runtime.world_size, **options))
-            with Journal.open(config, runtime) as journal:
-                yield Job(runtime, journal, requests)
+        with signal_handling or nullcontext(), watching(runtime):
+            yield runtime
     finally:
         stop()

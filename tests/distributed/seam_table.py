@@ -222,7 +222,7 @@ _CHECKPOINT = [
         given("highest_is_best"),
         expected=lambda config: config.checkpoint.best_is == "highest",
     ),
-    plain("checkpoint.best_metric", "run.logger:Journal.latest", "metric"),
+    plain("checkpoint.best_metric", "run.logger:RunLogger.latest", "metric"),
     Seam(
         "checkpoint.reserve_gib",
         "checkpoints.checkpoint_folder:require_free",
@@ -242,7 +242,7 @@ _TRACKING = [
         )
         for name, consumer in (
             ("batches_every", "run.logger:write_group"),
-            ("clipped_tokens_every", "run.logger:Journal.write_token_lists"),
+            ("clipped_tokens_every", "run.logger:RunLogger.write_token_lists"),
         )
     ),
     Seam(

@@ -16,20 +16,20 @@ def write_rows(runtime: Runtime, folder: str, mode: str, num_usual: int, offset:
     from megatron_dppo.config.schema import Config
     from megatron_dppo.errors import TrainingError
     from megatron_dppo.metrics.metrics import Metrics
-    from megatron_dppo.run.logger import Journal
+    from megatron_dppo.run.logger import RunLogger
 
     config = Config.model_validate({"run": {"folder": folder}, "tracking": {"alarms": mode}})
     offsets, error = list[int](), None
-    with Journal.open(config, runtime) as journal:
-        journal.start_at(offset, {})
+    with RunLogger.open(config, runtime) as logger:
+        logger.start_at(offset, {})
         first = 6 if offset else 0
         for rollout in range(first, first + num_usual + 1):
             is_last = rollout == first + num_usual
-            journal.write_step(rollout, rollout, Metrics())
-            journal.add_values(USUAL | ({"rollout/response_length_mean": 200.0} if is_last else {}))
-            offsets.append(journal.offset())
+            logger.write_step(rollout, rollout, Metrics())
+            logger.add_values(USUAL | ({"rollout/response_length_mean": 200.0} if is_last else {}))
+            offsets.append(logger.offset())
             try:
-                journal.write_rollout(rollout, {"total": 1.0})
+                logger.write_rollout(rollout, {"total": 1.0})
             except TrainingError as found:
                 error = str(found)
     return {"offset": offsets[-1], "error": error}

@@ -23,18 +23,18 @@ def roll_out(runtime: Runtime, tables: dict[str, Any], url: str) -> None:
     from megatron_dppo.rollout.rollouts import Rollouts
     from megatron_dppo.rollout.sglang.client import Patience
     from megatron_dppo.rollout.sglang.engine import SglangEngine
-    from megatron_dppo.run.logger import Journal
+    from megatron_dppo.run.logger import RunLogger
 
     config = Config.model_validate(tables)
     engine = SglangEngine(url, MODEL, Patience(first_pause_s=0.01))
     share = (runtime.rank, runtime.world_size)
     rollouts = Rollouts(config, Path(tables["model"]["load"]), engine, share=share)
-    with Journal.open(config, runtime) as journal:
+    with RunLogger.open(config, runtime) as logger:
         for rollout in range(NUM_ROLLOUTS):
-            rollouts.evaluate(rollout, journal.evaluations)
-            journal.describe_rollout(rollouts.next(rollout))
+            rollouts.evaluate(rollout, logger.evaluations)
+            logger.describe_rollout(rollouts.next(rollout))
             rollouts.settle(runtime.all_gather)
-            journal.write_rollout(rollout, {"total": 1.0})
+            logger.write_rollout(rollout, {"total": 1.0})
     rollouts.close()
 
 

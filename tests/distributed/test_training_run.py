@@ -35,13 +35,13 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
     """
     import megatron_dppo.train as loop
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.run.logger import Journal
+    from megatron_dppo.run.logger import RunLogger
     from megatron_dppo.run.preemption import Preempted, StopRequests
-    from megatron_dppo.run.session import Job
+    from megatron_dppo.run.session import Session
 
     config = Config.model_validate(tables)
-    with StopRequests.handled() as requests, Journal.open(config, runtime) as journal:
-        training = loop.Training.prepare(config, Job(runtime, journal, requests))
+    with StopRequests().handled() as requests, RunLogger.open(config, runtime) as logger:
+        training = loop.Training.prepare(config, Session(runtime, logger, requests))
         forwards = count_forwards(training.actor)
         if stop_after is not None and runtime.is_main:
             signal_at_step(training.actor, stop_after)
@@ -54,7 +54,7 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
         for state in member.optimizer.state.values()
         for key in ("exp_avg", "exp_avg_sq", "step")
     ]
-    return {"weights": weights, "moments": moments, "forwards": forwards, "state": training.course.state}
+    return {"weights": weights, "moments": moments, "forwards": forwards, "state": training.state.run_state}
 
 
 def signal_at_step(actor: Any, number: int) -> None:

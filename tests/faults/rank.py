@@ -26,7 +26,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     "update": ("megatron_dppo.actor.actor", "Actor.train_step", "after"),
     "row": ("megatron_dppo.run_folder.folder", "RunFolder.write_step", "before"),
     "sync": ("megatron_dppo.weight_sync.in_process", "InProcessSync.push", "before"),
-    "rollout end": ("megatron_dppo.run.progress", "Course.close_rollout", "before"),
+    "rollout end": ("megatron_dppo.run.parts", "RunParts.finish_rollout", "before"),
     "save": ("megatron_dppo.run.checkpoints", "Checkpoints.save", "before"),
     "write": (
         "megatron_dppo.models.megatron_folder",

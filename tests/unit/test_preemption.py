@@ -14,7 +14,7 @@ from megatron_dppo.run.preemption import EXIT_CODE, Preempted, StopRequests
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_raises_the_flag_and_no_more(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with StopRequests.handled() as requests:
+    with StopRequests().handled() as requests:
         assert not requests.is_received
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # at once: the launcher forwarded the same request
@@ -23,7 +23,7 @@ def test_a_signal_raises_the_flag_and_no_more(number: signal.Signals) -> None:
 
 
 def test_interruptible_work_is_left_at_once() -> None:
-    with StopRequests.handled() as requests:
+    with StopRequests().handled() as requests:
         assert requests.run_unless_asked(lambda: 7) == 7
 
         def work() -> int:
@@ -41,7 +41,7 @@ def test_interruptible_work_is_left_at_once() -> None:
 
 
 def test_work_between_is_not_interrupted() -> None:
-    with StopRequests.handled() as requests:
+    with StopRequests().handled() as requests:
         requests.run_unless_asked(lambda: 7)
         os.kill(os.getpid(), signal.SIGTERM)
         assert requests.is_received
@@ -51,7 +51,7 @@ def test_a_second_signal_ends_at_once() -> None:
     program = """
 import os, signal, time
 from megatron_dppo.run.preemption import StopRequests
-with StopRequests.handled():
+with StopRequests().handled():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1.2)
     os.kill(os.getpid(), signal.SIGUSR1)

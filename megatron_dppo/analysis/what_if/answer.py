@@ -18,14 +18,14 @@ from megatron_dppo.analysis.what_if.question import Question
 from megatron_dppo.analysis.what_if.variants import TokensByRoutes, judge, mismatch_by_routes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.kept_batches import read_share
-from megatron_dppo.failure_detection import watching
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.token_mismatch import Routes
 from megatron_dppo.models.megatron_folder import load_weights
+from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_number
 from megatron_dppo.run_folder.versions import versions
-from megatron_dppo.runtime.process import Runtime, start, stop
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, TrainBatch
 
 
@@ -147,16 +147,12 @@ def run(config: Config, question: Question, folder: Path) -> None:
     Raises:
         MegatronDppoError: As `answer` does.
     """
-    runtime = start(config.run.num_threads, config.run.timeout_s)
-    try:
-        with watching(runtime):
-            found = answer(config, question, runtime)
-            runtime.on_main(lambda: write(folder, found))
-            if runtime.is_main:
-                typer.echo(as_text(found))
-                typer.echo(f"wrote what_if.json and what_if.html to {folder}")
-    finally:
-        stop()
+    with joined_processes(config) as runtime:
+        found = answer(config, question, runtime)
+        runtime.on_main(lambda: write(folder, found))
+        if runtime.is_main:
+            typer.echo(as_text(found))
+            typer.echo(f"wrote what_if.json and what_if.html to {folder}")
 
 
 def as_text(found: Mapping[str, Any]) -> str:

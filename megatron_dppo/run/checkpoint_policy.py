@@ -1,0 +1,128 @@
+"""Decides when a run saves a checkpoint and what it holds, and restores the run from one."""
+
+import contextlib
+import logging
+from dataclasses import replace
+
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.config.load import dump_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.run.checkpoints import Checkpoints, RunPoint
+from megatron_dppo.run.session import Session
+from megatron_dppo.run.state import TrainingState
+from megatron_dppo.types import DataCursor
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointPolicy:
+    """Saves the training state as `[checkpoint]` says. Every rank calls each method, together."""
+
+    def __init__(self, config: Config, session: Session, actor: Actor, state: TrainingState) -> None:
+        """Find out which checkpoints there are; call `resume` next."""
+        self._config, self._runtime, self._logger = config, session.runtime, session.logger
+        self._actor, self._state = actor, state
+        self._settings = dump_config(config)
+        folder = config.run.folder / "checkpoints"
+        self._checkpoints = Checkpoints(folder, config.checkpoint, config.model.load, session.runtime)
+
+    def resume(self, data_cursor: DataCursor, prompts_digest: str) -> None:
+        """Restore the latest whole checkpoint, or begin with this cursor where there is none.
+
+        Raises:
+            CheckpointError: There are checkpoints and none can serve, or the prompts are not those of the run.
+        """
+        self._prompts_digest = prompts_digest
+        point = self._checkpoints.resume(self._actor)
+        if point is None:
+            begin = replace(self._state.run_state, data_cursor=data_cursor)
+            point = RunPoint(begin, 0, prompts_digest, config=self._settings)
+        elif point.prompts_digest != prompts_digest:
+            raise CheckpointError(
+                f"data.prompts: {self._config.data.prompts} changed since the run was saved, so its place in "
+                "the prompts is lost. Restore the file, or start a new run.folder from a checkpoint's weights."
+            )
+        self._state.restore(point.state, point.opened)
+        self._logger.start_at(point.metrics_offset, point.opened.metrics if point.opened else {})
+        self._logger.write_changes(point.state.rollout, point.config)
+        if self._state.is_over and self._runtime.is_main:
+            log.info(
+                "%d rollouts are done, run.num_rollouts = %d: there is nothing left to train",
+                point.state.rollout,
+                self._config.run.num_rollouts,
+            )
+
+    def save_if_due(self) -> None:
+        """Save where the config says so; publish an earlier save that all ranks have written.
+
+        Raises:
+            CheckpointError: Saving failed too often.
+        """
+        if self._is_due():
+            self.save(self._score())
+        self._checkpoints.poll()
+
+    def save(self, score: float | None) -> None:
+        """Save now; `score` is checkpoint.best_metric of the current weights, where it is known.
+
+        Raises:
+            CheckpointError: Saving failed too often.
+        """
+        state, opened = self._state, self._state.open_rollout
+        if opened is not None:
+            opened = replace(opened, metrics=self._logger.rollout_metrics, seconds=state.timer.stop())
+        offset = self._logger.offset()
+        point = RunPoint(state.run_state, offset, self._prompts_digest, opened, score, self._settings)
+        pause = Metrics()
+        pause.add_max("time/save_s", self._checkpoints.save(self._actor, point))
+        self._logger.add_to_rollout(pause)
+
+    def save_before_exit(self) -> None:
+        """Save now, and wait until the checkpoint is on disk.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self.save(self._score())
+        self._checkpoints.wait()
+        if self._runtime.is_main:
+            done = self._state.rollout, self._state.step
+            log.info("asked to stop: saved after %d rollouts, %d gradient steps", *done)
+
+    def complete_before_error(self) -> None:
+        """Complete a save that is underway, before an error that all ranks raise; it fails in silence."""
+        with contextlib.suppress(CheckpointError):
+            self._checkpoints.complete()
+
+    def wait(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._checkpoints.wait()
+
+    def load_earlier(self, max_rollouts: int) -> RunPoint | None:
+        """Load the newest checkpoint of at most `max_rollouts` rollouts; none where none is kept.
+
+        Weights and optimizer are restored. The training state and the run folder are left to the caller.
+
+        Raises:
+            CheckpointError: It cannot be loaded.
+        """
+        return self._checkpoints.go_back(self._actor, max_rollouts)
+
+    def _is_due(self) -> bool:
+        options, state = self._config.checkpoint, self._state
+        is_due = options.every_steps > 0 and state.step > 0 and state.step % options.every_steps == 0
+        if state.open_rollout is None and state.rollout > 0:
+            is_due |= state.is_over or (options.every > 0 and state.rollout % options.every == 0)
+        return is_due
+
+    def _score(self) -> float | None:
+        """checkpoint.best_metric of the current weights; none within a rollout, whose steps changed them."""
+        if self._state.open_rollout is not None:
+            return None
+        return self._logger.latest(self._config.checkpoint.best_metric)

@@ -1,0 +1,82 @@
+"""Parts of a run that every mode of the loop needs: state, checkpoints, stop signals, bad steps, rollback."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TypeVar
+
+from megatron_dppo.actor.actor import Actor, Step
+from megatron_dppo.config.schema import Config
+from megatron_dppo.run.bad_steps import BadSteps
+from megatron_dppo.run.checkpoint_policy import CheckpointPolicy
+from megatron_dppo.run.logger import Alarm
+from megatron_dppo.run.preemption import Preemption
+from megatron_dppo.run.rollback import Rollback
+from megatron_dppo.run.session import Session
+from megatron_dppo.run.state import TrainingState
+from megatron_dppo.types import OpenRollout
+
+T = TypeVar("T")
+
+
+class RunParts:
+    """The parts of a run between its phases. Every rank calls each method, together."""
+
+    def __init__(self, config: Config, session: Session, actor: Actor) -> None:
+        """Create the parts; `checkpoints.resume` comes next."""
+        self.config, self.actor = config, actor
+        self.runtime, self.logger = session.runtime, session.logger
+        self.state = TrainingState(config, self.runtime)
+        self.checkpoints = CheckpointPolicy(config, session, actor, self.state)
+        self.preemption = Preemption(session.stop_requests, self.runtime, self.checkpoints.save_before_exit)
+        self.bad_steps = BadSteps(config, self.runtime, self.state, self.checkpoints)
+        self.rollback = Rollback(config, session, self.state, self.checkpoints)
+
+    def save_if_due(self) -> None:
+        """Save where that is due; save and end the run where any rank was asked to stop.
+
+        Raises:
+            Preempted: The run was asked to stop, and has saved.
+            CheckpointError: Saving failed too often.
+        """
+        self.preemption.exit_if_requested()
+        self.checkpoints.save_if_due()
+
+    def sampled(self, work: Callable[[], T]) -> T:
+        """Return what `work` samples; the trainer leaves the device meanwhile, where the engine needs the room.
+
+        Raises:
+            Preempted: The run was asked to stop, and has saved.
+        """
+        is_released = self.config.rollout.release_trainer
+        around = self.actor.memory.released() if is_released else nullcontext()
+        return self.preemption.run_interruptible(work, around)
+
+    def finish_step(self, opened: OpenRollout, step: Step) -> None:
+        """Log and count a gradient step on the first batch of the open rollout; keep the batch of a bad one.
+
+        Raises:
+            TrainingError: Too many steps in a row were skipped.
+        """
+        step.metrics.add_max("drift/mini_step", opened.num_done)
+        self.logger.write_step(self.state.rollout, self.state.step, step.metrics)
+        if step.lists is not None:
+            self.logger.write_token_lists(self.state.rollout, self.state.step, step.lists)
+        if step.is_skipped:
+            self.bad_steps.keep(opened.steps[0], step)
+        self.state.finish_step(step.is_skipped)
+
+    def finish_rollout(self, weight_version: int, sync_metrics: Mapping[str, float]) -> Alarm | None:
+        """Log the rollout's row and count it; the engine holds weights of this version.
+
+        Returns:
+            An alarm for which the run is to be rolled back.
+
+        Raises:
+            TrainingError: The row raises an alarm, and tracking.alarms is "stop".
+        """
+        self.logger.add_values(sync_metrics)
+        if self.state.run_state.roll_backs:
+            self.logger.add_values({"alarms/roll_backs": self.state.run_state.roll_backs})
+        alarm = self.logger.write_rollout(self.state.rollout, self.state.timer.stop())
+        self.state.finish_rollout(weight_version)
+        return alarm

@@ -1,0 +1,105 @@
+"""Training state between gradient steps: counters that a checkpoint keeps, the open rollout, and its timer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.runtime.process import Runtime, Stopwatch
+from megatron_dppo.types import DataCursor, OpenRollout, RunState, TrainBatch
+
+
+class TrainingState:
+    """Says how far training is, and what is due there. It is the same on every rank, but for the batches.
+
+    Attributes:
+        run_state: Rollouts and gradient steps finished, the weight version and the data cursor.
+        open_rollout: The rollout that is being trained on; none between two rollouts.
+        timer: Seconds of the phases of the current rollout.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        """Begin at the first rollout; `restore` replaces that by what a checkpoint kept."""
+        self._config, self._runtime = config, runtime
+        self.run_state = RunState(0, 0, 0, {})
+        self.open_rollout: OpenRollout | None = None
+        self.timer = Stopwatch(runtime)
+
+    @property
+    def rollout(self) -> int:
+        """Rollouts finished, which is the index of the current one."""
+        return self.run_state.rollout
+
+    @property
+    def step(self) -> int:
+        """Gradient steps finished, skipped ones included."""
+        return self.run_state.step
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the engine holds."""
+        return self.run_state.weight_version
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rollouts are finished."""
+        return self.rollout >= self._config.run.num_rollouts
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the current policy is to be evaluated, and was not yet."""
+        options = self._config.evaluation
+        is_due = bool(options.sets) and (self.rollout % options.every == 0 or self.is_over)
+        return is_due and self.run_state.last_evaluation != self.rollout
+
+    @property
+    def is_paired_forward_due(self) -> bool:
+        """Whether this rollout's first mini-batch is to be forwarded with live and with replayed routes."""
+        every = self._config.tracking.paired_routing_every
+        return every > 0 and self.rollout % every == 0
+
+    @property
+    def lists_clipped_tokens(self) -> bool:
+        """Whether the gradient steps of this rollout list the tokens that are masked."""
+        every = self._config.tracking.clipped_tokens_every
+        return every > 0 and self.rollout % every == 0
+
+    def restore(self, run_state: RunState, open_rollout: OpenRollout | None) -> None:
+        """Continue from what a checkpoint kept, the seconds of its open rollout included."""
+        self.run_state, self.open_rollout = run_state, open_rollout
+        self._update()
+        if open_rollout is not None:
+            self.timer = Stopwatch.resumed(self._runtime, open_rollout.seconds)
+
+    def restart_timer(self) -> Stopwatch:
+        """Time a new rollout, and return its timer."""
+        self.timer = Stopwatch(self._runtime)
+        return self.timer
+
+    def begin_rollout(self, steps: Sequence[TrainBatch], data_cursor: DataCursor) -> None:
+        """Open a rollout with the gradient steps to take on it; the next rollout draws from the cursor."""
+        self._update(data_cursor=data_cursor)
+        self.open_rollout = OpenRollout(tuple(steps), num_done=0, metrics={}, seconds={})
+
+    def finish_step(self, is_skipped: bool) -> None:
+        """Count a gradient step of the open rollout, and drop its batch."""
+        assert self.open_rollout is not None, "steps are taken on a rollout"
+        skipped = self.run_state.skipped_in_a_row + 1 if is_skipped else 0
+        self._update(step=self.step + 1, skipped_in_a_row=skipped)
+        _, *rest = self.open_rollout.steps
+        self.open_rollout = replace(
+            self.open_rollout, steps=tuple(rest), num_done=self.open_rollout.num_done + 1
+        )
+
+    def finish_rollout(self, weight_version: int) -> None:
+        """Close the open rollout; the engine holds weights of this version."""
+        self._update(rollout=self.rollout + 1, weight_version=weight_version)
+        self.open_rollout = None
+
+    def finish_evaluation(self) -> None:
+        """Note that the current policy was evaluated."""
+        self._update(last_evaluation=self.rollout)
+
+    def _update(self, **changes: Any) -> None:
+        self.run_state = replace(self.run_state, **changes)
+        self._runtime.progress.rollout, self._runtime.progress.step = self.rollout, self.step

@@ -10,13 +10,13 @@ MEGATRON312 := 0.19.2
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.21
 
-.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-twins test-py312 python312 test-sglang sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
 	@echo "make test        lint, then every test that needs no GPU"
-	@echo "make test-twins  every algorithm of every experiment in examples/, trained for real on a tiny model"
+	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"
 	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
@@ -56,7 +56,7 @@ quickstart-short: venv
 study-short: venv
 	$(RUN) examples/miniature_study/run.py --short
 
-test test-twins test-slow layouts test-py312 test-sglang test-slurm faults gpu: export OMP_NUM_THREADS := 1
+test test-recipes test-slow layouts test-py312 test-sglang test-slurm faults gpu: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
@@ -99,8 +99,8 @@ $(SGLANG_VENV)/.stamp: tests/sglang/requirements-cpu.txt Makefile
 	fi
 	@touch $@
 
-test-twins: venv
-	$(RUN) -m pytest tests/twins
+test-recipes: venv
+	$(RUN) -m pytest tests/recipes
 
 test-slurm: venv slurm
 	$(RUN) -m pytest tests/slurm

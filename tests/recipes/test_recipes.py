@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from experiments import ALGORITHMS, ROOT, Algorithm, tiny_family
-from twin_process import forked, train
+from forked_process import forked, train
 
 from examples.make_tiny import write_tiny
 from megatron_dppo.algorithms import Objective, preset
@@ -18,8 +18,8 @@ from megatron_dppo.config.schema import Config
 
 
 @dataclass(frozen=True)
-class Twin:
-    """A run that came to its end."""
+class TinyRun:
+    """A finished run of a recipe on the tiny model."""
 
     full_size: Config
     config: Config  # as the run resolved it
@@ -37,36 +37,36 @@ class Twin:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a user would stand: beside examples/, with the tiny models made."""
-    folder = tmp_path_factory.mktemp("twins")
+    folder = tmp_path_factory.mktemp("recipes")
     (folder / "examples").symlink_to(ROOT / "examples")
     assert forked(write_tiny, folder / "runs" / "tiny") == 0
     return folder
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-def test_the_twin_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -> None:
-    twin = _train(folder, algorithm)
-    assert [row["step"] for row in twin.steps] == list(range(4 * twin.config.algorithm.epochs_per_rollout))
+def test_the_recipe_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -> None:
+    run = _train(folder, algorithm)
+    assert [row["step"] for row in run.steps] == list(range(4 * run.config.algorithm.epochs_per_rollout))
     assert all(
-        f"eval/{name}/avg_at_2" in row for row in twin.evaluations for name in twin.config.evaluation.sets
+        f"eval/{name}/avg_at_2" in row for row in run.evaluations for name in run.config.evaluation.sets
     )
-    assert [row["rollout"] for row in twin.evaluations] == [0, 2]
-    for row in (*twin.rollouts, *twin.steps, *twin.evaluations):
+    assert [row["rollout"] for row in run.evaluations] == [0, 2]
+    for row in (*run.rollouts, *run.steps, *run.evaluations):
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row
-    assert all(row["optimizer/skipped_steps"] == 0 for row in twin.steps)
+    assert all(row["optimizer/skipped_steps"] == 0 for row in run.steps)
     if algorithm.earns_tiny_reward:
-        first_steps = [step for step in twin.steps if step["drift/mini_step"] == 0]
+        first_steps = [step for step in run.steps if step["drift/mini_step"] == 0]
         assert all(row["optimizer/grad_norm"] > 0 for row in first_steps), "first steps of a rollout learn"
-        assert _acts_as(twin.objective, twin.steps)
-    assert _of_the_experiment(twin.config) == _of_the_experiment(twin.full_size)
-    has_routes = twin.full_size.rollout.routing_replay != "off"
-    assert all(("routing/agreement_mean" in row) == has_routes for row in twin.rollouts)
-    has_turns = twin.full_size.rollout.max_turns > 1
-    assert all((row["rollout/num_turns_mean"] > 1) == has_turns for row in twin.rollouts)
+        assert _acts_as(run.objective, run.steps)
+    assert _of_the_experiment(run.config) == _of_the_experiment(run.full_size)
+    has_routes = run.full_size.rollout.routing_replay != "off"
+    assert all(("routing/agreement_mean" in row) == has_routes for row in run.rollouts)
+    has_turns = run.full_size.rollout.max_turns > 1
+    assert all((row["rollout/num_turns_mean"] > 1) == has_turns for row in run.rollouts)
 
 
-def _train(folder: Path, algorithm: Algorithm) -> Twin:
-    run = Path("runs") / "twins" / algorithm.experiment / algorithm.name
+def _train(folder: Path, algorithm: Algorithm) -> TinyRun:
+    run = Path("runs") / "recipes" / algorithm.experiment / algorithm.name
     log = folder / f"{algorithm}.log"
     settings = [f"run.folder='{run}'", f"model.load=runs/tiny/{tiny_family(algorithm)}"]
     arguments = [*map(str, algorithm.tiny_layers), *(word for each in settings for word in ("--set", each))]
@@ -75,7 +75,7 @@ def _train(folder: Path, algorithm: Algorithm) -> Twin:
     kinds = ("rollout", "step", "evaluation")
     rollouts, steps, evaluations = ([row for row in rows if row["kind"] == kind] for kind in kinds)
     full_size = load_config([ROOT / layer for layer in algorithm.layers])
-    return Twin(full_size, load_config([folder / run / "config.toml"]), rollouts, steps, evaluations)
+    return TinyRun(full_size, load_config([folder / run / "config.toml"]), rollouts, steps, evaluations)
 
 
 def _acts_as(objective: Objective, steps: list[dict[str, Any]]) -> bool:
@@ -92,7 +92,7 @@ def _acts_as(objective: Objective, steps: list[dict[str, Any]]) -> bool:
 
 
 def _of_the_experiment(config: Config) -> dict[str, Any]:
-    """What a twin shares with the run at full size."""
+    """Returns the settings that a recipe test shares with the run at full size."""
     algorithm = config.algorithm.model_dump(exclude={"minibatches_per_rollout"})
     rollout = config.rollout.model_dump(
         include={"routing_replay", "num_topk_log_probs", "temperature", "environment", "max_turns"}

@@ -29,7 +29,7 @@ class Algorithm:
 
     @property
     def tiny_layers(self) -> tuple[Path, ...]:
-        """The TOML files of its twin."""
+        """The TOML files of its recipe test, on a tiny model."""
         return (*self.layers, _TINY, *((_TINY_GEM,) if self.experiment == _GEM else ()))
 
     @property

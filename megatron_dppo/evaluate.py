@@ -18,12 +18,12 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.conversion.stored_weights import StoredWeights
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.models.megatron_folder import hf_files
-from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
 from megatron_dppo.rollout.reward_pools import RewardPools
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
 from megatron_dppo.rollout.sglang.own_servers import own_servers
+from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.jsonl import write_whole
@@ -166,12 +166,12 @@ def _evaluate_rest(
     engine = build_engine(config, hf_folder, runtime.device)
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
     rewards = RewardPools(config.data, (each.reward for each in evaluation_sets(config)))
-    dialogue = Dialogue(config.rollout, config.data, engine, tokenizer, hf_folder)
+    sampler = TrajectorySampler(config.rollout, config.data, engine, tokenizer, hf_folder)
     share = runtime.rank, runtime.world_size
-    with closing(rewards), closing(dialogue), closing(build_sync(config, weights, engine, runtime)) as sync:
-        evaluation = Evaluation(config, dialogue, tokenizer, rewards, share=share)
+    with closing(rewards), closing(sampler), closing(build_sync(config, weights, engine, runtime)) as sync:
+        evaluation = Evaluation(config, sampler, tokenizer, rewards, share=share)
         rewards.start(evaluation.first_prompts)
-        dialogue.start(next(iter(evaluation.first_prompts.values())))
+        sampler.start(next(iter(evaluation.first_prompts.values())))
         sync.push(0)
         for each in evaluation.sets:
             if each.name in done:

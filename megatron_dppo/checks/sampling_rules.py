@@ -31,7 +31,7 @@ def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("turns")
 def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Conversations have somebody to talk with, and are never left half done."""
+    """Multi-turn rollouts have an environment, and trajectories are never left half done."""
     options = config.rollout
     if options.max_turns > 1 and options.environment == "single_turn":
         found, expected = (

@@ -10,9 +10,9 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError
 from megatron_dppo.rewards import RewardChoice, problems_with
-from megatron_dppo.rollout.dialogue import environment_pool, try_environment
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
+from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
 
 _WHOLE = re.compile(r"found (.*?); expected (.*?)\. (.*)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""What an environment is, what it is told and says, and the registry that `rollout.environment` names."""
+"""Interfaces of environments, their observations and turns, and the registry that configs name them by."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -69,8 +69,8 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Play:
-    """A conversation so far; without responses it is still to begin."""
+class Trajectory:
+    """A trajectory so far: the prompt and the policy's responses; without responses it is still to begin."""
 
     id: str
     prompt: Prompt
@@ -91,20 +91,20 @@ class EnvironmentFault:
 
 
 class Environments(Protocol):
-    """All conversations' environments. What happens to one does not touch the others."""
+    """The environments of all trajectories. What happens to one does not touch the others."""
 
-    def reset(self, plays: Sequence[Play]) -> list[Observation | EnvironmentFault]:
-        """How each conversation opens, in order."""
+    def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
+        """Return the first observation of each trajectory, in order."""
         ...
 
-    def step(self, plays: Sequence[Play]) -> list[Turn | EnvironmentFault]:
-        """What is said to each conversation's last response, in order."""
+    def step(self, trajectories: Sequence[Trajectory]) -> list[Turn | EnvironmentFault]:
+        """Return the turn that answers each trajectory's last response, in order."""
         ...
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What became of a conversation: `reward` is None where `data.reward` is to score `response`."""
+    """The outcome of a trajectory: `reward` is None where `data.reward` is to score `response`."""
 
     response: str  # the last one
     num_turns: int = 1

@@ -1,4 +1,4 @@
-"""Where environments live: an instance for each conversation, kept, or made again from what was said."""
+"""Holds environments: an instance for each trajectory, kept, or made again from its responses."""
 
 import math
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from megatron_dppo.environments.base import (
     EnvironmentFault,
     Maker,
     Observation,
-    Play,
+    Trajectory,
     Turn,
 )
 from megatron_dppo.errors import EnvironmentFailedError
@@ -20,7 +20,7 @@ _MAX_LIVE = 4096  # instances that wait for their next turn; those of abandoned 
 
 
 class Host:
-    """Environments of one process, one for each conversation that goes on."""
+    """Environments of one process, one for each open trajectory."""
 
     def __init__(self, make: Maker) -> None:
         self._make = make
@@ -28,37 +28,39 @@ class Host:
             str, tuple[Environment, int]
         ]()  # by conversation, with the responses it was told
 
-    def reset(self, play: Play) -> Observation:
-        """How a conversation opens.
+    def reset(self, trajectory: Trajectory) -> Observation:
+        """Return the first observation of a trajectory.
 
         Raises:
             EnvironmentFailedError: The environment raised, or gave something else.
         """
-        return self._begin(play)[1]
+        return self._begin(trajectory)[1]
 
-    def step(self, play: Play) -> Turn:
-        """What is said to the conversation's last response.
+    def step(self, trajectory: Trajectory) -> Turn:
+        """Return the turn that answers the trajectory's last response.
 
         Raises:
             EnvironmentFailedError: The environment raised, or gave something else.
         """
-        environment, num_told = self._live.pop(play.id, (None, 0))
-        if environment is None or num_told != len(play.responses) - 1:
-            environment, num_told = self._begin(play)[0], 0
+        environment, num_told = self._live.pop(trajectory.id, (None, 0))
+        if environment is None or num_told != len(trajectory.responses) - 1:
+            environment, num_told = self._begin(trajectory)[0], 0
         turn: Any = None
-        for response in play.responses[num_told:]:
-            turn = _checked_turn(play, _told(play, environment.step, response.text, response.finish_reason))
+        for response in trajectory.responses[num_told:]:
+            turn = _checked_turn(
+                trajectory, _told(trajectory, environment.step, response.text, response.finish_reason)
+            )
         if not turn.done:
-            self._live[play.id] = (environment, len(play.responses))
+            self._live[trajectory.id] = (environment, len(trajectory.responses))
             if len(self._live) > _MAX_LIVE:
                 self._live.popitem(last=False)
         return turn
 
-    def _begin(self, play: Play) -> tuple[Environment, Observation]:
-        environment = _told(play, self._make)
-        opening = _told(play, environment.reset, play.prompt, play.seed)
+    def _begin(self, trajectory: Trajectory) -> tuple[Environment, Observation]:
+        environment = _told(trajectory, self._make)
+        opening = _told(trajectory, environment.reset, trajectory.prompt, trajectory.seed)
         if not isinstance(opening, Observation):
-            raise _wrong(play, f"a {type(opening).__name__} from reset", "an Observation")
+            raise _wrong(trajectory, f"a {type(opening).__name__} from reset", "an Observation")
         return environment, opening
 
 
@@ -68,22 +70,22 @@ class InProcess:
     def __init__(self, make: Maker) -> None:
         self._host = Host(make)
 
-    def reset(self, plays: Sequence[Play]) -> list[Observation | EnvironmentFault]:
+    def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
         """See `Environments.reset`."""
-        return [self._answered(self._host.reset, play) for play in plays]
+        return [self._answered(self._host.reset, trajectory) for trajectory in trajectories]
 
-    def step(self, plays: Sequence[Play]) -> list[Turn | EnvironmentFault]:
+    def step(self, trajectories: Sequence[Trajectory]) -> list[Turn | EnvironmentFault]:
         """See `Environments.step`."""
-        return [self._answered(self._host.step, play) for play in plays]
+        return [self._answered(self._host.step, trajectory) for trajectory in trajectories]
 
-    def _answered(self, ask: Any, play: Play) -> Any:
+    def _answered(self, ask: Any, trajectory: Trajectory) -> Any:
         try:
-            return ask(play)
+            return ask(trajectory)
         except EnvironmentFailedError as error:
             return EnvironmentFault(str(error))
 
 
-def _told(play: Play, function: Any, *arguments: Any) -> Any:
+def _told(trajectory: Trajectory, function: Any, *arguments: Any) -> Any:
     """What the user's code returns; what it raises becomes an EnvironmentFailedError, but for MemoryError."""
     try:
         return function(*arguments)
@@ -91,32 +93,32 @@ def _told(play: Play, function: Any, *arguments: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise EnvironmentFailedError(
-            f"prompt {play.prompt.id}: the environment raised {described(error)}"
+            f"prompt {trajectory.prompt.id}: the environment raised {described(error)}"
         ) from error
 
 
-def _checked_turn(play: Play, turn: Any) -> Turn:
+def _checked_turn(trajectory: Trajectory, turn: Any) -> Turn:
     """The turn, once it is known to be one."""
     if not isinstance(turn, Turn):
-        raise _wrong(play, f"a {type(turn).__name__} from step", "a Turn")
+        raise _wrong(trajectory, f"a {type(turn).__name__} from step", "a Turn")
     observation: object = turn.observation
     if not isinstance(observation, str) and not (observation is None and turn.done):
         raise _wrong(
-            play, f"a Turn with observation {observation!r}, done {turn.done}", "text until it is done"
+            trajectory, f"a Turn with observation {observation!r}, done {turn.done}", "text until it is done"
         )
     try:
         reward = None if turn.reward is None else float(turn.reward)
         info = {str(key): float(number) for key, number in turn.info.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise _wrong(play, f"a Turn with {described(error)}", "numbers as reward and in info") from error
+        raise _wrong(trajectory, f"a Turn with {described(error)}", "numbers as reward and in info") from error
     numbers = {**info, "reward": reward or 0.0}
     wrong = {key: number for key, number in numbers.items() if not math.isfinite(number)}
     if wrong:
-        raise _wrong(play, str(wrong), "finite numbers")
+        raise _wrong(trajectory, str(wrong), "finite numbers")
     return Turn(cast("str | None", observation), reward, bool(turn.done), info)
 
 
-def _wrong(play: Play, found: str, expected: str) -> EnvironmentFailedError:
+def _wrong(trajectory: Trajectory, found: str, expected: str) -> EnvironmentFailedError:
     return EnvironmentFailedError(
-        f"prompt {play.prompt.id}: found {found}; expected {expected}. Correct the environment."
+        f"prompt {trajectory.prompt.id}: found {found}; expected {expected}. Correct the environment."
     )

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from megatron_dppo.environments.base import EnvironmentFault, Observation, Play, Turn
-from megatron_dppo.environments.wire import read_verdict, request_line
+from megatron_dppo.environments.base import EnvironmentFault, Observation, Trajectory, Turn
+from megatron_dppo.environments.wire import read_answer, request_line
 from megatron_dppo.rewards.base import RewardFault
 from megatron_dppo.rewards.pool import WorkerPool
 from megatron_dppo.rewards.worker_process import Service
 
 _SERVICE = Service(
-    "megatron_dppo.environments.worker", "rollout.environment", "environment", request_line, read_verdict
+    "megatron_dppo.environments.worker", "rollout.environment", "environment", request_line, read_answer
 )
 
 
-class EnvironmentPool(WorkerPool[Play, Observation | Turn]):
+class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
     """Workers that hold environments; see `Environments`.
 
     Any worker may answer for any conversation: one that does not hold its instance makes it again.
@@ -23,13 +23,15 @@ class EnvironmentPool(WorkerPool[Play, Observation | Turn]):
         """See `WorkerPool`; `name` is the environment's, as in `rollout.environment`."""
         super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
-    def reset(self, plays: Sequence[Play]) -> list[Observation | EnvironmentFault]:
+    def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
         """See `Environments.reset`."""
-        return [answer if isinstance(answer, Observation) else _fault(answer) for answer in self.ask(plays)]
+        return [
+            answer if isinstance(answer, Observation) else _fault(answer) for answer in self.ask(trajectories)
+        ]
 
-    def step(self, plays: Sequence[Play]) -> list[Turn | EnvironmentFault]:
+    def step(self, trajectories: Sequence[Trajectory]) -> list[Turn | EnvironmentFault]:
         """See `Environments.step`."""
-        return [answer if isinstance(answer, Turn) else _fault(answer) for answer in self.ask(plays)]
+        return [answer if isinstance(answer, Turn) else _fault(answer) for answer in self.ask(trajectories)]
 
 
 def _fault(answer: Observation | Turn | RewardFault) -> EnvironmentFault:

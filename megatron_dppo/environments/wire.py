@@ -1,38 +1,40 @@
-"""What a trainer and its environments' workers tell each other, in lines as `rewards.wire` has them."""
+"""Messages between a trainer and its environments' workers, in lines as `rewards.wire` has them."""
 
 from typing import Any
 
-from megatron_dppo.environments.base import Observation, Play, Response, Turn
+from megatron_dppo.environments.base import Observation, Response, Trajectory, Turn
 from megatron_dppo.rewards.base import RewardFault
 from megatron_dppo.rewards.wire import fields_of, fields_of_answer, line_of
 from megatron_dppo.types import Prompt
 
 
-def request_line(number: int, play: Play) -> bytes:
-    """A conversation, whose opening or whose next turn is asked for."""
-    responses = [[response.text, response.finish_reason] for response in play.responses]
-    return line_of({"number": number, "id": play.id, "prompt": vars(play.prompt), "responses": responses})
+def request_line(number: int, trajectory: Trajectory) -> bytes:
+    """Encode a trajectory, whose first observation or next turn is asked for."""
+    responses = [[response.text, response.finish_reason] for response in trajectory.responses]
+    return line_of(
+        {"number": number, "id": trajectory.id, "prompt": vars(trajectory.prompt), "responses": responses}
+    )
 
 
-def read_request(line: bytes) -> tuple[int, Play]:
-    """A conversation and its number."""
+def read_request(line: bytes) -> tuple[int, Trajectory]:
+    """Decode a trajectory and its number."""
     fields = fields_of(line, "number", "id", "prompt", "responses")
     prompt = fields["prompt"] | {"messages": _messages(fields["prompt"]["messages"])}
     responses = tuple(Response(text, finish) for text, finish in fields["responses"])
-    return fields["number"], Play(fields["id"], Prompt(**prompt), responses)
+    return fields["number"], Trajectory(fields["id"], Prompt(**prompt), responses)
 
 
-def verdict_line(number: int, verdict: Observation | Turn | RewardFault) -> bytes:
-    """The answer to a request."""
-    if isinstance(verdict, RewardFault):
-        return line_of({"number": number, "failed": verdict.message})
-    if isinstance(verdict, Observation):
-        return line_of({"number": number, "opening": vars(verdict)})
-    return line_of({"number": number, "turn": vars(verdict) | {"info": dict(verdict.info)}})
+def answer_line(number: int, answer: Observation | Turn | RewardFault) -> bytes:
+    """Encode the answer to a request."""
+    if isinstance(answer, RewardFault):
+        return line_of({"number": number, "failed": answer.message})
+    if isinstance(answer, Observation):
+        return line_of({"number": number, "opening": vars(answer)})
+    return line_of({"number": number, "turn": vars(answer) | {"info": dict(answer.info)}})
 
 
-def read_verdict(line: bytes, number: int) -> Observation | Turn | RewardFault:
-    """The answer to request `number`.
+def read_answer(line: bytes, number: int) -> Observation | Turn | RewardFault:
+    """Decode the answer to request `number`.
 
     Raises:
         ValueError: This is none.

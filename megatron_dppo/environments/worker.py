@@ -8,7 +8,7 @@ import sys
 from megatron_dppo.environments import environment
 from megatron_dppo.environments.base import Observation, Turn
 from megatron_dppo.environments.host import Host
-from megatron_dppo.environments.wire import read_request, verdict_line
+from megatron_dppo.environments.wire import answer_line, read_request
 from megatron_dppo.errors import EnvironmentFailedError
 from megatron_dppo.rewards.base import RewardFault
 from megatron_dppo.rewards.worker import MAX_MESSAGE, Answer, main
@@ -19,13 +19,13 @@ def load_environment(name: str) -> Answer:
     host = Host(environment(name))
 
     def reply(line: bytes) -> bytes:
-        number, play = read_request(line)
-        verdict: Observation | Turn | RewardFault
+        number, trajectory = read_request(line)
+        answer: Observation | Turn | RewardFault
         try:
-            verdict = host.step(play) if play.responses else host.reset(play)
+            answer = host.step(trajectory) if trajectory.responses else host.reset(trajectory)
         except EnvironmentFailedError as error:
-            verdict = RewardFault("reward_failed", str(error)[:MAX_MESSAGE])
-        return verdict_line(number, verdict)
+            answer = RewardFault("reward_failed", str(error)[:MAX_MESSAGE])
+        return answer_line(number, answer)
 
     return reply
 

@@ -16,7 +16,7 @@ from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker, OpenGroup, sample
 from megatron_dppo.rollout.partials import mask_of
-from megatron_dppo.rollout.scoring import Fault, Judge, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
@@ -37,23 +37,23 @@ class RolloutBatch:
 def answers(
     engine: RolloutEngine,
     maker: GroupMaker,
-    judge: Judge,
+    scorer: Scorer,
     params: SamplingParams,
     rollout: int,
     places: Sequence[tuple[int, Prompt]],
-) -> list["JudgedGroup"]:
+) -> list["ScoredGroup"]:
     """Every response to prompts, whatever became of it; prompts that are too long are left out.
 
     Args:
         engine: Samples the responses.
         maker: Says how many, and keys their noise.
-        judge: Scores them.
+        scorer: Scores them.
         params: How to sample.
         rollout: Index of the rollout, or a number of an evaluation, that keys the noise.
         places: The prompts, each with its place among those of all ranks.
     """
     groups = maker.begin(rollout, [(index, Drawn(index, prompt)) for index, prompt in places])
-    return judge_groups(judge, sample(engine, groups, params, len(groups)))
+    return score_groups(scorer, sample(engine, groups, params, len(groups)))
 
 
 def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
@@ -63,23 +63,23 @@ def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None
 
 
 @dataclass(frozen=True)
-class JudgedGroup:
+class ScoredGroup:
     """A group whose responses were scored, or found faulty."""
 
     index: int  # the prompt's place in the rollout that trains on it, over all ranks
     prompt: Prompt
     answers: Sequence[tuple[Request, Completion]]
-    verdicts: Sequence[Sample | Fault]  # one for each answer
+    scored: Sequence[Sample | Fault]  # each answer with its reward, or why it has none
 
     @property
     def samples(self) -> tuple[Sample, ...]:
         """Those that can be trained on."""
-        return tuple(verdict for verdict in self.verdicts if isinstance(verdict, Sample))
+        return tuple(each for each in self.scored if isinstance(each, Sample))
 
     @property
     def faults(self) -> list[Fault]:
         """Why the others cannot."""
-        return [verdict for verdict in self.verdicts if isinstance(verdict, Fault)]
+        return [each for each in self.scored if isinstance(each, Fault)]
 
     @property
     def has_zero_variance(self) -> bool:
@@ -87,7 +87,7 @@ class JudgedGroup:
         return len({sample.reward for sample in self.samples}) == 1
 
 
-def judge_groups(judge: Judge, groups: Sequence[OpenGroup]) -> list[JudgedGroup]:
+def score_groups(scorer: Scorer, groups: Sequence[OpenGroup]) -> list[ScoredGroup]:
     """Score whole groups, all at once."""
     answers = [group.answers for group in groups]
     pairs = zip(groups, answers, strict=True)
@@ -96,16 +96,16 @@ def judge_groups(judge: Judge, groups: Sequence[OpenGroup]) -> list[JudgedGroup]
         for group, own in pairs
         for request, completion in own
     ]
-    verdicts = iter(judge(samples))
+    scored = iter(scorer(samples))
     return [
-        JudgedGroup(group.index, group.drawn.prompt, own, list(islice(verdicts, len(own))))
+        ScoredGroup(group.index, group.drawn.prompt, own, list(islice(scored, len(own))))
         for group, own in zip(groups, answers, strict=True)
     ]
 
 
 def batch_of(
-    judged: Sequence[JudgedGroup],
-    replaced: Sequence[JudgedGroup],
+    scored: Sequence[ScoredGroup],
+    replaced: Sequence[ScoredGroup],
     smallest_group: int,
     *,
     num_too_long: int,
@@ -116,7 +116,7 @@ def batch_of(
     """What is trained on, and what became of everything that was sampled for it.
 
     Args:
-        judged: Groups to train on, once they are large enough.
+        scored: Groups to train on, once they are large enough.
         replaced: Those in whose place others of them came.
         smallest_group: Smaller ones are left out.
         num_too_long: Prompts that were not asked for.
@@ -124,8 +124,8 @@ def batch_of(
         rest: Groups that were begun and are not whole, or not needed.
         keeps_rest: Whether the next rollout goes on with them.
     """
-    kept = [group for group in judged if len(group.samples) >= smallest_group]
-    everything = [*judged, *replaced]
+    kept = [group for group in scored if len(group.samples) >= smallest_group]
+    everything = [*scored, *replaced]
     answers = [answer for group in everything for answer in group.answers]
     faults = [fault for group in everything for fault in group.faults]
     num_partials = sum(group.num_partials for group in rest)
@@ -143,8 +143,8 @@ def batch_of(
         num_kept_partials=num_partials if keeps_rest else 0,
         num_discarded_partials=0 if keeps_rest else num_partials,
         num_replaced_groups=len(replaced),
-        num_dropped_groups=len(judged) - len(kept),
-        num_left_alone=sum(len(group.samples) for group in judged) - sum(len(group.samples) for group in kept),
+        num_dropped_groups=len(scored) - len(kept),
+        num_left_alone=sum(len(group.samples) for group in scored) - sum(len(group.samples) for group in kept),
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )

@@ -11,8 +11,7 @@ import torch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.rewards import RewardChoice
-from megatron_dppo.rollout.collect import JudgedGroup, answers
-from megatron_dppo.rollout.dialogue import Dialogue
+from megatron_dppo.rollout.collect import ScoredGroup, answers
 from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.reward_pools import RewardPools
@@ -24,7 +23,8 @@ from megatron_dppo.rollout.scores import (
     score_of,
     set_metrics,
 )
-from megatron_dppo.rollout.scoring import Fault, Judge, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
+from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
 from megatron_dppo.types import Prompt
 
@@ -88,7 +88,7 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        dialogue: Dialogue,
+        sampler: TrajectorySampler,
         tokenizer: Tokenizer,
         rewards: RewardPools,
         *,
@@ -98,12 +98,12 @@ class Evaluation:
 
         Args:
             config: The run's.
-            dialogue: Samples, with the weights that its engine holds when `run` is called; not owned.
+            sampler: Samples, with the weights that its engine holds when `run` is called; not owned.
             tokenizer: Of the model that the engine holds.
             rewards: Has a pool for each set's reward; not owned.
             share: (rank, size) of the job.
         """
-        self._config, self._dialogue, self._tokenizer = config, dialogue, tokenizer
+        self._config, self._sampler, self._tokenizer = config, sampler, tokenizer
         self._rewards, self._share = rewards, share
         columns = (config.data.prompt_column, config.data.answer_column)
         self.sets = evaluation_sets(config)
@@ -128,10 +128,12 @@ class Evaluation:
         (rank, size), prompts = self._share, self._prompts[each.name]
         places = [(index, prompts[index]) for index in range(rank, len(prompts), size)]
         limits = each.samples_per_prompt, self._config.data.max_prompt_tokens, self._config.run.seed
-        maker = GroupMaker(self._tokenizer, *limits, self._dialogue.environments)
-        judge = Judge(self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None)
+        maker = GroupMaker(self._tokenizer, *limits, self._sampler.environments)
+        scorer = Scorer(
+            self._tokenizer, self._rewards.of(each.reward), needs_routes=False, validate_routes=None
+        )
         params = SamplingParams(each.max_response_tokens, each.temperature, each.top_p)
-        groups = answers(self._dialogue.engine, maker, judge, params, each.noise_offset + rollout, places)
+        groups = answers(self._sampler.engine, maker, scorer, params, each.noise_offset + rollout, places)
         write_jsonl(_part(responses, self._share), _rows(groups, self._tokenizer))
         scores = {group.index: score_of(group) for group in groups}
         return [scores.get(index) or not_asked(index, each.samples_per_prompt) for index, _ in places]
@@ -155,12 +157,12 @@ def _part(responses: Path, share: tuple[int, int]) -> Path:
     return responses.with_name(f".{responses.name}.rank_{share[0]}_of_{share[1]}")
 
 
-def _rows(groups: Sequence[JudgedGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
+def _rows(groups: Sequence[ScoredGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
     """Every response as text, with its reward, or why it has none."""
     for group in groups:
-        pairs = zip(group.answers, group.verdicts, strict=True)
-        for number, ((request, completion), verdict) in enumerate(pairs):
-            is_dropped = isinstance(verdict, Fault)
+        pairs = zip(group.answers, group.scored, strict=True)
+        for number, ((request, completion), scored) in enumerate(pairs):
+            is_dropped = isinstance(scored, Fault)
             yield {
                 "index": group.index,
                 "prompt_id": group.prompt.id,
@@ -168,9 +170,9 @@ def _rows(groups: Sequence[JudgedGroup], tokenizer: Tokenizer) -> Iterable[dict[
                 "prompt": as_text(tokenizer, torch.tensor(request.prompt_tokens), has_special_tokens=True),
                 "response": as_text(tokenizer, completion.tokens, has_special_tokens=True),
                 "answer": group.prompt.answer,
-                "reward": None if is_dropped else verdict.reward,
-                "reward_info": {} if is_dropped else dict(verdict.reward_info),
-                "dropped": verdict.reason if is_dropped else None,
+                "reward": None if is_dropped else scored.reward,
+                "reward_info": {} if is_dropped else dict(scored.reward_info),
+                "dropped": scored.reason if is_dropped else None,
                 "finish_reason": completion.finish_reason,
                 "prompt_length": len(request.prompt_tokens),
                 "response_length": completion.tokens.numel(),

@@ -13,8 +13,8 @@ from megatron_dppo.environments import (
     Episode,
     InProcess,
     Observation,
-    Play,
     SingleTurn,
+    Trajectory,
 )
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.engine import (
@@ -84,8 +84,8 @@ class GroupMaker:
         return prompt_tokens(self.tokenizer, opening.text, opening.messages)
 
     def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[OpenGroup]:
-        plays = [Play(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
-        for (index, drawn), opening in zip(places, self.environments.reset(plays), strict=True):
+        trajectories = [Trajectory(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
+        for (index, drawn), opening in zip(places, self.environments.reset(trajectories), strict=True):
             fault = opening if isinstance(opening, EnvironmentFault) else None
             tokens = self._tokens(opening)
             if len(tokens) <= self.max_prompt_tokens:

@@ -1,8 +1,8 @@
 """Multi-turn rollouts: the policy and an environment take turns within one trajectory.
 
-A conversation is token ids from its first to its last: what was sampled stays as it was sampled, and what an
-environment says is tokenised alone and put behind it. A turn is one request, whose prompt is all that was said
-before. A question with one answer is a conversation of one turn.
+A trajectory is one sequence of token ids: sampled tokens stay as they were sampled, and an environment's
+observation is tokenised alone and appended. A turn is one request, whose prompt is the trajectory so far. A
+question with one answer is a trajectory of one turn.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Play, Response, Turn
+from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import (
@@ -29,24 +29,24 @@ from megatron_dppo.rollout.scoring import Tokenizer, as_text
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """When a conversation ends that its environment would go on with."""
+    """Limits that end a trajectory before its environment does."""
 
     max_turns: int = 1
     max_turn_tokens: int | None = None  # sampled in one turn; none: as many as the response may have
 
 
-class Conversations:
-    """An engine whose responses are whole conversations; implements `rollout.engine.InterruptibleEngine`.
+class MultiTurnEngine:
+    """Samples whole trajectories with an engine; implements `rollout.engine.InterruptibleEngine`.
 
-    All open conversations take a turn together: one call of the engine, then one of the environments. A
-    conversation whose limits end it before its environment does has finish_reason "length".
+    All open trajectories take a turn together: one call of the engine, then one of the environments. A
+    trajectory that its limits end before its environment does has finish_reason "length".
     """
 
     def __init__(
         self, engine: RolloutEngine, environments: Environments, tokenizer: Tokenizer, limits: TurnLimits
     ) -> None:
         self._engine, self._environments, self._limits = engine, environments, limits
-        self._speech = Speech(tokenizer)
+        self._turn_tokenizer = TurnTokenizer(tokenizer)
 
     @property
     def weight_version(self) -> int:
@@ -63,38 +63,38 @@ class Conversations:
         return self._engine.load_weights(weights, version)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """One conversation per request, with its `episode`; see `RolloutEngine.generate`.
+        """Sample one trajectory per request, with its `episode`; see `RolloutEngine.generate`.
 
-        `params.max_response_tokens` bounds all that is said after the prompt, observations included.
+        `params.max_response_tokens` bounds all tokens after the prompt, observations included.
 
         Raises:
             RolloutError: As the engine does.
         """
         params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
-        talks = [_Talk(request) for request in requests]
-        still_open = talks
+        trajectories = [_OpenTrajectory(request) for request in requests]
+        still_open = trajectories
         while still_open:
-            completions = self._engine.generate([talk.next for talk in still_open], params)
+            completions = self._engine.generate([trajectory.next for trajectory in still_open], params)
             answered = [
-                talk
-                for talk, completion in zip(still_open, completions, strict=True)
-                if talk.hear(completion, self._speech)
+                trajectory
+                for trajectory, completion in zip(still_open, completions, strict=True)
+                if trajectory.add_response(completion, self._turn_tokenizer)
             ]
-            turns = self._environments.step([talk.play for talk in answered])
+            turns = self._environments.step([trajectory.so_far for trajectory in answered])
             still_open = [
-                talk
-                for talk, turn in zip(answered, turns, strict=True)
-                if talk.goes_on(turn, self._limits, params, self._speech)
+                trajectory
+                for trajectory, turn in zip(answered, turns, strict=True)
+                if trajectory.add_turn(turn, self._limits, params, self._turn_tokenizer)
             ]
-        return [talk.completion for talk in talks]
+        return [trajectory.completion for trajectory in trajectories]
 
     def generate_until(
         self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
     ) -> list[Completion]:
-        """Conversations of one turn, until it is enough; see `InterruptibleEngine.generate_until`.
+        """Sample trajectories of one turn, until it is enough; see `InterruptibleEngine.generate_until`.
 
         Raises:
-            RolloutError: As the engine does, or conversations may have more turns.
+            RolloutError: As the engine does, or trajectories may have more turns.
         """
         if self._limits.max_turns > 1:
             raise RolloutError(
@@ -103,22 +103,28 @@ class Conversations:
             )
         params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
         engine = cast(InterruptibleEngine, self._engine)  # checks.sampling_rules demands it
-        talks = [_Talk(request) for request in requests]
+        trajectories = [_OpenTrajectory(request) for request in requests]
         completions = engine.generate_until(requests, params, is_enough)
-        pairs = zip(talks, completions, strict=True)
-        answered = [talk for talk, completion in pairs if talk.hear(completion, self._speech)]
-        for talk, turn in zip(answered, self._environments.step([t.play for t in answered]), strict=True):
-            talk.goes_on(turn, self._limits, params, self._speech)
-        return [talk.completion for talk in talks]
+        pairs = zip(trajectories, completions, strict=True)
+        answered = [
+            trajectory
+            for trajectory, completion in pairs
+            if trajectory.add_response(completion, self._turn_tokenizer)
+        ]
+        for trajectory, turn in zip(
+            answered, self._environments.step([t.so_far for t in answered]), strict=True
+        ):
+            trajectory.add_turn(turn, self._limits, params, self._turn_tokenizer)
+        return [trajectory.completion for trajectory in trajectories]
 
 
 @dataclass
-class _Talk:
-    """One conversation, from its request to its completion."""
+class _OpenTrajectory:
+    """Tracks one trajectory, from its request to its completion."""
 
     request: Request
     next: Request = field(init=False)  # what the engine is asked for
-    completion: Completion = field(init=False)  # all that was said after the prompt
+    completion: Completion = field(init=False)  # all tokens after the prompt
     responses: tuple[Response, ...] = ()
     reward: float | None = None
     info: dict[str, float] = field(default_factory=dict[str, float])
@@ -127,28 +133,31 @@ class _Talk:
         self.next = self.request
 
     @property
-    def play(self) -> Play:
-        """What its environment is told."""
+    def so_far(self) -> Trajectory:
+        """The trajectory as its environment is given it."""
         assert self.request.prompt is not None, "requests of groups name their prompts"
-        return Play(self.request.id, self.request.prompt, self.responses)
+        return Trajectory(self.request.id, self.request.prompt, self.responses)
 
-    def hear(self, completion: Completion, speech: "Speech") -> bool:
-        """Take what was sampled; whether it is a response."""
+    def add_response(self, completion: Completion, turn_tokenizer: "TurnTokenizer") -> bool:
+        """Add the sampled tokens; return whether they are a response."""
         self.completion = completion
         if completion.finish_reason == "abort":
             return False
-        said = (
-            self.next.partial if self.responses else None
-        )  # before the first turn, it is of the same response
-        start = said.tokens.numel() if said is not None else 0
-        text = speech.text(completion.tokens[start:])
+        # Before the first turn, a partial is the beginning of the same response.
+        earlier = self.next.partial if self.responses else None
+        start = earlier.tokens.numel() if earlier is not None else 0
+        text = turn_tokenizer.text(completion.tokens[start:])
         self.responses = (*self.responses, Response(text, completion.finish_reason))
         return True
 
-    def goes_on(
-        self, turn: Turn | EnvironmentFault, limits: TurnLimits, params: SamplingParams, speech: "Speech"
+    def add_turn(
+        self,
+        turn: Turn | EnvironmentFault,
+        limits: TurnLimits,
+        params: SamplingParams,
+        turn_tokenizer: "TurnTokenizer",
     ) -> bool:
-        """Take what the environment says; whether there is a next turn."""
+        """Add the environment's turn; return whether there is a next one."""
         if isinstance(turn, EnvironmentFault):
             self._end(fault=turn.message)
             return False
@@ -158,9 +167,9 @@ class _Talk:
         if turn.done:
             self._end()
             return False
-        assert turn.observation is not None, "an environment that goes on says something"
+        assert turn.observation is not None, "a turn that does not end the trajectory has an observation"
         last_token = int(self.completion.tokens[-1])
-        tokens = speech.observation(turn.observation, last_token, is_chat=self.request.is_chat)
+        tokens = turn_tokenizer.observation(turn.observation, last_token, is_chat=self.request.is_chat)
         num_tokens = self.completion.tokens.numel() + tokens.numel()
         if len(self.responses) == limits.max_turns or num_tokens >= params.max_response_tokens:
             self.completion = replace(self.completion, finish_reason="length")
@@ -175,8 +184,8 @@ class _Talk:
         self.completion = replace(self.completion, episode=episode)
 
 
-class Speech:
-    """What is said, between text and token ids."""
+class TurnTokenizer:
+    """Converts between the text of turns and token ids."""
 
     _MARK = "the-response-stands-here"
 
@@ -184,11 +193,11 @@ class Speech:
         self._tokenizer = tokenizer
 
     def text(self, tokens: Tensor) -> str:
-        """A response `[N]` int64, without special tokens."""
+        """Decode a response `[N]` int64, without special tokens."""
         return as_text(self._tokenizer, tokens, has_special_tokens=False)
 
     def observation(self, text: str, last_token: int, *, is_chat: bool) -> Tensor:
-        """Token ids `[N]` int64 of what an environment says behind a response that ends with `last_token`.
+        """Encode an observation as token ids `[N]` int64, to follow a response that ends with `last_token`.
 
         In a chat they are those of a user's message, and of the end of the response where it has none.
         """

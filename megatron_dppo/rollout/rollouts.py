@@ -15,20 +15,20 @@ from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
 from megatron_dppo.rollout.collect import RolloutBatch
-from megatron_dppo.rollout.dialogue import Dialogue
 from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.overlong import OverlongShaping
 from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
-from megatron_dppo.rollout.scheduler import RankPlaces, Rounds
+from megatron_dppo.rollout.scheduler import RankPlaces, RolloutScheduler
 from megatron_dppo.rollout.scores import PromptScore
-from megatron_dppo.rollout.scoring import Judge
+from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.server import API_KEY, require_registered
+from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting
 
@@ -99,15 +99,15 @@ class Rollouts:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
         rewards = [training_reward(config), *(each.reward for each in evaluation_sets(config))]
         self._rewards = RewardPools(config.data, rewards)
-        self._dialogue = Dialogue(config.rollout, config.data, engine, self.tokenizer, hf_folder)
+        self._sampler = TrajectorySampler(config.rollout, config.data, engine, self.tokenizer, hf_folder)
         self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
-        self._evaluation = Evaluation(config, self._dialogue, self.tokenizer, self._rewards, share=share)
+        self._evaluation = Evaluation(config, self._sampler, self.tokenizer, self._rewards, share=share)
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
-        self._rounds = self._make_rounds(read_model_sizes(hf_folder).routing)
+        self._scheduler = self._make_scheduler(read_model_sizes(hf_folder).routing)
         self._rewards.start(self._evaluation.first_prompts | {training_reward(config): self._prompts[0]})
-        self._dialogue.start(self._prompts[0])
+        self._sampler.start(self._prompts[0])
 
-    def _make_rounds(self, routing: ModelRouting | None) -> Rounds:
+    def _make_scheduler(self, routing: ModelRouting | None) -> RolloutScheduler:
         options, config = self._config.rollout, self._config
         params = SamplingParams(
             max_response_tokens=options.max_response_tokens,
@@ -119,10 +119,10 @@ class Rollouts:
         if routing is not None and params.capture_routes:
             validate = partial(validate_routes, routing=routing)
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
-        maker = GroupMaker(self.tokenizer, *limits, self._dialogue.environments)
+        maker = GroupMaker(self.tokenizer, *limits, self._sampler.environments)
         rewards = self._rewards.of(training_reward(config))
-        judge = Judge(self.tokenizer, rewards, params.capture_routes, validate, self._overlong())
-        return Rounds(options, self._share, self._dialogue.engine, maker, judge, params)
+        scorer = Scorer(self.tokenizer, rewards, params.capture_routes, validate, self._overlong())
+        return RolloutScheduler(options, self._share, self._sampler.engine, maker, scorer, params)
 
     def _overlong(self) -> OverlongShaping | None:
         data, longest = self._config.data, self._config.rollout.max_response_tokens
@@ -145,18 +145,18 @@ class Rollouts:
 
     def seek(self, cursor: DataCursor) -> None:
         """Go on from a cursor that a checkpoint kept, without groups that are open."""
-        self._rounds.forget()
+        self._scheduler.forget()
         self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
 
     def next(self, rollout: int) -> RolloutBatch:
         """This rank's share of the next rollout, with what its engine counted; `settle` comes after it."""
         before = self._engine.counts
-        batch = self._rounds.run(rollout, self._stream)
+        batch = self._scheduler.run(rollout, self._stream)
         return replace(batch, counts=replace(batch.counts, engine=self._engine.counts - before))
 
     def settle(self, all_gather: Callable[[RankPlaces], Sequence[RankPlaces]]) -> DataCursor:
         """The cursor after a rollout, the same on every rank; all call it together, after `next`."""
-        return self._rounds.settle(self._stream, all_gather(self._rounds.places))
+        return self._scheduler.settle(self._stream, all_gather(self._scheduler.places))
 
     def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
         """The scores of this rank's share of each evaluation set, whose responses go to files in `folder`.
@@ -172,4 +172,4 @@ class Rollouts:
     def close(self) -> None:
         """End the processes of the reward and of environments."""
         self._rewards.close()
-        self._dialogue.close()
+        self._sampler.close()

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.rollout.collect import JudgedGroup, RolloutBatch, batch_of, judge_groups
+from megatron_dppo.rollout.collect import RolloutBatch, ScoredGroup, batch_of, score_groups
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker, OpenGroup, sample
-from megatron_dppo.rollout.scoring import Judge
+from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import DataCursor
 
 _SMALLEST_GROUP = 2  # one sample has nothing to compare with
@@ -23,7 +23,7 @@ class RankPlaces:
     open: tuple[int, ...]  # of groups that the next rollout goes on with
 
 
-class Rounds:
+class RolloutScheduler:
     """One rank's groups, from rollout to rollout.
 
     A rollout draws its prompts from the stream that all ranks hold, each rank its share. With over-sampling the
@@ -38,7 +38,7 @@ class Rounds:
         share: tuple[int, int],
         engine: RolloutEngine,
         maker: GroupMaker,
-        judge: Judge,
+        scorer: Scorer,
         params: SamplingParams,
     ) -> None:
         """Prepare; nothing is drawn.
@@ -48,11 +48,11 @@ class Rounds:
             share: (rank, size) of the job.
             engine: Samples; interruptible where there is over-sampling.
             maker: Makes groups of prompts.
-            judge: Scores whole groups.
+            scorer: Scores whole groups.
             params: How to sample.
         """
         self._options, self._share, self._engine = options, share, engine
-        self._maker, self._judge, self._params = maker, judge, params
+        self._maker, self._scorer, self._params = maker, scorer, params
         self._kept: list[OpenGroup] | None = None  # none before the first rollout, and where nothing is kept
         self._out_of_turn: list[int] = []
 
@@ -64,20 +64,20 @@ class Rounds:
         whole, rest = self._sample(groups, num_wanted)
         if options.over_sampling > 1:  # which groups are whole first is chance, and so is their place
             whole = [replace(group, index=rank + size * i) for i, group in enumerate(whole)]
-        judged, replaced = judge_groups(self._judge, whole), list[JudgedGroup]()
+        scored, replaced = score_groups(self._scorer, whole), list[ScoredGroup]()
         for _ in range(options.max_refills if options.refill_zero_variance else 0):
-            equal = [at for at, group in enumerate(judged) if group.has_zero_variance]
+            equal = [at for at, group in enumerate(scored) if group.has_zero_variance]
             if not equal:
                 break
             fresh = self._ahead(rollout, stream, len(equal))
             num_too_long += len(equal) - len(fresh)
             whole, rest = self._sample([*rest, *fresh], min(len(equal), len(rest) + len(fresh)))
-            for at, group in zip(equal, judge_groups(self._judge, whole), strict=False):
-                replaced.append(judged[at])
-                judged[at] = replace(group, index=judged[at].index)
+            for at, group in zip(equal, score_groups(self._scorer, whole), strict=False):
+                replaced.append(scored[at])
+                scored[at] = replace(group, index=scored[at].index)
         self._kept = rest if options.keep_partials else None
         return batch_of(
-            judged,
+            scored,
             replaced,
             min(_SMALLEST_GROUP, self._maker.samples_per_prompt),
             num_too_long=num_too_long,

@@ -49,8 +49,8 @@ class Fault:
         return f"{self.reason}, sample {self.sample_id}: {self.found}"
 
 
-class Scorer(Protocol):
-    """What judging needs of a `RewardPool`."""
+class RewardScorer(Protocol):
+    """What scoring needs of a `RewardPool`."""
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
         """A result for each request, in order."""
@@ -58,11 +58,11 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True)
-class Judge:
+class Scorer:
     """Scores samples, or says why they cannot be trained on."""
 
     tokenizer: Tokenizer
-    scorer: Scorer
+    rewards: RewardScorer
     needs_routes: bool
     validate_routes: RouteValidator | None
     overlong: OverlongShaping | None = None
@@ -72,18 +72,16 @@ class Judge:
 
         Only sound samples are scored, and only those that their environment gave no reward.
         """
-        verdicts: list[Sample | Fault] = [self._verdict(sample, episode) for _, sample, episode in answered]
-        sound = [
-            i for i, verdict in enumerate(verdicts) if isinstance(verdict, Sample) and verdict.reward is None
-        ]
+        scored: list[Sample | Fault] = [self._checked(sample, episode) for _, sample, episode in answered]
+        sound = [i for i, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None]
         requests = [self._request(*answered[i]) for i in sound]
-        for i, result in zip(sound, self.scorer.score(requests) if requests else [], strict=True):
-            sample = cast(Sample, verdicts[i])
+        for i, result in zip(sound, self.rewards.score(requests) if requests else [], strict=True):
+            sample = cast(Sample, scored[i])
             if isinstance(result, RewardFault):
-                verdicts[i] = Fault(result.kind, sample.id, result.message)
+                scored[i] = Fault(result.kind, sample.id, result.message)
             else:
-                verdicts[i] = self._rewarded(sample, result)
-        return verdicts
+                scored[i] = self._rewarded(sample, result)
+        return scored
 
     def _rewarded(self, sample: Sample, result: RewardResult) -> Sample:
         info, penalty = {**sample.reward_info, **result.info}, 0.0
@@ -97,7 +95,7 @@ class Judge:
         response = as_text(self.tokenizer, sample.tokens[sample.prompt_length :], has_special_tokens=False)
         return RewardRequest(prompt, response, sample.finish_reason)
 
-    def _verdict(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
+    def _checked(self, sample: Sample, episode: Episode | None) -> Sample | Fault:
         if episode is not None and episode.fault is not None:
             return Fault("environment_failed", sample.id, episode.fault)
         fault = self._fault(sample)

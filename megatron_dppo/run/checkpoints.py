@@ -50,7 +50,7 @@ _MEGATRON_FORMAT = {
 
 @dataclass(frozen=True)
 class RunPoint:
-    """A point between gradient steps that a run can go on from."""
+    """A point between gradient steps that a run can resume from."""
 
     state: RunState
     metrics_offset: int  # bytes of metrics.jsonl that belong to the steps taken
@@ -64,7 +64,7 @@ _PLAIN = ("metrics_offset", "prompts_digest", "score", "config")  # of RunPoint,
 
 
 class Checkpoints:
-    """A run's checkpoints, for as long as it lives. Every rank calls each method, together."""
+    """Saves and restores a run's checkpoints. Every rank calls each method, together."""
 
     def __init__(self, folder: Path, options: CheckpointConfig, model_folder: Path, runtime: Runtime) -> None:
         """Clean up what a killed run left half written.

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rollout that a run goes back for."""
+    """An alarm for which a run is rolled back."""
 
     text: str  # what was found
     good_until: int  # rollouts that were finished before the trouble began
@@ -57,7 +57,7 @@ _OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise
 
 
 class RunLogger:
-    """The run folder as every rank sees it; lives as long as the run.
+    """Writes the run folder; lives as long as the run.
 
     Every method is called by all ranks together. A failure to write on rank 0 is raised on each.
     """
@@ -67,13 +67,13 @@ class RunLogger:
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
-        self._is_noise_known = self._is_cost_told = False
+        self._is_noise_known = self._is_cost_logged = False
         self._alarms = AlarmWatch()
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, config: Config, runtime: Runtime) -> Iterator["RunLogger"]:
-        """Lock the run folder, create it or go on in it, and close it at the end.
+        """Lock the run folder, create or resume it, and close it at the end.
 
         Raises:
             ConfigError: Another process is using the folder, or it cannot serve.
@@ -94,11 +94,11 @@ class RunLogger:
             yield cls(config, runtime, folders[0] if folders else None)
 
     def start_at(self, metrics_offset: int, rollout_metrics: Mapping[str, float]) -> None:
-        """Cut metrics.jsonl to what belongs to the checkpoint that the run goes on from.
+        """Cut metrics.jsonl to the rows that belong to the checkpoint that the run resumes from.
 
         Args:
             metrics_offset: Bytes that stay.
-            rollout_metrics: What the checkpoint knew of the row of an open rollout.
+            rollout_metrics: The part of an open rollout's row that the checkpoint kept.
         """
         self._on_main(lambda folder: folder.truncate(metrics_offset))
         self._rollout_metrics = dict(rollout_metrics)
@@ -123,25 +123,25 @@ class RunLogger:
 
     @property
     def rollout_metrics(self) -> dict[str, float]:
-        """What is known so far of the row of the current rollout, over all ranks."""
+        """The row of the current rollout as far as it is known, over all ranks."""
         return dict(self._rollout_metrics)
 
     @property
     def evaluations(self) -> Path:
-        """Where the responses of evaluations go."""
+        """Folder of the responses of evaluations."""
         return self._config.run.folder / "evaluations"
 
     def latest(self, metric: str) -> float | None:
-        """A metric of the last finished rollout, or of an evaluation since, where it is finite."""
+        """Return a metric of the last finished rollout, or of an evaluation since, where it is finite."""
         value = self._latest.get(metric)
         return value if value is not None and math.isfinite(value) else None
 
     def offset(self) -> int:
-        """Bytes of metrics.jsonl so far."""
+        """Return the bytes of metrics.jsonl so far."""
         return self._on_main(lambda folder: folder.offset)
 
     def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:
-        """One gradient step's statistics, given by each rank."""
+        """Write the row of a gradient step, from each rank's statistics."""
         values = without_lone_age(self._merged(metrics))
         values |= bound_terms(values)
         of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
@@ -152,7 +152,7 @@ class RunLogger:
         self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
 
     def _warn_of_noise(self, of_rollout: Mapping[str, float]) -> None:
-        """Once per process: the trust region drops what is noise of the engines."""
+        """Warn, once per process, where the trust region masks the engines' noise."""
         warning = noise_warning(of_rollout)
         if warning is not None and not self._is_noise_known:
             self._is_noise_known = True
@@ -160,7 +160,7 @@ class RunLogger:
                 log.warning("%s", warning)
 
     def write_token_lists(self, rollout: int, step: int, lists: TokenLists) -> None:
-        """A gradient step's masked tokens, given by each rank.
+        """Write a gradient step's masked tokens, from each rank's lists.
 
         `clipped_tokens/step_<n>.jsonl` has those that each mask dropped most often, `masked_tokens/` those that
         lay farthest out, each in its response.
@@ -178,15 +178,15 @@ class RunLogger:
         self._on_main(write)
 
     def add_values(self, values: Mapping[str, float]) -> None:
-        """What every rank knows alike and goes into the row of the current rollout."""
+        """Add values that every rank knows alike to the row of the current rollout."""
         self._rollout_metrics |= values
 
     def add_to_rollout(self, metrics: Metrics) -> None:
-        """Statistics that go into the row of the current rollout, given by each rank."""
+        """Add each rank's statistics to the row of the current rollout."""
         self._rollout_metrics |= self._merged(metrics)
 
     def describe_rollout(self, batch: RolloutBatch) -> None:
-        """Rewards and dropped samples of a rollout, given each rank's share of it.
+        """Add rewards and dropped samples to the row, from each rank's share of the rollout.
 
         Raises:
             RolloutError: More samples were dropped than rollout.max_dropped_fraction.
@@ -215,7 +215,7 @@ class RunLogger:
             )
 
     def describe_batches(self, report: BatchReport) -> None:
-        """How a rollout's samples were spread over groups and micro-batches, given each rank's report."""
+        """Add how samples were spread over groups and micro-batches to the row, from each rank's report."""
         metrics = Metrics()
         metrics.add_max("batch/imbalance", report.imbalance)
         metrics.add_mean("batch/moved_fraction", report.num_moved, report.num_samples)
@@ -224,7 +224,7 @@ class RunLogger:
         self.add_to_rollout(metrics)
 
     def write_samples(self, rollout: int, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
-        """Rank 0's samples as text, every `tracking.samples_every` rollouts."""
+        """Write rank 0's samples as text, every `tracking.samples_every` rollouts."""
         every = self._config.tracking.samples_every
         if every and rollout % every == 0:
             self._on_main(
@@ -232,16 +232,16 @@ class RunLogger:
             )
 
     def keep_batches(self, rollout: int, steps: Sequence[TrainBatch]) -> None:
-        """This data-parallel group's gradient steps as tensors, every `tracking.batches_every` rollouts."""
+        """Write this data-parallel group's gradient steps, every `tracking.batches_every` rollouts."""
         every = self._config.tracking.batches_every
         if every and rollout % every == 0 and speaks_for_its_group():
             write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
     def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> Alarm | None:
-        """The row of a rollout, after its gradient steps; `seconds` of its phases hold a "total".
+        """Write the row of a rollout, after its gradient steps; `seconds` of its phases hold a "total".
 
         Returns:
-            What to go back for, where the row raises an alarm and tracking.alarms is "roll_back".
+            The alarm that the row raises, where tracking.alarms is "roll_back".
 
         Raises:
             TrainingError: The row raises an alarm, and tracking.alarms is "stop".
@@ -257,15 +257,15 @@ class RunLogger:
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
-        self._tell_cost_of_paired_forward(row)
+        self._log_cost_of_paired_forward(row)
         return self._raise_alarms(rollout, row)
 
-    def _tell_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
-        """Once per process: what forwarding tokens only to measure them takes."""
+    def _log_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
+        """Log, once per process, the time that forwarding tokens only to measure them takes."""
         seconds = row.get("time/paired_forward_s")
-        if seconds is None or self._is_cost_told:
+        if seconds is None or self._is_cost_logged:
             return
-        self._is_cost_told = True
+        self._is_cost_logged = True
         if self._runtime.is_main:
             share, of_rollout = self._config.tracking.mismatch_share, seconds / row["time/total_s"]
             log.info(
@@ -277,7 +277,7 @@ class RunLogger:
             )
 
     def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
-        """Log what looks wrong and keep the rows that say so; every rank comes to the same verdict."""
+        """Log alarms and keep the rows that raised them; every rank finds the same."""
         mode = self._config.tracking.alarms
         found = {} if mode == "off" else self._alarms.judge(row)
         if not found:
@@ -295,13 +295,13 @@ class RunLogger:
         return Alarm(texts, self._alarms.good_until(found), file) if mode == "roll_back" else None
 
     def go_back_to(self, metrics_offset: int, rollout: int) -> None:
-        """Cut metrics.jsonl as `start_at` does; what is cut stays in `evidence/rolled_back_<rollout>.jsonl`."""
+        """Cut metrics.jsonl as `start_at` does; the cut rows stay in `evidence/rolled_back_<rollout>.jsonl`."""
         kept = self._config.run.folder / "evidence" / f"rolled_back_rollout_{rollout:06d}.jsonl"
         self._on_main(lambda folder: folder.copy_rows(metrics_offset, kept))
         self.start_at(metrics_offset, {})
 
     def write_evaluation(self, rollout: int, scores: Mapping[str, Sequence[PromptScore]]) -> None:
-        """The row of an evaluation and the files of its responses, given each rank's share of every set."""
+        """Write the row of an evaluation and its responses, from each rank's share of every set."""
         merged, values = over_ranks(self._runtime.all_gather(scores)), dict[str, float]()
         for each in evaluation_sets(self._config):
             of_set = each.metrics(merged[each.name], self._config.run.seed)

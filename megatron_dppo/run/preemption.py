@@ -30,7 +30,7 @@ class Preempted(SystemExit):
 
 
 class StopRequests:
-    """Whether this process was asked to stop. Ranks are asked at different times: they must agree first."""
+    """Notes whether this process was asked to stop. Ranks are asked at different times: they must agree."""
 
     def __init__(self) -> None:
         """Install nothing yet: `handled` does."""
@@ -49,7 +49,7 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def run_unless_asked(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns; none where this process was asked to stop before it was done.
+        """Return what `work` returns; none where this process was asked to stop before it was done.
 
         The work must communicate with no other rank, and leave nothing half done that anything reads later.
         """

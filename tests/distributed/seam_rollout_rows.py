@@ -73,7 +73,7 @@ _ROLLOUT = [
     ),
     Seam(
         "rollout.prompts_per_rollout",
-        "rollout.scheduler:Rounds._begin",
+        "rollout.scheduler:RolloutScheduler._begin",
         lambda call: len(call.result[0]),
     ),
     plain("rollout.samples_per_prompt", "rollout.groups:_requests", "count", where=is_training),
@@ -137,14 +137,14 @@ _ROLLOUT = [
     Seam("rollout.max_turn_tokens", f"{BATCH}:num_tokens_left", given("result"), "turns", fold=max),
     Seam(
         "rollout.refill_zero_variance",
-        "rollout.scheduler:Rounds._ahead",
+        "rollout.scheduler:RolloutScheduler._ahead",
         given("rollout"),
         "resumed",
         fold=called,
     ),
     Seam(
         "rollout.max_refills",
-        "rollout.scheduler:Rounds._ahead",
+        "rollout.scheduler:RolloutScheduler._ahead",
         given("rollout"),
         "resumed",
         fold=lambda rollouts: rollouts.count(0),

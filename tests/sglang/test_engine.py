@@ -18,8 +18,8 @@ from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightS
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.rollouts import build_engine
-from megatron_dppo.rollout.scheduler import Rounds
-from megatron_dppo.rollout.scoring import Judge
+from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
@@ -110,23 +110,23 @@ def test_over_sampling_leaves_groups_half_done_and_goes_on_with_them(
     params = SamplingParams(400, num_topk_log_probs=20, capture_routes=True)
     routing = MODEL.routing
     assert routing is not None
-    judge = Judge(Letters(), Lengths(), True, partial(validate_routes, routing=routing))
-    rounds = Rounds(
+    scorer = Scorer(Letters(), Lengths(), True, partial(validate_routes, routing=routing))
+    scheduler = RolloutScheduler(
         RolloutConfig.model_validate(options),
         (0, 1),
         engine,
         GroupMaker(Letters(), 4, 64, seed=0),
-        judge,
+        scorer,
         params,
     )
     letters = "abcdefghijklmnopqrstuvwxyz"
     stream = PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False)
-    batches = [rounds.run(0, stream)]
-    kept = set(rounds.places.open)
+    batches = [scheduler.run(0, stream)]
+    kept = set(scheduler.places.open)
     assert batches[0].counts.num_continued == 0 < batches[0].counts.num_kept_partials
-    while kept & set(rounds.places.open):  # each rollout brings open responses nearer to their end
-        assert len(rounds.places.open) == 6
-        batches.append(rounds.run(len(batches), stream))
+    while kept & set(scheduler.places.open):  # each rollout brings open responses nearer to their end
+        assert len(scheduler.places.open) == 6
+        batches.append(scheduler.run(len(batches), stream))
     for batch in batches:
         assert [len(group.samples) for group in batch.groups] == [4, 4]
         assert batch.counts.num_dropped_samples == 0

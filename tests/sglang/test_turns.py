@@ -8,7 +8,7 @@ from serving import KEY, MODEL, Served
 
 from megatron_dppo.environments import InProcess, Observation, Turn
 from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.multi_turn import Conversations, TurnLimits
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine, TurnLimits
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.types import FinishReason, Prompt
@@ -32,10 +32,12 @@ class Curious:
 
 def test_a_conversation_is_that_of_one_forward_pass(served: Served) -> None:
     engine = SglangEngine(served.url, MODEL, Patience(generate_timeout_s=120), api_key=KEY)
-    talking = Conversations(engine, InProcess(Curious), Letters(), TurnLimits(max_turns=3, max_turn_tokens=9))
+    multi_turn = MultiTurnEngine(
+        engine, InProcess(Curious), Letters(), TurnLimits(max_turns=3, max_turn_tokens=9)
+    )
     prompt = Prompt("p", "", "test", text="?")
     requests = [dataclasses.replace(r, prompt=prompt) for r in requests_of("turns", num_prompts=4, samples=3)]
-    completions = talking.generate(requests, PARAMS)
+    completions = multi_turn.generate(requests, PARAMS)
     worst, worst_topk = compare(served, requests, completions, PARAMS)
     print(f"log-probs {worst:.1e}, top-5 {worst_topk:.1e}")
     assert max(worst, worst_topk) <= PARITY

@@ -6,7 +6,7 @@ from megatron_dppo.environments import Environments, InProcess, SingleTurn
 from megatron_dppo.rollout.collect import RolloutBatch, answers, batch_of
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.scoring import Judge, RouteValidator, Scorer, Tokenizer
+from megatron_dppo.rollout.scoring import RewardScorer, RouteValidator, Scorer, Tokenizer
 from megatron_dppo.types import Prompt
 
 
@@ -14,7 +14,7 @@ def collect(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
-    scorer: Scorer,
+    scorer: RewardScorer,
     params: SamplingParams,
     *,
     samples_per_prompt: int,
@@ -55,8 +55,8 @@ def collect(
     maker = GroupMaker(
         tokenizer, samples_per_prompt, max_prompt_tokens, seed, environments or InProcess(SingleTurn)
     )
-    judge = Judge(tokenizer, scorer, params.capture_routes, validate_routes)
-    judged = answers(engine, maker, judge, params, rollout, list(zip(places, prompts, strict=True)))
+    sample_scorer = Scorer(tokenizer, scorer, params.capture_routes, validate_routes)
+    scored = answers(engine, maker, sample_scorer, params, rollout, list(zip(places, prompts, strict=True)))
     smallest = min(smallest_group, samples_per_prompt)
-    num_too_long = len(prompts) - len(judged)
-    return batch_of(judged, [], smallest, num_too_long=num_too_long, weight_version=engine.weight_version)
+    num_too_long = len(prompts) - len(scored)
+    return batch_of(scored, [], smallest, num_too_long=num_too_long, weight_version=engine.weight_version)

@@ -12,10 +12,10 @@ from megatron_dppo.environments import (
     EnvironmentFault,
     EnvironmentPool,
     Observation,
-    Play,
     Response,
     SingleTurn,
     Sudoku,
+    Trajectory,
     Turn,
     environment,
     problem_with,
@@ -44,8 +44,8 @@ def pool() -> Iterator[EnvironmentPool]:
     pool.close()
 
 
-def play(*responses: str, id: str = "a", prompt: Prompt = PROMPT) -> Play:
-    return Play(id, prompt, tuple(Response(text, "stop") for text in responses))
+def trajectory(*responses: str, id: str = "a", prompt: Prompt = PROMPT) -> Trajectory:
+    return Trajectory(id, prompt, tuple(Response(text, "stop") for text in responses))
 
 
 def said(turn: Turn | EnvironmentFault) -> str | None:
@@ -55,14 +55,14 @@ def said(turn: Turn | EnvironmentFault) -> str | None:
 
 def test_multi_turn_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> None:
     chat = Prompt("q", "", "test", messages=({"role": "user", "content": "?"},))
-    seed = play().seed
-    assert pool.reset([play(), play(prompt=chat)]) == [
+    seed = trajectory().seed
+    assert pool.reset([trajectory(), trajectory(prompt=chat)]) == [
         Observation(f"begin {seed}"),
         Observation(messages=({"role": "user", "content": "?"},)),
     ]
-    first = pool.step([play("x"), play("y", id="b")])
+    first = pool.step([trajectory("x"), trajectory("y", id="b")])
     assert [said(turn) for turn in first] == ["x", "y"]
-    second = pool.step([play("x", "end"), play("y", "z", id="b")])
+    second = pool.step([trajectory("x", "end"), trajectory("y", "z", id="b")])
     assert [said(turn) for turn in second] == ["x end", "y z"]
     assert [turn.done for turn in second if isinstance(turn, Turn)] == [True, False]
     assert [turn.reward for turn in second if isinstance(turn, Turn)] == [2.0, 2.0]
@@ -79,15 +79,15 @@ def test_multi_turn_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> N
     ],
 )
 def test_one_that_fails_costs_its_own_conversation(pool: EnvironmentPool, response: str, words: str) -> None:
-    before = pool.step([play("x"), play("y", id="b")])
+    before = pool.step([trajectory("x"), trajectory("y", id="b")])
     assert [said(turn) for turn in before] == ["x", "y"]
-    fault, other = pool.step([play("x", response), play("y", "z", id="b")])
+    fault, other = pool.step([trajectory("x", response), trajectory("y", "z", id="b")])
     assert isinstance(fault, EnvironmentFault) and words in fault.message
     assert said(other) == "y z", "another worker is told again what was said"
 
 
 def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
-    fault, opening = pool.reset([play(prompt=Prompt("c", "closed", "test", text="?")), play()])
+    fault, opening = pool.reset([trajectory(prompt=Prompt("c", "closed", "test", text="?")), trajectory()])
     assert isinstance(fault, EnvironmentFault) and "prompt c: the environment raised" in fault.message
     assert isinstance(opening, Observation)
 
@@ -113,8 +113,8 @@ def test_names() -> None:
 
 def test_a_seed_is_of_its_prompt() -> None:
     other = Prompt("other", "", "test", text="begin")
-    assert play(id="a").seed == play(id="b").seed != play(prompt=other).seed
-    assert 0 <= play().seed < 1 << 31
+    assert trajectory(id="a").seed == trajectory(id="b").seed != trajectory(prompt=other).seed
+    assert 0 <= trajectory().seed < 1 << 31
 
 
 GEM_TASKS = ("rg:arc_1d", "rg:acre", "game:Sudoku-v0-easy")

@@ -20,7 +20,7 @@ from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.embedded.sampling import draw, sampling_noise
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.multi_turn import Conversations, Speech, TurnLimits
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine, TurnLimits, TurnTokenizer
 from megatron_dppo.types import FinishReason, Message, Prompt, Sample
 
 WORDS = {
@@ -89,9 +89,9 @@ def model() -> Any:
     return reference_model(moe_config())
 
 
-def conversations(engine: Any, environment: type[Environment] = Scripted, **limits: Any) -> Conversations:
+def multi_turn_engine(engine: Any, environment: type[Environment] = Scripted, **limits: Any) -> MultiTurnEngine:
     chosen = TurnLimits(**({"max_turns": 3, "max_turn_tokens": 4} | limits))
-    return Conversations(engine, InProcess(environment), TOKENIZER, chosen)
+    return MultiTurnEngine(engine, InProcess(environment), TOKENIZER, chosen)
 
 
 def asked(lengths: Sequence[int]) -> list[Request]:
@@ -104,12 +104,12 @@ def rolled_out(
     engine: Any, texts: Sequence[str] = ("<bos> t5 t6", "<bos> t7"), environment: Any = Scripted, **changes: Any
 ) -> RolloutBatch:
     limits = {key: changes.pop(key) for key in ("max_turns", "max_turn_tokens") if key in changes}
-    talking = conversations(engine, environment, **limits)
+    multi_turn = multi_turn_engine(engine, environment, **limits)
     prompts = changes.pop("prompts", None)
     prompts = prompts or [Prompt(str(i), "", "test", text=text) for i, text in enumerate(texts)]
     scorer = InProcessScorer(changes.pop("reward", lambda prompt, response, finish: RewardResult(-1.0)))
     return collect(
-        talking, prompts, TOKENIZER, scorer, changes.pop("params", PARAMS),
+        multi_turn, prompts, TOKENIZER, scorer, changes.pop("params", PARAMS),
         samples_per_prompt=3, max_prompt_tokens=9, seed=1, rollout=2,
         environments=InProcess(environment), **changes,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_mu_top_k_and_routes_are_those_of_one_forward_over_the_conversation(
     model: Any, batch_size: int
 ) -> None:
     requests = asked([5, 1, 3, 8, 2])
-    completions = conversations(engine_of(model, batch_size=batch_size)).generate(requests, PARAMS)
+    completions = multi_turn_engine(engine_of(model, batch_size=batch_size)).generate(requests, PARAMS)
     for request, completion in zip(requests, completions, strict=True):
         logits, choices = teacher_forced(model, request, completion)
         log_probs, mask = torch.log_softmax(logits, -1), completion.loss_mask
@@ -171,7 +171,7 @@ def test_mu_top_k_and_routes_are_those_of_one_forward_over_the_conversation(
 def test_a_turn_draws_noise_of_its_own_place(model: Any) -> None:
     requests = asked([5, 1, 3])
     for request, completion in zip(
-        requests, conversations(engine_of(model)).generate(requests, PARAMS), strict=True
+        requests, multi_turn_engine(engine_of(model)).generate(requests, PARAMS), strict=True
     ):
         logits, _ = teacher_forced(model, request, completion)
         drawn = draw(torch.log_softmax(logits, -1), sampling_noise(request.noise_key, logits.shape[0]))
@@ -187,9 +187,9 @@ def test_the_same_again_bit_for_bit(model: Any) -> None:
 
 def test_a_conversation_of_one_turn_is_what_the_engine_says(model: Any) -> None:
     requests = asked([5, 1, 3])
-    talking = conversations(engine_of(model), SingleTurn, max_turns=1, max_turn_tokens=None)
+    multi_turn = multi_turn_engine(engine_of(model), SingleTurn, max_turns=1, max_turn_tokens=None)
     plain = engine_of(model).generate(requests, PARAMS)
-    for one, other in zip(talking.generate(requests, PARAMS), plain, strict=True):
+    for one, other in zip(multi_turn.generate(requests, PARAMS), plain, strict=True):
         assert one.episode is not None and one.episode.reward is None
         assert_same(dataclasses.replace(one, episode=None), other)
 
@@ -280,12 +280,12 @@ def test_in_a_chat_observations_are_messages(model: Any) -> None:
 
 
 def test_the_end_of_a_response_is_written_where_it_has_none() -> None:
-    speech = Speech(TOKENIZER)
-    assert text_of(speech.observation("t4", EOS, is_chat=True)) == "<user> t4 <eos> <policy>"
-    assert text_of(speech.observation("t4", 3, is_chat=True)) == "<eos> <user> t4 <eos> <policy>"
-    assert text_of(speech.observation("t4", EOS, is_chat=False)) == "t4"
+    turn_tokenizer = TurnTokenizer(TOKENIZER)
+    assert text_of(turn_tokenizer.observation("t4", EOS, is_chat=True)) == "<user> t4 <eos> <policy>"
+    assert text_of(turn_tokenizer.observation("t4", 3, is_chat=True)) == "<eos> <user> t4 <eos> <policy>"
+    assert text_of(turn_tokenizer.observation("t4", EOS, is_chat=False)) == "t4"
 
 
 def test_multi_turn_of_several_turns_are_not_left_half_done(model: Any) -> None:
     with pytest.raises(RolloutError, match="half done"):
-        conversations(engine_of(model)).generate_until(asked([3]), PARAMS, lambda completion: True)
+        multi_turn_engine(engine_of(model)).generate_until(asked([3]), PARAMS, lambda completion: True)

@@ -19,7 +19,7 @@ from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardReque
 from megatron_dppo.rewards.choice import after_thinking, chosen
 from megatron_dppo.rollout.overlong import OverlongShaping
 from megatron_dppo.rollout.reward_pools import RewardPools
-from megatron_dppo.rollout.scoring import Fault, Judge
+from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.types import FinishReason, Prompt, Sample
 
 PROMPT = Prompt("p", "34", "test", text="What is it?")
@@ -213,13 +213,13 @@ def test_long_responses_are_lowered_where_they_are_judged() -> None:
     def always(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
         return RewardResult(1.0, {"x": 2.0})
 
-    def rewarded(judge: Judge) -> list[tuple[float | None, dict[str, float]]]:
+    def rewarded(scorer: Scorer) -> list[tuple[float | None, dict[str, float]]]:
         unscored = [dataclasses.replace(make_sample([1] * length, 2), reward=None) for length in (4, 10, 12)]
         answered = [(PROMPT, sample, None) for sample in unscored]
-        samples = [verdict for verdict in judge(answered) if isinstance(verdict, Sample)]
+        samples = [each for each in scorer(answered) if isinstance(each, Sample)]
         return [(sample.reward, dict(sample.reward_info)) for sample in samples]
 
-    plain = Judge(TOKENIZER, InProcessScorer(always), False, None)
+    plain = Scorer(TOKENIZER, InProcessScorer(always), False, None)
     assert rewarded(plain) == [(1.0, {"x": 2.0})] * 3
     shaped = rewarded(dataclasses.replace(plain, overlong=OverlongShaping(10, 4, 2.0)))
     assert shaped == [(1.0 + added, {"x": 2.0, "overlong_penalty": added}) for added in (0.0, -1.0, -2.0)]

@@ -15,8 +15,8 @@ from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.scheduler import Rounds
-from megatron_dppo.rollout.scoring import Judge
+from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import FinishReason, Prompt
 
 NUM_PROMPTS = 40
@@ -67,7 +67,7 @@ def _by_prompt(equal: Callable[[str], bool]) -> Reward:
 
 
 class Run:
-    """The ranks of a run, one after the other, each with a stream and rounds of its own."""
+    """The ranks of a run, one after the other, each with a stream and a scheduler of its own."""
 
     def __init__(
         self,
@@ -81,17 +81,19 @@ class Run:
         config = RolloutConfig.model_validate({"prompts_per_rollout": 4, "samples_per_prompt": 2} | options)
         self.engine, self.num_rollouts = engine or Halting(), 0
         maker = GroupMaker(TOKENIZER, config.samples_per_prompt, max_prompt_tokens=7, seed=0)
-        judge = Judge(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
+        scorer = Scorer(TOKENIZER, InProcessScorer(_by_prompt(equal)), False, None)
         params = SamplingParams(20)
         self.streams = [PromptStream(prompts, 0, shuffle=False, cursor=cursor) for _ in range(size)]
-        self.rounds = [Rounds(config, (rank, size), self.engine, maker, judge, params) for rank in range(size)]
+        self.schedulers = [
+            RolloutScheduler(config, (rank, size), self.engine, maker, scorer, params) for rank in range(size)
+        ]
         self.cursors: list[Any] = []
 
     def next(self) -> list[RolloutBatch]:
-        pairs = list(zip(self.rounds, self.streams, strict=True))
-        batches = [rounds.run(self.num_rollouts, stream) for rounds, stream in pairs]
-        told = [rounds.places for rounds in self.rounds]
-        self.cursors = [rounds.settle(stream, told) for rounds, stream in pairs]
+        pairs = list(zip(self.schedulers, self.streams, strict=True))
+        batches = [scheduler.run(self.num_rollouts, stream) for scheduler, stream in pairs]
+        told = [scheduler.places for scheduler in self.schedulers]
+        self.cursors = [scheduler.settle(stream, told) for scheduler, stream in pairs]
         self.num_rollouts += 1
         return batches
 

@@ -13,7 +13,7 @@ from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.partials import aborted, input_tokens
 from megatron_dppo.rollout.sglang.client import CallCounts, Patience, SglangClient
-from megatron_dppo.rollout.sglang.delivery import Delivered, Delivery, Link, other_weights
+from megatron_dppo.rollout.sglang.dispatcher import Dispatcher, Link, RequestOutcome, other_weights
 from megatron_dppo.rollout.sglang.protocol import Reply, ServedModel, ServerFacts
 from megatron_dppo.rollout.sglang.refusals import refuse_requests
 
@@ -148,14 +148,14 @@ class SglangEngine:
             for facts in dict.fromkeys(link.facts for link in links.values()):
                 may_go_on = is_enough is not None or any(request.partial for request in requests)
                 refuse_requests(requests, params, self._model, facts, is_aborted=may_go_on)
-            delivery = Delivery(links, self._model, self._weight_version, self._max_concurrent)
-            delivered = await delivery.run(requests, params, is_enough)
-            self._counts += _count([client.counts for client in clients], requests, delivered)
-        answers = [each.answer for each in delivered]
+            dispatcher = Dispatcher(links, self._model, self._weight_version, self._max_concurrent)
+            outcomes = await dispatcher.run(requests, params, is_enough)
+            self._counts += _count([client.counts for client in clients], requests, outcomes)
+        answers = [each.answer for each in outcomes]
         lost = [answer for answer in answers if isinstance(answer, ServerError)]
         if lost and len(lost) == len(answers):
             raise lost[0]
-        return [_completion(request, each) for request, each in zip(requests, delivered, strict=True)]
+        return [_completion(request, each) for request, each in zip(requests, outcomes, strict=True)]
 
     async def _links(self, clients: Sequence[SglangClient]) -> dict[str, Link]:
         """The admitted servers that answer and hold the weights, by URL.
@@ -190,10 +190,10 @@ def _common_version(facts: Sequence[ServerFacts]) -> int:
 
 
 def _count(
-    calls: Sequence[CallCounts], requests: Sequence[Request], delivered: Sequence[Delivered]
+    calls: Sequence[CallCounts], requests: Sequence[Request], outcomes: Sequence[RequestOutcome]
 ) -> EngineCounts:
     """What became of the requests of one `generate`."""
-    answers = [each.answer for each in delivered]
+    answers = [each.answer for each in outcomes]
     replies = [answer for answer in answers if isinstance(answer, Reply)]
     asked = zip(requests, answers, strict=True)
     return EngineCounts(
@@ -202,7 +202,7 @@ def _count(
         num_timed_out=sum(each.num_timed_out for each in calls),
         num_unanswered=sum(isinstance(answer, ServerError) for answer in answers),
         num_refused_answers=sum(isinstance(answer, ReplyError) for answer in answers),
-        num_requeued=sum(each.num_moves for each in delivered),
+        num_requeued=sum(each.num_moves for each in outcomes),
         num_retractions=sum(reply.num_retractions for reply in replies),
         num_without_routes=sum(reply.routes_fault is not None for reply in replies),
         num_prompt_tokens=sum(len(input_tokens(request)) for request, a in asked if isinstance(a, Reply)),
@@ -210,8 +210,8 @@ def _count(
     )
 
 
-def _completion(request: Request, delivered: Delivered) -> Completion:
+def _completion(request: Request, outcome: RequestOutcome) -> Completion:
     """The response; one that never came, or cannot be used, is aborted."""
-    answer = delivered.answer
+    answer = outcome.answer
     completion = answer.completion if isinstance(answer, Reply) else aborted(request)
-    return replace(completion, num_moves=completion.num_moves + delivered.num_moves)
+    return replace(completion, num_moves=completion.num_moves + outcome.num_moves)

@@ -1,4 +1,4 @@
-"""Connects an engine with the environment, or with the user's own `rollout.generate`."""
+"""Builds what samples trajectories: an engine with environments, or with the user's own `rollout.generate`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +12,24 @@ from megatron_dppo.environments import (
     EnvironmentPool,
     Environments,
     InProcess,
-    Play,
     Response,
     SingleTurn,
+    Trajectory,
 )
 from megatron_dppo.errors import EnvironmentFailedError
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.multi_turn import Conversations, TurnLimits
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine, TurnLimits
 from megatron_dppo.rollout.user_generate import UserGenerate
 from megatron_dppo.runtime.user_code import imported
 from megatron_dppo.types import Prompt
 
 
-class Dialogue:
-    """An engine as `rollout.environment` or `rollout.generate` wants it used, and the environments' workers.
+class TrajectorySampler:
+    """Samples trajectories as `rollout.environment` or `rollout.generate` says; owns the environments' workers.
 
     Attributes:
-        engine: What training and evaluation ask for responses.
-        environments: Say how conversations open.
+        engine: Samples trajectories for training and evaluation.
+        environments: Give the first observation of each trajectory.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Dialogue:
         self.engine: RolloutEngine
         if options.generate is None:
             limits = TurnLimits(options.max_turns, options.max_turn_tokens)
-            self.engine = Conversations(engine, self.environments, tokenizer, limits)
+            self.engine = MultiTurnEngine(engine, self.environments, tokenizer, limits)
         else:
             vocab_size = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).vocab_size
             function = imported("rollout.generate", options.generate)
@@ -84,17 +84,17 @@ def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
 
 
 def try_environment(environments: Environments, prompt: Prompt) -> None:
-    """Begin a conversation about a prompt, and answer it with the reference answer.
+    """Begin a trajectory of a prompt, and answer it with the reference answer.
 
     Raises:
         EnvironmentFailedError: The environment does not begin, or does not answer.
         RewardError: It cannot be loaded.
     """
-    play = Play("trial", prompt)
-    (opening,) = environments.reset([play])
+    trajectory = Trajectory("trial", prompt)
+    (opening,) = environments.reset([trajectory])
     if isinstance(opening, EnvironmentFault):
         raise EnvironmentFailedError(f"rollout.environment: it does not begin: {opening.message}")
-    answered = replace(play, responses=(Response(prompt.answer, "stop"),))
+    answered = replace(trajectory, responses=(Response(prompt.answer, "stop"),))
     (turn,) = environments.step([answered])
     if isinstance(turn, EnvironmentFault):
         raise EnvironmentFailedError(f"rollout.environment: it does not answer: {turn.message}")

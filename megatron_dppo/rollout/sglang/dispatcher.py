@@ -12,7 +12,7 @@ from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 from megatron_dppo.rollout.engine import IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.partials import aborted
 from megatron_dppo.rollout.sglang.client import SglangClient
-from megatron_dppo.rollout.sglang.dispatch import Dispatch, group_of
+from megatron_dppo.rollout.sglang.load_balancer import LoadBalancer, group_of
 from megatron_dppo.rollout.sglang.protocol import Generation, Reply, ServedModel, ServerFacts
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _ABORT_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class Link:
-    """A server that answered, and how to speak to it."""
+    """A server that answered, its client, and the protocol of its version."""
 
     client: SglangClient
     generation: Generation
@@ -32,16 +32,16 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Delivered:
-    """What became of one request."""
+class RequestOutcome:
+    """The outcome of one request."""
 
     answer: Reply | RolloutError | None  # none: enough had come before it was answered
     num_moves: int  # times that it was taken from a server and sent to another
 
 
 @dataclass(frozen=True)
-class _Flight:
-    """A request at a server."""
+class _InFlight:
+    """A request that a server was sent, and has not answered."""
 
     index: int  # of the request
     url: str
@@ -50,8 +50,8 @@ class _Flight:
 _Task = asyncio.Task[Reply | RolloutError]
 
 
-class Delivery:
-    """Sends requests to servers, and again to others where a server fails; used once, within one event loop."""
+class Dispatcher:
+    """Sends each request to the least loaded server, and to another where one fails; used once, in one loop."""
 
     def __init__(self, links: Mapping[str, Link], model: ServedModel, version: int, max_in_flight: int) -> None:
         """Prepare; nothing is sent.
@@ -63,15 +63,15 @@ class Delivery:
             max_in_flight: Requests that one server is given at a time.
         """
         self._links, self._model, self._version = links, model, version
-        self._dispatch = Dispatch(tuple(links), max_in_flight)
+        self._load_balancer = LoadBalancer(tuple(links), max_in_flight)
         self._is_over = False
-        self._flights: dict[_Task, _Flight] = {}
-        self._landed: asyncio.Queue[_Task] = asyncio.Queue()
+        self._in_flight: dict[_Task, _InFlight] = {}
+        self._answered: asyncio.Queue[_Task] = asyncio.Queue()
 
     async def run(
         self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough | None = None
-    ) -> list[Delivered]:
-        """What became of each request, in their order.
+    ) -> list[RequestOutcome]:
+        """Send the requests, and return their outcomes in order.
 
         Args:
             requests: Their ids differ.
@@ -88,23 +88,23 @@ class Delivery:
         self._answers: dict[int, Reply | RolloutError] = {}
         self._beside = [asyncio.create_task(self._ask_loads())]
         try:
-            while self._waiting or self._flights:
+            while self._waiting or self._in_flight:
                 self._send()
-                await self._land(await self._landed.get())
+                await self._take_answer(await self._answered.get())
         finally:
-            await _end([*self._beside, *self._flights])
-        return [Delivered(self._answers.get(i), moves) for i, moves in enumerate(self._num_moves)]
+            await _end([*self._beside, *self._in_flight])
+        return [RequestOutcome(self._answers.get(i), moves) for i, moves in enumerate(self._num_moves)]
 
     def _send(self) -> None:
-        """Give the servers what they have room for."""
+        """Send the servers as many requests as they have room for."""
         while self._waiting:
-            url = self._dispatch.take(group_of(self._requests[self._waiting[0]].id))
+            url = self._load_balancer.take(group_of(self._requests[self._waiting[0]].id))
             if url is None:
                 return
             index = self._waiting.popleft()
             task = asyncio.create_task(self._ask(self._links[url], self._requests[index]))
-            self._flights[task] = _Flight(index, url)
-            task.add_done_callback(self._landed.put_nowait)
+            self._in_flight[task] = _InFlight(index, url)
+            task.add_done_callback(self._answered.put_nowait)
 
     async def _ask(self, link: Link, request: Request) -> Reply | RolloutError:
         """The checked answer to one request, or why there is none."""
@@ -114,19 +114,19 @@ class Delivery:
         except (ServerError, ReplyError) as error:
             return error
 
-    async def _land(self, task: _Task) -> None:
-        """Keep an answer, or have another server asked where this one is at fault."""
-        flight = self._flights.pop(task, None)
-        if flight is None:
-            return  # called back, and sent again
-        self._dispatch.give_back(flight.url)
+    async def _take_answer(self, task: _Task) -> None:
+        """Keep an answer, or ask another server where this one is at fault."""
+        sent = self._in_flight.pop(task, None)
+        if sent is None:
+            return  # cancelled, and sent again
+        self._load_balancer.give_back(sent.url)
         answer = task.result()
-        fault = await self._fault_of_server(flight.url, answer)
+        fault = await self._fault_of_server(sent.url, answer)
         if fault is not None:
-            self._drain(flight.url, fault)
-            self._send_again([flight], fault)
+            self._drain(sent.url, fault)
+            self._send_again([sent], fault)
         else:
-            self._keep(flight.index, answer)
+            self._keep(sent.index, answer)
 
     def _keep(self, index: int, answer: Reply | RolloutError) -> None:
         """The answer stands; once enough of them came, abort the rest."""
@@ -141,17 +141,17 @@ class Delivery:
             self._is_enough = None
             self._is_over = True
             self._waiting.clear()
-            self._beside.append(asyncio.create_task(self._abort_flights()))
+            self._beside.append(asyncio.create_task(self._abort_in_flight()))
 
-    async def _abort_flights(self) -> None:
-        """End what is still sampled, where it stands; repeated, since a request may be on its way."""
+    async def _abort_in_flight(self) -> None:
+        """Abort the requests in flight; repeated, since one may not have reached its server."""
 
-        async def abort(flight: _Flight) -> None:
+        async def abort(sent: _InFlight) -> None:
             with suppress(ServerError):
-                await self._links[flight.url].client.abort(self._requests[flight.index].id)
+                await self._links[sent.url].client.abort(self._requests[sent.index].id)
 
         while True:
-            await asyncio.gather(*map(abort, self._flights.values()))
+            await asyncio.gather(*map(abort, self._in_flight.values()))
             await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _fault_of_server(self, url: str, answer: Reply | RolloutError) -> ServerError | None:
@@ -161,7 +161,7 @@ class Delivery:
             return other_weights(url, others[0], self._version) if others else None
         if not isinstance(answer, ServerError):
             return None
-        is_drained = url not in self._dispatch.serving
+        is_drained = url not in self._load_balancer.serving
         return answer if is_drained or not await self._links[url].client.is_healthy() else None
 
     def _drain(self, url: str, fault: ServerError) -> None:
@@ -170,44 +170,44 @@ class Delivery:
         Raises:
             ServerError: It was the last.
         """
-        if url not in self._dispatch.serving:
+        if url not in self._load_balancer.serving:
             return
-        self._dispatch.drain(url)
+        self._load_balancer.drain(url)
         logger.warning("server %s is drained: %s", url, fault)
-        if not self._dispatch.serving:
+        if not self._load_balancer.serving:
             raise fault
-        lost = {task: flight for task, flight in self._flights.items() if flight.url == url and not task.done()}
+        lost = {task: sent for task, sent in self._in_flight.items() if sent.url == url and not task.done()}
         for task in lost:
-            del self._flights[task]
+            del self._in_flight[task]
             task.cancel()
-            self._dispatch.give_back(url)
+            self._load_balancer.give_back(url)
         self._send_again(list(lost.values()), fault)
 
-    def _send_again(self, flights: Sequence[_Flight], fault: ServerError) -> None:
+    def _send_again(self, in_flight: Sequence[_InFlight], fault: ServerError) -> None:
         """Queue requests before those that were never sent; give up those that too many servers failed at."""
-        for flight in reversed(flights):
+        for sent in reversed(in_flight):
             if self._is_over:
                 return
-            if self._num_moves[flight.index] == _MAX_SERVERS - 1:
-                self._keep(flight.index, fault)
+            if self._num_moves[sent.index] == _MAX_SERVERS - 1:
+                self._keep(sent.index, fault)
             else:
-                self._num_moves[flight.index] += 1
-                self._waiting.appendleft(flight.index)
+                self._num_moves[sent.index] += 1
+                self._waiting.appendleft(sent.index)
 
     async def _ask_loads(self) -> None:
         """Keep up with what others send to the servers, and with which of them still answer."""
 
         async def ask(url: str, link: Link) -> None:
             try:
-                self._dispatch.report(url, link.generation.read_load(await link.client.loads()))
+                self._load_balancer.report(url, link.generation.read_load(await link.client.loads()))
             except ReplyError as error:
                 logger.warning("server %s does not say what it has to do: %s", url, error)
             except ServerError as error:
-                if len(self._dispatch.serving) > 1:  # the last one is given up where its requests fail
+                if len(self._load_balancer.serving) > 1:  # the last one is given up where its requests fail
                     self._drain(url, error)
 
-        while len(self._dispatch.serving) > 1:
-            await asyncio.gather(*(ask(url, self._links[url]) for url in self._dispatch.serving))
+        while len(self._load_balancer.serving) > 1:
+            await asyncio.gather(*(ask(url, self._links[url]) for url in self._load_balancer.serving))
             await asyncio.sleep(_ASK_LOAD_S)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class _Place:
-    """One server, as this process sees it."""
+    """The load of one server, as this process sees it."""
 
     num_in_flight: int = 0  # sent by us, and not answered
     num_of_others: int = 0  # what the server last reported beyond those
@@ -18,7 +18,7 @@ class _Place:
         return self.num_in_flight + self.num_of_others
 
 
-class Dispatch:
+class LoadBalancer:
     """Chooses servers during one `generate`; nothing is sent from here.
 
     Two servers are drawn at random, and the less loaded gets the request: with many processes that send to the

@@ -18,7 +18,7 @@ help:
 	@echo "make test        lint, then every test that needs no GPU"
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
-	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/README.md"
+	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"
 	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment)"

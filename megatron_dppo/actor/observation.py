@@ -11,9 +11,9 @@ from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
 from megatron_dppo.metrics.bound import add_bound_of_responses, add_bound_of_tokens
 from megatron_dppo.metrics.clipped_tokens import ACTIVE
 from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.means import add_token_means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import (
-    add_entropy,
     add_mismatch,
     add_mismatch_by_age,
     add_noise,
@@ -79,7 +79,7 @@ class Observer:
             old_log_probs=m.old_log_probs,
         )
         add_trust_region(metrics, counts)
-        add_entropy(metrics, out.entropy, m.loss_mask)
+        add_token_means(metrics, out, m)
         add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
         measured = m.loss_mask if m.is_measured is None else m.loss_mask & m.is_measured
         add_mismatch(metrics, out.log_probs, m.rollout_log_probs, measured, prefix="drift")

@@ -55,6 +55,6 @@ def group_advantages(
 
 
 def _numbered(group_ids: Sequence[Hashable]) -> Tensor:
-    """Arbitrary ids as 0, 1, 2, ..."""
+    """Number arbitrary ids as 0, 1, 2, ..."""
     numbers = {group_id: number for number, group_id in enumerate(dict.fromkeys(group_ids))}
     return torch.tensor([numbers[group_id] for group_id in group_ids], dtype=torch.long)

@@ -57,7 +57,7 @@ def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: i
 
 
 def sequence_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
-    """`token_weights` before they are repeated: one for all tokens of a sequence, [B] float64.
+    """Return the weight that all tokens of each sequence share, [B] float64; see `token_weights`.
 
     That of a sequence without a learning token is no number, and stands for nothing.
     """

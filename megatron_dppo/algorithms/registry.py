@@ -9,7 +9,7 @@ from megatron_dppo.errors import ConfigError, Problem
 
 
 class Identified(Protocol):
-    """Whatever is written with an id of its own."""
+    """An entry of a registry, with an explicit id."""
 
     @property
     def id(self) -> int:

@@ -16,7 +16,7 @@ from megatron_dppo.algorithms.objective import Objective
 def with_inputs(
     objectives: Mapping[str, Objective], *, has_topk: bool, has_old_log_probs: bool
 ) -> dict[str, Objective]:
-    """The objectives whose inputs are there: the rollout's Top-K, and log-probs recomputed before the step."""
+    """Return the objectives whose inputs exist: the rollout's Top-K, and recomputed log-probs."""
     return {
         name: objective
         for name, objective in objectives.items()
@@ -26,7 +26,7 @@ def with_inputs(
 
 @torch.no_grad()
 def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """M of each objective, [T] bool, equal to `policy_loss(objective, inputs).mask`.
+    """Return the mask M of each objective, [T] bool, equal to `policy_loss(objective, inputs).mask`.
 
     What objectives have in common is computed once: each divergence, and what it compares. Nothing here is of
     the vocabulary's size. Top-K objectives use the columns there are, at most their `top_k`: fewer make their
@@ -50,10 +50,10 @@ def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) 
 
 
 class _Shared:
-    """The tokens of one micro-batch for objectives with one anchor, and what was computed of them."""
+    """The tokens of one micro-batch and their divergences, for objectives with one anchor."""
 
     def __init__(self, objectives: Iterable[Objective], inputs: PolicyLossInputs) -> None:
-        """Neutralise the tokens once, with the columns of the objective that uses most."""
+        """Neutralise the tokens once, with as many Top-K columns as any objective uses."""
         widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
         widest = replace(widest, entropy_coef=0.0)
         self._tokens: LearningTokens = learning_tokens(widest, inputs, has_known_values=True)
@@ -61,7 +61,7 @@ class _Shared:
         self._divergences: dict[Any, Tensor] = {}
 
     def mask(self, objective: Objective) -> Tensor:
-        """M, [T] bool."""
+        """Return the mask M of one objective, [T] bool."""
         return learning_mask(objective, self._tokens, self._divergence(objective))
 
     def _divergence(self, objective: Objective) -> Tensor:

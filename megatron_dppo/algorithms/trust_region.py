@@ -16,7 +16,7 @@ from megatron_dppo.algorithms.registry import registry
 
 @dataclass(frozen=True, eq=False)
 class TrustRegionTokens:
-    """What the rules look at; all [T], without gradient, log-probs <= 0."""
+    """Inputs of a trust-region rule, each [T], without gradient; log-probs are <= 0."""
 
     log_probs: Tensor  # log pi(a)
     anchor_log_probs: Tensor  # of the policy that the mask compares with: mu, or pi' where recomputed
@@ -27,24 +27,24 @@ class TrustRegionTokens:
 
 @dataclass(frozen=True)
 class TrustRegionRule:
-    """A registered rule."""
+    """A registered trust-region rule."""
 
     drops: Callable[[Objective, TrustRegionTokens], Tensor]  # [T] bool: the tokens that do not learn
     id: int  # its number in DppoRule of kernels/csrc/capi.h, or one that neither that nor another rule has
 
 
 def trust_region_mask(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """M, [T] bool: True where the token learns."""
+    """Return the mask M, [T] bool: True where the token learns."""
     return ~RULES[objective.rule].drops(objective, tokens)
 
 
 def drops_none(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """PG-IS, PG-TIS, CISPO: nothing is dropped."""
+    """Drop nothing: PG-IS, PG-TIS and CISPO."""
     return torch.zeros_like(tokens.advantages, dtype=torch.bool)
 
 
 def drops_by_ratio(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """PPO's clip as a mask (Eq. 9): pi/anchor beyond 1 + eps_high for A > 0, below 1 - eps_low for A < 0.
+    """Drop by PPO's clip (Eq. 9): pi/anchor above 1 + eps_high for A > 0, below 1 - eps_low for A < 0.
 
     Section 6's relaxed forms lift a side for the tokens that the rollout policy gave less than `alpha`,
     compared as log-probs: so mu = alpha stays equal in float32.
@@ -61,7 +61,7 @@ def drops_by_ratio(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
 
 
 def drops_by_divergence(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """DPPO (Eq. 12): moving away, and the divergence strictly above delta.
+    """Drop by DPPO's rule (Eq. 12): moving away from the anchor, and the divergence strictly above delta.
 
     Direction is read off log-probs: probabilities near 1 round to the same number long before these do.
     """
@@ -75,7 +75,7 @@ def drops_by_divergence(objective: Objective, tokens: TrustRegionTokens) -> Tens
 
 
 def drops_bad_negatives(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """The minimal mask of section 5.3: A < 0 and the anchor's probability at least delta above the policy's."""
+    """Drop by section 5.3's minimal mask: A < 0 and the anchor's probability at least delta above pi's."""
     is_far_below = tokens.anchor_log_probs.exp() - tokens.log_probs.exp() >= objective.delta_low
     return is_far_below & (tokens.advantages < 0)
 

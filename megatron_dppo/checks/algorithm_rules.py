@@ -57,7 +57,7 @@ def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _reached(objective: Objective) -> dict[str, float]:
-    """The thresholds that the objective's rule reads, each with what it compares never exceeds."""
+    """Return the thresholds that the objective's rule reads, each with the bound of the compared value."""
     if objective.rule == "divergence":
         limit = DIVERGENCES[objective.divergence].at_most
         return {"delta_low": limit, "delta_high": limit}
@@ -190,7 +190,7 @@ def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
 
 
 def _objective(config: Config) -> Objective | ConfigError | None:
-    """The configured objective, or why there is none; None where the preset is unknown."""
+    """Return the configured objective, or why there is none; None where the preset is unknown."""
     if config.algorithm.preset not in PRESETS:
         return None
     try:
@@ -200,7 +200,7 @@ def _objective(config: Config) -> Objective | ConfigError | None:
 
 
 def _where_written(problem: Problem, written: Mapping[str, Any]) -> Problem:
-    """A preset's problem under the key that the user wrote."""
+    """Return a preset's problem under the key that the user wrote."""
     field = problem.where.rpartition(".")[2]
     if field not in written and field.startswith("delta_"):
         return replace(problem, where="algorithm.delta", action=problem.action.replace(field, "delta"))
@@ -208,6 +208,6 @@ def _where_written(problem: Problem, written: Mapping[str, Any]) -> Problem:
 
 
 def _top_k(config: Config) -> int | None:
-    """Columns of mu that the objective uses; None where it uses none."""
+    """Return the number of columns of mu that the objective uses; None where it uses none."""
     objective = _objective(config)
     return objective.top_k if isinstance(objective, Objective) and objective.needs_topk else None

@@ -195,7 +195,7 @@ def _read_fields() -> dict[str, list[str]] | None:
 
 
 def _refusals(asked: list[Any]) -> list[str]:
-    """What Megatron says against a config; nothing where it accepts it, or is not there."""
+    """Return Megatron's objections to a config; none where it accepts the config, or is not installed."""
     version, text = _version(), json.dumps(asked, sort_keys=True)
     if version is None:
         return []
@@ -217,7 +217,7 @@ def _version() -> str | None:
 
 
 def _last_line(program: str, given: str = "") -> Any:
-    """The last line that a program prints, as JSON; none where it fails."""
+    """Run a program, and return the last line that it prints, as JSON; none where it fails."""
     command = [sys.executable, "-c", program]
     try:
         result = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300, check=True)

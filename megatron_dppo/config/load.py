@@ -70,12 +70,12 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as TOML that `load_config` reads back; fields that are none are left out."""
+    """Return the resolved config as TOML that `load_config` reads back, without fields that are none."""
     return tomli_w.dumps(_as_toml(config.model_dump()))
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str | None:
-    """The choice that `word` looks like a misspelling of, if any."""
+    """Return the choice that `word` looks like a misspelling of, if any."""
     matches = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
@@ -168,13 +168,13 @@ def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
 
 
 def _number_of_values(details: ErrorDetails) -> int | None:
-    """How many values a list should have, where that is what is wrong."""
+    """Return how many values a list should have, where it has too many or too few."""
     limits: dict[str, Any] = details.get("ctx", {})
     return {"too_long": limits.get("max_length"), "too_short": limits.get("min_length")}.get(details["type"])
 
 
 def _section(keys: KeyPath) -> type[BaseModel] | None:
-    """The model of the table at `keys`, if there is one; tables by name, as evaluation.sets has, are alike."""
+    """Return the model of the table at `keys`, if any; tables by name, as in evaluation.sets, share one."""
     kind: Any = Config
     for key in keys:
         if get_origin(kind) is dict:

@@ -9,7 +9,7 @@ from megatron_dppo.config.section import RewardSetting, Section
 
 
 class EvaluationSetConfig(Section):
-    """[evaluation.sets.<name>]: one set of held-out prompts; what is none here is as in [evaluation]."""
+    """[evaluation.sets.<name>]: one set of held-out prompts; a field that is none is as in [evaluation]."""
 
     prompts: Path
     """A file like data.prompts."""

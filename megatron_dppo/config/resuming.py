@@ -54,7 +54,7 @@ MAY_CHANGE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A setting whose value is not the one that a run was trained with."""
+    """A setting whose value differs from the one that a run was trained with."""
 
     setting: str  # dotted key
     was: str  # as a person reads it

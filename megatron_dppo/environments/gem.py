@@ -38,7 +38,7 @@ class GemEnvironment:
         return Turn(_text(observation, info), float(reward), bool(is_over or is_cut))
 
     def _alone(self, work: Callable[[], T]) -> T:
-        """Let Gem draw from generators as this task left them, whatever other tasks drew since."""
+        """Call Gem with the random generators as this task left them, whatever other tasks drew since."""
         if self._random is not None:
             random.setstate(self._random[0])
             np.random.set_state(self._random[1])
@@ -49,7 +49,7 @@ class GemEnvironment:
 
 @register("gem:")
 def gem_task(task: str) -> Maker:
-    """What makes environments of a task.
+    """Return a function that makes environments of a task.
 
     Raises:
         ConfigError: Gem is not installed, or has no such task.
@@ -71,6 +71,6 @@ def gem_task(task: str) -> Maker:
 
 
 def _text(observation: str, info: dict[str, Any]) -> str:
-    """What a task says, and the state of the game that some tell apart."""
+    """Return a task's observation, with the state of the game that some tasks give apart."""
     suffix = info.get("suffix", "")
     return f"{observation}\n{suffix}" if suffix else observation

@@ -50,10 +50,10 @@ class Sudoku:
 
 
 def solved_board(generator: random.Random) -> list[str]:
-    """The digits of a board row by row, each once in every row, column and block."""
+    """Return the digits of a board row by row, each once in every row, column and block."""
 
     def shuffled() -> list[int]:
-        """Rows, or columns, so that those of a block stay together."""
+        """Return the numbers of rows or columns in random order; those of a block stay together."""
         blocks = [[block * BLOCK + line for line in range(BLOCK)] for block in range(BLOCK)]
         for block in blocks:
             generator.shuffle(block)

@@ -1,4 +1,4 @@
-"""What a kernel may be given: tensors whose addresses can be handed to C."""
+"""Checks the tensors of a kernel call, and returns their addresses."""
 
 import torch
 from torch import Tensor
@@ -30,19 +30,19 @@ class ArgumentChecker:
         raise KernelError(f"{self.function}: {name}: found {found}; expected {expected}.")
 
     def needed(self, name: str, tensor: Tensor | None, is_needed: bool) -> None:
-        """Raise where an input that the objective reads is absent."""
+        """Refuse a call without an input that the objective reads."""
         if is_needed and tensor is None:
             self.fail(name, "none", "a tensor, for this objective")
 
     def top_k(self, topk_ids: Tensor) -> int:
-        """K of [N, K]."""
+        """Return K of top-K ids [N, K]."""
         columns = topk_ids.shape[1] if topk_ids.dim() == 2 else 0
         if not 1 <= columns <= MAX_TOP_K:
             self.fail("topk_ids", f"shape {list(topk_ids.shape)}", f"[N, K] with K from 1 to {MAX_TOP_K}")
         return columns
 
     def logits(self, name: str, logits: Tensor, num_columns: int) -> int:
-        """The number of rows of [N, columns]; columns may be padded beyond num_columns, rows be apart."""
+        """Return the number of rows of logits [N, columns], which may have padding columns and row strides."""
         if logits.dtype not in LOGITS_DTYPES:
             self.fail(name, str(logits.dtype), "float32 or bfloat16")
         if logits.dim() != 2 or (logits.shape[1] > 1 and logits.stride(1) != 1):
@@ -57,7 +57,7 @@ class ArgumentChecker:
     def pointer(
         self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> int | None:
-        """Its address; none for none."""
+        """Return a tensor's address; none for none."""
         if tensor is None:
             return None
         fits = (

@@ -110,7 +110,7 @@ class KernelLibrary:
         temperature: float,
         with_entropy: bool,
     ) -> Tensor:
-        """What a shard knows of each row, [N, 4 + K] float32; see `dppo_row_statistics` in capi.h.
+        """Return a shard's statistics of each row, [N, 4 + K] float32; see `dppo_row_statistics` in capi.h.
 
         Args:
             logits: [N, columns] float32 or bfloat16, this shard's.
@@ -159,7 +159,7 @@ class KernelLibrary:
         is_learning: Tensor | None,
         token_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Each token's part of the loss, [11, N] float32 in the order of ROWS, and [N, K] log-probs of the ids.
+        """Return each token's part of the loss, [11, N] float32 in the order of ROWS, and log-probs [N, K].
 
         Args:
             statistics: [shards, N, 4 + K] float32, in rank order.

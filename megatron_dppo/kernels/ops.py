@@ -23,7 +23,7 @@ from megatron_dppo.kernels.vocab_parallel import num_columns
 
 @cache
 def kernels_for(device_type: str) -> Any:
-    """What computes on such a device: the three functions of `reference`, or the compiled ones of those names.
+    """Return the three functions that compute on a type of device: `reference`'s or the compiled ones.
 
     Raises:
         KernelBuildError: There are no compiled kernels for this GPU, and they cannot be compiled here.

@@ -1,4 +1,4 @@
-"""How logits come of hidden states: the vocabulary's shard, the split of the tokens, and the chunks."""
+"""Makes logits from hidden states, by the vocabulary's shard, the split of the tokens, and chunks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class OutputLayer:
         chunk_bytes: int,
         logits_dtype: torch.dtype | None,
     ) -> "OutputLayer":
-        """The layer of such tensors.
+        """Return the layer for such tensors.
 
         Raises:
             ConfigError: Hidden states and weight do not fit each other, or do not cover the vocabulary.
@@ -74,11 +74,11 @@ class OutputLayer:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that have a part of the vocabulary each."""
+        """The number of ranks that share the vocabulary."""
         return 1 if self.shard.group is None else self.shard.group.size()
 
     def chunks(self, loss_mask: Tensor | None) -> Iterator[slice | Tensor]:
-        """The learning tokens, some at a time; one device synchronisation where there is a mask."""
+        """Yield the learning tokens in chunks; one device synchronisation where there is a mask."""
         if loss_mask is None:
             for start in range(0, self.num_tokens, self.chunk_tokens):
                 yield slice(start, min(start + self.chunk_tokens, self.num_tokens))
@@ -88,18 +88,18 @@ class OutputLayer:
             yield from learning.split(self.chunk_tokens)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[N, V/tp] of some tokens."""
+        """Return the logits of a chunk of tokens, [N, V/tp]."""
         if self.logits_dtype == hidden.dtype:
             return hidden @ weight.t()
         return wide_product(hidden, weight.t())
 
     def statistics(self, logits: Tensor, targets: Tensor, topk_ids: Tensor | None) -> Tensor:
-        """[shards, N, 4+K] of some tokens, all of which learn."""
+        """Return the statistics of a chunk of learning tokens, [shards, N, 4+K]."""
         own = token_statistics(logits, targets, topk_ids, None, self.shard, self.temperature)
         return gather_statistics(own, self.shard.group)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """[T, H] of all tokens."""
+        """Gather the hidden states of all tokens, [T, H]."""
         if not self.is_sequence_parallel:
             return hidden
         whole = hidden.new_empty(self.num_tokens, hidden.shape[1])
@@ -107,7 +107,7 @@ class OutputLayer:
         return whole
 
     def reduced(self, gradient: Tensor) -> Tensor:
-        """The gradient [T, H] by the hidden states summed over shards: of all tokens, or of this rank's."""
+        """Return the gradient [T, H] by the hidden states, summed over shards: all tokens', or this rank's."""
         if self.num_shards == 1:
             return gradient
         if not self.is_sequence_parallel:

@@ -1,4 +1,4 @@
-"""A vocabulary that is split over tensor-parallel ranks: who has which columns, and the one exchange."""
+"""Splits the vocabulary over tensor-parallel ranks: each rank's columns, and the one exchange."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ from megatron_dppo.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which columns of the vocabulary a rank's logits are."""
+    """The columns of the vocabulary that a rank's logits hold."""
 
     start: int  # global id of the first column; shards follow each other in rank order
     vocab_size: int  # of the model, without the columns that pad the last shards
     group: dist.ProcessGroup | None = None  # the ranks that hold the other columns; none where there are none
 
     def num_columns(self, width: int) -> int:
-        """How many of a shard's `width` columns are tokens; the rest is padding."""
+        """Return how many of a shard's `width` columns are tokens; the rest is padding."""
         return num_columns(width, self.start, self.vocab_size)
 
 
 def num_columns(width: int, vocab_start: int, vocab_size: int) -> int:
-    """How many of `width` columns from `vocab_start` on are tokens of the vocabulary."""
+    """Return how many of `width` columns from `vocab_start` on are tokens of the vocabulary."""
     return max(0, min(width, vocab_size - vocab_start))
 
 

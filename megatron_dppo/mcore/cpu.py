@@ -35,7 +35,7 @@ _CONSTANTS: dict[str, Any] = {
 
 
 class _View(ModuleType):
-    """A module as Megatron sees it: what was set on the view, and the real module for the rest."""
+    """A module as Megatron sees it: attributes set on the view first, then the real module's."""
 
     def __init__(self, real: ModuleType) -> None:
         super().__init__(real.__name__)
@@ -132,7 +132,7 @@ def _torch_on_cpu() -> ModuleType:
 def _all_gather(
     gathered: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """As NCCL's, which takes tensors of unequal lengths; gloo's does not."""
+    """Gather or scatter tensors of unequal lengths, as NCCL does and gloo does not."""
     longest = max(tensor.shape[0] for tensor in gathered)
     padded = own.new_zeros(longest, *own.shape[1:])
     padded[: own.shape[0]] = own
@@ -145,7 +145,7 @@ def _all_gather(
 def _reduce_scatter(
     own: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """As NCCL's, which takes tensors of unequal lengths; gloo's does not."""
+    """Gather or scatter tensors of unequal lengths, as NCCL does and gloo does not."""
     whole = torch.cat(parts)
     dist.all_reduce(whole, group=group)
     own.copy_(whole.split([part.shape[0] for part in parts])[dist.get_rank(group)])
@@ -161,7 +161,7 @@ def _no_stream(stream: object) -> Iterator[None]:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """`factory` with device="cuda" read as the CPU, and page-locking dropped."""
+    """Wrap `factory` so that device="cuda" means the CPU, and page-locking is dropped."""
 
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer_tensor_methods() -> None:
-    """Methods of tensors cannot be shown to Megatron alone; without CUDA these three raise or never match."""
+    """Replace three tensor methods for all code: without CUDA they raise or never match."""
     tensor: Any = torch.Tensor
     if isinstance(torch.zeros(()).type(), _TypeName):
         return
@@ -204,7 +204,7 @@ def _replace_generators_and_splits() -> None:
         torch.set_rng_state(new_state)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """The all-to-all dispatcher's splits: on a GPU they become numpy, which c10d wants here too."""
+        """Return the all-to-all dispatcher's splits as numpy, as on a GPU: c10d wants that here too."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     megatron_random._get_cuda_rng_state = get_state

@@ -13,7 +13,7 @@ from megatron_dppo.kernels.vocab_parallel import VocabShard
 
 
 def megatron_sizes(layout: Layout) -> dict[str, Any]:
-    """The layout in TransformerConfig's words, with what Megatron needs to be right under it."""
+    """Return the layout as TransformerConfig fields, with those that Megatron needs to be right under it."""
     return dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -30,7 +30,7 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
 
 
 def initialize_groups(layout: Layout, seed: int, timeout_s: float = 1800.0) -> None:
-    """Megatron's process groups, unless they are of this layout already, and its random-number tracker, anew.
+    """Create Megatron's process groups unless they exist for this layout, and reset its random tracker.
 
     Collectives of new groups wait `timeout_s` at most.
     """
@@ -61,7 +61,7 @@ def _sizes_of_groups() -> dict[str, int | None]:
 
 
 def _destroy_groups() -> None:
-    """Megatron forgets its groups where it is told to destroy them; their threads would stay."""
+    """Destroy Megatron's process groups with their threads; Megatron itself only forgets them."""
     groups: list[Any] = getattr(parallel_state, "_global_process_group_list", None) or []
     parallel_state.destroy_model_parallel()
     for group in groups:
@@ -75,7 +75,7 @@ def _virtual(layout: Layout) -> int | None:
 
 
 def vocab_shard(vocab_size: int) -> VocabShard:
-    """Which columns of the logits this rank has."""
+    """Return the columns of the logits that this rank has."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     width = -(-vocab_size // size)
     group: Any = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
@@ -83,34 +83,34 @@ def vocab_shard(vocab_size: int) -> VocabShard:
 
 
 def is_last_stage() -> bool:
-    """Whether this rank computes logits and losses."""
+    """Return whether this rank computes logits and losses."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
 def speaks_for_its_tokens() -> bool:
-    """Whether this rank, alone among those that compute the same losses, reports them."""
+    """Return whether this rank, alone among the ranks that compute the same losses, reports them."""
     return is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def speaks_for_its_group() -> bool:
-    """Whether this rank, alone in its data-parallel group, reports what is known of whole micro-batches."""
+    """Return whether this rank alone reports on its data-parallel group's whole micro-batches."""
     return speaks_for_its_tokens() and parallel_state.get_context_parallel_rank() == 0
 
 
 def data_parallel_place() -> tuple[int, int]:
-    """(rank, size) of this rank among those that train on other samples."""
+    """Return (rank, size) of this rank among the data-parallel ranks."""
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
 def sequence_parallel_rows(num_tokens: int) -> slice:
-    """Which of the tokens of this context-parallel rank the routers of this tensor-parallel rank see."""
+    """Return the tokens of this context-parallel rank that this tensor-parallel rank's routers see."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     own, rank = num_tokens // size, parallel_state.get_tensor_model_parallel_rank()
     return slice(rank * own, (rank + 1) * own)
 
 
 def sum_over_tokens_and_stages(values: Tensor) -> Tensor:
-    """Add up what the context-parallel ranks and the pipeline stages have of a micro-batch, on each of them."""
+    """Sum a micro-batch's values over context-parallel ranks and pipeline stages, on each of them."""
     groups: list[Any] = [
         parallel_state.get_context_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),

@@ -1,1 +1,1 @@
-"""What is measured while a run trains."""
+"""Metrics that are measured while a run trains."""

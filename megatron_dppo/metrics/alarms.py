@@ -25,7 +25,7 @@ Row = Mapping[str, float]
 
 
 def alarms(history: Sequence[Row], row: Row, steps: Sequence[Row] = ()) -> dict[str, str]:
-    """By rule, in words, what is wrong with a rollout; empty where nothing is.
+    """Return what is wrong with a rollout, in words by alarm; empty where nothing is.
 
     Args:
         history: Metrics of all rollouts before it, in order.
@@ -38,20 +38,20 @@ def alarms(history: Sequence[Row], row: Row, steps: Sequence[Row] = ()) -> dict[
 
 
 class AlarmWatch:
-    """Judges each rollout as it ends; keeps the rows that later ones are compared with."""
+    """Raises alarms about each finished rollout, by comparison with the rows of earlier ones."""
 
     def __init__(self, history: Sequence[Row] = ()) -> None:
-        """Go on after the rollouts of `history`."""
+        """Continue after the rollouts of `history`."""
         self.rows: list[Row] = list(history)
         self._steps: list[Row] = []
         self._last: frozenset[str] = frozenset()
 
     def add_step(self, values: Row) -> None:
-        """A gradient step of the rollout that will be judged next."""
+        """Add a gradient step of the current rollout."""
         self._steps.append(values)
 
     def judge(self, row: Row) -> dict[str, str]:
-        """The alarms of a rollout that the one before it did not raise."""
+        """Return the alarms of a rollout that the rollout before it did not raise."""
         found = alarms(self.rows, row, self._steps)
         new = {name: text for name, text in found.items() if name not in self._last}
         self.rows.append(row)
@@ -59,7 +59,7 @@ class AlarmWatch:
         return new
 
     def good_until(self, found: Mapping[str, str]) -> int:
-        """How many rollouts were finished before the trouble of the last one began.
+        """Return the number of rollouts finished before the last rollout's trouble began.
 
         A collapse began after the rollouts whose mean reward was best; everything else in the rollout itself.
         """
@@ -79,7 +79,7 @@ def write_alarms(folder: Path, rollout: int, found: Mapping[str, str], rows: Seq
 
 
 def reward_collapse(history: Sequence[Row], row: Row) -> str | None:
-    """The mean reward of ENOUGH rollouts fell by more than half of what it had gained, and beyond chance."""
+    """Find a fall of ENOUGH rollouts' mean reward by more than half of what it gained, and beyond chance."""
     rewards = [value for value in (_value(r, "reward/mean") for r in [*history, row]) if value is not None]
     if len(rewards) < 2 * ENOUGH:
         return None
@@ -93,7 +93,7 @@ def reward_collapse(history: Sequence[Row], row: Row) -> str | None:
 
 
 def length_jump(history: Sequence[Row], row: Row) -> str | None:
-    """Responses became LENGTH_FACTOR times longer or shorter."""
+    """Find responses that became LENGTH_FACTOR times longer or shorter."""
     name = "rollout/response_length_mean"
     value, usual = _value(row, name), _usual(history, name)
     if value is None or usual is None or usual / LENGTH_FACTOR <= value <= usual * LENGTH_FACTOR:
@@ -102,7 +102,7 @@ def length_jump(history: Sequence[Row], row: Row) -> str | None:
 
 
 def tv_tail(history: Sequence[Row], row: Row) -> str | None:
-    """The tail of |pi - mu| before any update grew: the engines drift apart."""
+    """Find a larger tail of |pi - mu| before any update: the engines drift apart."""
     name = "mismatch/tv_p999"
     value, usual = _value(row, name), _usual(history, name)
     if value is None or usual is None or value <= max(TV_FACTOR * usual, TV_FLOOR):
@@ -111,7 +111,7 @@ def tv_tail(history: Sequence[Row], row: Row) -> str | None:
 
 
 def agreement_drop(history: Sequence[Row], row: Row) -> str | None:
-    """The trainer's routers agree less with the rollout's."""
+    """Find a fall of the agreement between the trainer's routers and the rollout's."""
     name = "routing/agreement_mean"
     value, usual = _value(row, name), _usual(history, name)
     if value is None or usual is None or value >= usual - AGREEMENT_DROP:
@@ -139,14 +139,14 @@ def _not_finite(rows: Sequence[Row]) -> str | None:
 
 
 def _running_means(rewards: Sequence[float | None]) -> dict[int, float]:
-    """Mean of ENOUGH known rewards in a row, by how many rollouts are finished after the last of them."""
+    """Return means of ENOUGH successive known rewards, by the number of rollouts finished after the last."""
     known = [(number, value) for number, value in enumerate(rewards, start=1) if value is not None]
     windows = (known[i : i + ENOUGH] for i in range(len(known) - ENOUGH + 1))
     return {window[-1][0]: fmean(value for _, value in window) for window in windows}
 
 
 def _value(row: Row, name: str) -> float | None:
-    """A finite value of the row."""
+    """Return a metric of the row; none where it is absent or not finite."""
     value = row.get(name, math.nan)
     return value if math.isfinite(value) else None
 

@@ -30,7 +30,7 @@ def add_bound_of_tokens(
     advantages: Tensor,  # [T]
     loss_mask: Tensor,  # [T] bool
 ) -> None:
-    """The learning tokens' part of what `add_bound_of_responses` counts the responses of."""
+    """Add the sums over learning tokens; `add_bound_of_responses` adds the number of responses."""
     rows = loss_mask.bool().nonzero()[:, 0]
     if rows.numel() == 0:
         return
@@ -46,7 +46,7 @@ def add_bound_of_tokens(
 
 
 def add_bound_of_responses(metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
-    """Count the responses of a data-parallel group's whole micro-batches: those with a learning token."""
+    """Count the responses with a learning token in a data-parallel group's whole micro-batches."""
     for microbatch in microbatches:
         lengths = [
             int(microbatch.loss_mask[start:stop].sum())
@@ -58,7 +58,7 @@ def add_bound_of_responses(metrics: Metrics, microbatches: Sequence[Microbatch])
 
 
 def bound_terms(merged: Mapping[str, float]) -> dict[str, float]:
-    """`theory/linear_term` and `theory/quadratic_term`, from the metrics of a step over all ranks.
+    """Return `theory/linear_term` and `theory/quadratic_term` from a step's metrics over all ranks.
 
     4 xi times the mean over responses of the sum of TV (App. B.3), and 2 xi T (T - 1) max TV^2 (Theorem 3.2);
     none where no token learnt.

@@ -18,7 +18,7 @@ State = dict[tuple[str, str], dict[int, Sums]]  # by preset and sign ("+" or "-"
 
 
 class ClippedTokens:
-    """Sums over masked tokens that micro-batches and ranks add to."""
+    """Sums over masked tokens, by token, preset and sign; they merge over micro-batches and ranks."""
 
     def __init__(self) -> None:
         self._sums: State = {}
@@ -47,7 +47,7 @@ class ClippedTokens:
                 self._add((preset, sign), zip(ids.tolist(), sums.tolist(), strict=True))
 
     def state(self) -> State:
-        """All of it as plain numbers, for `all_gather_object`."""
+        """Return the sums as plain numbers, for `all_gather_object`."""
         return self._sums
 
     def merge(self, others: Iterable[State]) -> ClippedTokens:
@@ -58,7 +58,7 @@ class ClippedTokens:
         return self
 
     def rows(self, decode: Callable[[list[int]], str], top: int = TOP) -> Iterator[dict[str, Any]]:
-        """The tokens most often masked, for each preset and sign, most frequent first.
+        """Yield the tokens most often masked, for each preset and sign, most frequent first.
 
         Each row has `preset`, `sign`, `token`, `token_id`, `count`, `share` (of the preset's masked tokens of
         that sign), and the means of mu, pi, the entropy and |pi - mu| over the token's masked occurrences.

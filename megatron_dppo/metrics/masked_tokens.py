@@ -22,7 +22,7 @@ SIGNS = {"+": 1, "-": -1}
 
 @dataclass(frozen=True)
 class MaskedToken:
-    """One dropped token."""
+    """One token that the mask dropped, with its response."""
 
     sign: str  # of its advantage, "+" or "-"
     sample_id: str
@@ -37,7 +37,7 @@ class MaskedToken:
 
     @property
     def rank(self) -> tuple[str, float, str, int]:
-        """Sorts by sign and divergence, the largest first, and by place where these are equal."""
+        """Return a key that sorts by sign, by divergence from the largest down, and then by place."""
         return self.sign, -self.divergence, self.sample_id, self.position
 
 
@@ -49,7 +49,7 @@ class MaskedTokens:
 
     @torch.no_grad()
     def add(self, microbatch: Microbatch, *, mask: Tensor, divergence: Tensor, log_probs: Tensor) -> None:
-        """Take in what a rank holds of a micro-batch.
+        """Add a rank's tokens of a micro-batch.
 
         Args:
             microbatch: This rank's tokens, T of them; `cu_seqlens` may be those of all ranks' tokens. Without
@@ -67,7 +67,7 @@ class MaskedTokens:
         self._keep_farthest()
 
     def read_around(self, microbatches: Iterable[Microbatch]) -> None:
-        """Give the tokens their context, from the step's whole micro-batches."""
+        """Attach the surrounding text to each token, from the step's whole micro-batches."""
         starts = {
             sample_id: (m.tokens, *map(int, m.cu_seqlens[place : place + 2]))
             for m in microbatches
@@ -87,7 +87,7 @@ class MaskedTokens:
         return self
 
     def rows(self, decode: Callable[[Sequence[int]], str], rollout: int) -> Iterator[dict[str, Any]]:
-        """The tokens with the text around them, by sign, the largest divergence first.
+        """Return the tokens with the text around them, by sign, the largest divergence first.
 
         Each row has `sign`, `rollout`, `sample` (its id in `samples/`), `position` (among the sample's tokens,
         prompt included, from 0), `token`, `token_id`, `before` and `after` (text), `mu`, `pi`, `divergence` (a
@@ -115,7 +115,7 @@ class MaskedTokens:
 
 
 def _farthest(rows: Tensor, divergence: Tensor) -> Tensor:
-    """Those of the rows whose divergence is among the largest; all that are equal to the last of them."""
+    """Return the rows with the largest divergences, ties with the smallest of them included."""
     if rows.numel() <= FARTHEST:
         return rows
     values = divergence[rows]
@@ -147,7 +147,7 @@ def _in_context(token: MaskedToken, tokens: Tensor, start: int, stop: int) -> Ma
 
 @dataclass(frozen=True)
 class TokenLists:
-    """What a gradient step lists of the tokens that masks drop: the most frequent, and the farthest out."""
+    """Lists of a gradient step's masked tokens: the most frequent, and those of largest divergence."""
 
     clipped: ClippedTokens = field(default_factory=ClippedTokens)
     masked: MaskedTokens = field(default_factory=MaskedTokens)

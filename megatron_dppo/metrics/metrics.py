@@ -25,7 +25,7 @@ RATIO_QUANTILES = {"min": 0.0, "p001": 0.001, "p999": 0.999, "max": 1.0}
 
 
 class HistogramState(TypedDict):
-    """What a histogram sends to other ranks."""
+    """State of a histogram, sent to other ranks."""
 
     counts: dict[int, int]
     smallest: float
@@ -33,7 +33,7 @@ class HistogramState(TypedDict):
 
 
 class MetricsState(TypedDict):
-    """What one rank sends to the others: plain numbers only."""
+    """State of a rank's metrics, sent to the other ranks: plain numbers only."""
 
     means: dict[str, tuple[float, float]]
     sums: dict[str, float]
@@ -75,11 +75,11 @@ class Histogram:
 
     @property
     def state(self) -> HistogramState:
-        """All of it as plain numbers."""
+        """Return the histogram as plain numbers."""
         return {"counts": dict(self.counts), "smallest": self.smallest, "largest": self.largest}
 
     def quantile(self, q: float) -> float:
-        """As `torch.quantile` (linear between neighbours), right to within one bin; NaN if a value was."""
+        """Return a quantile as `torch.quantile` does (linear), right to within one bin; NaN if a value was."""
         num_values = sum(self.counts.values())
         if num_values == 0 or math.isnan(self.largest):
             return math.nan
@@ -89,7 +89,7 @@ class Histogram:
         return value if weight == 0 else value + weight * (self._order_statistic(low + 1, num_values) - value)
 
     def _order_statistic(self, rank: int, num_values: int) -> float:
-        """The value with `rank` values before it: exact at both ends, else its bin's middle."""
+        """Return the value with `rank` values before it: exact at both ends, else its bin's middle."""
         if rank <= 0:
             return self.smallest
         if rank >= num_values - 1:
@@ -139,11 +139,11 @@ class Metrics:
         self._log_ratios.setdefault(name, Histogram()).add(log_ratios)
 
     def quantile(self, name: str, q: float) -> float:
-        """Any quantile of a histogram; NaN where it holds nothing."""
+        """Return any quantile of a histogram; NaN where it holds nothing."""
         return self._histograms[name].quantile(q) if name in self._histograms else math.nan
 
     def state(self) -> MetricsState:
-        """All of it as plain numbers, for `all_gather_object`."""
+        """Return the state as plain numbers, for `all_gather_object`."""
         return {
             "means": dict(self._means),
             "sums": dict(self._sums),
@@ -172,7 +172,7 @@ class Metrics:
         return self
 
     def values(self) -> dict[str, float]:
-        """Each metric as a number, sorted by name; a mean over nothing is left out."""
+        """Return each metric as a number, sorted by name; a mean over nothing is left out."""
         values = {name: total / count for name, (total, count) in self._means.items() if count != 0}
         values |= self._sums | self._maxima | self._minima
         for name, histogram in self._histograms.items():
@@ -188,19 +188,19 @@ class Metrics:
 
 
 def _largest(a: float, b: float) -> float:
-    """Larger of two numbers; NaN if either is, so that a broken token cannot hide."""
+    """Return the larger of two numbers; NaN if either is, so that a broken token cannot hide."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 @cache
 def _bin_edges() -> Tensor:
-    """Edges between bins 1, 2, .. OUTERMOST."""
+    """Return the edges between bins 1, 2, .. OUTERMOST."""
     exponents = torch.arange(NUM_BINS + 1, dtype=torch.float64) / BINS_PER_DECADE + LOWEST_EXPONENT
     return torch.pow(torch.tensor(10.0, dtype=torch.float64), exponents)
 
 
 def _bin_middle(index: int) -> float:
-    """Geometric middle of a bin; the outer bins of a sign give the edge that bounds them."""
+    """Return the geometric middle of a bin; the outer bins of a sign give the edge that bounds them."""
     if index < 0:
         return -_bin_middle(-index)
     if index == 0:

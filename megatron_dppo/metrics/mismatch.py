@@ -25,7 +25,7 @@ def add_mismatch(
     *,
     prefix: str = "mismatch",
 ) -> None:
-    """Distance of pi from mu over the learning tokens, tokens being samples of mu.
+    """Add the distance of pi from mu over the learning tokens, which are samples of mu.
 
     `kl_k1` and `kl_k3` both estimate KL(mu || pi): k1 = -log r is unbiased but noisy and may be negative;
     k3 = r - 1 - log r has little noise and is never negative. r = pi / mu.
@@ -59,7 +59,7 @@ def add_topk_tv(
     *,
     prefix: str,
 ) -> None:
-    """`<prefix>/topk_tv_*`: total variation over mu's K most probable tokens, the sampled one and the rest."""
+    """Add `<prefix>/topk_tv_*`: total variation over mu's K most probable tokens, the sampled, the rest."""
     rows = loss_mask.nonzero()[:, 0]
     if rows.numel() == 0:
         return
@@ -79,7 +79,7 @@ def add_mismatch_by_age(
     weight_versions: Tensor,  # [T] int: that sampled y_t; below 0 where it is not known
     weight_version: int,
 ) -> None:
-    """`mismatch_age_<n>/*`: `add_mismatch` of what weights n versions before `weight_version` sampled.
+    """Add `mismatch_age_<n>/*`: the mismatch of tokens sampled n versions before `weight_version`.
 
     At age 0 only the engines set pi and mu apart; OLDEST_AGE holds older tokens as well.
     """
@@ -91,27 +91,21 @@ def add_mismatch_by_age(
 
 
 def without_lone_age(values: Mapping[str, float]) -> dict[str, float]:
-    """The metrics without `mismatch_age_0/*` where that is the only age: it repeats `mismatch/*`."""
+    """Return the metrics without `mismatch_age_0/*` where that is the only age: it repeats `mismatch/*`."""
     ages = {name.partition("/")[0] for name in values if name.startswith("mismatch_age_")}
     repeats = "mismatch_age_0/" if ages == {"mismatch_age_0"} else None
     return {name: value for name, value in values.items() if repeats is None or not name.startswith(repeats)}
 
 
-def add_entropy(metrics: Metrics, entropy: Tensor, loss_mask: Tensor) -> None:
-    """`policy/entropy`: mean over learning tokens of the whole vocabulary's entropy [T], in nats."""
-    entropy = entropy.detach()[loss_mask.bool()].double()
-    metrics.add_mean("policy/entropy", entropy.sum(), entropy.numel())
-
-
 def add_agreement(metrics: Metrics, by_layer: Mapping[int, tuple[float, int]]) -> None:
-    """`routing/agreement_*` from (sum of overlaps, positions) of each MoE layer, 0-based."""
+    """Add `routing/agreement_*` from (sum of overlaps, positions) of each MoE layer, 0-based."""
     for layer, (total, count) in by_layer.items():
         metrics.add_mean(f"routing/agreement_layer_{layer}", total, count)
         metrics.add_mean("routing/agreement_mean", total, count)
 
 
 def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
-    """What the mask dropped, from the counts that `policy_loss` returns.
+    """Add `trust_region/*`: shares of masked tokens, from the counts that `policy_loss` returns.
 
     `masked_fraction_positive` and `_negative` are over tokens with A > 0 and A < 0. `bad_update_fraction`
     (A < 0 and mu - pi >= .5), `ratio_capped_fraction` and `divergence_mean` are over all learning tokens,
@@ -139,7 +133,7 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
 
 
 def add_noise(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
-    """`trust_region/noise_masked_fraction`: of the tokens with A != 0, those masked before any update.
+    """Add `trust_region/noise_masked_fraction`: the share of tokens with A != 0 masked before any update.
 
     pi and mu then have the same weights, so what moved them apart is noise of the two engines (and age, where a
     response was begun with older weights), and a trust region that drops it is tighter than the engines agree.

@@ -12,7 +12,7 @@ percentile.
 
 
 def noise_warning(of_rollout: Mapping[str, float]) -> str | None:
-    """What to tell who runs, from the metrics of a rollout; none where the noise is within NOISE_LIMIT."""
+    """Return the warning about a rollout's metrics; none where the noise is within NOISE_LIMIT."""
     masked = of_rollout.get("trust_region/noise_masked_fraction", 0.0)
     if not masked > NOISE_LIMIT:
         return None

@@ -22,7 +22,7 @@ def add_shadow_masks(
     advantages: Tensor,  # [T]
     loss_mask: Tensor,  # [T] bool
 ) -> None:
-    """`shadow/<name>/*` over the learning tokens with A != 0, which are those that a rule can drop.
+    """Add `shadow/<name>/*` over the learning tokens with A != 0: the tokens that a rule can drop.
 
     `masked_fraction`, and `masked_fraction_positive` and `_negative` over the tokens of that sign alone;
     `agreement`: the share that the objective and the active one both keep or both drop;

@@ -38,7 +38,7 @@ class MeasuredResponse:
 
 
 def measured_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor]) -> Iterator[MeasuredResponse]:
-    """The responses of a micro-batch, those without a learning token left out.
+    """Return the responses of a micro-batch that have a learning token.
 
     Args:
         microbatch: T whole tokens.
@@ -66,7 +66,7 @@ def _rows(values: Mapping[Routes, Tensor], rows: Tensor) -> dict[Routes, Tensor]
 
 
 def _topk_tv(m: Microbatch, columns: Tensor) -> Tensor:
-    """[T] total variation over the rollout's K tokens, the sampled one and the rest."""
+    """Return the total variation over the rollout's K tokens, the sampled one and the rest, [T]."""
     assert m.topk is not None, "asked for where the rollout kept its top-K"
     topk = TopKLogProbs(m.topk.ids, m.topk.log_probs, columns[:, 1:])
     log_probs, rollout_log_probs = columns[:, 0].clamp(max=0), m.rollout_log_probs.clamp(max=0)
@@ -75,7 +75,7 @@ def _topk_tv(m: Microbatch, columns: Tensor) -> Tensor:
 
 
 def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> dict[str, float]:
-    """Everything about the distance of pi from mu over all tokens, for one way of forwarding them.
+    """Return statistics of the distance of pi from mu over all tokens, for one way of forwarding them.
 
     The names of `add_mismatch` without a prefix; besides `log_prob_diff_mean` and `_max` (|log pi - log mu|),
     `ratio_<suffix>` for RATIO_PERCENTS of pi / mu and, where the top-K is there, `topk_tv_mean` and `_max`.
@@ -104,7 +104,7 @@ def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> d
 
 
 def pairs(responses: Sequence[MeasuredResponse], routes: Routes) -> tuple[Tensor, Tensor]:
-    """[T] float64 log pi and log mu of all tokens, in the order of the responses."""
+    """Return log pi and log mu of all tokens, [T] float64 each, in the order of the responses."""
     empty = torch.zeros(0)
     log_pi = torch.cat([empty, *(response.log_probs[routes] for response in responses)])
     log_mu = torch.cat([empty, *(response.rollout_log_probs for response in responses)])
@@ -112,7 +112,7 @@ def pairs(responses: Sequence[MeasuredResponse], routes: Routes) -> tuple[Tensor
 
 
 def token_rows(responses: Iterable[MeasuredResponse]) -> Iterator[dict[str, object]]:
-    """One JSON object for each response, whose lists run over its tokens."""
+    """Yield a JSON object for each response, whose lists run over its tokens."""
     for response in responses:
         row: dict[str, object] = {
             "prompt": response.prompt.tolist(),

@@ -1,4 +1,4 @@
-"""Which answers are small enough to compute with.
+"""Tells which answers are small enough to compute with.
 
 Python can be interrupted between two operations, and not within one: `9^{9^{9^9}}` and `(9!)!` are one each.
 """
@@ -20,7 +20,7 @@ _POWER = re.compile(r"\^|\*\*|\\uparrow")
 
 
 def is_small(text: str) -> bool:
-    """Whether no power and no factorial in it is astronomic, and it is neither too long nor too deep."""
+    """Return whether an answer has no astronomic power or factorial, and is neither too long nor too deep."""
     if len(text) > MAX_LENGTH:
         return False
     text = _SUBSCRIPT.sub("", text.replace(r"\left", "").replace(r"\right", ""))
@@ -31,7 +31,7 @@ def is_small(text: str) -> bool:
 
 
 def _groups(text: str) -> dict[int, int] | None:
-    """Where the bracket that ends at or starts at a place has its partner; none where they nest too deep.
+    """Return the place of each bracket's partner; none where brackets nest too deep.
 
     Kinds do not matter: `[0,1)` is a pair.
     """
@@ -49,7 +49,7 @@ def _groups(text: str) -> dict[int, int] | None:
 
 
 def _has_small_powers(text: str, groups: dict[int, int]) -> bool:
-    """Powers of powers multiply, whether they stand in the base or in the exponent."""
+    """Return whether all powers are small; powers of powers multiply, in the base or in the exponent."""
     of_groups, of_others = 1.0, 1.0
     for power in _POWER.finditer(text):
         end = _end_of_operand(text, power.end(), groups)
@@ -78,7 +78,7 @@ def _has_small_factorials(text: str, groups: dict[int, int]) -> bool:
 
 
 def _end_of_operand(text: str, place: int, groups: dict[int, int]) -> int:
-    """Where what follows a power sign ends: a number, a letter, a group, or a command with its groups."""
+    """Return where a power's exponent ends: a number, a letter, a group, or a command with its groups."""
     signs = _SIGNS.match(text, place)
     place = signs.end() if signs else place
     atom = _ATOM.match(text, place)
@@ -91,7 +91,7 @@ def _end_of_operand(text: str, place: int, groups: dict[int, int]) -> int:
 
 
 def _size(text: str) -> float:
-    """At least what the numbers of a text can make together, powers among them."""
+    """Return an upper bound of what the numbers of a text can make together, powers included."""
     size = 1.0
     for number in _NUMBER.finditer(text):
         value = float(number.group()[:20])

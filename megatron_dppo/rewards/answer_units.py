@@ -1,4 +1,4 @@
-"""Units at the end of an answer."""
+"""Splits the unit off the end of an answer."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a reward is, what it is asked and answers, and the registry that `data.reward` names one from."""
+"""The interface of rewards, and the registry of their names for `data.reward`."""
 
 import importlib
 import math
@@ -27,7 +27,7 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A response's score, and what else is worth a metric."""
+    """A response's score, and further numbers to report as metrics."""
 
     value: float
     info: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -35,7 +35,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class RewardFault:
-    """Why a response has no score."""
+    """The reason why a response has no score."""
 
     kind: RewardFaultKind
     message: str
@@ -117,7 +117,7 @@ def problem_with(name: str) -> Problem | None:
 
 
 def reward(name: str) -> Reward:
-    """The reward registered under `name`, or the function that "package.module:function" names.
+    """Return the reward registered under `name`, or the function that "package.module:function" names.
 
     Such a module is imported, and what it raises then comes through.
 
@@ -135,7 +135,7 @@ def reward(name: str) -> Reward:
 
 
 def checked(function: Reward, request: RewardRequest) -> RewardResult:
-    """What the reward says, once it is known to be finite numbers.
+    """Call the reward, and return its result once all its numbers are known to be finite.
 
     Raises:
         RewardError: The reward raised, returned something else, or a number that is not finite.
@@ -163,7 +163,7 @@ def checked(function: Reward, request: RewardRequest) -> RewardResult:
 
 
 def described(error: BaseException) -> str:
-    """An exception in words, and where it was raised; no exception is too strange for it."""
+    """Return an exception in words, with the place where it was raised."""
     words = "".join(traceback.format_exception_only(error)).strip()
     *_, (frame, line) = [*traceback.walk_tb(error.__traceback__)] or [(None, 0)]
     if frame is None:

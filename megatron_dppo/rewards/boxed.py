@@ -1,4 +1,4 @@
-r"""Where a response gives its answer in LaTeX: the last whole `\boxed{...}`."""
+r"""Finds the answer of a response in LaTeX: the last whole `\boxed{...}`."""
 
 import re
 
@@ -6,7 +6,7 @@ _PIECE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is 
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the `\boxed{...}` that opens last among those that close; none where there is none.
+    r"""Return the content of the closed `\boxed{...}` that opens last; none where there is none.
 
     One pass over the text, whatever it is: braces pair as TeX pairs them, `\{` and `\}` are text, and a brace
     without a partner outside of the box does not matter. Of boxes within boxes it is the innermost.

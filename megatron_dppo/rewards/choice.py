@@ -25,7 +25,7 @@ _THINKING_ENDS = "</think>"
 
 @dataclass(frozen=True)
 class RewardChoice:
-    """What `[data]` says of rewards.
+    """The settings of rewards in `[data]`.
 
     Attributes:
         reward: A reward's name, weights by name, or "environment".
@@ -41,7 +41,7 @@ class RewardChoice:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Of each reward, by its name."""
+        """The weight of each reward, by its name."""
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
 
     @property
@@ -59,7 +59,7 @@ class RewardChoice:
 
     @classmethod
     def read(cls, text: str) -> "RewardChoice":
-        """The choice that `text` is of."""
+        """Return the choice that `text` was made of."""
         if not text.startswith("{"):
             return cls(text)
         fields = json.loads(text)
@@ -94,7 +94,7 @@ def problems_with(choice: RewardChoice) -> Iterator[Problem]:
 
 
 def chosen(choice: RewardChoice) -> Reward:
-    """The reward of a choice. A user's modules are imported; what they raise then comes through.
+    """Return the reward of a choice. A user's modules are imported; exceptions of theirs pass through.
 
     Raises:
         ConfigError: There is none of a name; the message says what there is.
@@ -104,7 +104,7 @@ def chosen(choice: RewardChoice) -> Reward:
     parts = {_label(name): (weight, _under_rules(name, choice)) for name, weight in choice.reward.items()}
 
     def weighted_sum(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """The parts' values by weight; info has each part's value by its name, and its info as `part/key`."""
+        """Return the weighted sum; info has each part's value by its name, and its info as `part/key`."""
         request = RewardRequest(prompt, response, finish_reason)
         results = {label: checked(part, request) for label, (_, part) in parts.items()}
         value = math.fsum(parts[label][0] * result.value for label, result in results.items())
@@ -117,25 +117,25 @@ def chosen(choice: RewardChoice) -> Reward:
 
 
 def after_thinking(response: str) -> str | None:
-    """What follows the one `</think>` of a response; none where there is none, or another."""
+    """Return the text after the only `</think>` of a response; none where there is none or several."""
     thoughts = response.split(_THINKING_ENDS, maxsplit=2)
     return thoughts[1] if len(thoughts) == 2 else None
 
 
 def _label(name: str) -> str:
-    """What metrics call a reward: its registered name, or the function's without its module."""
+    """Return the name of a reward in metrics: its registered name, or its function's without the module."""
     return name.rpartition(":")[2]
 
 
 def _under_rules(name: str, choice: RewardChoice) -> Reward:
-    """A reward by name; one of ours under the choice's rules."""
+    """Return a reward by name; a registered one with the choice's values and thinking applied."""
     function = reward(name)
     if name not in REWARDS or (choice.values, choice.thinking) == (RewardChoice.values, RewardChoice.thinking):
         return function
     wrong, right = choice.values
 
     def under_rules(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """The reward with the values of right and wrong; info `ends_thinking` where thinking is required."""
+        """Score with the values of right and wrong; info has `ends_thinking` where thinking is required."""
         info: dict[str, float] = {}
         if choice.thinking == "require":
             rest = after_thinking(response)

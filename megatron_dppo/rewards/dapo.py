@@ -57,7 +57,7 @@ def dapo_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
 
 
 def normalized(answer: str) -> str:
-    r"""The spelling that answers are compared in.
+    r"""Return the spelling in which answers are compared.
 
     What follows the last `=`; of that, what stands between dollar signs, if any; without articles, spaces,
     units and the commands that only set text; `\frac12` and `\sqrt2` with braces; digits without commas.

@@ -33,7 +33,7 @@ class _OutOfTimeError(BaseException):
 
 
 def are_equal(reference: str, answer: str) -> bool:
-    r"""Whether two answers, as they stand in `\boxed{...}`, are the same by math-verify.
+    r"""Return whether math-verify finds two answers equal, given as the content of `\boxed{...}`.
 
     Only the main thread of a process can ask. Processor time is counted, not what passes on the wall.
 

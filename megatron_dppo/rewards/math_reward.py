@@ -43,7 +43,7 @@ def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
 
 
 def _judged(reference: str, answer: str) -> tuple[bool, bool]:
-    """Whether an answer is right, and whether it is too hard to tell."""
+    """Return whether an answer is right, and whether it is too hard to compare."""
     from megatron_dppo.rewards.math_compare import TooHardError
 
     if len(answer) > MAX_LENGTH + len(reference):
@@ -55,7 +55,7 @@ def _judged(reference: str, answer: str) -> tuple[bool, bool]:
 
 
 def _is_right(reference: str, answer: str) -> bool:
-    """Two tidy answers; what costs least is asked first."""
+    """Compare two tidy answers, by the cheapest comparison that can tell."""
     if not answer or without_spaces(reference) == without_spaces(answer):
         return bool(answer)
     numbers = integer(reference), integer(answer)

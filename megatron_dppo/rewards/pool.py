@@ -21,7 +21,7 @@ _MAX_LATE_IN_A_ROW = 16
 
 
 class _AboutPrompt(Protocol):
-    """A request names its prompt, for messages about it."""
+    """A request that names its prompt, for messages."""
 
     @property
     def prompt(self) -> Prompt: ...
@@ -36,7 +36,7 @@ class WorkerPool(Generic[Q, A]):
     def __init__(
         self, service: Service[Q, A], name: str, *, num_workers: int, timeout_s: float, memory_mb: int
     ) -> None:
-        """Say what to run.
+        """Store what to run, and start nothing.
 
         Args:
             service: What workers do.
@@ -53,7 +53,7 @@ class WorkerPool(Generic[Q, A]):
             self._idle.put(None)
 
     def start(self) -> None:
-        """Load the code in one worker now: what cannot be loaded should stop a run before it samples.
+        """Load the code in one worker now, so that code that cannot be loaded stops a run before it samples.
 
         Raises:
             RewardError: It cannot be loaded.
@@ -65,7 +65,7 @@ class WorkerPool(Generic[Q, A]):
             self._idle.put(worker)
 
     def ask(self, requests: Sequence[Q]) -> list[A | RewardFault]:
-        """Have all answered, in order. What happens to one request does not touch the others.
+        """Return an answer to each request, in order. A failed request does not touch the others.
 
         An exception that a signal raises here ends the workers at work; the next call starts others.
 
@@ -86,7 +86,7 @@ class WorkerPool(Generic[Q, A]):
         return [job.verdicts[number] for number in range(len(requests))]
 
     def close(self) -> None:
-        """End the workers and all that they have started; the next call would start others."""
+        """End the workers and the processes they have started; the next call would start others."""
         slots = [self._idle.get() for _ in range(self._num_workers)]
         workers = [worker for worker in slots if worker is not None]
         try:
@@ -99,7 +99,7 @@ class WorkerPool(Generic[Q, A]):
                 self._idle.put(None)
 
     def _drive(self, job: "_Job[Q, A]") -> None:
-        """Have one worker, and its successors, answer what no other has taken."""
+        """Answer requests that no other thread has taken, by one worker and its successors."""
         worker = self._idle.get()
         sent: deque[int] = deque()  # the numbers of requests whose answers are due, oldest first
         max_sent = 1
@@ -135,7 +135,7 @@ class WorkerPool(Generic[Q, A]):
     def _answer(
         self, worker: WorkerProcess[Q, A], number: int, job: "_Job[Q, A]"
     ) -> tuple[A | RewardFault, bool]:
-        """What became of a request, and whether the worker is lost with it."""
+        """Return the answer to a request, and whether the worker is lost with it."""
         try:
             answer = worker.receive(number, self._timeout_s, job.given_up)
         except LostError as lost:
@@ -164,7 +164,7 @@ class RewardPool(WorkerPool[RewardRequest, RewardResult]):
         super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Score all, in order; see `WorkerPool.ask`."""
+        """Return a score for each request, in order; see `WorkerPool.ask`."""
         return self.ask(requests)
 
     def __enter__(self) -> "RewardPool":
@@ -178,7 +178,7 @@ _SERVICE = Service("megatron_dppo.rewards.worker", "data.reward", "reward", requ
 
 
 class _Job(Generic[Q, A]):
-    """The requests of one call, and what became of them."""
+    """The requests of one call, and their answers so far."""
 
     def __init__(self, requests: Sequence[Q], key: str) -> None:
         self.requests, self._key = requests, key
@@ -188,7 +188,7 @@ class _Job(Generic[Q, A]):
         self.num_late = 0  # in a row
 
     def keep(self, number: int, verdict: A | RewardFault) -> None:
-        """A request was answered.
+        """Store the answer to a request.
 
         Raises:
             RewardError: The code answers none: waiting for each of the rest would take hours.
@@ -204,7 +204,7 @@ class _Job(Generic[Q, A]):
             )
 
     def take(self) -> int | None:
-        """The next request that nobody answers; several threads ask."""
+        """Return the next request that no thread has taken; several threads call this."""
         try:
             return self.todo.popleft()
         except IndexError:

@@ -15,12 +15,12 @@ OUT_OF_MEMORY = b'{"out_of_memory": true}\n'
 
 
 def hello_line(problem: str | None) -> bytes:
-    """A worker's first line: it is ready, or why the reward could not be loaded."""
+    """Return a worker's first line: it is ready, or why the reward could not be loaded."""
     return line_of({"problem": problem})
 
 
 def read_hello(line: bytes) -> str | None:
-    """The problem, if any.
+    """Return the problem that a worker's first line tells; none where it is ready.
 
     Raises:
         ValueError: This is no first line.
@@ -29,13 +29,13 @@ def read_hello(line: bytes) -> str | None:
 
 
 def request_line(number: int, request: RewardRequest) -> bytes:
-    """A response to score."""
+    """Return the line that asks for the score of a response."""
     content = {"prompt": vars(request.prompt), "response": request.response, "finish": request.finish_reason}
     return line_of({"number": number, **content})
 
 
 def read_request(line: bytes) -> tuple[int, RewardRequest]:
-    """A request and its number."""
+    """Read a request and its number."""
     fields = fields_of(line, "number", "prompt", "response", "finish")
     prompt = fields["prompt"]
     if prompt["messages"] is not None:
@@ -44,14 +44,14 @@ def read_request(line: bytes) -> tuple[int, RewardRequest]:
 
 
 def verdict_line(number: int, verdict: RewardResult | RewardFault) -> bytes:
-    """The answer to a request; a fault is the reward's failure."""
+    """Return the line that answers a request; a fault is the reward's failure."""
     if isinstance(verdict, RewardFault):
         return line_of({"number": number, "failed": verdict.message})
     return line_of({"number": number, "value": verdict.value, "info": dict(verdict.info)})
 
 
 def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
-    """The answer to request `number`.
+    """Read the answer to request `number`.
 
     Raises:
         ValueError: This is none.
@@ -61,7 +61,7 @@ def read_verdict(line: bytes, number: int) -> RewardResult | RewardFault:
 
 
 def fields_of_answer(line: bytes, number: int) -> dict[str, Any] | RewardFault:
-    """What the answer to request `number` holds, whatever workers do, or that it failed.
+    """Read the fields of the answer to request `number`, or its fault; all services' workers share this.
 
     Raises:
         ValueError: This is no answer to it.
@@ -77,12 +77,12 @@ def fields_of_answer(line: bytes, number: int) -> dict[str, Any] | RewardFault:
 
 
 def line_of(content: dict[str, Any]) -> bytes:
-    """A message."""
+    """Return a message as a line."""
     return json.dumps(content).encode() + b"\n"  # ASCII: no character of a response ends the line
 
 
 def fields_of(line: bytes, *keys: str) -> dict[str, Any]:
-    """What a message holds.
+    """Read the fields of a message.
 
     Raises:
         ValueError: It is none, or lacks one of the keys.

@@ -100,14 +100,14 @@ def _end_with(trainer: int) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The protocol has stdin and stdout for itself; user code reads nothing there, and prints to stderr."""
+    """Take stdin and stdout for the protocol; user code then reads nothing, and prints to stderr."""
     requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
 
     def leave() -> None:
-        """A process that a reward forks holds no pipe open, and says nothing there."""
+        """Close the pipes in a process that a reward forks."""
         os.dup2(nowhere, requests, inheritable=False)
         os.dup2(nowhere, replies, inheritable=False)
 
@@ -133,7 +133,7 @@ def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def load_reward(name: str) -> Answer:
-    """What scores responses with the reward of that name."""
+    """Return the function that scores responses with the reward of that name."""
     function = chosen(RewardChoice.read(name))
 
     def reply(line: bytes) -> bytes:

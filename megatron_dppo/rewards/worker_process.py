@@ -30,7 +30,7 @@ A = TypeVar("A")  # what it answers
 
 @dataclass(frozen=True)
 class Service(Generic[Q, A]):
-    """What workers do: a program, and the lines that it reads and writes."""
+    """A kind of worker: its program, and the lines that the program reads and writes."""
 
     module: str  # run as `python -m MODULE NAME MEMORY_MB`
     key: str  # of the config, which holds the name
@@ -40,7 +40,7 @@ class Service(Generic[Q, A]):
 
 
 class LostError(Exception):
-    """The worker did not answer; it is of no more use. `said` is the end of what a dead one printed."""
+    """The worker did not answer and is lost; `said` is the end of what a dead one printed."""
 
     def __init__(self, kind: RewardFaultKind, message: str, said: str = "") -> None:
         super().__init__(message)
@@ -49,14 +49,14 @@ class LostError(Exception):
 
 
 class GivenUpError(Exception):
-    """The caller waits for no answer any more."""
+    """The caller no longer waits for an answer."""
 
 
 class WorkerProcess(Generic[Q, A]):
     """One process of a service, with a process group of its own; one thread at a time drives it."""
 
     def __init__(self, service: Service[Q, A], name: str, memory_mb: int, given_up: Event) -> None:
-        """Start it, and wait until it has loaded what `name` names.
+        """Start the process, and wait until it has loaded `name`.
 
         Raises:
             RewardError: It could not.
@@ -91,18 +91,18 @@ class WorkerProcess(Generic[Q, A]):
 
     @property
     def is_writable(self) -> bool:
-        """Whether all that was sent has gone into the pipe."""
+        """Return whether the pipe has taken all that was sent."""
         return not self._unsent
 
     def send(self, number: int, request: Q) -> None:
-        """Ask; what the pipe does not take now goes while an answer is awaited."""
+        """Send a request; bytes that the pipe does not take now go while an answer is awaited."""
         assert self.is_writable, "one request at a time is on its way into the pipe"
         self._unsent = memoryview(self._service.request_line(number, request))
         self._poll.register(self._in, select.POLLOUT)
         self._write()
 
     def receive(self, number: int, timeout_s: float, given_up: Event) -> A | RewardFault:
-        """The answer to request `number`, the oldest that has none.
+        """Return the answer to request `number`, the oldest without one.
 
         Raises:
             LostError: There was none in time, or at all.
@@ -156,7 +156,7 @@ class WorkerProcess(Generic[Q, A]):
         return line
 
     def _exchange(self, deadline: float, timeout_s: float, given_up: Event) -> None:
-        """Wait for what comes first, and read and write what can be: each pipe may be full."""
+        """Wait for any pipe, and read and write as far as possible: each pipe may be full."""
         if given_up.is_set():
             raise GivenUpError
         wait_s = min(max(deadline - time.monotonic(), 0.0), _CHECK_EVERY_S)
@@ -189,7 +189,7 @@ class WorkerProcess(Generic[Q, A]):
             self._poll.unregister(self._in)
 
     def _read_words(self) -> None:
-        """Keep the last of what was printed."""
+        """Read the worker's output, and keep its end."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._err, 1 << 16)
             self._words = (self._words + data)[-_MAX_WORDS:]
@@ -211,7 +211,7 @@ class WorkerProcess(Generic[Q, A]):
         return f"was killed by {signal.Signals(status.si_status).name}"
 
     def _status(self, timeout_s: float) -> os.waitid_result | None:
-        """How it ended, once it has, and without forgetting it: its number must stay taken until `kill`."""
+        """Return how the process ended, without reaping it: its process id must stay taken until `kill`."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -6,7 +6,7 @@ from megatron_dppo.routing_replay.codec import as_expert_sets
 
 
 def overlap(own: Tensor, rollout: Tensor, num_experts: int) -> Tensor:
-    """Share of the rollout's experts that the live router would choose too.
+    """Return the share of the rollout's experts that the live router would choose too.
 
     Args:
         own: [N, top_k] ids that the live router ranks highest.

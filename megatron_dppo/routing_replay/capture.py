@@ -1,4 +1,4 @@
-"""Validation of captured routes: what does not fit is refused, never filled in."""
+"""Validates captured routes: routes that do not fit are refused, never filled in."""
 
 from megatron_dppo.errors import RoutingReplayError
 from megatron_dppo.types import ModelRouting, Sample

@@ -24,7 +24,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass
 class _RouterTap:
-    """What one router consults: takes the rollout's experts, and counts how often its own agree."""
+    """The hook of one router: returns the rollout's experts, and counts how often the router's own agree."""
 
     num_experts: int
     is_replaying: bool
@@ -43,7 +43,7 @@ class _RouterTap:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Megatron's hook: ([T, top_k] scores, [T, top_k] expert ids) for scores [T, experts]."""
+        """Return scores and expert ids, [T, top_k] each, for scores [T, experts]: Megatron's hook."""
         assert default_compute_topk is not None and self.rollout is not None, "follow() comes before forward"
         is_recomputing = _is_in_backward()
         if is_recomputing:
@@ -73,7 +73,7 @@ class _RouterTap:
 
 
 def _is_in_backward() -> bool:
-    """Whether autograd is running a backward pass: a router called there recomputes activations."""
+    """Return whether autograd runs a backward pass: a router called there recomputes activations."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -84,7 +84,7 @@ class Replay:
     chunks: list[dict[int, _RouterTap]] = field(default_factory=list[dict[int, _RouterTap]])
 
     def follow(self, routes: RoutedExperts, counted: Tensor, chunk: int = 0) -> None:
-        """Have the next forward pass of a chunk use these routes, also when its activations are recomputed.
+        """Set the routes of a chunk's next forward pass, also for recomputed activations.
 
         Args:
             routes: Indices [T, layers, top_k] for the tokens of the pass that this rank's routers see.
@@ -106,13 +106,13 @@ class Replay:
                 taps[layer].counted = counted
 
     def agreement(self) -> dict[int, tuple[float, int]]:
-        """Per MoE layer of this rank: the sum of overlaps, and over how many positions."""
+        """Return the sum of overlaps and the number of positions, for each MoE layer of this rank."""
         taps = {layer: tap for chunk in self.chunks for layer, tap in chunk.items()}
         return {layer: (tap.sum_overlap, tap.num_counted) for layer, tap in taps.items()}
 
 
 def routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
-    """The model's routers by 0-based layer index, in order."""
+    """Return the model's routers by 0-based layer index, in order."""
     found = (module for module in model.modules() if isinstance(module, TopKRouter))
     return {router.layer_number - 1: router for router in found if router.layer_number is not None}
 
@@ -121,7 +121,7 @@ def routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
 def replaying(
     chunks: Sequence[torch.nn.Module], is_replaying: bool = True, is_measuring: bool = False
 ) -> Iterator[Replay]:
-    """Let the model's routers follow the rollout inside the block; restores what they consulted before.
+    """Replay the rollout's routes in the model's routers inside the block; restores their hooks after it.
 
     Give each micro-batch's routes with `Replay.follow` before its forward pass. The block must hold the
     backward pass too when activations are recomputed.

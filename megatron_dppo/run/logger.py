@@ -22,6 +22,7 @@ from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
 from megatron_dppo.metrics.alarms import AlarmWatch, write_alarms
 from megatron_dppo.metrics.bound import bound_terms
 from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.metrics.means import add_group_means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import without_lone_age
 from megatron_dppo.metrics.noise import noise_warning
@@ -198,7 +199,7 @@ class RunLogger:
             for sample in group.samples:
                 for name, value in sample.reward_info.items():
                     metrics.add_mean(f"reward/{name}_mean", value, 1)
-            metrics.add_mean("reward/zero_variance_fraction", float(len(set(rewards)) == 1), 1)
+            add_group_means(metrics, group)
         metrics.add_max("memory/rollout_bytes", bytes_of_samples(batch.samples))
         self.add_to_rollout(metrics)
         total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]

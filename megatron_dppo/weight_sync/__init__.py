@@ -1,1 +1,1 @@
-"""How trained weights reach the rollout engine."""
+"""Sends trained weights to the rollout engine."""

@@ -1,4 +1,4 @@
-"""Interfaces of weight sync: who has the weights, how they travel, and a push."""
+"""Interfaces of weight sync: the owner of the weights, the transport, and the push."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -12,16 +12,16 @@ Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class WeightOwner(Protocol):
-    """Has the weights that a sync sends: an actor, or a checkpoint on disk."""
+    """The source of the weights that a sync sends: an actor, or a checkpoint on disk."""
 
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """All weights in Hugging Face names, or this stage's; see `models.convert.export_hf_weights`."""
+        """Yield all weights in Hugging Face names, or this stage's; see `models.convert.export_hf_weights`."""
         ...
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
-        """What `weights` yields, as tensors without data; every rank calls it."""
+        """Return the tensors that `weights` yields, without data; every rank calls it."""
         ...
 
     @property
@@ -31,7 +31,7 @@ class WeightOwner(Protocol):
 
     @property
     def log_probs(self) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
-        """See `Actor.log_probs`; none where there is no model that computes them."""
+        """Return log-probs as `Actor.log_probs` does; none where there is no model that computes them."""
         ...
 
 
@@ -42,7 +42,7 @@ class WeightSync(Protocol):
     """
 
     def push(self, version: int) -> dict[str, float]:
-        """Send all weights, each tensor exactly once, and see that they arrived.
+        """Send all weights, each tensor exactly once, and verify that they arrived.
 
         Args:
             version: What samples drawn with these weights will report.
@@ -56,16 +56,16 @@ class WeightSync(Protocol):
         ...
 
     def release_engine(self) -> None:
-        """Sampling is over until the next push: the engine may give its memory to the trainer."""
+        """Let the engine give its memory to the trainer: nothing is sampled until the next push."""
         ...
 
     def close(self) -> None:
-        """Let go of what connects trainer and engine."""
+        """Close the connections between trainer and engine."""
         ...
 
 
 class Transport(Protocol):
-    """One way in which weights reach the servers of a fleet."""
+    """A way of sending weights to the servers of a fleet."""
 
     @property
     def needs_begin(self) -> bool:
@@ -73,7 +73,7 @@ class Transport(Protocol):
         ...
 
     def send(self, fleet: Fleet, version: int) -> None:
-        """Give all weights to the fleet's members, between their `begin` and `end`; who failed has left it.
+        """Send all weights to the fleet's members, between `begin` and `end`; members that fail leave it.
 
         Every rank calls it together; afterwards all ranks' fleets are equal.
         """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one type that lie end to end in one buffer, which the next bucket overwrites."""
+    """Tensors of one type, end to end in one buffer that the next bucket overwrites."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -17,7 +17,7 @@ class Bucket:
 
     @property
     def dtype(self) -> str:
-        """Torch's name of it: "bfloat16"."""
+        """The name of the type in torch, such as "bfloat16"."""
         return str(self.flat.dtype).removeprefix("torch.")
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -29,10 +29,10 @@ class Bucket:
 
 
 class Buffer:
-    """Memory that buckets are made in, kept from one push to the next."""
+    """The memory of buckets, kept from one push to the next."""
 
     def __init__(self, num_bytes: int, *, is_shared: bool = False) -> None:
-        """Take no memory yet.
+        """Store the sizes, and allocate nothing.
 
         Args:
             num_bytes: Of a bucket; one with a larger tensor is as large as that.
@@ -64,7 +64,7 @@ class Buffer:
         return Bucket(tuple(names), tuple(shapes), self._memory[:used].view(dtype))
 
     def _at_least(self, num_bytes: int, device: torch.device) -> Tensor:
-        """The memory; only an empty bucket's may grow, and what is too small goes first."""
+        """Return memory of at least that size; only an empty bucket's may grow, and is freed before it does."""
         if self._memory is None or self._memory.numel() < num_bytes:
             self._memory = None
             self._memory = torch.empty(max(num_bytes, self._num_bytes), dtype=torch.uint8, device=device)

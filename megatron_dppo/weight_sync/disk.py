@@ -23,7 +23,7 @@ class DiskTransport:
     def __init__(
         self, weights: Weights, runtime: Runtime, folder: Path, template: Path, bucket_bytes: int
     ) -> None:
-        """Write nothing yet.
+        """Store the folder, and write nothing.
 
         Args:
             weights: Of all pipeline stages, on every rank.
@@ -61,6 +61,6 @@ class DiskTransport:
         fleet.agree(self._runtime.all_gather(fleet.failures))
 
     def close(self) -> None:
-        """Remove what a push that failed left."""
+        """Remove the files of a failed push."""
         if self._runtime.is_main:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StagePlace:
-    """This rank's pipeline stage, and whether it speaks for it."""
+    """This rank's pipeline stage, and whether this rank broadcasts for it."""
 
     stage: int
     num_stages: int
@@ -50,7 +50,7 @@ class DistributedTransport:
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
-        """Join no group yet.
+        """Store the settings, and join no group.
 
         Args:
             weights: Of this rank's pipeline stage; its ranks iterate together.
@@ -89,7 +89,7 @@ class DistributedTransport:
             self._leave()
 
     def _broadcast(self, bucket: Bucket, group: "_Group", fleet: Fleet, version: int | None) -> None:
-        """One bucket to all members; a group that one of them has left is of no use to the others."""
+        """Broadcast one bucket to all members; where one fails, the group is lost for all."""
         tensors = TensorList(bucket.names, bucket.shapes, bucket.dtype)
         before = len(fleet.members)
         with fleet.telling(lambda member: member.calls.from_group(group.name, tensors, version)):
@@ -102,7 +102,7 @@ class DistributedTransport:
             fleet.fail_all("the group that it received weights through broke")
 
     def _join(self, fleet: Fleet) -> "_Group | None":
-        """The group with exactly these members, all of whom have joined; none where one did not."""
+        """Return the group that all of these members have joined; none where one did not."""
         members = tuple(fleet.members)
         if self._group is not None and self._group.members == members:
             return self._group
@@ -152,7 +152,7 @@ class _Group:
 
 
 def _reachable_host(members: tuple[Member, ...]) -> str:
-    """This process's address for the servers: loopback where all of them are on this host."""
+    """Return this process's address for the servers: loopback where all of them are on this host."""
     hosts = [urlsplit(member.url).hostname or "" for member in members]
     return "127.0.0.1" if all(_is_loopback(host) for host in hosts) else socket.gethostname()
 
@@ -167,7 +167,7 @@ def _is_loopback(host: str) -> bool:
 def _rank_zero_of(
     name: str, num_ranks: int, backend: str, store: Store, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Rank 0 of a group that is no part of this job's, as SGLang makes the other ranks."""
+    """Create a process group outside this job's as its rank 0; SGLang makes the other ranks."""
     prefixed = PrefixStore(name, store)
     helper: Any = c10d._new_process_group_helper
     handle, _ = helper(

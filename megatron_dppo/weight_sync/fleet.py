@@ -23,12 +23,12 @@ class Member:
 
     @property
     def calls(self) -> UpdateCalls0521:
-        """What it understands."""
+        """The update calls of its version of SGLang."""
         return update_calls_of(self.version)
 
 
 class Fleet:
-    """Servers that take part, and why others no longer do; every rank has its own, `agree` makes them equal."""
+    """The servers of a push, and why others failed; every rank has its own, and `agree` makes them equal."""
 
     def __init__(self, members: Sequence[Member], api_key: str | None, timeout_s: float) -> None:
         """Begin with these servers; `timeout_s` is for each call."""
@@ -37,7 +37,7 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """Those that have not failed, always in the same order."""
+        """The members that have not failed, always in the same order."""
         return [member for member in self._members if member.url not in self.failures]
 
     def tell(
@@ -47,7 +47,7 @@ class Fleet:
         only: Collection[Member] | None = None,
         may_be_refused: bool = False,
     ) -> None:
-        """Make one call to each member, or to `only` those, at the same time.
+        """Make one call to each member, or only to those given, at the same time.
 
         Those that do not do it are left out from now on, unless it `may_be_refused`.
         """
@@ -61,7 +61,7 @@ class Fleet:
     def telling(
         self, call_of: Callable[[Member], Call], only: Collection[Member] | None = None
     ) -> Iterator[None]:
-        """`tell`, with a body that runs while the servers do what they were told."""
+        """Make calls as `tell` does, and run the body while the servers work on them."""
         told = [member for member in self.members if only is None or member in only]
         calls = {member.url: call_of(member) for member in told}
         with ThreadPoolExecutor(1) as thread:
@@ -74,16 +74,16 @@ class Fleet:
                         self.fail(url, str(fault))
 
     def fail(self, url: str, reason: str) -> None:
-        """Leave a server out; the first reason stays."""
+        """Remove a server from the push; the first reason stays."""
         self.failures.setdefault(url, reason)
 
     def fail_all(self, reason: str) -> None:
-        """Leave out all that are left."""
+        """Remove all remaining servers from the push."""
         for member in self.members:
             self.fail(member.url, reason)
 
     def agree(self, failures: Sequence[Mapping[str, str]]) -> None:
-        """Leave out what failed on any rank; `failures` is every rank's, in their order."""
+        """Remove the servers that failed on any rank; `failures` holds every rank's, in rank order."""
         for of_rank in failures:
             for url, reason in of_rank.items():
                 self.fail(url, reason)
@@ -107,7 +107,7 @@ def run_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) -> Member:
-    """A member by what its server says of itself, within `timeout_s` or, asked once more, twice that.
+    """Describe a member from its server's answer, within `timeout_s` or, after one retry, twice that.
 
     Raises:
         ServerError: It does not answer, or is of a version whose updates were never run.

@@ -11,7 +11,7 @@ from megatron_dppo.runtime.process import Runtime
 
 
 class InProcessSync:
-    """Hands each tensor to this rank's engine, which copies it; implements `weight_sync.base.WeightSync`."""
+    """Passes each tensor to this rank's engine, which copies it; implements `weight_sync.base.WeightSync`."""
 
     def __init__(
         self, weights: Callable[[], Iterator[tuple[str, Tensor]]], engine: RolloutEngine, runtime: Runtime
@@ -48,7 +48,7 @@ class InProcessSync:
         return {}
 
     def release_engine(self) -> None:
-        """Nothing: the engine's copy stays where it is."""
+        """Do nothing: the engine's copy stays where it is."""
 
     def close(self) -> None:
-        """Nothing: neither end is owned."""
+        """Do nothing: neither end is owned."""

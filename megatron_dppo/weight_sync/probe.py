@@ -28,20 +28,20 @@ _FIRST, _MOST = 8, 256  # sequences: doubled until all experts were chosen
 
 @dataclass(frozen=True)
 class Limits:
-    """How far |log pi - log mu| may go."""
+    """The largest accepted |log pi - log mu|, over single tokens and in the mean."""
 
     mean: float
     largest: float
 
     @classmethod
     def of(cls, dtype: str) -> "Limits":
-        """What engines differ by in this type; in bfloat16 single tokens may be anywhere."""
+        """Return how far engines differ in this type; in bfloat16 single tokens are not bounded."""
         return cls(1e-5, 1e-4) if dtype == "float32" else cls(0.2, float("inf"))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One server's view of the sequences."""
+    """One server's log-probs of the sequences."""
 
     log_probs: Tensor  # [S, L-1]: of each token after the first
     is_chosen: Tensor | None  # [moe_layers, experts]: which the sequences went through; none if nobody knows
@@ -110,7 +110,7 @@ class Probe:
         )
 
     def _scores_of(self, members: Sequence[Member]) -> list[Scores]:
-        """Each member's, of as many sequences as the first one needs to go through every expert."""
+        """Return each member's scores, of as many sequences as the first needs to reach every expert."""
         first = self._ask(members[0])
         while _num_not_reached(first) and self._num_sequences < _MOST:
             self._num_sequences *= 2
@@ -141,7 +141,7 @@ class Probe:
 
 
 def _chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
-    """[moe_layers, experts]: which were chosen at least once; none without routes."""
+    """Return which experts were chosen at least once, [moe_layers, experts]; none without routes."""
     if not routes:
         return None
     indices = torch.cat([of_sequence.indices for of_sequence in routes]).long()  # [tokens, layers, top_k]

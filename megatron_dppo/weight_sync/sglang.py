@@ -39,7 +39,7 @@ class SglangSync:
         timeout_s: float,
         api_key: str | None,
     ) -> None:
-        """Say nothing to any server yet.
+        """Store the settings, and call no server.
 
         Args:
             transport: How weights travel.
@@ -88,7 +88,7 @@ class SglangSync:
         return {"sync/servers": float(len(updated)), **probed}
 
     def release_engine(self) -> None:
-        """Where servers share the trainer's GPUs, let them give back weights and cache until the next push."""
+        """Release the servers' weights and cache until the next push, where they share the trainer's GPUs."""
         if not self._is_colocated:
             return
         fleet, _ = self._fleet(without=())
@@ -103,11 +103,11 @@ class SglangSync:
         self._released = frozenset(fleet.members)
 
     def close(self) -> None:
-        """Leave groups and remove files."""
+        """Leave process groups and remove files."""
         self._transport.close()
 
     def _fleet(self, without: Sequence[Member]) -> tuple[Fleet, dict[str, str]]:
-        """The servers that answer now, but those; and why others do not."""
+        """Return the servers that answer now, without those given, and why others do not answer."""
         members, absent = self._runtime.on_main(lambda: self._answering(without))
         return Fleet(members, self._api_key, self._timeout_s), absent
 
@@ -125,7 +125,7 @@ class SglangSync:
         return members, absent
 
     def _update(self, fleet: Fleet, version: int) -> None:
-        """One whole update of a fleet; who fails leaves it, paused and with the update still open."""
+        """Update a whole fleet; a server that fails leaves it, paused and with the update still open."""
         started = time.perf_counter()
         if self._runtime.is_main:
             fleet.tell(lambda member: member.calls.pause)

@@ -17,7 +17,7 @@ from megatron_dppo.weight_sync.fleet import Fleet, Member
 
 
 class TensorTransport:
-    """Each rank shows its buckets to the server's rank beside it; implements `weight_sync.base.Transport`.
+    """Sends each server rank a handle to the buckets of the rank beside it; a `weight_sync.base.Transport`.
 
     Servers are taken in the order of their names, and their ranks in their order: the n-th of all shares the
     device of the trainer's rank n. On GPUs a handle is CUDA's, which server and trainer must number alike;
@@ -27,7 +27,7 @@ class TensorTransport:
     needs_begin = True
 
     def __init__(self, weights: Weights, num_tensors: int, runtime: Runtime, bucket_bytes: int) -> None:
-        """Share nothing yet.
+        """Store the settings, and share nothing.
 
         Args:
             weights: Of all pipeline stages, on every rank.
@@ -53,22 +53,22 @@ class TensorTransport:
         assert num_left == 0, "as many tensors are sent as were announced"
 
     def _handles(self, bucket: Bucket, num_receivers: int) -> list[str]:
-        """One for each receiver, from the rank beside it: a handle is counted, and may be opened once."""
+        """Return a handle for each receiver, from the rank beside it; a handle may be opened only once."""
         rank, size = self._runtime.rank, self._runtime.world_size
         own = {number: _pickled(bucket.tensors()) for number in range(rank, num_receivers, size)}
         of_ranks = self._runtime.all_gather(own)
         return [of_ranks[number % size][number] for number in range(num_receivers)]
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: only memory is held."""
 
 
 def _showing(members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member) -> Call:
-    """The call that gives each of a member's ranks a handle of its own."""
+    """Return the call that sends each of a member's ranks a handle of its own."""
     first = sum(other.num_ranks for other in takewhile(lambda other: other != member, members))
     return member.calls.from_tensors(handles[first : first + member.num_ranks], version)
 
 
 def _pickled(tensors: list[tuple[str, Tensor]]) -> str:
-    """Names and handles, in base64."""
+    """Return names and handles, pickled, in base64."""
     return base64.b64encode(ForkingPickler.dumps(tensors)).decode()

@@ -1,11 +1,11 @@
-"""The table layout x feature -> worst relative error in megatron_dppo/actor/README.md, as it was measured."""
+"""The table layout x feature -> worst relative error in megatron_dppo/actor/LAYOUTS.md, as it was measured."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from layout_cases import DENSE_LAYOUTS, FEATURES, LAYOUTS, Case
 
-README = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "README.md"
+FILE = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "LAYOUTS.md"
 BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts -->"
 
 
@@ -15,11 +15,11 @@ def worst_of(errors: dict[str, dict[str, float]]) -> float:
 
 
 def write_table(measured: list[tuple[Case, float]]) -> None:
-    """Replace the table in the README."""
-    text = README.read_text()
+    """Replace the table in the file."""
+    text = FILE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table(measured)}\n{END}{after}")
+    FILE.write_text(f"{before}{BEGIN}\n{table(measured)}\n{END}{after}")
 
 
 def table(measured: list[tuple[Case, float]]) -> str:
@@ -42,8 +42,8 @@ def _cell(errors: list[float]) -> str:
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """(layout, processes) of the README's table."""
-    text = README.read_text().partition(BEGIN)[2].partition(END)[0]
+    """(layout, processes) of the file's table."""
+    text = FILE.read_text().partition(BEGIN)[2].partition(END)[0]
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) > 2 and cells[2].isdigit():

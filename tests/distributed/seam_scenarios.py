@@ -57,6 +57,7 @@ def _tables(task: Path, name: str, **sections: dict[str, Any]) -> dict[str, Any]
             "prompts": task / "prompts.jsonl",
             "prompt_column": "question",
             "answer_column": "reference",
+            "reward": "arithmetic",
             "max_prompt_tokens": 17,
         },
         "rollout": {"prompts_per_rollout": 6, "samples_per_prompt": 3, "max_response_tokens": 9},
@@ -174,7 +175,7 @@ def resumed(task: Path) -> dict[str, Any]:
         "resumed",
         run={"num_rollouts": 3},
         lora={"rank": 3, "alpha": 5, "targets": ["q_proj", "v_proj"]},
-        data={"reward": "arithmetic", "reward_values": [0.25, 1.75], "thinking": "require"},
+        data={"reward_values": [0.25, 1.75], "thinking": "require"},
         rollout={
             "generate": f"{OWN}:plainly",
             "refill_zero_variance": True,

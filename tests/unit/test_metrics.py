@@ -7,17 +7,19 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import TopKLogProbs
+from megatron_dppo.kernels import FusedPolicyLoss
+from megatron_dppo.metrics.means import add_token_means
 from megatron_dppo.metrics.metrics import BINS_PER_DECADE, Metrics
 from megatron_dppo.metrics.mismatch import (
     LOG_RATIO_LIMIT,
     OLDEST_AGE,
-    add_entropy,
     add_mismatch,
     add_mismatch_by_age,
     add_topk_tv,
     add_trust_region,
     without_lone_age,
 )
+from megatron_dppo.types import Microbatch
 
 BIN_WIDTH = 10 ** (1 / BINS_PER_DECADE) - 1
 NUM_TOKENS = 5000
@@ -236,19 +238,30 @@ def test_hopeless_tokens_stay_finite() -> None:
     assert math.isnan(bad.values()["mismatch/kl_k3"])
 
 
+def entropies(values: list[float], mask: list[bool]) -> tuple[FusedPolicyLoss, Microbatch]:
+    """The results of a loss whose tokens have these entropies, and its micro-batch."""
+    zeros, none = torch.zeros(len(values)), torch.zeros(len(values), dtype=torch.int64)
+    starts, learns = torch.tensor([0, len(values)], dtype=torch.int32), torch.tensor(mask)
+    rows = dict.fromkeys(("divergence", "ratio", "coefficient", "log_probs"), zeros)
+    out = FusedPolicyLoss(
+        loss_sum=zeros.sum(), mask=learns, entropy=torch.tensor(values), topk_log_probs=None, **rows
+    )
+    return out, Microbatch(none, none, none, starts, learns, zeros, zeros, zeros)
+
+
 def test_no_learning_token_on_this_rank() -> None:
     """Such a rank adds a count of zero, nothing else."""
     metrics = Metrics()
     add_mismatch(metrics, torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.bool))
-    add_entropy(metrics, torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+    add_token_means(metrics, *entropies([0.0, 0.0, 0.0], [False, False, False]))
     assert metrics.values() == {"mismatch/num_tokens": 0}
 
 
 def test_entropy_is_a_token_mean() -> None:
     """Masked positions do not count, NaN there included."""
     metrics = Metrics()
-    add_entropy(metrics, torch.tensor([1.0, math.nan, 2.0]), torch.tensor([True, False, True]))
-    add_entropy(metrics, torch.tensor([6.0]), torch.tensor([True]))
+    add_token_means(metrics, *entropies([1.0, math.nan, 2.0], [True, False, True]))
+    add_token_means(metrics, *entropies([6.0], [True]))
     assert metrics.values() == {"policy/entropy": 3.0}
 
 

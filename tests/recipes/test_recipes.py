@@ -47,9 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_recipe_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -> None:
     run = _train(folder, algorithm)
     assert [row["step"] for row in run.steps] == list(range(4 * run.config.algorithm.epochs_per_rollout))
-    assert all(
-        f"eval/{name}/avg_at_2" in row for row in run.evaluations for name in run.config.evaluation.sets
-    )
+    assert all(f"eval/{name}/avg_at_2" in row for row in run.evaluations for name in run.config.evaluation.sets)
     assert [row["rollout"] for row in run.evaluations] == [0, 2]
     for row in (*run.rollouts, *run.steps, *run.evaluations):
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float)), row

@@ -123,20 +123,20 @@ lint: venv
 	$(RUN) tests/lint/size_limits.py
 
 bench: venv
-	$(RUN) tools/benchmark_loop.py
-	$(RUN) tools/benchmark_layouts.py
+	$(RUN) -m tools.benchmarks.loop
+	$(RUN) -m tools.benchmarks.layouts
 
 bench-loss: venv
-	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_loss.py
+	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.loss
 
 bench-sglang: venv sglang-venv
-	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_sglang.py
+	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.sglang_transfer
 
 bench-save: venv
-	OMP_NUM_THREADS=1 $(RUN) tools/benchmark_save.py
+	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.save
 
 bench-convert: venv $(MBRIDGE_VENV)/.stamp
-	$(RUN) tools/benchmark_convert.py --mbridge-python $(MBRIDGE_VENV)/bin/python
+	$(RUN) -m tools.benchmarks.convert --mbridge-python $(MBRIDGE_VENV)/bin/python
 
 # mbridge names its dependencies as an extra, Megatron-Core of any version among them: ours are there, and einops.
 $(MBRIDGE_VENV)/.stamp: setup.py constraints.txt Makefile
@@ -147,7 +147,7 @@ $(MBRIDGE_VENV)/.stamp: setup.py constraints.txt Makefile
 	@touch $@
 
 bench-trl: venv $(TRL_VENV)/.stamp
-	$(RUN) tools/benchmark_trl.py --trl-python $(TRL_VENV)/bin/python
+	$(RUN) -m tools.benchmarks.trl_comparison --trl-python $(TRL_VENV)/bin/python
 
 $(TRL_VENV)/.stamp: Makefile
 	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
@@ -158,16 +158,16 @@ $(TRL_VENV)/.stamp: Makefile
 gpu: venv
 	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU, and torch sees none here")'
 	$(RUN) -m pytest tests/gpu -m gpu
-	$(RUN) tools/benchmark_loss.py
-	$(RUN) tools/benchmark_gpu_step.py
-	$(RUN) tools/benchmark_loop.py
-	$(RUN) tools/benchmark_save.py
+	$(RUN) -m tools.benchmarks.loss
+	$(RUN) -m tools.benchmarks.gpu_step
+	$(RUN) -m tools.benchmarks.loop
+	$(RUN) -m tools.benchmarks.save
 
 # As make gpu, with SGLang's GPU packages, which need a network.
 gpu-sglang: venv sglang-venv
 	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-sglang needs a GPU, and torch sees none here")'
 	$(RUN) -m pytest tests/gpu/test_sglang_on_gpu.py -m gpu
-	$(RUN) tools/benchmark_sglang.py
+	$(RUN) -m tools.benchmarks.sglang_transfer
 
 # The report is tested in a real browser.
 chromium:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from megatron_dppo import __version__, cli_analysis
+from megatron_dppo import __version__, cli_analysis, cli_checkpoints, cli_data
 from megatron_dppo.checks import gather_facts, not_checked, problems_of, require_evaluable, require_valid
 from megatron_dppo.checks.summary import lines_of, summary
 from megatron_dppo.cli_options import AcceptChanges, Configs, Overrides, user_errors
@@ -28,7 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(cli_analysis.app)
+for commands in (cli_analysis.app, cli_checkpoints.app, cli_data.app):
+    app.add_typer(commands)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Commands of `megatron-dppo` that read what runs have left: compare, figures, what-if."""
+"""Commands of `megatron-dppo` that train nothing: compare, figures, what-if, measure-mismatch."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from megatron_dppo.cli_options import Overrides, user_errors
+from megatron_dppo.cli_options import Configs, Overrides, user_errors
 from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer()
@@ -32,7 +32,7 @@ def compare(
 @app.command()
 def figures(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run folders, and those of tools/measure_mismatch.py.")
+        list[Path], typer.Argument(metavar="RUN", help="Run folders, and those of measure-mismatch.")
     ],
     out: Annotated[
         Path, typer.Option("-o", "--out", metavar="DIR", help="Gets the figures, captions and index.html.")
@@ -118,3 +118,61 @@ def what_if(
         from megatron_dppo.analysis.what_if.answer import run as ask
 
         ask(config, question, folder)
+
+
+@app.command()
+def measure_mismatch(
+    configs: Configs,
+    overrides: Overrides = None,
+    engine: Annotated[
+        Literal["transformers", "sglang"] | None,
+        typer.Option(help="In the place of rollout.engine. [default: as configured]"),
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to sample. [default: rollout.prompts_per_rollout]")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Start an SGLang server for the time of the measurement.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="[default: run.folder/mismatch]")
+    ] = None,
+) -> None:
+    """Measure how far the trainer's policy pi is from the engine's mu for the same weights, before training.
+
+        megatron-dppo measure-mismatch base.toml --prompts 64
+
+        megatron-dppo measure-mismatch base.toml --engine sglang --serve
+
+        torchrun --nproc-per-node 2 -m megatron_dppo measure-mismatch base.toml --set parallel.tensor=2
+
+    The run's own parts are used: the engine samples responses to the run's first prompts with the weights of
+    model.load, then the trainer forwards the same tokens in the layout of [parallel], once with its live routes
+    and once with those of the rollout replayed (R3). Nothing is trained. Both forwards see the same tokens, so
+    what differs between the two columns of the table is what replay changes.
+
+    Read the tails: a mean of |pi - mu| hides the few tokens on which an update goes wrong. A trust region whose
+    threshold lies below the TV's 99.9th percentile masks noise. k1 and k3 both estimate KL(mu || pi); k3 has
+    little noise. The agreement is the share of the rollout's experts that the trainer's own routers choose too:
+    with live routes after what they chose before, with replayed routes after the replayed layers before them.
+
+    With --engine sglang the servers are those of the run's servers/, started with megatron-dppo serve and this
+    config; they must still hold the weights of model.load. --serve starts one for the time of the measurement,
+    in the output folder. On a GPU it shares the trainer's device: set sglang.mem_fraction_static.
+
+    Written to the output folder: mismatch.json (all figures, the config and versions), tokens.jsonl (a response
+    per line: log mu, log pi live and replayed of each token), mismatch.html (pi against mu; opens in a browser)
+    and mismatch.toml (the resolved config). A folder that holds a finished measurement is refused.
+    """
+    with user_errors():
+        from megatron_dppo.analysis.mismatch.settings import measured_config, require_possible, with_servers
+
+        config = measured_config(configs, overrides or (), engine, prompts)
+        folder = out or config.run.folder / "mismatch"
+        config = with_servers(config, folder, serve)
+        require_possible(config, folder, serve)
+        quiet_library_warnings()
+        gpu_libraries()
+        from megatron_dppo.analysis.mismatch.measure import run as measure
+
+        measure(config, folder)

@@ -1,7 +1,7 @@
 """What commands of `megatron-dppo` have in common: arguments, and how errors made for users end."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -38,3 +38,22 @@ def user_errors() -> Iterator[None]:
             prefix = "" if rank == "0" else f"rank {rank}: "
             typer.echo(f"{prefix}{type(error).__name__}: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def program(command: Callable[..., None]) -> typer.Typer:
+    """Returns an app of one command alone, with the same options and help: what a program in tools/ runs."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(command)
+    return app
+
+
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns: the first to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    typer.echo(f"\n{title}")
+    for row in (header, *rows):
+        first, *others = (
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        typer.echo("  ".join([first, *others]).rstrip())

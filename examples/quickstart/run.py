@@ -52,7 +52,7 @@ def main() -> None:
         steps = ["--steps", "60"] if options.short else []
         python(HERE / "make_model.py", "--out", model, *steps)
     with step(seconds, "to_megatron", "2/5  Hugging Face -> Megatron"):
-        python("tools/convert_checkpoint.py", "to-megatron", "--hf", model, "--out", OUT / "megatron")
+        python("-m", "megatron_dppo", "convert", "to-megatron", "--hf", model, "--out", OUT / "megatron")
     overrides = [f"run.seed={options.seed}", f"data.prompts={str(model / 'prompts.jsonl')!r}"]
     if options.short:
         overrides += ["run.num_rollouts=4", "optimizer.warmup_steps=4", "tracking.paired_routing_every=1"]
@@ -63,7 +63,7 @@ def main() -> None:
     with step(seconds, "to_hf", "4/5  Megatron -> Hugging Face"):
         checkpoints = OUT / "replay" / "checkpoints"
         last = checkpoints / (checkpoints / "latest").read_text().strip()
-        python("tools/convert_checkpoint.py", "to-hf", "--megatron", last, "--out", OUT / "trained")
+        python("-m", "megatron_dppo", "convert", "to-hf", "--megatron", last, "--out", OUT / "trained")
     with step(seconds, "report", "5/5  report"):
         compare([OUT / name for name in RUNS], OUT / "report.html")
     seconds["total"] = time.perf_counter() - started

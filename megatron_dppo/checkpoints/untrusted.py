@@ -152,7 +152,7 @@ def _refusal(
 ) -> CheckpointError:
     return CheckpointError(
         f"{file}: found {found}; expected {expected}. Convert the checkpoint again from safetensors with "
-        "tools/convert_checkpoint.py, on a machine you trust."
+        "megatron-dppo convert, on a machine you trust."
     )
 
 

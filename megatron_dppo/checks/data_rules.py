@@ -42,7 +42,7 @@ def _missing_columns(config: Config, source: str, columns: list[str]) -> Iterato
             yield Problem(key, f"{name!r}, which {source} lacks", f"one of {columns}", action)
     if answer is None and has(columns, prompt) and detect(columns, TRAINING_SCHEMAS, prompt) is None:
         expected = " or ".join(schema.answer for schema in TRAINING_SCHEMAS)
-        action = "Set it, or make a file of prompts with tools/prepare_data.py."
+        action = "Set it, or make a file of prompts with megatron-dppo prepare-data."
         yield Problem("data.answer_column", f"none, with columns {columns} in {source}", expected, action)
 
 
@@ -88,7 +88,7 @@ def _prompt_lengths(config: Config, facts: Facts) -> Iterator[Problem]:
                 f"data.max_prompt_tokens = {longest}; the longest has {found.longest} tokens",
                 f"at most {limit:.2%} of them (rollout.max_dropped_fraction)",
                 "Raise data.max_prompt_tokens, or leave long prompts out of the file "
-                "(tools/prepare_data.py --max-prompt-tokens).",
+                "(megatron-dppo prepare-data --max-prompt-tokens).",
             )
 
 
@@ -148,7 +148,8 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
                         f"{name!r}, which reads {_ASKED[form]}, where {count} of {found.num_prompts} prompts "
                         f"of {path} ask for {_ASKED[asked]}: nearly all of their responses are wrong",
                         f"a reward and prompts that fit: {' or '.join(map(repr, fits))} for these",
-                        "Set the reward, or make the prompts with another --template of tools/prepare_data.py.",
+                        "Set the reward, or make the prompts with another --template "
+                        "of megatron-dppo prepare-data.",
                     )
 
 

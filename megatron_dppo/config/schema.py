@@ -33,7 +33,7 @@ class ModelConfig(Section):
     """[model]: what to train."""
 
     load: Path = Path("model")
-    """A Hugging Face folder or a Megatron checkpoint made by tools/convert_checkpoint.py."""
+    """A Hugging Face folder or a Megatron checkpoint made by megatron-dppo convert."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of the trainer; gradients and optimizer stay in float32."""
     layer_spec: Literal["auto", "torch", "transformer_engine"] = "auto"
@@ -111,7 +111,7 @@ class TransformersEngineConfig(Section):
 
     weights: Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"] = "bfloat16"
     """Precision of the engine's own copy; bfloat16_fp8 rounds linear weights to fp8-e4m3 first, a scale for
-    each output, and the modelopt_ ones as a checkpoint of tools/quantize_checkpoint.py holds them."""
+    each output, and the modelopt_ ones as a checkpoint of megatron-dppo quantize holds them."""
     batch_size: PositiveInt = 256
     """Sequences decoded at once; a finished row is refilled from the queue."""
 

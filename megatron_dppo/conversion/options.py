@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dppo.errors import ConversionError
+
 
 @dataclass(frozen=True)
 class Options:
@@ -21,3 +23,18 @@ class Options:
     file_bytes: int = 4 << 30
     num_writers: int = 1
     on_bytes: Callable[[int], None] = lambda _: None
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """Returns the type that --dtype names; none keeps the checkpoint's own.
+
+    Raises:
+        ConversionError: It names another.
+    """
+    if name is None:
+        return None
+    if name not in ("float32", "bfloat16"):
+        raise ConversionError(
+            f"--dtype: found {name!r}; expected float32 or bfloat16. Leave it out to keep every bit."
+        )
+    return getattr(torch, name)

@@ -68,7 +68,7 @@ class QuantizedFolder:
             return dequantize_nvfp4(values, scale, self._tensor(name + _OUTER_SCALE))
         raise ConversionError(
             f"{self.folder}: {name!r} is {values.dtype} with a scale of shape {tuple(scale.shape)}; expected "
-            f"modelopt's {self.weight_format}. Quantise the original with tools/quantize_checkpoint.py."
+            f"modelopt's {self.weight_format}. Quantise the original with megatron-dppo quantize."
         )
 
     def _plain(self, name: str) -> Tensor:
@@ -95,6 +95,6 @@ def _format_of(path: Path, config: Mapping[str, Any]) -> WeightFormat:
     if not is_modelopts or algorithm not in _FORMATS:
         raise ConversionError(
             f"{path}: found {QUANTIZATION} {json.dumps(found)[:80]}; expected quant_method 'modelopt' with "
-            f"quant_algo of {sorted(_FORMATS)}. Quantise the original with tools/quantize_checkpoint.py."
+            f"quant_algo of {sorted(_FORMATS)}. Quantise the original with megatron-dppo quantize."
         )
     return _FORMATS[algorithm]

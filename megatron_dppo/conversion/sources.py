@@ -106,7 +106,7 @@ class MegatronSource:
         if not (folder / WEIGHTS / "metadata.json").is_file():
             raise CheckpointError(
                 f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from "
-                "tools/convert_checkpoint.py or from a run's checkpoints/; check the path."
+                "megatron-dppo convert or from a run's checkpoints/; check the path."
             )
         self.folder = folder
         self.hf = hf if hf is not None else read_hf_config(folder)
@@ -184,6 +184,12 @@ class MegatronSource:
         assert piece.layer is not None
         offset = (piece.layer, *(0 for _ in shape[1:]))
         return self.stored.region(key, offset, (1, *shape[1:]))[0]
+
+
+def source_of(folder: Path) -> Source:
+    """Returns the tensors of a Megatron checkpoint or of a Hugging Face folder, whichever stands there."""
+    is_megatron = (folder / "megatron" / "metadata.json").is_file()
+    return MegatronSource(folder) if is_megatron else HuggingFaceSource(HFWeights(folder))
 
 
 @dataclass(frozen=True)

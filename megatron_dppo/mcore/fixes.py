@@ -119,5 +119,5 @@ def refuse_newer(folder: Path) -> None:
     if "common_backend" in fields and not (folder / "common.pt").exists():
         raise CheckpointError(
             f"{folder} was written by a newer Megatron-Core than this one, {megatron.core.__version__}. "
-            "Use that one, or convert the checkpoint there: tools/convert_checkpoint.py to-hf."
+            "Use that one, or convert the checkpoint there: megatron-dppo convert to-hf."
         )

@@ -61,7 +61,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
     if not has_adapters and stored_lora(folder) is not None:
         raise CheckpointError(
             f"{folder} holds LoRA adapters beside the weights they update; expected weights alone. Merge them "
-            "with tools/convert_checkpoint.py to-hf and load the result, or go on with the run that wrote it."
+            "with megatron-dppo convert to-hf and load the result, or go on with the run that wrote it."
         )
     load_model_states(chunks, load_sharded(model_states(chunks), folder / WEIGHTS))
 
@@ -297,7 +297,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """
     if not is_megatron_checkpoint(folder):
         raise CheckpointError(
-            f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from tools/convert_checkpoint.py "
+            f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from megatron-dppo convert "
             "or from a run's checkpoints/; check the path."
         )
     refuse_code(folder / WEIGHTS)

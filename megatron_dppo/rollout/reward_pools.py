@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron_dppo.config.schema import Config, DataConfig
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardRequest, RewardResult
-from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.rollout.scoring import RewardScorer
 from megatron_dppo.types import Prompt
 
 
@@ -16,7 +16,7 @@ def training_reward(config: Config) -> str:
 
 
 class EnvironmentAlone:
-    """Scores nothing: every reward must come from the environment; implements `scoring.Scorer`."""
+    """Scores nothing: every reward must come from the environment; implements `scoring.RewardScorer`."""
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
         """Return a fault for each request: only responses that no environment rewarded are asked about."""
@@ -42,7 +42,7 @@ class RewardPools:
             if not RewardChoice.read(reward).is_environment
         }
 
-    def of(self, reward: str) -> Scorer:
+    def of(self, reward: str) -> RewardScorer:
         """Return what scores with a reward that was named."""
         return EnvironmentAlone() if RewardChoice.read(reward).is_environment else self._pools[reward]
 

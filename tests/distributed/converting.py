@@ -1,6 +1,5 @@
-"""The conversion tool in this process, and checkpoints compared bit for bit."""
+"""`megatron-dppo convert` in this process, and checkpoints compared bit for bit."""
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,12 +8,12 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.cli import app
 
 
 def convert(*arguments: object) -> Result:
-    """Run tools/convert_checkpoint.py without starting an interpreter for it."""
-    app = importlib.import_module("convert_checkpoint").app
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    """Run `megatron-dppo convert` without starting an interpreter for it."""
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)])
 
 
 def converted(*arguments: object) -> None:

@@ -1,6 +1,5 @@
-"""What tools/measure_mismatch.py measures, on ranks of tests: the same config in one layout after another."""
+"""What `megatron-dppo measure-mismatch` measures, on ranks of tests: a config in one layout after another."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,8 @@ def measure_layouts(
     runtime: Runtime, tables: dict[str, Any], folder: str, layouts: dict[str, dict[str, int]]
 ) -> dict[str, dict[str, Any]]:
     """By layout: the statistics of both ways of forwarding, and the rows of tokens.jsonl."""
-    sys.path.append(str(TOOLS))
-    from measure_mismatch import measured_config
-    from mismatch_forwards import measure
-
+    from megatron_dppo.analysis.mismatch.forwards import measure
+    from megatron_dppo.analysis.mismatch.settings import measured_config
     from megatron_dppo.metrics.token_mismatch import token_rows
 
     results: dict[str, dict[str, Any]] = {}

@@ -15,14 +15,14 @@ from tiny import write_model
 
 from megatron_dppo.runtime.process import Runtime
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_layouts_are_benchmarked(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, TOOLS / "benchmark_layouts.py", "--short", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tools.benchmarks.layouts", "--short", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())
     known = {name: layout for of_size in LAYOUTS.values() for name, layout in of_size.items()}
@@ -41,8 +41,7 @@ def test_layouts_are_benchmarked(tmp_path: Path) -> None:
 
 def gpu_steps(runtime: Runtime, model: str) -> list[dict[str, Any]]:
     """On one process: what the benchmark measures on a GPU, of a tiny model."""
-    sys.path.append(str(TOOLS))
-    from benchmark_gpu_step import measure_all
+    from tools.benchmarks.gpu_step import measure_all
 
     rows = measure_all(runtime, model, [32, 64], 16, num_steps=2, needs_gpu=False)
     return [asdict(row) for row in rows]
@@ -60,8 +59,7 @@ def test_the_step_of_the_gpu_benchmark_runs(tmp_path: Path) -> None:
 
 def shadow_steps(runtime: Runtime, folder: str) -> dict[str, Any]:
     """On one process: the steps of the benchmark of shadow masks."""
-    sys.path.append(str(TOOLS))
-    from benchmark_shadow import measure
+    from tools.benchmarks.shadow import measure
 
     return measure(runtime, folder, num_rounds=2, top_k=20, vocab_size=40, num_samples=4)
 

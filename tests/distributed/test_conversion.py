@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py both ways, bit for bit, and what it refuses."""
+"""`megatron-dppo convert` and tools/convert_checkpoint.py both ways, bit for bit, and what it refuses."""
 
 import json
 import shutil

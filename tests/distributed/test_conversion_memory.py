@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convert_jobs import GB, memory_gb
 from converting import converted
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
+from tools.benchmarks.convert_jobs import GB, memory_gb
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -1,4 +1,4 @@
-"""tools/measure_mismatch.py with the embedded engine: equal weights in float32 are no distance apart."""
+"""`megatron-dppo measure-mismatch` with the embedded engine: equal weights in float32 are no distance apart."""
 
 import json
 import shutil
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-from benchmarking import torchrun
 from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity
 from ranks import run_ranks
 from sanity_run import make_task
 from tiny_families import write_family
 
 from megatron_dppo.data.prompts import sanity_task
+from tools.benchmarks.benchmarking import torchrun
 
 ENGINE = {"weights": "float32"}
 ROLLOUT: dict[str, Any] = {

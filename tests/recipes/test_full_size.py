@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import prepare_data
 import pytest
 from byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
 from experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, model_of
@@ -46,7 +45,7 @@ def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             num_problems = NUM_PROBLEMS.get(command[0], 30)
             rows = ({"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(num_problems))
             write_jsonl(source, rows)
-            made = CliRunner().invoke(prepare_data.app, [*command, "--source", str(source)])
+            made = CliRunner().invoke(app, ["prepare-data", *command, "--source", str(source)])
             assert made.exit_code == 0, made.output
         row = {"id": "1", "prompt": "What is 1 + 1?", "answer": "2"}
         Path("data/gem.jsonl").write_text(json.dumps(row) + "\n")
@@ -54,7 +53,7 @@ def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def preparations() -> list[list[str]]:
-    """Arguments of tools/prepare_data.py, for each file that the README has made."""
+    """Returns the arguments of `megatron-dppo prepare-data`, for each file that the README has made."""
     text = (ROOT / "examples" / "README.md").read_text()
     return [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("$prepare ")]
 

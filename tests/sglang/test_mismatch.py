@@ -1,4 +1,4 @@
-"""tools/measure_mismatch.py against the real server, in float32: nothing is left between engine and trainer."""
+"""`megatron-dppo measure-mismatch` against the real server: in float32 engine and trainer agree."""
 
 import json
 import runpy
@@ -10,13 +10,13 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
-from benchmarking import torchrun
 from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity
 from ranks import run_ranks
 from serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
 from tiny import write_model
 
 from megatron_dppo.data.prompts import sanity_task
+from tools.benchmarks.benchmarking import torchrun
 
 PROMPTS, SAMPLES = 6, 3
 

@@ -1,4 +1,4 @@
-"""Folders of tools/quantize_checkpoint.py, as SGLang's own code takes them; its kernels for them need a GPU."""
+"""Folders of `megatron-dppo quantize`, as SGLang's own code takes them; its kernels for them need a GPU."""
 
 import json
 import subprocess
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from quantize_checkpoint import main
 from safetensors.torch import load_file
 from serving import PYTHON
 from test_collect import TOKENIZER
 from tiny_families import write_family
 from typer.testing import CliRunner
 
+from megatron_dppo.cli import app
 from megatron_dppo.runtime.jsonl import write_jsonl
 
 SCRIPT = Path(__file__).with_name("quantized_reading.py")
@@ -22,9 +21,7 @@ GATES, EXPERTS = ["model.layers.0.mlp.gate"], ["model.layers.1.mlp.experts"]
 
 
 def quantize(*arguments: object) -> None:
-    app = typer.Typer()
-    app.command()(main)
-    done = CliRunner().invoke(app, list(map(str, arguments)))
+    done = CliRunner().invoke(app, ["quantize", *map(str, arguments)])
     assert done.exit_code == 0, done.output + repr(done.exception)
 
 

@@ -1,4 +1,4 @@
-"""What tools/benchmark_gpu_step.py counts and refuses; the steps themselves are in tests/distributed."""
+"""What tools/benchmarks/gpu_step.py counts and refuses; the steps themselves are in tests/distributed."""
 
 import json
 import os
@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_gpu_step import (
+
+from megatron_dppo.architectures.parameters import model_shape
+from megatron_dppo.data.batches.balance import SampleCost
+from tools.benchmarks.gpu_step import (
     PEAK_TFLOPS,
     QWEN3_30B_A3B,
     Measured,
@@ -16,9 +19,6 @@ from benchmark_gpu_step import (
     show,
     step_flops,
 )
-
-from megatron_dppo.architectures.parameters import model_shape
-from megatron_dppo.data.batches.balance import SampleCost
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_gpu_step.py"
 

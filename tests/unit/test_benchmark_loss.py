@@ -1,4 +1,4 @@
-"""tools/benchmark_loss.py runs, compares what it times with the exact loss, and judges goals on a GPU only."""
+"""tools/benchmarks/loss.py runs, compares what it times with the exact loss, and judges goals on a GPU only."""
 
 import json
 import subprocess
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from loss_baselines import baselines, from_library
-from loss_cases import Case, Shape
-from loss_contenders import (
+
+from tools.benchmarks.loss_baselines import baselines, from_library
+from tools.benchmarks.loss_cases import Case, Shape
+from tools.benchmarks.loss_contenders import (
     GRADIENT_LIMIT,
     LOSS_LIMIT,
     Contender,
@@ -19,8 +20,8 @@ from loss_contenders import (
     logits_leaf,
     ours_and_floors,
 )
-from loss_goals import FLOOR, GOALS, judge_goals
-from loss_rounds import Row, prepare
+from tools.benchmarks.loss_goals import FLOOR, GOALS, judge_goals
+from tools.benchmarks.loss_rounds import Row, prepare
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_loss.py"
 SMALL = Shape("tp1", tp=1, num_tokens=48, num_columns=128, hidden_size=16)

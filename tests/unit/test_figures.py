@@ -348,7 +348,7 @@ def test_what_is_missing_is_said_with_what_to_set(written: tuple[Path, Written])
         "clipped_tokens",
     ):
         assert name in said and name not in written[1].names
-    assert "tools/measure_mismatch.py" in said and "tracking.clipped_tokens_every" in said
+    assert "megatron-dppo measure-mismatch" in said and "tracking.clipped_tokens_every" in said
 
 
 def test_every_figure_says_what_it_is_of_on_a_narrow_page(runs: list[Path]) -> None:

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import prepare_data
 import pytest
 from byte_tokenizers import qwen3_tokenizer, save
 from plan_models import QWEN3_30B
@@ -115,5 +114,5 @@ def test_a_table_is_emptied_by_an_override(world: Path) -> None:
 @pytest.mark.parametrize("template", ["r1_distill"])
 def test_a_template_of_another_tokenizer_is_named(world: Path, template: str) -> None:
     command = ["custom", "--source", "prompts.jsonl", "--tokenizer", "model", "--template", template]
-    text = said(CliRunner().invoke(prepare_data.app, [*command, "--out", "out.jsonl"]))
+    text = said(CliRunner().invoke(app, ["prepare-data", *command, "--out", "out.jsonl"]))
     assert "DeepSeek-R1-Distill" in text and not Path("out.jsonl").exists()

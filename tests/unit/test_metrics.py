@@ -246,7 +246,16 @@ def entropies(values: list[float], mask: list[bool]) -> tuple[FusedPolicyLoss, M
     out = FusedPolicyLoss(
         loss_sum=zeros.sum(), mask=learns, entropy=torch.tensor(values), topk_log_probs=None, **rows
     )
-    return out, Microbatch(none, none, none, starts, learns, zeros, zeros, zeros)
+    return out, Microbatch(
+        tokens=none,
+        position_ids=none,
+        targets=none,
+        cu_seqlens=starts,
+        loss_mask=learns,
+        rollout_log_probs=zeros,
+        advantages=zeros,
+        token_weights=zeros,
+    )
 
 
 def test_no_learning_token_on_this_rank() -> None:

@@ -1,4 +1,4 @@
-"""tools/prepare_data.py as a user runs it, on small sets of every spelling: counts add up, faults are named."""
+"""`megatron-dppo prepare-data`, on small sets of every spelling: counts add up, faults are named."""
 
 import importlib
 import json
@@ -18,9 +18,9 @@ from math_problems import (
     verl_rows,
     write_rows,
 )
-from prepare_data import app
 from typer.testing import CliRunner, Result
 
+from megatron_dppo.cli import app
 from megatron_dppo.data.prompts.problems import language_of, last_boxed
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.data.prompts.templates import TEMPLATES
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(out: Path, name: str, source: Path | str, tokenizer: Path, *options: str) -> Result:
     arguments = [name, "--source", str(source), "--tokenizer", str(tokenizer), "--out", str(out)]
     template = () if "--template" in options else ("--template", "base")
-    return CliRunner().invoke(app, [*arguments, *template, *options])
+    return CliRunner().invoke(app, ["prepare-data", *arguments, *template, *options])
 
 
 def counts(out: Path) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_a_wrong_suffix_suggests_the_right_one(tmp_path: Path) -> None:
     fails_with(write_lines(tmp_path / "p.json", "{}"), "found suffix '.json'", "p.jsonl?")
-    fails_with(write_lines(tmp_path / "p.csv", "a"), "found suffix '.csv'", "prepare_data")
+    fails_with(write_lines(tmp_path / "p.csv", "a"), "found suffix '.csv'", "prepare-data")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -1,4 +1,4 @@
-"""tools/quantize_checkpoint.py: what it writes, reads back, measures and refuses."""
+"""`megatron-dppo quantize`: what it writes, reads back, measures and refuses."""
 
 import json
 import shutil
@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from quantize_checkpoint import MISMATCH, main
-from quantize_mismatch import rounding_inputs
 from safetensors.torch import load_file, save_file
 from test_collect import TOKENIZER
 from tiny_families import write_family
@@ -19,9 +16,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.cli import app
 from megatron_dppo.conversion.description import read_convertible_config
+from megatron_dppo.conversion.quantization_mismatch import rounding_inputs
 from megatron_dppo.conversion.quantize import Quantization, calibrated
 from megatron_dppo.conversion.quantized_folder import QuantizedFolder
+from megatron_dppo.conversion.to_quantized import MISMATCH
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.rollout.embedded.weight_formats import WeightFormat, is_linear, round_linears
 from megatron_dppo.runtime.jsonl import write_jsonl
@@ -35,10 +35,8 @@ def json_of(file: Path) -> Any:
 
 
 def quantize(*arguments: object) -> Result:
-    """Run the tool without starting an interpreter for it."""
-    app = typer.Typer()
-    app.command()(main)
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    """Run the command without starting an interpreter for it."""
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +161,15 @@ def test_inputs_are_rounded_where_modelopt_rounds_them(models: Path, architectur
     assert (found - expected).abs().mean() < 0.5 * (plain - expected).abs().mean()
 
 
-def test_an_interrupted_start_is_gone_on_with(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_start_is_resumed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ConversionError("no memory")
 
-    monkeypatch.setattr("quantize_mismatch.measure", fails)
+    monkeypatch.setattr("megatron_dppo.conversion.quantization_mismatch.measure", fails)
     done = quantize(*arguments(models, tmp_path / "out", DENSE))
     assert done.exit_code == 2 and "no memory" in done.stderr
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("quantize_checkpoint.quantize", fails)  # is not called again
+    monkeypatch.setattr("megatron_dppo.conversion.to_quantized.quantize", fails)  # is not called again
     done = quantize(*arguments(models, tmp_path / "out", DENSE), "--no-measure")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out" / MISMATCH).exists()

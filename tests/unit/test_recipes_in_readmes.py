@@ -28,7 +28,7 @@ from megatron_dppo.rewards import RewardRequest, RewardResult
 from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
 from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
-from megatron_dppo.run.logger import Journal
+from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.process import start, stop
 from megatron_dppo.types import Prompt
@@ -158,16 +158,16 @@ def test_the_metrics_stand_in_metrics_jsonl(tmp_path: Path, recipe: dict[str, An
         )
         for index, own in enumerate([(0.0, 1.0), (0.25, 0.5)])
     )
-    none = {field.name: 0 for field in fields(RolloutCounts) if field.type is int}
+    none: dict[str, Any] = {field.name: 0 for field in fields(RolloutCounts) if field.type is int}
     none |= {"num_prompts": 2, "num_samples": 4}
     counts = RolloutCounts(**none, num_dropped=dict.fromkeys(DROP_REASONS, 0))
     runtime = start(1, 60.0)
     try:
         with RunFolder.open(config.run.folder, config.model_dump(mode="json"), False) as folder:
-            journal = Journal(config, runtime, folder)
-            journal.describe_rollout(RolloutBatch(groups, counts))
-            journal.write_step(0, 0, of_step)
-            journal.write_rollout(0, {"total": 1.0})
+            run_logger = RunLogger(config, runtime, folder)
+            run_logger.describe_rollout(RolloutBatch(groups, counts))
+            run_logger.write_step(0, 0, of_step)
+            run_logger.write_rollout(0, {"total": 1.0})
     finally:
         stop()
     step, rollout = map(json.loads, (config.run.folder / "metrics.jsonl").read_text().splitlines())

@@ -190,7 +190,7 @@ def test_the_environment_alone_gives_the_rewards() -> None:
     assert problems(choice) == [] and RewardChoice.read(choice.text).is_environment
     with closing(RewardPools(DataConfig(reward_workers=1), [choice.text])) as pools:
         pools.start({})
-        judge = Judge(TOKENIZER, pools.of(choice.text), needs_routes=False, validate_routes=None)
+        judge = Scorer(TOKENIZER, pools.of(choice.text), needs_routes=False, validate_routes=None)
         sample = dataclasses.replace(make_sample([1] * 4, 2), reward=None)
         episodes = [Episode("so", reward=0.25), Episode("so", reward=None), None]
         rewarded, *dropped = judge([(PROMPT, sample, episode) for episode in episodes])

@@ -43,7 +43,7 @@ def draw_figures(
     """Draw what the folders suffice for.
 
     Args:
-        folders: Of runs, finished or not, and of tools/measure_mismatch.py.
+        folders: Of runs, finished or not, and of megatron-dppo measure-mismatch.
         out: Gets `<name>.png`, `<name>.svg` and `<name>.txt`, its caption, for each figure, and `index.html`.
         formats: Of the files; the gallery has pictures of its own.
         title: Stands over every figure and over the gallery.

@@ -23,8 +23,8 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     if not known:
         return Lacking(
             "no folder holds the probabilities of single tokens by both engines",
-            "name a folder that tools/measure_mismatch.py wrote, too; or a run with tracking.batches_every "
-            'whose algorithm.anchor is "recomputed"',
+            "name a folder that megatron-dppo measure-mismatch wrote, too; or a run with "
+            'tracking.batches_every whose algorithm.anchor is "recomputed"',
         )
     by_folder: dict[str, list[TokenPairs]] = {}
     for pairs in known:

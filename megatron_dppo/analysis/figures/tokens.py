@@ -11,7 +11,7 @@ import numpy as np
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts, read_share
 from megatron_dppo.errors import DataError
 
-TOKENS = "tokens.jsonl"  # of tools/measure_mismatch.py
+TOKENS = "tokens.jsonl"  # of megatron-dppo measure-mismatch
 _SUFFIX = "_log_probs"
 _MU = "rollout" + _SUFFIX
 _ROUTES = {"live": "live routes", "replayed": "replayed routes (R3)"}
@@ -50,7 +50,7 @@ def _of_rows(folder: Path) -> list[TokenPairs]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{file}: found no rows of tokens ({error}); expected rollout_log_probs and live_log_probs of each "
-            "response. Write it again with tools/measure_mismatch.py."
+            "response. Write it again with megatron-dppo measure-mismatch."
         ) from error
     return [
         _pairs(folder, _ROUTES.get(name.removesuffix(_SUFFIX), name), log_mu, log_pi)

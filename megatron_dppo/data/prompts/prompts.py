@@ -50,7 +50,7 @@ class PromptRow:
 
     number: int  # from 1
     prompt: Prompt
-    template: str | None  # that tools/prepare_data.py put the problem into, where the row says so
+    template: str | None  # that megatron-dppo prepare-data put the problem into, where the row says so
 
 
 def read_prompts(path: Path, prompt_column: str, answer_column: str | None) -> Iterator[PromptRow | DataError]:
@@ -122,7 +122,7 @@ def detected_answer(path: Path, prompt_column: str, columns: Iterable[str]) -> s
     schema = detect(columns, TRAINING_SCHEMAS, prompt_column)
     if schema is None:
         expected = f"columns {spellings(TRAINING_SCHEMAS)}"
-        action = "Set data.answer_column, or make a file of prompts with tools/prepare_data.py."
+        action = "Set data.answer_column, or make a file of prompts with megatron-dppo prepare-data."
         raise fault(str(path), f"columns {list(columns)}", expected, action)
     logger.info("%s: %s's columns: %s and %s", path, schema.name, schema.prompt, schema.answer)
     return schema.answer

@@ -21,7 +21,8 @@ def read_columns(path: Path) -> list[str]:
     """
     if path.suffix not in _SUFFIXES:
         close = difflib.get_close_matches(path.suffix, _SUFFIXES, n=1)
-        hint = f"Is it {path.with_suffix(close[0])}?" if close else "tools/prepare_data.py converts data sets."
+        advice = "megatron-dppo prepare-data converts data sets."
+        hint = f"Is it {path.with_suffix(close[0])}?" if close else advice
         raise fault(str(path), f"suffix {path.suffix!r}", "a .jsonl or .parquet file", hint)
     if not path.is_file():
         found = "a folder" if path.is_dir() else "no such file"

@@ -22,7 +22,7 @@ TRAINING_SCHEMAS = (
     Schema("slime", "prompt", "label"),
 )
 
-# What `tools/prepare_data.py` reads besides: problems without an instruction.
+# What `megatron-dppo prepare-data` reads besides: problems without an instruction.
 PROBLEM_SCHEMAS = (
     *TRAINING_SCHEMAS,
     Schema("problem and answer", "problem", "answer"),

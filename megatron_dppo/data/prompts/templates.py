@@ -146,7 +146,7 @@ def require_chat_template(tokenizer: Any) -> None:
         DataError: The tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        action = "Make prompts of text (tools/prepare_data.py --template base), or use a model that chats."
+        action = "Make prompts of text (megatron-dppo prepare-data --template base), or use a model that chats."
         where = f"the tokenizer in {tokenizer.name_or_path}"
         raise fault(where, "one without a chat template", "one with it, for prompts of messages", action)
 

@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer on the quickstart's model and task; benchmark_trl.py starts it, in TRL's own environment.
+"""TRL's GRPOTrainer on the quickstart's model and task; trl_comparison.py starts it, in TRL's own environment.
 
-    python tools/trl_baseline.py --model runs/quickstart/model --settings runs/bench/trl_settings.json
+    python -m tools.benchmarks.trl_baseline --model runs/quickstart/model --settings SETTINGS.json
 
-The settings are arguments of GRPOConfig, which benchmark_trl.py derives from our own config so that both sides
+The settings are arguments of GRPOConfig, which trl_comparison.py derives from our own config so that both sides
 train alike. Under torchrun it trains data-parallel. It prints START when the first rollout starts, and a line
 ROLLOUT {...} after the last gradient step of each. Nothing of megatron_dppo is imported: its environment has
 TRL's dependencies only.

@@ -1,4 +1,4 @@
-"""What benchmark_loss.py wants of our losses, and whether its figures say so."""
+"""What loss.py wants of our losses, and whether its figures say so."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

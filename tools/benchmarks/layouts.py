@@ -1,8 +1,8 @@
 """Training speed by layout, and what grouped experts, packing and long sequences change in it.
 
     make bench
-    python tools/benchmark_layouts.py --processes 4
-    python tools/benchmark_layouts.py --short        all of it once on a tiny model; its figures mean nothing
+    python -m tools.benchmarks.layouts --processes 4
+    python -m tools.benchmarks.layouts --short        all of it once on a tiny model; its figures mean nothing
 
 A random Qwen3-MoE (hidden 256, 4 layers, 16 experts of which a token takes 4, vocabulary 2048) in float32
 trains through the real actor: forward, backward and update. Every process has one thread and shares this
@@ -33,9 +33,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from benchmark_ranks import Ranks
-from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, warn_if_busy, write_json
 from tqdm import tqdm
+
+from megatron_dppo.cli_options import show_table
+from tools.benchmarks.benchmarking import (
+    OUT,
+    ROOT,
+    OtherPrograms,
+    cli,
+    machine,
+    warn_if_busy,
+    write_json,
+)
+from tools.benchmarks.ranks import Ranks
 
 ONE = "one process"
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
@@ -152,7 +162,7 @@ def main(
         )
     other_cores = others.cores()
     show(figures, plan, rounds, steps)
-    warn_if_busy("benchmark_layouts", other_cores)
+    warn_if_busy("layouts", other_cores)
     counts = {"rounds": rounds, "steps": steps, "other_cores": other_cores}
     write_json(out, {"machine": machine(), **counts, "sizes": dict(plan.sizes), **figures})
 

@@ -1,8 +1,8 @@
 """What an SGLang server costs the loop: weights pushed to it, and responses read from it.
 
-    python tools/benchmark_sglang.py                   a model of about 60 MB, on this machine's CPU or GPU
-    python tools/benchmark_sglang.py --hidden 512      a larger one
-    make bench-sglang                                  the same, with what it needs
+    python -m tools.benchmarks.sglang_transfer                   a model of 60 MB, on this machine's CPU or GPU
+    python -m tools.benchmarks.sglang_transfer --hidden 512      a larger one
+    make bench-sglang                                             the same, with what it needs
 
 A server is started for the time of the benchmark. (a) Each way of pushing weights in turn, beside a copy of the
 same bytes in memory. (b) The same requests through our engine, which checks and decodes every
@@ -25,7 +25,18 @@ from typing import Annotated, Any
 import httpx2
 import torch
 import typer
-from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, spread, warn_if_busy, write_json
+
+from megatron_dppo.cli_options import show_table
+from tools.benchmarks.benchmarking import (
+    OUT,
+    ROOT,
+    OtherPrograms,
+    cli,
+    machine,
+    spread,
+    warn_if_busy,
+    write_json,
+)
 
 sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 

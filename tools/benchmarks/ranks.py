@@ -1,6 +1,6 @@
 """Groups of ranks that stay and take turns, so that layouts on one and on several processes can be interleaved.
 
-A group meets once; its ranks then wait for the name and arguments of a function of `benchmark_jobs`, run it
+A group meets once; its ranks then wait for the name and arguments of a function of `jobs.py`, run it
 together, and rank 0 says what it gave. A group that waits takes no time from the one that measures.
 """
 
@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import typer
-from benchmarking import free_port
+
+from tools.benchmarks.benchmarking import ROOT, free_port
 
 
 class Ranks:
@@ -34,7 +35,8 @@ class Ranks:
             environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with log.open("w") as file:
                 process = subprocess.Popen(
-                    [sys.executable, __file__],
+                    [sys.executable, "-m", "tools.benchmarks.ranks"],
+                    cwd=ROOT,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE if rank == 0 else file,
                     stderr=file,
@@ -44,7 +46,7 @@ class Ranks:
             self._processes.append(process)
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """`benchmark_jobs.<function>(runtime, **arguments)` on every rank; what it gave on rank 0.
+        """`<function>(runtime, **arguments)` of `jobs.py` on every rank; what it gave on rank 0.
 
         Raises:
             typer.Exit: A rank has ended; its last words are shown.
@@ -89,7 +91,7 @@ def serve() -> None:
     from megatron_dppo.runtime import process as runtime
 
     runtime.quiet_library_warnings()
-    jobs: Any = importlib.import_module("benchmark_jobs")
+    jobs: Any = importlib.import_module("tools.benchmarks.jobs")
     this = runtime.start(join_timeout_s=120)
     for line in sys.stdin:
         job = json.loads(line)

@@ -1,4 +1,4 @@
-"""Other libraries' losses, for benchmark_loss.py: each imported when it is wanted, or said to be missing.
+"""Other libraries' losses, for loss.py: each imported when it is wanted, or said to be missing.
 
 All are given what makes their gradient that of our loss: each token's cross entropy is multiplied by its
 coefficient. Liger's GRPO loss is the ratio times the advantage, clipped nowhere, and has that gradient too.
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loss_cases import Case
-from loss_contenders import Contender, Tensors, UnavailableError, linear_inputs, linear_leaves
 from torch import Tensor
+
+from tools.benchmarks.loss_cases import Case
+from tools.benchmarks.loss_contenders import Contender, Tensors, UnavailableError, linear_inputs, linear_leaves
 
 IGNORED = -100  # a target that these libraries leave out
 NEVER_CLIPS = 1e6

@@ -28,7 +28,7 @@ from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import SampleGroup, TrainBatch
 from megatron_dppo.weight_sync.in_process import InProcessSync
 
-logger = logging.getLogger("megatron_dppo.tools.measure_mismatch")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import typer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("runs/bench")
 BUSY_CORES = 0.1  # used by others: from here on figures are not to be trusted
 
@@ -79,18 +79,6 @@ def spread(values: Sequence[float], digits: int) -> str:
     if not values:
         return "not reached"
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
-
-
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns: the first to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    typer.echo(f"\n{title}")
-    for row in (header, *rows):
-        first, *others = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        typer.echo("  ".join([first, *others]).rstrip())
 
 
 def machine() -> dict[str, Any]:

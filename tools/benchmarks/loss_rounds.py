@@ -1,4 +1,4 @@
-"""The rounds of benchmark_loss.py: every contender once in each, in turns, and what that took."""
+"""The rounds of loss.py: every contender once in each, in turns, and what that took."""
 
 import statistics
 import time
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loss_cases import Case
-from loss_contenders import Contender, UnavailableError, check, run
+
+from tools.benchmarks.loss_cases import Case
+from tools.benchmarks.loss_contenders import Contender, UnavailableError, check, run
 
 
 @dataclass(frozen=True)

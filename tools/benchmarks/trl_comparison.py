@@ -1,7 +1,7 @@
 """Our loop and TRL's GRPOTrainer in turn: the same model, prompts, reward, precision, batch and optimizer.
 
-    make bench-trl                                      # sets up TRL's own environment first
-    python tools/benchmark_trl.py --trl-python .venv-trl/bin/python --repeats 1 --rollouts 30
+    make bench-trl                                                  # sets up TRL's own environment first
+    python -m tools.benchmarks.trl_comparison --trl-python .venv-trl/bin/python --repeats 1 --rollouts 30
 
 Both train the quickstart's model in float32 and roll out in float32, on two cores: ours as 2 processes of one
 thread with the experts split between them, TRL as 1 process of 2 threads (its default) or 2 data-parallel
@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from benchmark_loop import MODEL, QUICKSTART, require_model, train, watch
-from benchmarking import OUT, ROOT, cli, machine, spread, torchrun, warn_if_busy, write_json
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.reader import read_run
+from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, spread, torchrun, warn_if_busy, write_json
+from tools.benchmarks.loop import MODEL, QUICKSTART, require_model, train, watch
 
 TARGET, SKIPPED, TRIAL_ROLLOUTS, CORES = 0.75, 3, 8, 2
 OURS, TRL = "ours", "TRL"
@@ -145,13 +145,13 @@ def run_ours(rollouts: int, seed: int, title: str) -> Measured:
 
 
 def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: str) -> Measured:
-    """tools/trl_baseline.py in TRL's environment, set as our run is."""
+    """trl_baseline.py in TRL's environment, set as our run is."""
     config, threads = quickstart(), CORES // num_processes
     settings = OUT / "trl_settings.json"
     settings.write_text(json.dumps(grpo_settings(config, num_processes, rollouts, seed), indent=1) + "\n")
     launcher = [str(python)] if num_processes == 1 else torchrun(str(python), num_processes)
-    command = [*launcher, "tools/trl_baseline.py", "--model", str(MODEL), "--settings", str(settings)]
-    command += ["--threads", str(threads)]
+    command = [*launcher, "-m", "tools.benchmarks.trl_baseline"]
+    command += ["--model", str(MODEL), "--settings", str(settings), "--threads", str(threads)]
     watched = watch(command, OUT / "trl_baseline.log", threads, TRL_LINE, rollouts, title)
     rows = [json.loads(line.removeprefix("ROLLOUT ")) for _, line in watched.lines]
     assert watched.set_up is not None, "the line comes before the first rollout's"

@@ -1,4 +1,6 @@
-"""What benchmark_convert.py times, each in a process of its own: python tools/convert_jobs.py JOB SOURCE OUT.
+"""What convert.py times, each in a process of its own.
+
+    python -m tools.benchmarks.convert_jobs JOB SOURCE OUT
 
 The last line of output is JSON: seconds and peak memory of each part. mbridge's job runs in its environment.
 """

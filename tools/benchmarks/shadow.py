@@ -1,7 +1,7 @@
 """What judging other presets beside the one that trains adds to a gradient step: with over without, in turns.
 
-    python tools/benchmark_shadow.py
-    python tools/benchmark_shadow.py --rounds 11 --top-k 0
+    python -m tools.benchmarks.shadow
+    python -m tools.benchmarks.shadow --rounds 11 --top-k 0
 
 Two real actors with the same random weights and the quickstart's sizes take the same step on one packed
 micro-batch of random samples: one with tracking.shadow, one without; every other round in reverse order. The
@@ -18,9 +18,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, spread, warn_if_busy, write_json
 
+from megatron_dppo.cli_options import show_table
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
+from tools.benchmarks.benchmarking import (
+    OUT,
+    ROOT,
+    OtherPrograms,
+    cli,
+    machine,
+    spread,
+    warn_if_busy,
+    write_json,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -66,7 +76,7 @@ def measure(
     runtime: Runtime, folder: str, num_rounds: int, top_k: int, vocab_size: int, num_samples: int = NUM_SAMPLES
 ) -> dict[str, Any]:
     """Seconds of each step of both kinds, and each round's ratios."""
-    from benchmark_jobs import build_actor, random_samples, step_of, write_model
+    from tools.benchmarks.jobs import build_actor, random_samples, step_of, write_model
 
     write_model(runtime, f"{folder}/model", SIZES | {"vocab_size": vocab_size})
     tables: dict[str, Any] = {"rollout": {"num_topk_log_probs": top_k}}

@@ -1,7 +1,7 @@
 """Time and memory of conversion beside a plain copy of the files and beside mbridge.
 
-    make bench-convert                                        # sets up mbridge's own environment first
-    python tools/benchmark_convert.py --gb 10 --mbridge-python .venv-mbridge/bin/python
+    make bench-convert                                              # sets up mbridge's own environment first
+    python -m tools.benchmarks.convert --gb 10 --mbridge-python .venv-mbridge/bin/python
 
 A synthetic Qwen3-MoE of random bfloat16 weights is converted from folder to folder, and loaded into a model on
 one process and saved from it, by us and by mbridge. Each job is a process of its own; jobs alternate. Memory is
@@ -24,13 +24,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from benchmarking import OUT, ROOT, OtherPrograms, cli, machine, show_table, warn_if_busy, write_json
-from convert_jobs import GB, WRITERS
 
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
+from megatron_dppo.cli_options import show_table
 from megatron_dppo.conversion.compare import compare
 from megatron_dppo.conversion.sources import HuggingFaceSource
+from tools.benchmarks.benchmarking import (
+    OUT,
+    ROOT,
+    OtherPrograms,
+    cli,
+    machine,
+    warn_if_busy,
+    write_json,
+)
+from tools.benchmarks.convert_jobs import GB, WRITERS
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -123,7 +132,7 @@ def write_model(out: Path, gb: float) -> int:
 
 def run(job: str, python: str, source: Path, out: Path) -> dict[str, Any]:
     """One job in its own process; what it wrote is compared with the source, and removed."""
-    command = [python, "-W", "ignore", str(ROOT / "tools" / "convert_jobs.py"), job, str(source), str(out)]
+    command = [python, "-W", "ignore", "-m", "tools.benchmarks.convert_jobs", job, str(source), str(out)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )

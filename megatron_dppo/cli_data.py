@@ -1,0 +1,83 @@
+"""The command of `megatron-dppo` that makes files of prompts: prepare-data."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megatron_dppo.cli_options import user_errors
+
+app = typer.Typer()
+
+Name = Literal["dapo-math-17k", "math", "math-sanity", "aime24", "aime25", "custom"]
+Template = Literal["base", "r1_distill", "thinking", "dapo", "none"]
+
+
+@app.command()
+def prepare_data(
+    name: Annotated[Name, typer.Argument(help="Which set; custom is any other.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder of the model that will be trained.")],
+    template: Annotated[Template, typer.Option(help="How problems are put; none keeps the source's prompts.")],
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write; must not exist.")],
+    source: Annotated[
+        str | None, typer.Option(help="A .jsonl or .parquet file, a folder, or a name on the Hugging Face hub.")
+    ] = None,
+    config: Annotated[list[str] | None, typer.Option(help="Configurations to read; all for all.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a folder or a data set on the hub.")] = None,
+    question_column: Annotated[str | None, typer.Option(help="With --answer-column: not detected.")] = None,
+    answer_column: Annotated[str | None, typer.Option(help="With --question-column: not detected.")] = None,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="As data.max_prompt_tokens will be.")] = 1024,
+    too_long: Annotated[
+        Literal["drop", "refuse"], typer.Option(help="What to do with longer prompts.")
+    ] = "drop",
+    language: Annotated[Literal["en", "zh"] | None, typer.Option(help="Keep only these problems.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Keep so many, drawn by --seed.")] = None,
+    seed: Annotated[int, typer.Option(help="For --limit.")] = 0,
+) -> None:
+    """Make a file of prompts out of a published data set: each problem once, and every drop counted.
+
+    Without --source the set is read from where it is published; with it, from a file that you have:
+
+        megatron-dppo prepare-data dapo-math-17k --tokenizer MODEL --template dapo --out dapo.jsonl
+
+        megatron-dppo prepare-data aime24 --source a.parquet --tokenizer MODEL --template dapo --out a.jsonl
+
+    The template decides which reward reads the answers: "dapo" goes with data.reward = "dapo"; "base",
+    "thinking" and "r1_distill" go with "math". Beside the output stands what became of the rows: OUT with
+    .counts.json. Errors in what you gave end with 2.
+    """
+    with user_errors():
+        from megatron_dppo.data.prompts.prepare import Options
+        from megatron_dppo.data.prompts.prompt_file import (
+            DATA_SETS,
+            open_data_set,
+            refuse_unusable,
+            sha256_of,
+            summary,
+            write_prompt_file,
+        )
+        from megatron_dppo.data.prompts.templates import ASKS_FOR
+        from megatron_dppo.rewards import REWARDS, answer_form
+
+        data_set = DATA_SETS[name]
+        options = Options(
+            name=name.replace("-", "_"),
+            template=template,
+            max_prompt_tokens=max_prompt_tokens,
+            refuse_too_long=too_long == "refuse",
+            language=language,
+            limit=limit,
+            seed=seed,
+            num_problems=data_set.num_problems,
+            question_column=question_column,
+            answer_column=answer_column,
+        )
+        refuse_unusable(out, source or data_set.source, question_column, answer_column)
+        opened = open_data_set(data_set, source, config, split)
+        typer.echo(f"reading {opened.name}: columns {', '.join(opened.columns)}", err=True)
+        prepared = write_prompt_file(out, opened, tokenizer, options)
+    typer.echo(summary(prepared))
+    typer.echo(f"{out}: sha256 {sha256_of(out)}")
+    for reward in REWARDS:
+        if answer_form(reward) == ASKS_FOR.get(template, ""):
+            typer.echo(f'these prompts go with data.reward = "{reward}"')

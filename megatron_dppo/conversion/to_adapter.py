@@ -1,0 +1,43 @@
+"""LoRA's adapters of a Megatron checkpoint -> a folder in peft's format."""
+
+import logging
+from pathlib import Path
+
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.registry import read_hf_config
+from megatron_dppo.errors import ConversionError
+from megatron_dppo.mcore import cpu, fixes
+from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
+from megatron_dppo.models.build import build_model, transformer_config
+from megatron_dppo.models.lora import add_lora
+from megatron_dppo.models.lora_files import adapter_tensors, write_adapter
+from megatron_dppo.models.megatron_folder import load_weights, stored_dtype, stored_lora
+
+logger = logging.getLogger(__name__)
+
+
+def write_peft_adapter(megatron: Path, out: Path, base: str) -> None:
+    """Build the whole model on this process, load weights and adapters, and write the adapters.
+
+    Args:
+        megatron: A checkpoint of a LoRA run.
+        out: Folder to write.
+        base: Name or folder of the base model, for the adapter's config.
+
+    Raises:
+        ConversionError: The checkpoint holds no adapters.
+    """
+    dtype, hf = stored_dtype(megatron), read_hf_config(megatron)
+    options = stored_lora(megatron)
+    cpu.install()
+    fixes.apply()
+    layout = Layout(world_size=1)
+    initialize_groups(layout, seed=0)
+    model = build_model(hf, transformer_config(hf, dtype, megatron_sizes(layout), {}))
+    if options is not None:
+        add_lora(model, hf, options, seed=0)
+    logger.info("reading %s", megatron)
+    load_weights(model, megatron, hf)
+    if options is None:
+        raise ConversionError(f"{megatron} holds no LoRA adapters. Use to-hf for its weights.")
+    write_adapter(adapter_tensors(model), options, out, base)

@@ -1,0 +1,162 @@
+"""A Hugging Face folder -> one in FP8 or NVFP4, calibrated, written and measured; resumes unfinished output."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.conversion.quantize import Quantization, calibrated, export
+from megatron_dppo.conversion.unfinished import UnfinishedOutput, fingerprint
+from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
+from megatron_dppo.run_folder.folder import json_number
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.types import Prompt
+
+logger = logging.getLogger(__name__)
+MISMATCH = "mismatch.json"
+
+
+def write_quantized(
+    hf: Path,
+    out: Path,
+    quantization: Quantization,
+    prompts: Sequence[torch.Tensor],
+    *,
+    max_tokens: int,
+    is_measuring: bool,
+    device: torch.device,
+) -> dict[str, float] | None:
+    """Calibrate and write a folder, and measure how far it stands from the original.
+
+    Args:
+        hf: The original's folder.
+        out: Appears when it is complete.
+        quantization: What to quantise, and to what.
+        prompts: [P] int64 each; calibrate the inputs' scales, and are answered by the quantised model.
+        max_tokens: Most tokens of a response.
+        is_measuring: Without it nothing is measured, and nothing returned.
+        device: Where to compute.
+
+    Returns:
+        The figures of `quantization_mismatch.measure`, which MISMATCH in the folder holds, too.
+
+    Raises:
+        ConversionError: The folder has more or less than its config.json says, or the disk is full.
+    """
+    tokens = [prompt.to(device) for prompt in prompts]
+    output = _unfinished(hf, out, quantization, tokens)
+    if not output.file("config.json").is_file():  # else an earlier start got this far
+        quantize(hf, output, quantization, tokens, device)
+    found = _measured(hf, output, tokens, max_tokens, device) if is_measuring else None
+    output.publish()
+    return found
+
+
+def tokenized(hf: Path, questions: Sequence[Prompt], num_prompts: int, max_tokens: int) -> list[torch.Tensor]:
+    """[P] int64 of the first prompts that are short enough.
+
+    Raises:
+        ConfigError: The folder has no tokenizer.
+        DataError: No prompt is short enough.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(hf, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        action = "Copy the model's tokenizer files into the folder."
+        raise ConfigError(Problem("--hf", f"no tokenizer in {hf} ({error})", "one", action)) from error
+    found: list[torch.Tensor] = []
+    num_too_long = 0
+    for question in questions:
+        if len(found) == num_prompts:
+            break
+        ids = _token_ids(tokenizer, question)
+        if 1 <= len(ids) <= max_tokens:
+            found.append(torch.tensor(ids))
+        else:
+            num_too_long += 1
+    if not found:
+        raise DataError(
+            f"--prompts: found {num_too_long} prompts, none of 1 to {max_tokens} tokens; expected some. Raise "
+            "--max-tokens."
+        )
+    logger.info("%d prompts; %d were longer than %d tokens", len(found), num_too_long, max_tokens)
+    return found
+
+
+def _token_ids(tokenizer: Any, question: Prompt) -> list[int]:
+    if question.text is not None:
+        return tokenizer.encode(question.text, add_special_tokens=True)
+    return tokenizer.apply_chat_template(
+        list(question.messages or ()), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+
+
+def _unfinished(
+    hf: Path, out: Path, quantization: Quantization, tokens: Sequence[torch.Tensor]
+) -> UnfinishedOutput:
+    """The output under its other name, with what an interrupted start of the same command left in it."""
+    weights = HFWeights(hf)
+    content = {
+        "from": fingerprint(weights.files),
+        "format": quantization.weight_format,
+        "excluded": quantization.excluded,
+        "prompts": [prompt.tolist() for prompt in tokens],
+    }
+    num_values = sum(torch.Size(shape).numel() for shape in weights.shapes().values())
+    return UnfinishedOutput(out, json.loads(json.dumps(content)), num_values)
+
+
+def quantize(
+    hf: Path,
+    output: UnfinishedOutput,
+    quantization: Quantization,
+    tokens: Sequence[torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Calibrate and write.
+
+    Raises:
+        ConversionError: The folder has more or less than its config.json says, or the disk is full.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        hf, dtype=torch.bfloat16, trust_remote_code=False, output_loading_info=True
+    )
+    model, report = loaded
+    missing, extra = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if missing or extra:
+        raise ConversionError(
+            f"{hf}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are left over "
+            f"(first: {extra[:3]}). The weights are of another config.json."
+        )
+    with tqdm(total=len(tokens), desc="calibrating", unit="prompt") as bar:
+        calibrated(model.to(device).eval(), quantization, tokens, bar.update)
+    export(model, hf, output, quantization)
+
+
+def _measured(
+    hf: Path,
+    output: UnfinishedOutput,
+    tokens: Sequence[torch.Tensor],
+    max_tokens: int,
+    device: torch.device,
+) -> dict[str, float]:
+    from megatron_dppo.conversion.quantization_mismatch import measure
+
+    found = measure(hf, output.folder, tokens, max_tokens, device)
+    content = {
+        "prompts": len(tokens),
+        "max_response_tokens": max_tokens,
+        "statistics": {name: json_number(value) for name, value in found.items()},
+        "versions": versions(),
+    }
+    output.write(MISMATCH, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
+    return found

@@ -1,0 +1,133 @@
+"""Makes a file of prompts out of a published data set: each problem once, and every drop counted."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from megatron_dppo.data.prompts.prepare import Options, Prepared, prepare
+from megatron_dppo.data.prompts.sources import Source, open_source
+from megatron_dppo.errors import DataError, Problem
+from megatron_dppo.runtime.jsonl import write_jsonl
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Where a set is published, and how many problems it has."""
+
+    source: str | None
+    split: str = "train"
+    configs: tuple[str, ...] = ()
+    num_problems: int | None = None
+
+
+DATA_SETS = {
+    "dapo-math-17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k"),
+    "math": DataSet("EleutherAI/hendrycks_math", configs=("all",)),
+    "math-sanity": DataSet("sail/Sanity-Test-R1D-1.5B", num_problems=1460),
+    "aime24": DataSet("HuggingFaceH4/aime_2024", num_problems=30),
+    "aime25": DataSet("opencompass/AIME2025", "test", ("all",), num_problems=30),
+    "custom": DataSet(None),
+}
+
+
+def write_prompt_file(out: Path, opened: Source, tokenizer: Path, options: Options) -> Prepared:
+    """Prepare the prompts, and write them and their counts.
+
+    Args:
+        out: The file to write.
+        opened: The data set.
+        tokenizer: Folder of the model that will be trained.
+        options: What to keep, and how to put it.
+
+    Raises:
+        DataError: There is no tokenizer, or the data set does not have what is asked for.
+    """
+    prepared = prepare(opened, _load_tokenizer(tokenizer), options, _progress)
+    _write(out, prepared, {"read_from": opened.name, "tokenizer": str(tokenizer), **asdict(options)})
+    return prepared
+
+
+def counts_file(out: Path) -> Path:
+    """Returns the file in which the counts of an output stand."""
+    return out.with_name(f"{out.stem}.counts.json")
+
+
+def refuse_unusable(out: Path, source: str | None, question: str | None, answer: str | None) -> None:
+    """Refuse options that do not go together, before anything is read.
+
+    Raises:
+        DataError: There is no source, or the output has another suffix or exists, or a column is missing.
+    """
+    if source is None:
+        raise _problem("--source", "nothing", "a file, a folder or a name on the hub", "Name the data set.")
+    if out.suffix != ".jsonl":
+        raise _problem("--out", str(out), "a name that ends in .jsonl", "Choose another name.")
+    if out.exists():
+        raise _problem("--out", f"{out}, which exists", "a new file", "Choose another name, or delete it.")
+    if (question is None) != (answer is None):
+        found = "one of --question-column and --answer-column"
+        raise _problem("columns", found, "both or none", "Name both columns.")
+
+
+def open_data_set(
+    data_set: DataSet, source: str | None, configs: Sequence[str] | None, split: str | None
+) -> Source:
+    """Open the set at its published place, or at the user's, of which nothing is assumed."""
+    if source is not None or data_set.source is None:
+        return open_source(source or "", configs or (), split or "train")
+    return open_source(data_set.source, configs or data_set.configs, split or data_set.split)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise _problem("--tokenizer", f"{folder}", "the folder of a model", "Download the model first.")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        action = "Give the folder that model.load will name."
+        raise _problem("--tokenizer", f"{folder}: {error}", "a tokenizer", action) from error
+
+
+def _progress(items: Iterable[Any], what: str, total: int | None) -> Iterable[Any]:
+    return tqdm(items, desc=what, total=total, unit="", unit_scale=True, mininterval=1.0, leave=False)
+
+
+def _write(out: Path, prepared: Prepared, asked: dict[str, Any]) -> None:
+    """The prompts, then their counts; each appears whole or not at all."""
+    write_jsonl(out, prepared.rows)
+    found = {
+        "schema": asdict(prepared.schema),
+        "counts": prepared.counts,
+        "instructions_removed": prepared.num_instructions_removed,
+        "longest_prompt_tokens": prepared.longest_prompt_tokens,
+        "sha256": sha256_of(out),
+    }
+    temporary = counts_file(out).with_suffix(".tmp")
+    temporary.write_text(json.dumps(asked | found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(counts_file(out))
+
+
+def summary(prepared: Prepared) -> str:
+    """Returns lines for the terminal: what was recognised, and each count."""
+    schema = prepared.schema
+    rows = [*prepared.counts.items(), ("longest prompt, tokens", prepared.longest_prompt_tokens)]
+    if prepared.num_instructions_removed:
+        rows.append(("had DAPO's instruction, which was replaced", prepared.num_instructions_removed))
+    lines = [f"schema: {schema.name} ({schema.prompt}, {schema.answer})"]
+    return "\n".join([*lines, *(f"{count:>12,}  {what}" for what, count in rows)])
+
+
+def sha256_of(file: Path) -> str:
+    """Returns a file's SHA-256 in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _problem(where: str, found: str, expected: str, action: str) -> DataError:
+    return DataError(str(Problem(where, found, expected, action)))

@@ -1,0 +1,1 @@
+"""The commands beside the package: thin programs of `megatron-dppo`, and benchmarks."""

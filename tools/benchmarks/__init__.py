@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m tools.benchmarks.NAME`, from the repository's root."""

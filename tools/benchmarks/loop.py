@@ -1,0 +1,219 @@
+"""How fast the loop goes, and where the time goes: the real `megatron-dppo train` on the quickstart's model.
+
+    make bench
+    python -m tools.benchmarks.loop --rollouts 20
+
+Four variants run one after another: 1 process, and 2 processes with the experts split between them, each
+without and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts,
+read from the run's own metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is a
+rollout's wall clock that no phase claims. Figures and run folders go to runs/bench/. Another busy program
+distorts them; the tool says so where it sees one.
+"""
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+
+from megatron_dppo.run_folder.reader import Run, read_run
+from tools.benchmarks.benchmarking import (
+    OUT,
+    ROOT,
+    OtherPrograms,
+    cli,
+    machine,
+    torchrun,
+    warn_if_busy,
+    write_json,
+)
+
+MODEL = Path("runs/quickstart/model")
+QUICKSTART = Path("examples/quickstart")
+PHASES = ("rollout", "batch", "train", "sync")
+SKIPPED = 2
+ROLLOUT_DONE = re.compile(r"\brollout +\d+/\d+ ")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the loop."""
+
+    title: str
+    folder: str
+    num_processes: int
+    routing_replay: str
+
+
+VARIANTS = (
+    Variant("1 process", "1_process", 1, "off"),
+    Variant("1 process, R3", "1_process_replay", 1, "replay"),
+    Variant("expert 2", "expert_2", 2, "off"),
+    Variant("expert 2, R3", "expert_2_replay", 2, "replay"),
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a program while it ran; times are of this process's clock."""
+
+    started: float
+    set_up: float | None  # when it printed a line START, if it did
+    lines: list[tuple[float, str]]  # those that the pattern matches, and when they came
+    other_cores: float | None  # cores that other programs kept busy meanwhile; none where it is not known
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A variant's medians."""
+
+    rollout_tokens_per_s: float
+    train_tokens_per_s: float
+    tokens_per_s: float
+    samples_per_s: float
+    total_s: float
+    phase_s: dict[str, float]
+    phase_share: dict[str, float]
+    num_rollouts: int
+    other_cores: float | None
+
+
+def main(
+    rollouts: Annotated[
+        int, typer.Option(min=SKIPPED + 1, help=f"Rollouts of each variant; the first {SKIPPED} do not count.")
+    ] = 12,
+) -> None:
+    """Measure tokens/s of rollout and training, and the share of each phase."""
+    os.chdir(ROOT)
+    require_model()
+    num_devices = torch.accelerator.device_count()  # 0 on a CPU, where processes share the cores
+    speeds: dict[str, Speed] = {}
+    versions: Mapping[str, Any] = {}
+    for variant in VARIANTS:
+        if 0 < num_devices < variant.num_processes:
+            typer.echo(
+                f"{variant.title}: left out, it needs {variant.num_processes} devices and {num_devices} is here"
+            )
+            continue
+        overrides = [
+            *(f"parallel.expert={variant.num_processes}", f"run.num_rollouts={rollouts}"),
+            *(f"rollout.routing_replay='{variant.routing_replay}'", "tracking.paired_routing_every=0"),
+            *("tracking.samples_every=0", "checkpoint.every=0", "optimizer.warmup_steps=4"),
+        ]
+        folder = OUT / variant.folder
+        watched = train(folder, variant.num_processes, overrides, rollouts, variant.title)
+        run = read_run(folder)
+        speeds[variant.title], versions = measure(run, watched.other_cores), run.versions
+    show(speeds)
+    results = {title: asdict(speed) for title, speed in speeds.items()}
+    write_json(OUT / "loop.json", {"machine": machine(), "versions": versions, "variants": results})
+
+
+def require_model() -> None:
+    """Make the quickstart's model where it is not there, or not of today's recipe."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
+
+
+def train(folder: Path, num_processes: int, overrides: list[str], num_rollouts: int, title: str) -> Watched:
+    """`megatron-dppo train` under torchrun, into a new folder; a line is seen at the end of each rollout."""
+    shutil.rmtree(folder, ignore_errors=True)
+    sets = [f"run.folder={str(folder)!r}", f"model.load={str(MODEL)!r}"]
+    sets += [f"data.prompts={str(MODEL / 'prompts.jsonl')!r}", *overrides]
+    command = [*torchrun(sys.executable, num_processes), "-m", "megatron_dppo", "train"]
+    command += [str(QUICKSTART / "base.toml"), *(part for item in sets for part in ("--set", item))]
+    return watch(command, folder.with_suffix(".log"), 1, ROLLOUT_DONE, num_rollouts, title)
+
+
+def watch(
+    command: list[str], log: Path, num_threads: int, pattern: re.Pattern[str], num_rollouts: int, title: str
+) -> Watched:
+    """Run a program to its end, its output in `log`, with a bar that moves at each line the pattern matches."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    lines: list[tuple[float, str]] = []
+    set_up = None
+    started, others = time.perf_counter(), OtherPrograms()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    assert process.stdout is not None
+    try:
+        with log.open("w") as file, tqdm(total=num_rollouts, desc=title, unit="rollout") as bar:
+            for line in process.stdout:
+                now = time.perf_counter()
+                file.write(line)
+                set_up = now if line == "START\n" else set_up
+                if pattern.search(line):
+                    lines.append((now, line))
+                    bar.update()
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code or len(lines) != num_rollouts:
+        end = log.read_text()[-3000:]
+        found = f"exit status {code} and {len(lines)} of {num_rollouts} rollouts"
+        typer.echo(f"{title}: found {found}. The end of {log}:\n{end}", err=True)
+        raise typer.Exit(1)
+    return Watched(started, set_up, lines, others.cores())
+
+
+def measure(run: Run, other_cores: float | None) -> Speed:
+    """Medians over a run's rollouts, without the first ones."""
+    rows = [row.values for row in run.rollouts[SKIPPED:]]
+
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    tokens, total_s = median("rollout/num_response_tokens"), median("time/total_s")
+    phase_s = {phase: median(f"time/{phase}_s") for phase in PHASES}
+    phase_s["other"] = total_s - sum(phase_s.values())
+    num_samples = run.option("rollout.prompts_per_rollout") * run.option("rollout.samples_per_prompt")
+    return Speed(
+        rollout_tokens_per_s=tokens / phase_s["rollout"],
+        train_tokens_per_s=tokens / phase_s["train"],
+        tokens_per_s=median("throughput/tokens_per_s"),
+        samples_per_s=num_samples / total_s,
+        total_s=total_s,
+        phase_s=phase_s,
+        phase_share={phase: seconds / total_s for phase, seconds in phase_s.items()},
+        num_rollouts=len(rows),
+        other_cores=other_cores,
+    )
+
+
+def show(speeds: Mapping[str, Speed]) -> None:
+    """The table, and a warning where another program was busy."""
+    typer.echo(f"\n{'':15}{'rollout':>10}{'training':>10}{'all':>10}{'all':>11}")
+    typer.echo(f"{'':15}{'tokens/s':>10}{'tokens/s':>10}{'tokens/s':>10}{'samples/s':>11}")
+    for title, speed in speeds.items():
+        typer.echo(
+            f"{title:15}{speed.rollout_tokens_per_s:10,.0f}{speed.train_tokens_per_s:10,.0f}"
+            f"{speed.tokens_per_s:10,.0f}{speed.samples_per_s:11,.0f}"
+        )
+    names = (*PHASES, "other")
+    typer.echo(f"\n{'s per rollout':15}{'total':>8}" + "".join(f"{name:>14}" for name in names))
+    for title, speed in speeds.items():
+        cells = (f"{speed.phase_s[name]:8.3f} {speed.phase_share[name]:>5.0%}" for name in names)
+        typer.echo(f"{title:15}{speed.total_s:8.3f}" + "".join(cells))
+    typer.echo()
+    for title, speed in speeds.items():
+        warn_if_busy(title, speed.other_cores)
+
+
+if __name__ == "__main__":
+    cli(main, __doc__)

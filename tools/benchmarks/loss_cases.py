@@ -1,0 +1,161 @@
+"""What loss.py measures on: shapes, their tensors, and the exact gradients to compare with."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOP_K = 20
+REFERENCE_ROWS = 512  # at a time, in float32
+SHARDS: dict[
+    str, tuple[int, int]
+] = {  # tensor-parallel size and columns of a padded shard of Qwen3's vocabulary
+    "tp1": (1, 151936),
+    "tp2": (2, 76032),
+    "tp4": (4, 38016),
+    "tp8": (8, 19072),
+}
+SMALL_VOCABULARY, SMALL_HIDDEN, HIDDEN = 2048, 128, 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One rank's part of the output layer."""
+
+    name: str
+    tp: int  # ranks that would hold the vocabulary; one of them is emulated
+    num_tokens: int
+    num_columns: int
+    hidden_size: int
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of this shard, in bfloat16."""
+        return 2 * self.num_tokens * self.num_columns
+
+    @classmethod
+    def of(cls, name: str, num_tokens: int, *, is_small: bool) -> "Shape":
+        """The shape of that name; a small one has the same splits of a small vocabulary."""
+        tp, columns = SHARDS[name]
+        if is_small:
+            return cls(name, tp, num_tokens, SMALL_VOCABULARY // tp, SMALL_HIDDEN)
+        return cls(name, tp, num_tokens, columns, HIDDEN)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Tensors of one shape, the same for all contenders; the loss is sum(coefficient * -log_probs).
+
+    Rollout log-probs lie so close to the trained ones that no trust region masks a token. Dead rows have an
+    advantage of 0: coefficient 0.
+    """
+
+    shape: Shape
+    dead_share: float
+    hidden: Tensor  # [N, H] bfloat16
+    weight: Tensor  # [V, H] bfloat16
+    pristine: Tensor  # [N + 1, V] bfloat16: logits, and a row more that Liger's GRPO loss wants
+    working: Tensor  # [N + 1, V]: what is handed out, and may be overwritten
+    targets: Tensor  # [N] int64
+    log_probs: Tensor  # [N] float32, of the targets
+    rollout_log_probs: Tensor  # [N] float32
+    advantages: Tensor  # [N] float32
+    topk_ids: Tensor  # [N, K] int32
+    topk_rollout_log_probs: Tensor  # [N, K] float32
+    _exact: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, shape: Shape, dead_share: float, device: torch.device) -> "Case":
+        """Random tensors, the same each time."""
+        generator = torch.Generator(device).manual_seed(0)
+        settings: Any = dict(device=device, generator=generator)
+        num, columns = shape.num_tokens, shape.num_columns
+        hidden = torch.randn(num, shape.hidden_size, **settings).bfloat16()
+        weight = (torch.randn(columns, shape.hidden_size, **settings) * 2 / shape.hidden_size**0.5).bfloat16()
+        pristine = torch.zeros(num + 1, columns, dtype=torch.bfloat16, device=device)
+        torch.mm(hidden, weight.t(), out=pristine[:num])
+        targets = torch.randint(columns, (num,), **settings)
+        ids = torch.cat([part.topk(TOP_K).indices for part in pristine[:num].split(REFERENCE_ROWS)])
+        parts = zip(*(x.split(REFERENCE_ROWS) for x in (pristine[:num], targets, ids)), strict=True)
+        at_targets, at_topk = list[Tensor](), list[Tensor]()
+        for logits, own_targets, own_ids in parts:
+            exact = logits.float().log_softmax(-1)
+            at_targets.append(exact.gather(1, own_targets[:, None])[:, 0])
+            at_topk.append(exact.gather(1, own_ids))
+        log_probs = torch.cat(at_targets)
+        advantages = torch.randn(num, **settings)
+        advantages[torch.randperm(num, **settings)[: round(dead_share * num)]] = 0
+        noise = 0.02 * torch.randn(num, **settings)
+        return cls(
+            shape=shape,
+            dead_share=dead_share,
+            hidden=hidden,
+            weight=weight,
+            pristine=pristine,
+            working=torch.empty_like(pristine),
+            targets=targets,
+            log_probs=log_probs,
+            rollout_log_probs=(log_probs + noise).clamp(max=0),
+            advantages=advantages,
+            topk_ids=ids.int(),
+            topk_rollout_log_probs=(torch.cat(at_topk) - 0.01),
+        )
+
+    @cached_property
+    def coefficients(self) -> Tensor:
+        """[N] ratio * advantage, what each token's gradient of -log pi is multiplied by."""
+        return (self.log_probs - self.rollout_log_probs).exp() * self.advantages
+
+    @cached_property
+    def is_live(self) -> Tensor:
+        """[N] bool: rows that have a gradient."""
+        return self.advantages != 0
+
+    @property
+    def num_live(self) -> int:
+        """Rows that have a gradient."""
+        return self.shape.num_tokens - round(self.dead_share * self.shape.num_tokens)
+
+    def weights(self, *, is_plain: bool) -> Tensor:
+        """[N] of each token's -log-prob in the loss: the coefficients, or, plain, 1 where there is one."""
+        return self.is_live.float() if is_plain else self.coefficients
+
+    def restored(self) -> Tensor:
+        """`working`, with the logits in it again."""
+        return self.working.copy_(self.pristine)
+
+    def logits_gradients(self, *, is_plain: bool) -> Iterator[tuple[slice, Tensor]]:
+        """The exact gradient by the logits, some rows at a time: [rows, V] float32."""
+        weights = self.weights(is_plain=is_plain)
+        for start in range(0, self.shape.num_tokens, REFERENCE_ROWS):
+            rows = slice(start, min(start + REFERENCE_ROWS, self.shape.num_tokens))
+            gradient = self.pristine[rows].float().softmax(-1)
+            gradient.scatter_add_(1, self.targets[rows, None], -gradient.new_ones(gradient.shape[0], 1))
+            yield rows, gradient * weights[rows, None]
+
+    def linear_gradients(self, *, is_plain: bool) -> tuple[Tensor, Tensor]:
+        """The gradients by hidden states [N, H] and weight [V, H], from those by the logits; float32."""
+        if is_plain not in self._exact:
+            weight = self.weight.float()
+            by_hidden, by_weight = torch.empty_like(self.hidden).float(), torch.zeros_like(weight)
+            for rows, gradient in self.logits_gradients(is_plain=is_plain):
+                by_hidden[rows] = gradient @ weight
+                by_weight.addmm_(gradient.t(), self.hidden[rows].float())
+            self._exact[is_plain] = by_hidden, by_weight
+        return self._exact[is_plain]
+
+    def gradient_error(self, gradients: tuple[Tensor, ...], *, is_plain: bool) -> float:
+        """Norm of the difference over the norm; of two gradients, the worse."""
+        if len(gradients) == 2:
+            exact = self.linear_gradients(is_plain=is_plain)
+            pairs = zip(gradients, exact, strict=True)
+            return max(float((found - known).norm() / known.norm()) for found, known in pairs)
+        found = gradients[0].detach().reshape(-1, self.shape.num_columns)
+        difference, norm = 0.0, 0.0
+        for rows, known in self.logits_gradients(is_plain=is_plain):
+            difference += float((found[rows] - known).square().sum())
+            norm += float(known.square().sum())
+        return (difference / norm) ** 0.5

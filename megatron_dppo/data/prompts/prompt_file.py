@@ -88,13 +88,12 @@ def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         raise _problem("--tokenizer", f"{folder}", "the folder of a model", "Download the model first.")
     try:
-        found: Any = AutoTokenizer.from_pretrained(  # pyright: ignore[reportUnknownMemberType]
+        return AutoTokenizer.from_pretrained(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             folder, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         action = "Give the folder that model.load will name."
         raise _problem("--tokenizer", f"{folder}: {error}", "a tokenizer", action) from error
-    return found
 
 
 def _progress(items: Iterable[Any], what: str, total: int | None) -> Iterable[Any]:

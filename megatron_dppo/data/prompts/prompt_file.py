@@ -88,7 +88,9 @@ def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         raise _problem("--tokenizer", f"{folder}", "the folder of a model", "Download the model first.")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            folder, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         action = "Give the folder that model.load will name."
         raise _problem("--tokenizer", f"{folder}: {error}", "a tokenizer", action) from error

@@ -77,8 +77,16 @@ class ModelFamily:
                 found |= zip(entry.hf_names(expert), shapes, strict=True)
         return found
 
-    def require_shapes(self, hf: HFConfig, found: Mapping[str, Shape], folder: Path) -> None:
+    def require_shapes(
+        self, hf: HFConfig, found: Mapping[str, Shape], folder: Path, file_of: Callable[[str], Path]
+    ) -> None:
         """Compare a checkpoint's tensors with those that its config.json asks for, before any is read.
+
+        Args:
+            hf: config.json.
+            found: Shapes of the tensors by name.
+            folder: Where they are.
+            file_of: The file of a tensor.
 
         Raises:
             ConversionError: A tensor is missing, left over, or of another shape.
@@ -93,7 +101,7 @@ class ModelFamily:
         for name, shape in found.items():
             if shape != expected[name]:
                 raise ConversionError(
-                    f"{folder}: {name!r} has shape {shape}; expected {expected[name]}. "
+                    f"{file_of(name)}: {name!r} has shape {shape}; expected {expected[name]}. "
                     "The weights are of another config.json."
                 )
 

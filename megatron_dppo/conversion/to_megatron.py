@@ -40,7 +40,8 @@ def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
     if family.sizes(hf).is_tied and OUTPUT.hf[0] in found:
         _require_tied(source)
         del found[OUTPUT.hf[0]]
-    family.require_shapes(hf, {name: tuple(tensor.shape) for name, tensor in found.items()}, source.folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    family.require_shapes(hf, shapes, source.folder, lambda name: _place(source, name))
     for name, tensor in found.items():
         if tensor.dtype not in _FLOATS:
             raise ConversionError(

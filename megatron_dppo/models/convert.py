@@ -110,7 +110,7 @@ def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
     family, found = family_of(hf), weights.shapes()
     if family.sizes(hf).is_tied:
         found.pop(OUTPUT.hf[0], None)
-    family.require_shapes(hf, found, weights.folder)
+    family.require_shapes(hf, found, weights.folder, weights.file_of)
 
 
 def _of_all_stages(value: T) -> list[T]:

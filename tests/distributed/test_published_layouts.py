@@ -153,6 +153,9 @@ def names_read(chunks: list[Any]) -> Counter[str]:
     class NamesAlone:
         folder = Path("Qwen3-30B-A3B")
 
+        def file_of(self, name: str) -> Path:
+            return self.folder / name
+
         def shapes(self) -> dict[str, tuple[int, ...]]:
             return dict(shapes)
 

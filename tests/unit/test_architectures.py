@@ -125,12 +125,15 @@ def test_rules_have_the_names_shapes_and_parameters_of_transformers(
 
 def test_weights_of_another_config_are_refused_before_any_is_read() -> None:
     hf = SIZES | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}
-    found = QWEN3.hf_shapes(hf)
-    QWEN3.require_shapes(hf, found, Path("model"))
+    found, where = QWEN3.hf_shapes(hf), (Path("model"), lambda name: Path("model", f"{name}.safetensors"))
+    QWEN3.require_shapes(hf, found, *where)
     with pytest.raises(ConversionError, match=r"model: 1 tensors are missing .*lm_head.weight"):
-        QWEN3.require_shapes(hf, {n: s for n, s in found.items() if n != "lm_head.weight"}, Path("model"))
-    with pytest.raises(ConversionError, match=r"'lm_head.weight' has shape \(1, 2\); expected \(11, 8\)"):
-        QWEN3.require_shapes(hf, found | {"lm_head.weight": (1, 2)}, Path("model"))
+        QWEN3.require_shapes(hf, {n: s for n, s in found.items() if n != "lm_head.weight"}, *where)
+    with pytest.raises(
+        ConversionError,
+        match=r"safetensors: 'lm_head.weight' has shape \(1, 2\); expected \(11, 8\)",
+    ):
+        QWEN3.require_shapes(hf, found | {"lm_head.weight": (1, 2)}, *where)
 
 
 def test_qwen2_has_no_attention_bias_to_switch() -> None:

@@ -4,6 +4,17 @@ A collective tells a rank that another is gone, not which one, nor why; so each 
 rank 0, beside the process group. There is no heartbeat: a dead process is noticed by its closed socket, and a
 hung one by the collective in which others time out, so that a busy rank is never taken for either.
 
+torchrun and the process groups' time-outs do a part of this alone. With two ranks under torchrun and a time-out
+of 6 s, faults of tests/faults took so long to end the job, with this package and without it:
+
+    kill -9 of a rank     2 s    2 to 3 s
+    an exception          3 s   10 s
+    a rank that hangs     9 s   40 s, 30 of them torchrun's --shutdown-timeout, which examples/slurm sets to 480
+    a stopped rank 0     18 s   39 s
+
+Without it torchrun calls the rank that waited the root cause of a hang, and shows no stack of the one that
+hung; and a second torchrun, as on another node, still kept its hung rank 26 s after the first one's end.
+
 `report` says what happened to a rank, `verdict` which report was the first cause; `head` is rank 0's side of
 the connections, `member` that of the others; `ending` leaves the process.
 """

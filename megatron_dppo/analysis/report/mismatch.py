@@ -12,6 +12,7 @@ from megatron_dppo.analysis.report.plots import (
     finite_mean,
     over_rollouts,
     place_in_rollout,
+    points_of,
 )
 from megatron_dppo.analysis.report.summary import formatted
 from megatron_dppo.run_folder.reader import MetricsRow, Run
@@ -91,15 +92,13 @@ def by_source(run: Run, _metric: str) -> Points:
         Source("", "drift", steps[max(steps)] if max(steps, default=0) else ()),
     )
     means = [source.summary("kl_k3") for source in of_ticks]
-    known = [(float(index), mean) for index, mean in enumerate(means) if mean is not None]
-    return [index for index, _ in known], [mean for _, mean in known]
+    return points_of(enumerate(means))
 
 
 def by_age(run: Run, _metric: str) -> Points:
     """Mean k3 KL of the tokens of each age."""
     means = {age: finite_mean(over_rollouts(run, f"mismatch_age_{age}/kl_k3")[1]) for age in _ages(run)}
-    known = [(float(age), mean) for age, mean in means.items() if mean is not None]
-    return [age for age, _ in known], [mean for _, mean in known]
+    return points_of(means.items())
 
 
 _SOURCES = Section(

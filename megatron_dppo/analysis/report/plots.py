@@ -84,8 +84,7 @@ def by_mini_step(run: Run, metric: str) -> Points:
         if metric in row.values:
             of_place.setdefault(place, []).append(row.values[metric])
     means = {place: finite_mean(values) for place, values in sorted(of_place.items())}
-    known = [(float(place), mean) for place, mean in means.items() if mean is not None]
-    return [place for place, _ in known], [mean for _, mean in known]
+    return points_of(means.items())
 
 
 def place_in_rollout(run: Run) -> Iterator[tuple[int, MetricsRow]]:
@@ -102,21 +101,25 @@ def finite_mean(values: Iterable[float]) -> float | None:
     return fmean(finite) if finite else None
 
 
+def points_of(values: Iterable[tuple[int, float | None]]) -> Points:
+    """Return the points (x, y) whose y is known."""
+    known = [(float(x), y) for x, y in values if y is not None]
+    return [x for x, _ in known], [y for _, y in known]
+
+
 def agreement_by_layer(run: Run, _metric: str) -> Points:
     """Each layer's agreement, averaged over the rollouts."""
     numbers = sorted(
         {int(found[1]) for row in run.rollouts for name in row.values if (found := LAYER.match(name))}
     )
     means = {n: finite_mean(over_rollouts(run, f"routing/agreement_layer_{n}")[1]) for n in numbers}
-    known = [(float(n), mean) for n, mean in means.items() if mean is not None]
-    return [n for n, _ in known], [mean for _, mean in known]
+    return points_of(means.items())
 
 
 def seconds_by_phase(run: Run, _metric: str) -> Points:
     """Mean seconds of each phase, x counting phases."""
     means = [finite_mean(over_rollouts(run, f"time/{phase}_s")[1]) for phase in PHASES]
-    known = [(float(index), mean) for index, mean in enumerate(means) if mean is not None]
-    return [index for index, _ in known], [mean for _, mean in known]
+    return points_of(enumerate(means))
 
 
 def figure(

@@ -78,9 +78,8 @@ def count_forwards(actor: Any) -> list[bool]:
 
 def with_data(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
     """Settings with the reward that varies."""
-    tables = settings(task, name, **changes)
-    tables["data"].setdefault("reward", "tests.faults.rewards:digits")
-    return tables
+    data = {"reward": "tests.faults.rewards:digits"} | changes.get("data", {})
+    return settings(task, name, **changes | {"data": data})
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

@@ -158,11 +158,7 @@ def test_the_metrics_stand_in_metrics_jsonl(tmp_path: Path, recipe: dict[str, An
         )
         for index, own in enumerate([(0.0, 1.0), (0.25, 0.5)])
     )
-<<<<<<< HEAD
     none: dict[str, Any] = {field.name: 0 for field in fields(RolloutCounts) if field.type is int}
-=======
-    none: dict[str, Any] = {each.name: 0 for each in fields(RolloutCounts) if each.type is int}
->>>>>>> reward
     none |= {"num_prompts": 2, "num_samples": 4}
     counts = RolloutCounts(**none, num_dropped=dict.fromkeys(DROP_REASONS, 0))
     runtime = start(1, 60.0)

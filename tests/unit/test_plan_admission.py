@@ -22,6 +22,8 @@ from megatron_dppo.plan.settings import Settings, as_overrides
 BASE = """
 [model]
 load = "{model}"
+[data]
+reward = "arithmetic"
 [parallel]
 tensor = {tensor}
 expert = {expert}

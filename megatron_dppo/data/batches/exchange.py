@@ -179,6 +179,8 @@ def _tensors(sample: Sample) -> Iterator[tuple[str, Tensor]]:
     yield "tokens", sample.tokens
     yield "loss_mask", sample.loss_mask
     yield "rollout_log_probs", sample.rollout_log_probs
+    if sample.token_weights is not None:
+        yield "token_weights", sample.token_weights
     if sample.topk is not None:
         yield "topk.ids", sample.topk.ids
         yield "topk.log_probs", sample.topk.log_probs
@@ -204,6 +206,7 @@ def _sample(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
         tokens=tensors["tokens"],
         loss_mask=tensors["loss_mask"],
         rollout_log_probs=tensors["rollout_log_probs"],
+        token_weights=tensors.get("token_weights"),
         reward_info=cast(dict[str, float], entry["reward_info"]),
         weight_versions=tuple(WeightVersionSpan(*span) for span in entry["weight_versions"]),
     )

@@ -1,4 +1,4 @@
-"""Which columns hold the prompt and its answer, in our own files and in those that others have."""
+"""Recognises the columns of the prompt and its answer, in our own files and in those of other frameworks."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def has(columns: Iterable[str], path: str) -> bool:
 
 
 def cell(row: Mapping[str, object], path: str) -> object:
-    """What stands at a path of a row.
+    """Return the value at a path of a row.
 
     Raises:
         KeyError: The row has no such column, or the column no such field.
@@ -64,5 +64,5 @@ def cell(row: Mapping[str, object], path: str) -> object:
 
 
 def spellings(schemas: Iterable[Schema]) -> str:
-    """The pairs of columns that are known, for messages."""
+    """Return the known pairs of columns, for messages."""
     return " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)

@@ -1,4 +1,4 @@
-"""Forward and backward of packed micro-batches through Megatron's schedule."""
+"""Runs forward and backward of packed micro-batches through Megatron's schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -76,7 +76,7 @@ def forward_packed(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """The micro-batch with every tensor on `device`."""
+    """Return the micro-batch with every tensor on `device`."""
     return _move(microbatch, device)
 
 

@@ -34,13 +34,13 @@ def common_problems(hf: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:
-    """The factor of llama3's frequencies; None where rotary frequencies are the plain ones."""
+    """Return the factor of llama3's frequencies; None where rotary frequencies are the plain ones."""
     rope = _rope(hf)
     return float(rope["factor"]) if _rope_type(rope) == "llama3" else None
 
 
 def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary embedding's table, from which transformers reads it: the older spelling first."""
+    """Return the rotary embedding's table that transformers reads: the older spelling first."""
     return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 

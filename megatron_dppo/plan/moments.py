@@ -39,7 +39,7 @@ Components = Mapping[str, int]
 def stage_moments(
     job: Job, layout: Layout, engine: EngineMemory, part: StagePart, states: RankStates
 ) -> dict[str, Components]:
-    """Bytes of each component at each moment, on one rank of a stage; absent where it is 0."""
+    """Return the bytes of each component at each moment, on one rank of a stage; zeros are left out."""
     trainer = {"parameters": states.parameters, "gradients": states.gradients}
     trainer["optimizer"] = states.optimizer_between
     beside = _beside(engine)
@@ -51,7 +51,7 @@ def stage_moments(
 
 
 def _beside(engine: EngineMemory) -> dict[str, int]:
-    """What is there during training whatever the model: reserve, and the engine's share."""
+    """Return the bytes held during training besides the model: the reserve, and the engine's share."""
     if engine.is_resident:
         return {"reserve": RESERVE_BYTES, "engine weights": engine.weights}
     return {"reserve": RESERVE_BYTES + (0 if engine.is_separate else ENGINE_RESIDUE_BYTES)}

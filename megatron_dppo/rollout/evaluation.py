@@ -1,4 +1,4 @@
-"""Evaluation: sets of held-out prompts, sampled with settings of their own, every response written down."""
+"""Evaluates on sets of held-out prompts, each with its own sampling settings, and keeps every response."""
 
 import hashlib
 import heapq

@@ -123,7 +123,7 @@ class _Bins:
         return self._used[index] + num_tokens <= self._capacity
 
     def least_busy(self, num_tokens: int) -> int | None:
-        """The bin with the least work, then the fewest tokens, of those with room; none where none has."""
+        """Return the bin of least work, then fewest tokens, among those with room; none where none has."""
         full: list[tuple[float, int, int]] = []
         found = None
         while self._heap and found is None:
@@ -159,7 +159,7 @@ def _assign(
     least = least_work(work, len(held))
 
     def filled(stay_below: float) -> _Bins:
-        """Longest first, each to its home while that stays below the limit, else to the least busy group."""
+        """Assign longest first, each to its home below the limit, else to the least busy group."""
         bins = _Bins(held, share)
         for item in _longest_first(range(len(lengths)), lengths):
             chosen, home = bins.least_busy(lengths[item]), homes[item]
@@ -180,7 +180,7 @@ def _assign(
 def _split(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], work: Sequence[float], max_tokens: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[group][micro-batch] of samples, with as few micro-batches as the groups can do with in common."""
+    """Split each group's samples into [group][micro-batch], with the fewest micro-batches all can share."""
     fewest = [_fewest_bins(items, lengths, work, max_tokens) for items in groups]
     num_microbatches = max(len(bins) for bins in fewest)
     split: list[tuple[tuple[int, ...], ...]] = []
@@ -208,7 +208,7 @@ def _fewest_bins(
 def _even_bins(
     items: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int, num_bins: int
 ) -> list[list[int]] | None:
-    """Longest first, each into the bin with the least work that has room; none where one finds no room."""
+    """Fill bins longest first, each item into the least busy one with room; none where one does not fit."""
     bins = _Bins([0] * num_bins, max_tokens)
     for item in _longest_first(items, lengths):
         chosen = bins.least_busy(lengths[item])

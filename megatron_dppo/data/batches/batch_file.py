@@ -1,4 +1,4 @@
-"""Gradient steps of a rollout as a safetensors file: what a checkpoint in the middle of a rollout keeps."""
+"""Stores gradient steps of a rollout as a safetensors file, for checkpoints in the middle of a rollout."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -30,7 +30,7 @@ def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Seque
 
 
 def kept_rollouts(folder: Path) -> list[int]:
-    """Return the rollouts of which any group's file was kept, in order."""
+    """Return the indices of the rollouts with kept files, in order."""
     names = [_FOLDER.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for found in names if found)
 

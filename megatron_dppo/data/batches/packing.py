@@ -136,7 +136,7 @@ def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
 
 
 def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
-    """One row per token; a sequence's last one, which the engine never forwards, replays the row before it."""
+    """Pack one row per token; a sequence's last token, which the engine never forwards, repeats a row."""
     routes = [s.routed_experts for s in samples if s.routed_experts is not None]
     if not routes:
         return None

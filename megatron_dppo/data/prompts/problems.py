@@ -86,7 +86,7 @@ def text_asked(asked: Asked) -> str:
 
 
 def problem_alone(where: str, question: Question) -> str:
-    """Return the problem without its instruction, to be put into a template.
+    """Return the problem as plain text, to be put into a template.
 
     Raises:
         DataError: The prompt is a chat of several messages, or not the user's: its other parts would be lost.

@@ -7,7 +7,7 @@ from typing import cast
 
 @dataclass(frozen=True)
 class Schema:
-    """A spelling; a path is a column, or a column and the names of its fields, joined by dots."""
+    """Names of the prompt and answer columns; a path is a column, or a column and fields, joined by dots."""
 
     name: str
     prompt: str
@@ -33,7 +33,7 @@ PROBLEM_SCHEMAS = (
 
 
 def detect(columns: Iterable[str], schemas: Iterable[Schema], prompt: str | None = None) -> Schema | None:
-    """The first schema whose columns are there; with `prompt`, whose answer is, in the place of its prompt."""
+    """Return the first schema whose columns exist; `prompt` replaces the prompt column of each schema."""
     present = set(columns)
     for schema in schemas:
         wanted = prompt or schema.prompt

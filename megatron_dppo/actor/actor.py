@@ -303,7 +303,7 @@ class Actor:
         has_topk: bool,
         temperature: float | None = None,
     ) -> list[Tensor]:
-        """See `token_log_probs`; without `has_topk` K is 0, without `temperature` it is the sampler's."""
+        """Forward as `token_log_probs` does; without `has_topk` K is 0."""
         collected: list[Tensor] = []
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -23,7 +23,7 @@ from megatron_dppo.types import Microbatch, each_token
 
 
 class OutputHead:
-    """The loss over the output layer of a model, whose logits it makes itself where `loss_from` says so."""
+    """Computes the loss from the output layer's input or its logits, as `loss_from` says."""
 
     def __init__(
         self,

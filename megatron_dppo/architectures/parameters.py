@@ -127,7 +127,7 @@ def _is_outside_layers(rule: WeightRule, shape: ModelShape, layout: Layout, chun
 
 
 def _tensor(rule: WeightRule, shape: ModelShape, layout: Layout) -> Tensor:
-    """One rank's part of a parameter: its Hugging Face tensors, split and fused along the first dimension."""
+    """Return one rank's part of a parameter: its Hugging Face tensors, split and fused along dimension 0."""
     parts = [list(part) for part in rule.hf_shapes(shape.sizes)]
     dim, num_parts = rule.tensor_parallel_dim, layout.expert_tensor if rule.is_expert else layout.tensor
     for part in parts:

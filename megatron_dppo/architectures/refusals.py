@@ -20,7 +20,7 @@ def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]
 
 
 def common_problems(hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what is refused of every family: quantised weights, other attention, other rotary frequencies."""
+    """Yield the problems common to all families: quantised weights, other attention, other rotary tables."""
     quantized = hf.get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized

@@ -106,7 +106,7 @@ def _backbone_sizes(hf: HFConfig) -> ModelSizes:
 
 
 def config_file(folder: Path) -> Path | None:
-    """The config.json of a Hugging Face folder, or of a Megatron checkpoint (in its hf/), if there is one."""
+    """Return config.json of a Hugging Face folder, or of a Megatron checkpoint (in its hf/), if any."""
     candidates = (folder / "config.json", folder / "hf" / "config.json")
     return next((path for path in candidates if path.is_file()), None)
 

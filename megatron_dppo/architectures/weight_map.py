@@ -240,7 +240,7 @@ class WeightTable:
         return torch.cat([t.reshape(groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
 
     def unfuse(self, rule: WeightRule, tensor: Tensor) -> list[Tensor]:
-        """Inverse of `fuse`: views where that is possible, in the order of `rule.hf`."""
+        """Split a Megatron parameter into its Hugging Face tensors, in the order of `rule.hf`; often views."""
         if rule.fusion == "one":
             return [tensor]
         if rule.fusion == "concatenate":

@@ -237,7 +237,7 @@ def _disk_errors_kept() -> Iterator[list[OSError]]:
 
 
 def _copied(staged: Any, live: Any) -> Any:
-    """Return a write bucket whose tensors share no memory with the model; those copied from a device do not."""
+    """Copy a write bucket's tensors that share memory with the model; copies from a device share none."""
     path, key, (objects, tensors) = staged
     apart = [
         (item, tensor.clone() if tensor.data_ptr() == original.data_ptr() else tensor)

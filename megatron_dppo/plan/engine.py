@@ -71,7 +71,7 @@ def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
 
 
 def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory:
-    """A whole copy of the model in each process, there all the time; the trainer stays beside its cache."""
+    """Return the memory of the embedded engine: a whole copy of the model in each trainer process."""
     rollout = config.rollout
     dtype_bytes = 4 if rollout.transformers.weights == "float32" else 2
     samples = -(-rollout.prompts_per_rollout // layout.data) * rollout.samples_per_prompt

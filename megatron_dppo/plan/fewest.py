@@ -80,7 +80,7 @@ def has_room(job: Job, engine: EngineMemory) -> bool:
 
 
 def _leanest(job: Job) -> Iterator[tuple[Job, Memory]]:
-    """Each layout with optimizer states on the host, where it may be large, and as much recomputed as may help.
+    """Yield each layout with the least memory: offloaded optimizer states, and all recompute that may help.
 
     Virtual stages are left out: they hold more micro-batches, and nothing less.
     """

@@ -89,7 +89,7 @@ def _training(
 
 
 def _rollout(trainer: Components, beside: Components, engine: EngineMemory) -> dict[str, int]:
-    """An embedded engine works beside the trainer; a colocated one in its place."""
+    """Return the bytes in a rollout: an embedded engine is beside the trainer, a colocated one in its place."""
     if engine.is_separate:
         return {**trainer, **beside}
     at_work = {"engine weights": engine.weights, "engine cache": engine.cache}
@@ -101,7 +101,7 @@ def _rollout(trainer: Components, beside: Components, engine: EngineMemory) -> d
 def _sync(
     job: Job, layout: Layout, trainer: Components, beside: Components, engine: EngineMemory
 ) -> dict[str, int]:
-    """The trainer's parameters and the engine's weights together, and what is gathered in between."""
+    """Return the bytes in a weight sync: the trainer's parameters, engine weights, and gathered tensors."""
     gathered = largest_gathered_bytes(job.shape, layout, job.workload.dtype_bytes)
     stays = engine.is_resident or engine.is_separate
     kept = dict(trainer) if stays else {"parameters": trainer["parameters"]}

@@ -89,7 +89,7 @@ def _part(
 
 
 def _dense_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the sizes of buckets that are padded together; a shared embedding has its own."""
+    """Return the numbers of elements that are padded together, by bucket; a shared embedding has its own."""
     shared = [[t.numel] for t in tensors if t.is_shared_embedding]
     return [[t.numel for t in tensors if not (t.is_expert or t.is_shared_embedding)], *shared]
 

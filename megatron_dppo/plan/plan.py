@@ -91,7 +91,7 @@ _SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert
 
 
 def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
-    """Whether the same key is at fault on any number of processes, so that no layout helps."""
+    """Whether a key is at fault also without splits, on few and on many GPUs, so that no layout helps."""
     unsplit = job.having({f"parallel.{size}": 1 for size in _SIZES})
     few, *_, many = numbers_to_try(job.machine)
     at_fault = [problems, unsplit.on(few).problems, unsplit.on(many).problems]

@@ -106,7 +106,7 @@ def recompute_choices(job: Job) -> list[Settings]:
 
 
 def _choices(job: Job) -> list[Settings]:
-    """Yield recompute choices, with optimizer states where they are configured to be, and on the host."""
+    """Return recompute choices, with optimizer states where they are configured to be, and on the host."""
     places: list[Settings] = [{}] if job.config.optimizer.offload else [{}, {"optimizer.offload": True}]
     return [{**recompute, **place} for place in places for recompute in recompute_choices(job)]
 

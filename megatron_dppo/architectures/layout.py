@@ -74,7 +74,7 @@ class LayoutKind:
 
 
 def kind_of(layout: Layout) -> LayoutKind | None:
-    """Return the kind of a layout; none where experts are split, but into fewer parts than the rest."""
+    """Return the kind of a layout; none where experts and the rest are split into different numbers."""
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     split = frozenset(name for name in names if getattr(layout, name) > 1)
     if layout.expert_tensor == 1:

@@ -48,7 +48,7 @@ class CurvePanel:
 
 
 def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
-    """The line's curve, over the rollouts that all of its seeds have; none where no seed has the metric."""
+    """Return the line's curve over the rollouts that all its seeds have; none where no seed has the metric."""
     known = [run.curves[panel.metric] for run in line.runs if panel.metric in run.curves]
     if not known:
         return None
@@ -66,7 +66,7 @@ def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
 
 
 def mean_intervals(values: Floats) -> tuple[Floats, Floats]:
-    """[P] bounds of the means of values [S, P] over seeds: those of `contrasts.estimate` at each point."""
+    """Return [P] bounds of the means of values [S, P] over seeds: `contrasts.estimate`'s at each point."""
     num_seeds = len(values)
     chosen = np.random.default_rng(_SEED).integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
     shares = np.stack([(chosen == seed).mean(axis=1) for seed in range(num_seeds)], axis=1)

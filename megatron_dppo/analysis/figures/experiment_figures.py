@@ -43,7 +43,7 @@ def score_notes(experiments: Iterable[Experiment]) -> list[str]:
 
 
 def six(experiment: Experiment) -> list[CurvePanel]:
-    """Reward, scores, mismatch, length and entropy: Appendix G's six panels with two evaluation sets."""
+    """Return the panels of reward, scores, mismatch, length and entropy: Appendix G's six with two sets."""
     lines = experiment.lines
     return [*plain(lines, REWARD), *scores(lines), *plain(lines, MISMATCH, LENGTH, ENTROPY)]
 

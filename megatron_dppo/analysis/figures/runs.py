@@ -1,4 +1,4 @@
-"""Run folders as the lines of figures: runs that differ in their seed alone are one line of an experiment."""
+"""Reads run folders as lines of figures: runs that differ in their seed alone are one line of an experiment."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _ROWS: Sequence[tuple[str, str, str]] = (
 
 
 def show(found: "Measurement", folder: Path) -> None:
-    """Log the table, and one sentence on replay."""
+    """Print the table, and one sentence on replay."""
     kinds = list(found.statistics)
     layers = sorted(
         (name for name in found.statistics["live"] if name.startswith("agreement_layer_")),

@@ -136,7 +136,7 @@ def mismatch_tables(runs: Sequence[Run]) -> dict[str, object] | None:
 
 
 def _sources(run: Run) -> list[Source]:
-    """In the order of the table; drift at the first, the second and the last gradient step of a rollout."""
+    """Return the sources in the table's order; drift at a rollout's first, second and last gradient step."""
     ages, steps = _ages(run), _steps_by_place(run)
     return [
         Source("engines: replayed routes", "mismatch_replayed", run.rollouts),

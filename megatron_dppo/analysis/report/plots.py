@@ -160,7 +160,7 @@ def figure(
 
 
 def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]) -> list[Trace]:
-    """One trace per run and metric that has points; `meta` is the run's index, for colour and toggling."""
+    """Return one trace per run and metric that has points; `meta` is the run's index, which sets its colour."""
     traces: list[Trace] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         for position, metric in enumerate(panel.metrics[:1] if panel.points else panel.metrics):

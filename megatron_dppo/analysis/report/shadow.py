@@ -48,7 +48,7 @@ def shadow_sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def agreement_table(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """By preset: each run's agreement with the mask that trained it, and in words what it would drop."""
+    """Return by preset each run's agreement with the mask that trained it, and a note on the difference."""
     return [{"label": name, "cells": [_cell(run, name) for run in runs]} for name in shadow_presets(runs)]
 
 

@@ -82,7 +82,7 @@ def why_missing(run: Run, metric: str) -> str:
 
 
 def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return what the data does not show, each as one or two plain sentences."""
+    """Return the caveats of the data, each as one or two plain sentences."""
     texts = [
         _seeds(runs),
         *_lengths(runs, names),

@@ -96,7 +96,7 @@ class Training(RunParts):
         self.state.begin_rollout(steps, self.rollouts.settle(self.runtime.all_gather))
 
     def train(self) -> None:
-        """Take the gradient steps that are left of the open rollout; save between them where that is due."""
+        """Take the remaining gradient steps of the open rollout; save between them where that is due."""
         while (opened := self.state.open_rollout) is not None and opened.steps:
             with self.state.timer.time("train"):
                 step = self.actor.train_step(

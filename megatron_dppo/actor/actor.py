@@ -144,7 +144,7 @@ class Actor:
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
-        """Return this rank's pipeline stage, the number of stages, and whether it is its stage's first rank."""
+        """This rank's pipeline stage, the number of stages, and whether it is its stage's first rank."""
         stage = parallel_state.get_pipeline_model_parallel_rank()
         stages = self._runtime.all_gather(stage)
         return stage, self.layout.pipeline, stages.index(stage) == self._runtime.rank

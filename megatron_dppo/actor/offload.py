@@ -115,7 +115,7 @@ class TrainerMemory:
         return self._states.num_bytes_away + self._all.num_bytes_away
 
     def _optimizer_states(self) -> Iterator[Tensor]:
-        """Return moments and float32 master weights, without those that share memory with parameters."""
+        """Yield moments and float32 master weights that share no memory with parameters."""
         own = {parameter.untyped_storage()._cdata for parameter in self._parameters}
         for member in self._optimizer.chained_optimizers:
             inner = member.optimizer

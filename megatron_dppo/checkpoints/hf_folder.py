@@ -125,7 +125,7 @@ class HFWeights:
 
     @property
     def files(self) -> list[Path]:
-        """Return the files that hold the tensors."""
+        """Files that hold the tensors."""
         names = {part.file for tensor in self._stored.values() for part in (tensor, tensor.scales) if part}
         return [self.folder / name for name in sorted(names)]
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout on another: what can be moved, and what Megatron stores differently."""
+"""Loads a checkpoint of one layout on another: refuses the impossible, and adapts the optimizer's state."""
 
 import logging
 from dataclasses import asdict

@@ -126,7 +126,7 @@ class MergedSource(HuggingFaceSource):
                 )
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Return views of the mapped files, and new tensors where there is an update."""
+        """Yield views of the mapped files, and new tensors where there is an update."""
         for name, weight in super().read(names):
             yield name, self._merged(name, weight) if name in self._adapter.pairs else weight
 

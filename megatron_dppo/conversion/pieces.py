@@ -70,7 +70,7 @@ class Piece:
 
 
 def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
-    """Return every block of a model's checkpoint; each Hugging Face tensor is in exactly one of them.
+    """Yield every block of a model's checkpoint; each Hugging Face tensor is in exactly one of them.
 
     Args:
         hf: The model's config.json.

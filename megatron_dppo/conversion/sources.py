@@ -84,7 +84,7 @@ class HuggingFaceSource:
         return [(name,) for name in self.outline()]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Return views of the mapped files where they hold the tensors unchanged."""
+        """Yield views of the mapped files where they hold the tensors unchanged."""
         for name in names:
             yield name, self.weights.tensor(name)
 
@@ -150,7 +150,7 @@ class MegatronSource:
         return [piece.hf for piece in self._pieces]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Return views of a block that is read once."""
+        """Yield views of a block that is read once."""
         piece = self._piece_of[names[0]]
         block = self.stored.region(piece.key, piece.offset, piece.shape)
         wanted, adapters = set(names), dict[str, _Adapter | None]()

@@ -43,12 +43,12 @@ class StoredTensors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each whole tensor, by key."""
+        """Shape of each whole tensor, by key."""
         return {key: tuple(tensor.size) for key, tensor in self._tensors.items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype of each tensor, by key."""
+        """Dtype of each tensor, by key."""
         return {key: tensor.properties.dtype for key, tensor in self._tensors.items()}
 
     def outline(self) -> dict[str, Tensor]:

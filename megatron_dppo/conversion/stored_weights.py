@@ -66,5 +66,5 @@ class StoredWeights:
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
-        """Return the only pipeline stage of one; rank 0 is its first rank."""
+        """The only pipeline stage, of one, with rank 0 as its first rank."""
         return 0, 1, self._runtime.is_main

@@ -71,7 +71,7 @@ class Head:
             )
 
     def fail(self, report: Report) -> NoReturn:
-        """Report, and end with the verdict; or by ourselves, should there be none."""
+        """Report a failure, and end with the job's first cause, or with this report if none is found."""
         self._tell(report)
         self._thread.join(self._patience_s)  # a verdict ends the process
         leave_with(f"rank 0 failed in {report.where}; there was no verdict:\n{report.text}", report.exit_code)

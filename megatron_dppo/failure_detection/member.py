@@ -115,5 +115,5 @@ class Member:
 
 
 def _is_own(report: Report | None) -> TypeGuard[Report]:
-    """Whether this rank's failure is its own."""
+    """Whether this rank raised an error of its own."""
     return report is not None and report.kind == "raised"

@@ -121,7 +121,7 @@ def sliced_causal_attention(
 
 
 def _buckets(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Yield ([S'] starts, [S'] lengths) of the sequences of similar length, bucket by bucket."""
+    """Return ([S'] starts, [S'] lengths) of the sequences of similar length, bucket by bucket."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     bucket = torch.ceil(torch.log2(lengths.double().clamp(min=1))).long()
     return [(starts[bucket == b], lengths[bucket == b]) for b in bucket.unique().tolist()]

@@ -273,7 +273,7 @@ def _gathered(
     device: torch.device,
     max_bytes: int | None,
 ) -> Iterator[tuple[int | None, Tensor]]:
-    """Each expert and its parts [tensor-parallel ranks, ...]; of what is no expert's, all at once."""
+    """Yield each expert and its parts [tensor-parallel ranks, ...]; other parameters as one part."""
     experts: Any = parallel_state.get_expert_model_parallel_group()
     num_holders = experts.size() if rule.is_expert else 1
     local = place.shape if rule.is_expert else torch.Size((1, *place.shape))
@@ -292,7 +292,7 @@ def _gathered(
 def _gathered_piece(
     own: Tensor | None, place: _Place, rule: WeightRule, stages: Any, device: torch.device
 ) -> Tensor:
-    """[experts, tensor-parallel ranks, ...]: the parts of some experts of each rank; one "expert" elsewhere."""
+    """Gather [experts, tensor-parallel ranks, ...]: the parts of some experts of each rank."""
     num_shards = _num_shards(rule)
     experts: Any = parallel_state.get_expert_model_parallel_group()
     num_holders = experts.size() if rule.is_expert else 1

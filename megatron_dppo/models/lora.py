@@ -262,7 +262,7 @@ def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed
 
 
 def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
-    """Return this rank's adapters, in the order of its layers."""
+    """Yield this rank's adapters, in the order of its layers."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 

@@ -107,7 +107,7 @@ def _remedy(job: Job) -> Advice | None:
 
 
 def _tried(job: Job, chosen: Sequence[Changer]) -> Iterator[tuple[float, str, Settings]]:
-    """Return (seconds of a step, sentence, settings) where all the changes apply and make the layout fit."""
+    """Yield (seconds of a step, sentence, settings) where all the changes apply and make the layout fit."""
     texts: list[str] = []
     settings: dict[str, object] = {}
     for change in chosen:

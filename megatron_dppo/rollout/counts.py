@@ -49,7 +49,7 @@ class EngineCounts:
         return EngineCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Each count as an `engine/...` metric. Call it on totals."""
+        """Return each count as an `engine/...` metric. Call it on totals."""
         return {f"engine/{name.removeprefix('num_')}": float(value) for name, value in asdict(self).items()}
 
 
@@ -102,7 +102,7 @@ class RolloutCounts:
         return RolloutCounts(**plain, num_dropped=num_dropped, example=self.example, engine=engine)
 
     def metrics(self) -> dict[str, float]:
-        """The counts as `rollout/...` metrics, and the engine's as `engine/...`. Call it on totals."""
+        """Return the counts as `rollout/...` metrics, and the engine's as `engine/...`. Call it on totals."""
         num_samples = max(self.num_samples, 1)
         metrics = {
             "rollout/response_length_mean": self.num_response_tokens / num_samples,

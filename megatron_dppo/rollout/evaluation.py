@@ -111,7 +111,7 @@ class Evaluation:
 
     @property
     def first_prompts(self) -> dict[str, Prompt]:
-        """Return one prompt for each set's reward."""
+        """One prompt for each set's reward."""
         return {each.reward: self._prompts[each.name][0] for each in self.sets}
 
     def run(self, each: EvaluationSet, rollout: int, responses: Path) -> list[PromptScore]:
@@ -158,7 +158,7 @@ def _part(responses: Path, share: tuple[int, int]) -> Path:
 
 
 def _rows(groups: Sequence[ScoredGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
-    """Return every response as text, with its reward, or the reason why it has none."""
+    """Yield every response as text, with its reward, or the reason why it has none."""
     for group in groups:
         pairs = zip(group.answers, group.scored, strict=True)
         for number, ((request, completion), scored) in enumerate(pairs):

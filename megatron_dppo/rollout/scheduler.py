@@ -92,7 +92,7 @@ class RolloutScheduler:
 
     @property
     def places(self) -> RankPlaces:
-        """Return the places that this rank took since `settle`, and those of its open groups."""
+        """Places that this rank took since `settle`, and those of its open groups."""
         return RankPlaces(tuple(self._out_of_turn), tuple(group.drawn.place for group in self._kept or ()))
 
     def settle(self, stream: PromptStream, ranks: Sequence[RankPlaces]) -> DataCursor:

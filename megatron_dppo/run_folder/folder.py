@@ -124,7 +124,7 @@ class RunFolder:
 
     @property
     def offset(self) -> int:
-        """Return the bytes of metrics.jsonl that are safely on disk, for a checkpoint."""
+        """Bytes of metrics.jsonl that are safely on disk, for a checkpoint."""
         os.fsync(self._metrics.fileno())
         return os.fstat(self._metrics.fileno()).st_size
 

@@ -95,7 +95,7 @@ def _write(drawing: Drawing, out: Path, formats: Sequence[Format], title: str) -
 
 
 def caption_lines(drawing: Drawing, title: str = "") -> Iterator[str]:
-    """Return the caption, a sentence or two to a line."""
+    """Yield the caption, a sentence or two to a line."""
     if title:
         yield f"{title}."
     yield f"{drawing.title}. After arXiv 2602.04879, {drawing.paper}."

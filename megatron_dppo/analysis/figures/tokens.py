@@ -19,7 +19,7 @@ _ROUTES = {"live": "live routes", "replayed": "replayed routes (R3)"}
 
 @dataclass(frozen=True)
 class TokenPairs:
-    """One way in which the trainer forwarded the rollout's tokens."""
+    """Log-probs of the same tokens in both engines, for one way of forwarding in the trainer."""
 
     folder: Path
     source: str  # in words

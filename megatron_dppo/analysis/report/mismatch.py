@@ -46,7 +46,7 @@ class Source:
         return [row.values[metric] for row in self.rows if (metric := f"{self.prefix}/{name}") in row.values]
 
     def summary(self, name: str) -> float | None:
-        """Mean of the finite values; of `ratio_min` and `ratio_max` the most extreme, of tokens the sum."""
+        """Return the mean of the finite values; the extreme of `ratio_min` and `ratio_max`; the token sum."""
         values = self.values(name)
         whole = {"ratio_min": min, "ratio_max": max, "num_tokens": sum}.get(name)
         return finite_mean(values) if whole is None or not values else finite_mean([whole(values)])

@@ -61,7 +61,7 @@ class Section:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return every metric that the section draws."""
+        """Every metric that the section draws."""
         return tuple(name for panel in self.panels for name in panel.metrics)
 
 
@@ -88,7 +88,7 @@ def by_mini_step(run: Run, metric: str) -> Points:
 
 
 def place_in_rollout(run: Run) -> Iterator[tuple[int, MetricsRow]]:
-    """Return each gradient step's row with its place in its rollout, from 0."""
+    """Yield each gradient step's row with its place in its rollout, from 0."""
     first = {row.rollout: row.step or 0 for row in reversed(run.steps)}
     for row in run.steps:
         if row.step is not None:

@@ -1,4 +1,4 @@
-"""A transformers model that decodes many sequences, each in its own slot of one key-value cache."""
+"""Decodes many sequences with a transformers model, each in its own slot of one key-value cache."""
 
 import copy
 from functools import partial
@@ -96,7 +96,7 @@ def padded_experts_forward(
 
 
 class SlotDecoder:
-    """The model, and taps on its routers. Callers own the cache: one per call of `generate`."""
+    """Forwards the model, and records its routers. Callers own the cache: one per call of `generate`."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         config = copy.deepcopy(config)

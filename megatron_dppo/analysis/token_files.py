@@ -29,7 +29,7 @@ class ClippedRow:
 
 
 def step_files(run: Run, folder: str) -> dict[int, Path]:
-    """Return the files of the steps in metrics.jsonl, in order; others are of steps that were rolled back."""
+    """Return the files of the steps in metrics.jsonl, in order; others are of steps that a resume undid."""
     steps = {row.step for row in run.steps}
     names = sorted((run.path / folder).glob("step_*.jsonl"))
     found = {int(match[1]): file for file in names if (match := _STEP_FILE.fullmatch(file.name))}

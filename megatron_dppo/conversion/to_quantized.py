@@ -120,7 +120,7 @@ def quantize(
     tokens: Sequence[torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Calibrate and write.
+    """Calibrate a model, and write it quantised.
 
     Raises:
         ConversionError: The folder has more or less than its config.json says, or the disk is full.

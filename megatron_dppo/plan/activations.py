@@ -66,7 +66,7 @@ class LayerModel:
         return self.tokens.sequence * self.shape.sizes.hidden_size * self.dtype_bytes
 
     def norm(self, num_rows: int, width: int) -> int:
-        """Return the bytes of an RMSNorm: its input, and one float32 per row; on a CPU both ends in float32."""
+        """Return an RMSNorm's bytes: its input, and a float32 per row; on a CPU input and result in float32."""
         per_row = 2 * FLOAT * width if self.spec == "torch-cpu" else self.dtype_bytes * width
         return num_rows * (per_row + FLOAT)
 

@@ -66,6 +66,6 @@ def logits_bytes(options: AlgorithmConfig, dtype_bytes: int) -> int:
 
 
 def _logit_bytes_with_gradient(options: AlgorithmConfig, dtype_bytes: int) -> int:
-    """Return the bytes of one logit and its gradient, which overwrites the logit where types agree."""
+    """Return the bytes of one logit: its gradient overwrites it, and is copied where the weight is narrower."""
     wide = logits_bytes(options, dtype_bytes)
     return wide + dtype_bytes * (wide > dtype_bytes)

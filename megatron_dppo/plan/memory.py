@@ -20,7 +20,7 @@ class StageMemory:
     moments: Mapping[str, Components]  # bytes of each component at each moment
 
     def total(self, moment: str) -> int:
-        """Bytes of all components."""
+        """Return the bytes of all components."""
         return sum(self.moments[moment].values())
 
     @property

@@ -127,7 +127,7 @@ _PLAIN_COUNTS = tuple(field.name for field in dataclasses.fields(RolloutCounts) 
 
 
 def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> None:
-    """Raise where too large a share of the samples was dropped.
+    """Raise where too many samples were dropped, or all prompts were too long.
 
     Judge totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
 

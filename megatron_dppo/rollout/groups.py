@@ -165,7 +165,7 @@ def _lost(request: Request, fault: EnvironmentFault) -> Completion:
 def _requests(
     prompt: Prompt, tokens: tuple[int, ...], first_key: tuple[int, int, int], count: int
 ) -> list[Request]:
-    """Requests `<group>+0`, `<group>+1`, ... of one group.
+    """Return the requests `<group>+0`, `<group>+1`, ... of one group.
 
     The group's id holds rollout, prompt and first sample: a prompt may come twice in one rollout. No id begins
     with another, since SGLang aborts all requests whose ids begin with the one that is named.

@@ -92,7 +92,7 @@ class CheckpointPolicy:
             log.info("asked to stop: saved after %d rollouts, %d gradient steps", *done)
 
     def complete_before_error(self) -> None:
-        """Complete a save that is underway, before an error that all ranks raise; it fails in silence."""
+        """Complete a save that is underway, before an error that all ranks raise; ignores its failure."""
         with contextlib.suppress(CheckpointError):
             self._checkpoints.complete()
 

@@ -67,7 +67,7 @@ class Checkpoints:
     """Saves and restores a run's checkpoints. Every rank calls each method, together."""
 
     def __init__(self, folder: Path, options: CheckpointConfig, model_folder: Path, runtime: Runtime) -> None:
-        """Clean up what a killed run left half written.
+        """Delete the leftovers of a killed run.
 
         Args:
             folder: The run's `checkpoints/`; no other process may be using it.

@@ -33,7 +33,7 @@ LOCK = "run.lock"
 
 @contextlib.contextmanager
 def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterator[None]:
-    """Hold the run folder for the life of the body.
+    """Lock the run folder for the time of the body.
 
     Args:
         folder: The run's; made if it is not there.

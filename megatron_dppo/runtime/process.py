@@ -264,7 +264,7 @@ def _configure_logging(rank: int) -> None:
 
 
 def stop() -> None:
-    """Leave the process group, and restore arithmetic with the smallest floats."""
+    """Leave the process group, and stop flushing denormal floats to zero."""
     torch.set_flush_denormal(False)
     if dist.is_initialized():
         dist.destroy_process_group()

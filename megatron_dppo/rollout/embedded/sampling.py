@@ -19,7 +19,7 @@ def sampling_noise(noise_key: tuple[int, int, int], num_positions: int) -> Tenso
 
 
 def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from, `[N, V]` float32; -inf is never drawn.
+    """Return log-probs of the distribution that tokens are drawn from, `[N, V]` float32; -inf is never drawn.
 
     Temperature 0 (greedy) gives those at temperature 1 with the whole vocabulary, as SGLang reports them: a
     one-point distribution would say 0 everywhere. Below top_p = 1 they are renormalised over the nucleus: the

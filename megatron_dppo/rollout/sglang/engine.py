@@ -1,4 +1,4 @@
-"""Rollout engine that samples from SGLang servers: n requests for each prompt, every answer checked."""
+"""Rollout engine that samples from SGLang servers: one request per response, every answer checked."""
 
 import asyncio
 import logging

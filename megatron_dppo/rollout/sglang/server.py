@@ -200,7 +200,7 @@ class Server:
         return record
 
     def status(self) -> int | None:
-        """Exit status of a server that ended; none while it runs."""
+        """Return the exit status of a server that ended; none while it runs."""
         assert self._process is not None, "asked of a server that was started"
         return self._process.poll()
 

@@ -1,4 +1,4 @@
-"""The exceptions users see. Each message says what was found, what was expected, and what to do."""
+"""Exceptions for users. Each message says what was found, what was expected, and what to do."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with what the user gave us.
+    """One fault of the user's input: its place, the value found and expected, and the remedy.
 
     Attributes:
         where: The config key ("parallel.expert"), file, or file and line that is at fault.
@@ -45,7 +45,7 @@ class ConfigError(MegatronDppoError, ValueError):
 
 @contextmanager
 def writing_to(key: str, path: Path) -> Iterator[None]:
-    """Make a failure to write in the body a ConfigError that names what the user gave.
+    """Turn a failure to write in the body into a ConfigError that names the user's path.
 
     Args:
         key: The option or setting that holds the path.
@@ -82,7 +82,7 @@ class RewardError(MegatronDppoError):
 
 
 class EnvironmentFailedError(MegatronDppoError):
-    """An environment raised, or said something that is no turn of a conversation."""
+    """An environment raised, or returned something that is no turn of a conversation."""
 
 
 class RolloutError(MegatronDppoError):
@@ -94,7 +94,7 @@ class ServerError(RolloutError):
 
 
 class ReplyError(RolloutError):
-    """An SGLang server's answer is not one to what it was asked."""
+    """An SGLang server's answer does not match its request."""
 
 
 class RoutingReplayError(MegatronDppoError):

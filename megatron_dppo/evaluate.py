@@ -1,4 +1,4 @@
-"""The sets of [evaluation] alone: of a model, or of a run's checkpoint, without a trainer."""
+"""Evaluates a model, or a run's checkpoint, on the sets of [evaluation], without a trainer."""
 
 import contextlib
 import hashlib
@@ -61,7 +61,7 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
 
 
 def finished_rollouts(checkpoint: Path) -> int:
-    """How many rollouts a run had finished when it saved this checkpoint.
+    """Return the number of rollouts that a run had finished when it saved this checkpoint.
 
     Raises:
         CheckpointError: The folder is no checkpoint of a run.
@@ -76,7 +76,7 @@ def finished_rollouts(checkpoint: Path) -> int:
 
 
 def as_table(results: Results) -> str:
-    """The metrics of each set, one per line."""
+    """Format the metrics of each set, one per line."""
     lines: list[str] = []
     for name, result in results.items():
         metrics: Mapping[str, float] = result["metrics"]
@@ -93,7 +93,7 @@ def as_table(results: Results) -> str:
 
 @contextlib.contextmanager
 def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
-    """The folder for this job alone; where servers get other weights, the run that they serve as well."""
+    """Lock the folder for this job; where servers get other weights, the folder of their run as well."""
     with contextlib.ExitStack() as stack:
 
         def hold() -> None:
@@ -106,7 +106,7 @@ def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
 
 
 def _wanted(config: Config, weights: str, rollout: int) -> Results:
-    """All that the metrics of each set depend on."""
+    """Return all settings that the metrics of each set depend on."""
     data, name = config.data, config.rollout.engine
     of_all = {
         "weights": weights,
@@ -129,7 +129,7 @@ def _described(each: EvaluationSet) -> dict[str, Any]:
 
 
 def _kept(folder: Path, wanted: Results) -> Results:
-    """Results of sets that need not be sampled again; the file forgets all others before they are sampled."""
+    """Return results of sets that need not be sampled again; the file drops all others before sampling."""
     file = folder / METRICS
     if not file.exists():
         return {}
@@ -161,7 +161,7 @@ def _evaluate_rest(
     done: Results,
     runtime: Runtime,
 ) -> None:
-    """Sample the sets that are not in `done`, and add them to it and to the folder, each as it is finished."""
+    """Sample the sets that are not in `done`, and add each to it and to the folder as it finishes."""
     hf_folder = hf_files(config.model.load)
     engine = build_engine(config, hf_folder, runtime.device)
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Runs the loop with a phase left out, for debugging: rollouts that are kept, or training on kept ones."""
+"""Runs one phase of the loop alone, for debugging: rollouts that are kept, or training on kept ones."""
 
 import json
 from contextlib import closing
@@ -53,18 +53,18 @@ def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -
 
 
 class RolloutOnly(Training):
-    """The loop with writing in the place of training: no weight changes, and no checkpoint is due."""
+    """The loop with writing in place of training: no weight changes, and no checkpoint is due."""
 
     folder: Path
 
     def evaluate(self) -> None:
-        """Leave evaluation out."""
+        """Skip evaluation."""
 
     def save_if_due(self) -> None:
-        """Leave saving out; a request to stop is answered where the next rollout is sampled."""
+        """Skip saving; a request to stop is handled when the next rollout is sampled."""
 
     def train(self) -> None:
-        """Write each rank's gradient steps, and what is known of the rollout."""
+        """Write each rank's gradient steps, and the metrics of the rollout."""
         opened, folder = self.state.open_rollout, _of_rollout(self.folder, self.state.rollout)
         assert opened is not None, "steps are written of a rollout"
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,15 +78,15 @@ class RolloutOnly(Training):
 
 
 class TrainOnly(Training):
-    """The loop with reading in the place of sampling; there is no engine to evaluate with, or to push to."""
+    """The loop with reading in place of sampling; it has no engine to evaluate with or to push to."""
 
     folder: Path
 
     def evaluate(self) -> None:
-        """Leave evaluation out."""
+        """Skip evaluation."""
 
     def roll_out(self) -> None:
-        """Read the gradient steps of the next rollout, and what was known of it."""
+        """Read the gradient steps of the next rollout, and its metrics."""
         self.state.restart_timer()
         folder = _of_rollout(self.folder, self.state.rollout)
         self.logger.add_values(json.loads((folder / _METRICS).read_text()))

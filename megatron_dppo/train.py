@@ -1,4 +1,4 @@
-"""The loop: rollout, reward, advantages, batches, train, sync; and where its state is saved."""
+"""The training loop: rollout, reward, advantages, batches, train, sync."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -32,7 +32,7 @@ def main(config: Config, *, accepts_changes: bool = False) -> None:
 
 
 class Training(RunParts):
-    """The loop. The modes of `single_phase` exchange some of its phases."""
+    """The training loop. The modes of `single_phase` replace some of its phases."""
 
     rollouts: Rollouts
     weight_sync: WeightSync
@@ -65,7 +65,7 @@ class Training(RunParts):
         self.checkpoints.wait()
 
     def evaluate(self) -> None:
-        """Evaluate the policy where that is due."""
+        """Evaluate the policy where an evaluation is due."""
         rollout, folder = self.state.rollout, self.logger.evaluations
         if self.state.is_evaluation_due:
             self.logger.write_evaluation(rollout, self.sampled(lambda: self.rollouts.evaluate(rollout, folder)))
@@ -96,7 +96,7 @@ class Training(RunParts):
         self.state.begin_rollout(steps, self.rollouts.settle(self.runtime.all_gather))
 
     def train(self) -> None:
-        """Take the gradient steps that are left of the open rollout; save between them where that is due."""
+        """Take the remaining gradient steps of the open rollout; save between them where that is due."""
         while (opened := self.state.open_rollout) is not None and opened.steps:
             with self.state.timer.time("train"):
                 step = self.actor.train_step(
@@ -110,7 +110,7 @@ class Training(RunParts):
                 self.save_if_due()
 
     def sync(self) -> None:
-        """Give the engine the new weights, and finish the rollout; an alarm may roll the run back."""
+        """Push the new weights to the engine, and finish the rollout; an alarm may roll the run back."""
         version = self.state.weight_version + 1
         with self.state.timer.time("sync"):
             sync_metrics = self.weight_sync.push(version)

@@ -33,7 +33,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question and what its reward needs. Exactly one of `text` and `messages` is set."""
+    """A question and the data that its reward needs. Exactly one of `text` and `messages` is set."""
 
     id: str
     answer: str
@@ -82,7 +82,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class ModelRouting:
-    """What routes of one model look like."""
+    """Dimensions of the routes of one model: MoE layers, experts and top-k."""
 
     layer_numbers: tuple[int, ...]  # 0-based Hugging Face indices of the MoE layers
     num_experts: int
@@ -91,7 +91,7 @@ class ModelRouting:
 
 @dataclass(frozen=True)
 class WeightVersionSpan:
-    """Response tokens [start, stop) were sampled by this version of the weights."""
+    """Response tokens [start, stop) that one version of the weights sampled."""
 
     start: int
     stop: int
@@ -100,7 +100,7 @@ class WeightVersionSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, as the rollout engine gave it, then scored."""
+    """One response to one prompt, as the rollout engine returned it, then scored."""
 
     id: str
     group_id: str
@@ -138,7 +138,7 @@ _PADS_0: Mapping[str, float] = {"fill": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTokens:
-    """All that a loss reads of T tokens beside the policy: one record, from packing to the kernels.
+    """Inputs of a loss on T tokens beside the policy: one record, from packing to the kernels.
 
     A new per-token input of the loss is one line here, with the value that pads it, and its rule in
     `data.batches.packing.pack`. Slicing, moving, saving and `PolicyLossInputs.of` treat all fields alike.
@@ -153,7 +153,7 @@ class RolloutTokens:
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
     def rows(self, which: Any) -> Self:
-        """The record of some tokens alone, chosen by an index, a mask or a slice."""
+        """Return the record of some tokens alone, chosen by an index, a mask or a slice."""
         return each_token(self, lambda values, _: values[which])
 
 
@@ -202,7 +202,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class OpenRollout:
-    """A rollout that was sampled and is being trained on: what a checkpoint in the middle of it must keep."""
+    """A sampled rollout that is being trained on, which a checkpoint in the middle of it must keep."""
 
     steps: tuple[TrainBatch, ...]  # this rank's gradient steps, those not yet taken
     num_done: int  # gradient steps taken
@@ -212,7 +212,7 @@ class OpenRollout:
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands; with weights, optimizer, RNG and an open rollout, all that resuming needs."""
+    """Counters of a run; with weights, optimizer, RNG and an open rollout, all that resuming needs."""
 
     rollout: int  # rollouts finished
     step: int  # gradient steps finished, skipped ones included

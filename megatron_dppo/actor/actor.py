@@ -1,4 +1,4 @@
-"""The policy being trained: a Megatron-Core model, its optimizer, and the steps that change it."""
+"""The actor: a Megatron-Core policy, its optimizer, and the steps that train it."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -112,39 +112,39 @@ class Actor:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """Which ranks train together, and what a sample costs them."""
+        """Data-parallel groups of the job, and the cost of a sample."""
         cost = SampleCost.of_model(model_shape(self.hf))
         return DataParallel(self.data_parallel_groups, self._runtime, cost)
 
     @property
     def routing(self) -> ModelRouting | None:
-        """What routes of this model look like; none for a dense model."""
+        """Dimensions of this model's routes; none for a dense model."""
         return model_sizes(self.hf).routing
 
     @property
     def captured_routing(self) -> ModelRouting | None:
-        """What the routes that samples carry look like; none where they carry none."""
+        """Dimensions of the routes that samples carry; none where they carry none."""
         return self.routing if self._config.rollout.routing_replay != "off" else None
 
     def restart_schedule(self, num_done: int) -> None:
-        """Set the learning rate to where it stands after so many gradient steps."""
+        """Set the learning rate to its value after so many gradient steps."""
         options, horizon = self._config.optimizer, self._config.num_gradient_steps
         self._schedule = build_schedule(self.optimizer, options, horizon, num_done=num_done)
 
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """All weights in Hugging Face names, or this pipeline stage's; see `export_hf_weights`."""
+        """Yield all weights in Hugging Face names, or this pipeline stage's; see `export_hf_weights`."""
         self.complete_parameters()
         return export_hf_weights(self.chunks, self.hf, of_own_stage=of_own_stage, max_bytes=max_bytes)
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
-        """What `weights` yields, as tensors without data; every rank must call it."""
+        """Return the tensors of `weights` without data; every rank must call it."""
         return describe_hf_weights(self.chunks, self.hf, of_own_stage=of_own_stage)
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
-        """This rank's pipeline stage, the number of stages, and whether this rank is its stage's first."""
+        """This rank's pipeline stage, the number of stages, and whether it is its stage's first rank."""
         stage = parallel_state.get_pipeline_model_parallel_rank()
         stages = self._runtime.all_gather(stage)
         return stage, self.layout.pipeline, stages.index(stage) == self._runtime.rank
@@ -161,7 +161,7 @@ class Actor:
         weight_version: int | None = None,
         lists_clipped: bool = False,
     ) -> "Step":
-        """One gradient step; skipped, on every rank, where a loss or a gradient is not finite on any.
+        """Take one gradient step; skip it, on every rank, where a loss or a gradient is not finite on any.
 
         Args:
             batch: This rank's micro-batches; as many on every rank.
@@ -194,7 +194,7 @@ class Actor:
         weight_version: int | None = None,
         lists_clipped: bool = False,
     ) -> "Step":
-        """Forward and backward of every micro-batch; gradients are then averaged over all learning tokens."""
+        """Run forward and backward of every micro-batch, and average gradients over all learning tokens."""
         metrics, faults = Metrics(), list[str]()
         lists = TokenLists() if lists_clipped else None
         observed: dict[str, Any] = dict(is_first=is_first, weight_version=weight_version, lists=lists)
@@ -230,14 +230,14 @@ class Actor:
         return Step(metrics, tuple(faults), lists=lists)
 
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with log-probs of the current weights: one more forward, for "recomputed" anchors only."""
+        """Return the batch with log-probs of the current weights, forwarded for "recomputed" anchors only."""
         is_replaying = self._config.rollout.routing_replay == "replay"
         log_probs = self._forward_log_probs(batch.microbatches, is_replaying)
         pairs = zip(batch.microbatches, log_probs, strict=True)
         return replace(batch, microbatches=tuple(replace(m, old_log_probs=old) for m, old in pairs))
 
     def paired_mismatch(self, batch: TrainBatch) -> Metrics:
-        """Mismatch on the same tokens with live routes and with the rollout's: what R3 changes, noise apart.
+        """Measure the mismatch of the same tokens with live routes and with the rollout's: R3's effect.
 
         Only samples that are to be measured are forwarded.
         """
@@ -252,7 +252,7 @@ class Actor:
         return metrics
 
     def log_probs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs of each token given those before it, at temperature 1, with live routes.
+        """Return the log-probs of each token given those before it, at temperature 1, with live routes.
 
         Args:
             sequences: [L] int64 each, L > 1; the same on every rank.
@@ -269,7 +269,7 @@ class Actor:
         return list(values[is_scored].split([len(tokens) - 1 for tokens in sequences]))
 
     def token_log_probs(self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool) -> list[Tensor]:
-        """What the current weights make of the tokens of each micro-batch, without gradient.
+        """Return the current weights' log-probs of the tokens of each micro-batch, without gradient.
 
         Every rank calls this together.
 
@@ -291,7 +291,7 @@ class Actor:
         return columns
 
     def _forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
-        """[T] log pi(target) of each whole micro-batch, without gradient, on the CPU of every rank."""
+        """Return [T] log pi(target) of each whole micro-batch, without gradient, on every rank's CPU."""
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
             return [columns[:, 0] for columns in self._forward_columns(microbatches, replay, has_topk=False)]
 
@@ -303,7 +303,7 @@ class Actor:
         has_topk: bool,
         temperature: float | None = None,
     ) -> list[Tensor]:
-        """See `token_log_probs`; without `has_topk` K is 0, without `temperature` it is the sampler's."""
+        """Forward as `token_log_probs` does; without `has_topk` K is 0."""
         collected: list[Tensor] = []
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -351,7 +351,7 @@ class Actor:
         run_microbatches(self._ddp, on_device, loss, before_forward=follow, forward_only=forward_only)
 
     def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """With placeholders up to a multiple of the stages, as interleaved stages want it."""
+        """Append placeholders up to a multiple of the stages, as interleaved stages require."""
         stages = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
         first = microbatches[0]
         filler = placeholder(first.topk.ids.shape[1] if first.topk is not None else 0, self.routing)
@@ -359,7 +359,7 @@ class Actor:
         return [*microbatches, *[filler] * (-len(microbatches) % stages)]
 
     def main_gradients(self) -> list[Tensor]:
-        """The accumulated gradient of each trained parameter, in the order of the chunks.
+        """Return the accumulated gradient of each trained parameter, in the order of the chunks.
 
         With the distributed optimizer a rank holds only its own shard of the reduced gradients.
         """
@@ -368,7 +368,7 @@ class Actor:
 
 
 def _agreed_layer_spec(config: Config, runtime: Runtime) -> LayerSpecName:
-    """What `model.layer_spec` comes to, the same on all ranks; rank 0 says which and why."""
+    """Resolve `model.layer_spec`, the same on all ranks; rank 0 logs the choice and the reason."""
     choice = choose_layer_spec(config, gpu_libraries().transformer_engine)
     names = runtime.all_gather(choice.name)
     if len(set(names)) > 1:
@@ -382,7 +382,7 @@ def _agreed_layer_spec(config: Config, runtime: Runtime) -> LayerSpecName:
 
 @dataclass(frozen=True)
 class Step:
-    """What one gradient step came to on this rank."""
+    """Results of one gradient step on this rank."""
 
     metrics: Metrics
     faults: tuple[str, ...] = ()  # values of this rank that were not finite, in words

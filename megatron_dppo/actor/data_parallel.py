@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper around the model: where gradients are summed over ranks."""
+"""Wraps the model in Megatron's data parallelism, which sums gradients over ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from megatron_dppo.config.schema import Config
 
 
 class _BFloat16Module(Float16Module):
-    """Megatron's, but what it puts out stays bfloat16: the loss widens numbers where it reads them."""
+    """Megatron's bfloat16 wrapper without its cast of outputs to float32: the loss casts where it reads."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return super().forward(*inputs, fp32_output=False, **options)
@@ -26,7 +26,7 @@ class _BFloat16Module(Float16Module):
 def wrap_for_data_parallelism(
     chunks: Sequence[GPTModel], model_config: TransformerConfig, config: Config
 ) -> list[DistributedDataParallel]:
-    """The chunks with gradient buffers, and Megatron's schedule told how to synchronise them."""
+    """Wrap the chunks with gradient buffers, and set Megatron's schedule to synchronise them."""
     is_low_precision = model_config.params_dtype == torch.bfloat16
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -53,7 +53,7 @@ def wrap_for_data_parallelism(
 
 
 def _each(functions: list[Any]) -> Any:
-    """Megatron's schedules take one function for one chunk, and a list for several."""
+    """Return one function for one chunk, and a list for several, as Megatron's schedules expect."""
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -66,7 +66,7 @@ def complete_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def bad_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
-    """What is not finite among this rank's gradients, in words; one pass over them where all are."""
+    """Return messages on this rank's gradients that are not finite; one pass over them where all are."""
     wrapped: list[Any] = list(chunks)
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if all(bool(torch.linalg.vector_norm(b.grad_data, ord=torch.inf).isfinite()) for b in buffers):

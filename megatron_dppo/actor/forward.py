@@ -1,4 +1,4 @@
-"""Forward and backward of packed micro-batches through Megatron's schedule."""
+"""Runs forward and backward of packed micro-batches through Megatron's schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -55,7 +55,7 @@ def run_microbatches(
 
 
 def forward_packed(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
-    """[1, T, V] logits of packed sequences (this rank's columns), or hidden states for the next stage."""
+    """Return [1, T, V] logits of packed sequences (this rank's columns), or the next stage's hidden states."""
     longest = microbatch.max_seqlen
     is_context_split = parallel_state.get_context_parallel_world_size() > 1
     # Transformer Engine's attention over several ranks asks for both, though nothing lies between sequences.
@@ -76,7 +76,7 @@ def forward_packed(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """The micro-batch with every tensor on `device`."""
+    """Return the micro-batch with every tensor on `device`."""
     return _move(microbatch, device)
 
 

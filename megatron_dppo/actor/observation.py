@@ -25,10 +25,10 @@ from megatron_dppo.types import Microbatch
 
 
 class Observer:
-    """Adds what is measured of each micro-batch to a step's metrics, beside the loss and from its results."""
+    """Adds the statistics of each micro-batch to a step's metrics, from the results of its loss."""
 
     def __init__(self, objective: Objective, tracking: TrackingConfig, *, num_topk_log_probs: int) -> None:
-        """Choose the objectives that are judged beside the one that trains.
+        """Choose the shadow objectives, which are evaluated beside the one that trains.
 
         Args:
             objective: What trains.
@@ -45,7 +45,7 @@ class Observer:
 
     @property
     def topk_columns(self) -> int:
-        """Most columns of the rollout's Top-K that a shadow reads; 0 where none does."""
+        """Number of the rollout's Top-K columns that a shadow reads at most; 0 where none does."""
         return max((shadow.top_k for shadow in self.shadows.values() if shadow.needs_topk), default=0)
 
     def observe(
@@ -58,7 +58,7 @@ class Observer:
         weight_version: int | None = None,
         lists: TokenLists | None = None,
     ) -> None:
-        """Statistics of one micro-batch.
+        """Add the statistics of one micro-batch.
 
         Args:
             metrics: Gets them.
@@ -117,7 +117,7 @@ class Observer:
             )
 
     def observe_whole(self, metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
-        """What only whole micro-batches show; one rank of each data-parallel group calls this."""
+        """Add the statistics of whole micro-batches; one rank of each data-parallel group calls this."""
         add_bound_of_responses(metrics, microbatches)
 
     def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class Observer:
 
 
 def _topk_of(out: FusedPolicyLoss, m: Microbatch) -> TopKLogProbs | None:
-    """Those of the rollout's Top-K columns that the loss reported, where it did."""
+    """Return the rollout's Top-K columns that the loss reported, if it did."""
     if m.topk is None or out.topk_log_probs is None:
         return None
     used = slice(None, out.topk_log_probs.shape[1])

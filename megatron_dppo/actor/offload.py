@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Residence:
-    """The memory under some tensors: on the device, or in the host's memory, page-locked where that helps."""
+    """Memory of some tensors: on the device, or on the host, page-locked where that helps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -21,7 +21,7 @@ class Residence:
 
     @property
     def num_bytes_away(self) -> int:
-        """Bytes that are not on the device now."""
+        """Number of bytes that are not on the device now."""
         return sum(num_bytes for _, num_bytes, _ in self._away)
 
     def leave(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
@@ -46,7 +46,7 @@ class Residence:
             storage.resize_(0)
 
     def come_back(self) -> None:
-        """Put everything where it was."""
+        """Move everything back to the device."""
         for storage, num_bytes, host in self._away:
             storage.resize_(num_bytes)
             bytes_on_device = _bytes_of(storage, self._device)
@@ -58,7 +58,7 @@ class Residence:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """What lies under the tensors, each once; nothing of those that are away already."""
+    """Return the storages of the tensors, each once, without those that were freed."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -72,7 +72,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class TrainerMemory:
-    """Where a trainer's parameters, gradients and optimizer states are."""
+    """Moves a trainer's parameters, gradients and optimizer states between device and host."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], optimizer: Any, device: torch.device, *, is_offloading: bool
@@ -91,7 +91,7 @@ class TrainerMemory:
 
     @contextmanager
     def states_here(self) -> Iterator[None]:
-        """Have the optimizer's states on the device inside the block."""
+        """Keep the optimizer's states on the device inside the block."""
         self._states.come_back()
         try:
             yield
@@ -101,7 +101,7 @@ class TrainerMemory:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Nothing of the trainer is on the device inside the block; gradients come back as zeros."""
+        """Free the trainer's device memory inside the block; gradients come back as zeros."""
         gradients = [p.main_grad for p in self._parameters if p.requires_grad]
         self._all.leave([*self._parameters, *self._optimizer_states()], dropped=gradients)
         try:
@@ -111,11 +111,11 @@ class TrainerMemory:
 
     @property
     def num_bytes_away(self) -> int:
-        """Bytes in the host's memory, or dropped, now."""
+        """Number of bytes in the host's memory, or dropped, now."""
         return self._states.num_bytes_away + self._all.num_bytes_away
 
     def _optimizer_states(self) -> Iterator[Tensor]:
-        """Moments and float32 master weights; not what shares memory with the parameters themselves."""
+        """Yield moments and float32 master weights that share no memory with parameters."""
         own = {parameter.untyped_storage()._cdata for parameter in self._parameters}
         for member in self._optimizer.chained_optimizers:
             inner = member.optimizer

@@ -1,4 +1,4 @@
-"""Megatron's mixed-precision AdamW and its schedule, from `[optimizer]`."""
+"""Builds Megatron's mixed-precision AdamW and its schedule, from `[optimizer]`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_dppo.config.schema import OptimizerConfig
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype
 ) -> Any:
-    """Megatron's optimizer over the model's parameters, with float32 master weights for bfloat16 ones."""
+    """Build Megatron's optimizer over the model's parameters, with float32 master weights for bfloat16."""
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -35,7 +35,7 @@ def build_optimizer(
 def build_schedule(
     optimizer: Any, config: OptimizerConfig, num_steps: int, *, num_done: int = 0
 ) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then constant, linear or cosine down to min_lr at the last gradient step.
+    """Build the schedule: linear warm-up from 0, then constant, linear or cosine down to min_lr.
 
     The schedule is a function of the number of steps alone, so a resumed run builds it anew. The parameter
     groups, which a checkpoint loads as they were when it was saved, get the config's settings first.

@@ -23,7 +23,7 @@ from megatron_dppo.types import Microbatch, each_token
 
 
 class OutputHead:
-    """The loss over the output layer of a model, whose logits it makes itself where `loss_from` says so."""
+    """Computes the loss from the output layer's input or its logits, as `loss_from` says."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class OutputHead:
         vocab_size: int,
         reported_topk: int = 0,
     ) -> None:
-        """Take the output layer's place, unless the loss is to come from logits.
+        """Replace the output layer's forward, unless the loss comes from logits.
 
         Args:
             chunks: This rank's part of the model; the last has the output layer, on the last pipeline stage.
@@ -66,7 +66,7 @@ class OutputHead:
                 self._last.output_layer.forward = _hand_over
 
     def policy_loss(self, output: Tensor, microbatch: Microbatch) -> FusedPolicyLoss:
-        """The loss of a micro-batch.
+        """Compute the loss of a micro-batch.
 
         Args:
             output: [T, V/tp] logits, or the hidden states before them: [T, H], [T/tp, H] with sequence
@@ -96,7 +96,7 @@ class OutputHead:
         has_topk: bool = False,
         temperature: float | None = None,
     ) -> TokenLogProbs:
-        """Log pi of the targets, and with `has_topk` of the rollout's top-K tokens, without gradient.
+        """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
 
         Logits are divided by `temperature`, or by the sampler's. The others are as for `policy_loss`.
         """
@@ -111,7 +111,7 @@ class OutputHead:
         return fused_log_probs(output, **arguments)
 
     def nothing(self, output: Tensor) -> Tensor:
-        """A loss of 0 that reaches every parameter which a real one would."""
+        """Return a loss of 0 that reaches every parameter which a real one would."""
         return output.sum() * 0.0 + self._weight.sum() * 0.0
 
     @property
@@ -120,12 +120,12 @@ class OutputHead:
 
 
 def output_weight(chunk: Any) -> Tensor:
-    """[V/tp, H] of the output layer of the last chunk, which may be that of the embedding."""
+    """Return [V/tp, H] of the output layer of the last chunk, which may be that of the embedding."""
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     return chunk.output_layer.weight
 
 
 def _hand_over(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """In place of the output layer's forward pass: its input."""
+    """Return the output layer's input in place of its forward."""
     return hidden, None

@@ -1,1 +1,1 @@
-"""What is read after a run: reports, figures and what-if questions."""
+"""Analyses finished runs: reports, figures and what-if questions."""

@@ -13,7 +13,7 @@ _PERCENTS = (2.5, 97.5)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, and the 95 % bootstrap interval of it; NaN of none, and no interval of one."""
+    """A mean over seeds, and its 95 % bootstrap interval; NaN without seeds, no interval with one."""
 
     mean: float
     low: float
@@ -23,7 +23,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Contrast:
-    """The mean difference of pairs, and how it stands beside their spread."""
+    """The mean difference of pairs, its interval, and its effect size."""
 
     mean: float
     low: float
@@ -33,7 +33,7 @@ class Contrast:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of independent seeds; a value that is not finite makes it NaN, for it may not be left out."""
+    """Return the mean of independent seeds; a value that is not finite makes it NaN, and is never left out."""
     known = np.asarray(values, dtype=np.float64)
     if known.size == 0:
         return Estimate(math.nan, math.nan, math.nan, 0)
@@ -42,7 +42,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def contrast(values: Sequence[float], others: Sequence[float]) -> Contrast:
-    """`values` minus `others`, pair by pair: runs of equal seeds, whose common part cancels.
+    """Return `values` minus `others`, pair by pair: runs of equal seeds, whose common part cancels.
 
     With few pairs a percentile bootstrap is too narrow: read an interval of five pairs as a hint.
     """

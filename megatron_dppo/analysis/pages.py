@@ -1,10 +1,10 @@
-"""Pages of HTML from the templates of a room."""
+"""Renders pages of HTML from the templates of a package."""
 
 import jinja2
 
 
 def page_templates(package: str) -> jinja2.Environment:
-    """The templates in a package's `templates/`; what is put in is escaped, and what is missing is an error."""
+    """Load the templates in a package's `templates/`; values are escaped, and a missing one is an error."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader(package),
         autoescape=True,

@@ -29,7 +29,7 @@ class ClippedRow:
 
 
 def step_files(run: Run, folder: str) -> dict[int, Path]:
-    """By gradient step, in order: those of steps in metrics.jsonl, for others are of a past that was undone."""
+    """Return the files of the steps in metrics.jsonl, in order; others are of steps that a resume undid."""
     steps = {row.step for row in run.steps}
     names = sorted((run.path / folder).glob("step_*.jsonl"))
     found = {int(match[1]): file for file in names if (match := _STEP_FILE.fullmatch(file.name))}
@@ -37,7 +37,7 @@ def step_files(run: Run, folder: str) -> dict[int, Path]:
 
 
 def read_clipped(file: Path) -> list[ClippedRow]:
-    """A step's list, all presets.
+    """Read a step's list, all presets.
 
     Raises:
         DataError: The file is no list of clipped tokens.

@@ -1,1 +1,1 @@
-"""What a model is, without Megatron."""
+"""Describes model architectures without Megatron."""

@@ -1,4 +1,4 @@
-"""A model family: all that is particular to a Hugging Face architecture, without Megatron.
+"""Defines a model family: the traits of a Hugging Face architecture, without Megatron.
 
 A new family is one file that builds a `ModelFamily`; README.md shows one, and where to name it.
 """
@@ -31,7 +31,7 @@ SILU_ONLY: Variants = {"hidden_act": ("silu", "silu")}
 
 @dataclass(frozen=True, eq=False)
 class ModelFamily:
-    """One architecture.
+    """Traits of one architecture.
 
     Attributes:
         architecture: The name in config.json's `architectures`.

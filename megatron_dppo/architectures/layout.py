@@ -32,7 +32,7 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: "ParallelConfig", world_size: int) -> "Layout":
-        """The layout of `[parallel]` on `world_size` processes.
+        """Return the layout of `[parallel]` on `world_size` processes.
 
         Raises:
             LayoutError: The processes do not divide.
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """What a layout splits, whatever the sizes; data parallelism joins any of them."""
+    """Dimensions that a layout splits, whatever the sizes; data parallelism joins any of them."""
 
     split: frozenset[str]  # of "tensor", "pipeline", "virtual_pipeline", "context", "expert"
     expert_tensor: str  # "whole" experts, "as tensor", or "alone": split where the rest of the layer is not
@@ -74,7 +74,7 @@ class LayoutKind:
 
 
 def kind_of(layout: Layout) -> LayoutKind | None:
-    """The kind of a layout; none where experts are split into fewer, but more than one, parts than the rest."""
+    """Return the kind of a layout; none where experts and the rest are split into different numbers."""
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     split = frozenset(name for name in names if getattr(layout, name) > 1)
     if layout.expert_tensor == 1:
@@ -130,7 +130,7 @@ def is_admitted(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes |
 
 
 def layout_problems(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> list[Problem]:
-    """Everything that makes `[parallel]` on this many processes wrong, unproven, or not divide the model.
+    """Return all problems of `[parallel]` on this many processes: wrong, unproven, or indivisible.
 
     Args:
         parallel: The configured sizes.
@@ -205,7 +205,7 @@ def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: s
 
 
 def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> Layout:
-    """The proven layout of as many processes that changes the fewest of the user's choices, and the least."""
+    """Return the proven layout of as many processes that changes the user's choices least."""
     wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
     best: tuple[tuple[int, int], Layout] | None = None
     for choice in itertools.product(*map(_divisors, wanted)):

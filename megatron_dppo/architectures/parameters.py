@@ -1,4 +1,4 @@
-"""The model's parameters as Megatron splits them: which tensors each rank holds, without building any."""
+"""Lists the model's parameters as Megatron splits them: the tensors of each rank, without building any."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT, WeightRule
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A family and its sizes: everything about a model that decides how many parameters it has."""
+    """A family and its sizes, from which all parameter counts follow."""
 
     family: ModelFamily
     sizes: ModelSizes
@@ -25,17 +25,17 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return _count_parameters(self)
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token meets: experts_per_token of the experts."""
+        """Number of parameters used for one token: experts_per_token of the experts."""
         return sum(num for _, num in self._met_by_token())
 
     @property
     def num_multiplied_parameters(self) -> int:
-        """Those of them that are multiplied as matrices; the input embedding is looked up."""
+        """Number of active parameters in matrix products; the input embedding is looked up."""
         is_looked_up = not self.sizes.is_tied
         return sum(
             num
@@ -74,7 +74,7 @@ class Chunk:
 
     @classmethod
     def whole(cls, shape: ModelShape) -> "Chunk":
-        """The model in one piece."""
+        """Return the model in one piece."""
         return cls(range(shape.sizes.num_layers), is_first=True, is_last=True)
 
 
@@ -94,7 +94,7 @@ def _count_parameters(shape: ModelShape) -> int:
 
 
 def padded_vocab(shape: ModelShape, layout: Layout) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the vocabulary, made divisible."""
+    """Return the rows of the embedding over all tensor-parallel ranks: the vocabulary, padded to divide."""
     return math.ceil(shape.sizes.vocab_size / layout.tensor) * layout.tensor
 
 
@@ -127,7 +127,7 @@ def _is_outside_layers(rule: WeightRule, shape: ModelShape, layout: Layout, chun
 
 
 def _tensor(rule: WeightRule, shape: ModelShape, layout: Layout) -> Tensor:
-    """One rank's part of a parameter: its Hugging Face tensors, split and fused along the first dimension."""
+    """Return one rank's part of a parameter: its Hugging Face tensors, split and fused along dimension 0."""
     parts = [list(part) for part in rule.hf_shapes(shape.sizes)]
     dim, num_parts = rule.tensor_parallel_dim, layout.expert_tensor if rule.is_expert else layout.tensor
     for part in parts:

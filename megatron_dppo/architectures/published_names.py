@@ -47,12 +47,12 @@ class StoredTensor:
 
     @property
     def shown_dtype(self) -> str:
-        """Of what is read: 8-bit weights become bfloat16."""
+        """Dtype of the tensor as read: 8-bit weights become bfloat16."""
         return self.dtype if self.scales is None else "BF16"
 
 
 def in_table_spelling(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a folder under the weight table's names: experts one by one, scales with their weights.
+    """Return a folder's tensors under the weight table's names: experts one by one, with their scales.
 
     Raises:
         ConversionError: Scales without a weight, or an 8-bit weight without scales, or with others than its
@@ -107,7 +107,7 @@ def _require_scales(weight: StoredTensor) -> None:
 
 
 def dequantized(weight: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
-    """Weights of block-wise scaled 8-bit floats: product in float32, rounded to bfloat16.
+    """Dequantise weights of block-wise scaled 8-bit floats: product in float32, rounded to bfloat16.
 
     Args:
         weight: [N, M] float8_e4m3fn.

@@ -20,7 +20,7 @@ def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]
 
 
 def common_problems(hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what is refused of every family: quantised weights, other attention, other rotary frequencies."""
+    """Yield the problems common to all families: quantised weights, other attention, other rotary tables."""
     quantized = hf.get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
@@ -34,13 +34,13 @@ def common_problems(hf: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:
-    """The factor of llama3's frequencies; None where rotary frequencies are the plain ones."""
+    """Return the factor of llama3's frequencies; None where rotary frequencies are the plain ones."""
     rope = _rope(hf)
     return float(rope["factor"]) if _rope_type(rope) == "llama3" else None
 
 
 def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary embedding's table, from which transformers reads it: the older spelling first."""
+    """Return the rotary embedding's table that transformers reads: the older spelling first."""
     return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 

@@ -1,4 +1,4 @@
-"""The registry of model families, by the name in config.json's `architectures`."""
+"""Registry of model families, by the name in config.json's `architectures`."""
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
@@ -41,7 +41,7 @@ def family_of(hf: HFConfig) -> ModelFamily:
 
 
 def variant_problems(hf: HFConfig) -> Iterator[Problem]:
-    """Yield what in a config.json would make a supported architecture compute something else than ours does."""
+    """Yield the problems of a config.json that a supported architecture would compute wrongly."""
     family = FAMILIES.get(architecture_of(hf))
     yield from value_problems(hf, {} if family is None else family.variants)
     yield from common_problems(hf)

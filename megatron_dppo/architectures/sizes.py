@@ -1,4 +1,4 @@
-"""A model's config.json and the sizes in it, without torch: `megatron-dppo check` answers at once."""
+"""Reads a model's config.json and its sizes without torch: `megatron-dppo check` answers at once."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a Hugging Face config.json says about a model's shape."""
+    """Sizes of a model in its Hugging Face config.json."""
 
     architecture: str
     num_layers: int
@@ -34,14 +34,14 @@ class ModelSizes:
 
     @property
     def routing(self) -> ModelRouting | None:
-        """What routes of this model look like; none for a dense model."""
+        """Dimensions of this model's routes; none for a dense model."""
         if self.num_experts is None:
             return None
         return ModelRouting(self.moe_layers, self.num_experts, self.experts_per_token)
 
     @property
     def dimensions(self) -> dict[str, int]:
-        """The sizes behind the letters in which weight rules write shapes."""
+        """Sizes by the letters in which weight rules write shapes."""
         return {
             "V": self.vocab_size,
             "H": self.hidden_size,
@@ -106,13 +106,13 @@ def _backbone_sizes(hf: HFConfig) -> ModelSizes:
 
 
 def config_file(folder: Path) -> Path | None:
-    """The config.json of a Hugging Face folder, or of a Megatron checkpoint (in its hf/), if there is one."""
+    """Return config.json of a Hugging Face folder, or of a Megatron checkpoint (in its hf/), if any."""
     candidates = (folder / "config.json", folder / "hf" / "config.json")
     return next((path for path in candidates if path.is_file()), None)
 
 
 def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The path and content of a model folder's config.json.
+    """Read the path and content of a model folder's config.json.
 
     Raises:
         ConfigError: There is none, or it is torn.
@@ -134,7 +134,7 @@ def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _where_models_are(folder: Path) -> str:
-    """What to do about a name that is no model's folder."""
+    """Return advice on a name that is no model's folder."""
     of_run = sorted(path for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit())
     if of_run:
         return f"It is a run: name one of its checkpoints, such as {of_run[-1]}."
@@ -152,6 +152,6 @@ def _where_models_are(folder: Path) -> str:
 
 
 def architecture_of(content: Mapping[str, Any]) -> str:
-    """The first of `architectures` in a config.json, or a text saying that it names none."""
+    """Return the first of `architectures` in a config.json, or "no architecture"."""
     names = content.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "no architecture"

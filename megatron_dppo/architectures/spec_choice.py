@@ -13,14 +13,14 @@ LayerSpecName = Literal["torch", "transformer_engine"]
 
 @dataclass(frozen=True)
 class SpecChoice:
-    """A layer spec, and in words why it is that one."""
+    """A layer spec, and the reason for the choice."""
 
     name: LayerSpecName
     reason: str
 
 
 def choose_layer_spec(config: Config, transformer_engine: Library) -> SpecChoice:
-    """What `model.layer_spec` comes to where the library is as found."""
+    """Resolve `model.layer_spec` with the library as found."""
     if config.model.layer_spec != "auto":
         return SpecChoice(config.model.layer_spec, "model.layer_spec asks for it")
     if config.model.dtype == "float32":
@@ -32,13 +32,13 @@ def choose_layer_spec(config: Config, transformer_engine: Library) -> SpecChoice
 
 
 def transformer_engine_problems(config: Config, transformer_engine: Library) -> Iterator[Problem]:
-    """What keeps this config from Transformer Engine's modules."""
+    """Yield the problems that keep this config from Transformer Engine's modules."""
     yield from library_problems(transformer_engine)
     yield from transformer_engine_limits(config)
 
 
 def library_problems(transformer_engine: Library) -> Iterator[Problem]:
-    """What keeps any config from Transformer Engine's modules on this machine."""
+    """Yield the problems that keep any config from Transformer Engine's modules on this machine."""
     if not transformer_engine.is_usable:
         found = f"Transformer Engine, which cannot be used here: {transformer_engine.fault}"
         action = (
@@ -49,7 +49,7 @@ def library_problems(transformer_engine: Library) -> Iterator[Problem]:
 
 
 def transformer_engine_limits(config: Config) -> Iterator[Problem]:
-    """What this config asks for that Transformer Engine's modules are not proven to do."""
+    """Yield the problems of features that are not proven with Transformer Engine's modules."""
     use_torch = "or set model.layer_spec = 'torch'."
     if config.lora.rank:
         found = f"{config.lora.rank} with Transformer Engine's layers"

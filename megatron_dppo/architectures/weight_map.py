@@ -1,4 +1,4 @@
-"""The one table of weights: which Hugging Face tensors each Megatron parameter holds, their shapes and fusion.
+"""The one weight table: the Hugging Face tensors of each Megatron parameter, their shapes and fusion.
 
 Conversion, weight sync and the planner read it. Names use Hugging Face's checkpoint spelling (one name per
 expert); `{layer}` and `{expert}` are global indices. Letters in shapes: H hidden, V vocabulary, D of a head,
@@ -51,7 +51,7 @@ class WeightRule:
 
     @property
     def is_in_layers(self) -> bool:
-        """Whether layers have the parameter, one each."""
+        """Whether each layer has the parameter."""
         return "{layer}" in self.megatron
 
     def is_in(self, layer: int, sizes: ModelSizes) -> bool:
@@ -165,12 +165,12 @@ ADAPTER_SUFFIX = "_lora"
 
 
 def is_adapter(megatron_name: str) -> bool:
-    """Whether a parameter is LoRA's, and none of the model's own."""
+    """Whether a parameter is LoRA's, not the base model's."""
     return f"{ADAPTER_SUFFIX}." in megatron_name
 
 
 def linears_of(rule: WeightRule) -> tuple[str, ...]:
-    """Last parts of the Hugging Face names of the linears in a parameter that LoRA can adapt; often none."""
+    """Return the last name parts of a parameter's Hugging Face linears that LoRA can adapt; often none."""
     is_split = rule.tensor_parallel_dim is not None and not rule.is_vocabulary
     is_linear = is_split and rule.hf[0].endswith("_proj.weight")
     return tuple(name.split(".")[-2] for name in rule.hf) if is_linear else ()
@@ -178,7 +178,7 @@ def linears_of(rule: WeightRule) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One parameter of a real model, resolved against the table."""
+    """A parameter of a concrete model, resolved against the table."""
 
     rule: WeightRule
     layer: int | None
@@ -186,16 +186,16 @@ class WeightEntry:
 
     @property
     def name(self) -> str:
-        """The parameter's in our layer spec."""
+        """Name of the parameter in our layer spec."""
         return self.rule.megatron.format(layer=self.layer)
 
     def hf_names(self, expert: int | None = None) -> tuple[str, ...]:
-        """Checkpoint names, for one expert where the parameter stacks experts."""
+        """Return checkpoint names, for one expert where the parameter stacks experts."""
         return tuple(name.format(layer=self.layer, expert=expert) for name in self.rule.hf)
 
 
 class WeightTable:
-    """The rules of one model family, looked up by Megatron parameter name."""
+    """Rules of one model family, looked up by Megatron parameter name."""
 
     def __init__(self, rules: Iterable[WeightRule], sizes: ModelSizes) -> None:
         self._rules: Mapping[str, WeightRule] = {rule.megatron: rule for rule in rules}
@@ -205,7 +205,7 @@ class WeightTable:
         self._sizes = sizes
 
     def entry(self, megatron_name: str) -> WeightEntry:
-        """The rule of a parameter, named as in a model on one process, of either layer spec.
+        """Return the rule of a parameter, named as in a model on one process, of either layer spec.
 
         Raises:
             ConversionError: The table has no such parameter.
@@ -225,7 +225,7 @@ class WeightTable:
         return WeightEntry(self._rules[key], layer)
 
     def fuse(self, rule: WeightRule, tensors: Sequence[Tensor], num_parts: int = 1) -> Tensor:
-        """The Megatron parameter (of one expert) made of its Hugging Face tensors; a part of it, of theirs.
+        """Fuse Hugging Face tensors, or parts of them, to the Megatron parameter (of one expert).
 
         Args:
             rule: The parameter's.
@@ -240,7 +240,7 @@ class WeightTable:
         return torch.cat([t.reshape(groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
 
     def unfuse(self, rule: WeightRule, tensor: Tensor) -> list[Tensor]:
-        """Inverse of `fuse`: views where that is possible, in the order of `rule.hf`."""
+        """Split a Megatron parameter into its Hugging Face tensors, in the order of `rule.hf`; often views."""
         if rule.fusion == "one":
             return [tensor]
         if rule.fusion == "concatenate":

@@ -1,1 +1,1 @@
-"""Checkpoint folders on disk: Hugging Face's, the run's own, and what of them is never trusted."""
+"""Reads and writes checkpoint folders: Hugging Face's, the run's own, and untrusted ones."""

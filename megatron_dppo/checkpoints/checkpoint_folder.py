@@ -1,4 +1,4 @@
-"""Checkpoints as folders on disk: complete or invisible, checked before use, kept or deleted by rule.
+"""Manages a run's checkpoint folders: complete or invisible, checked before use, kept or deleted by rule.
 
     checkpoints/
       latest                         the name of the newest complete checkpoint, flipped last
@@ -40,7 +40,7 @@ _NAME = re.compile(r"step_\d{8,}")
 
 @dataclass(frozen=True)
 class Kept:
-    """A complete checkpoint, and what retention asks about it."""
+    """A complete checkpoint with the fields that retention needs."""
 
     folder: Path
     rollout: int  # rollouts finished
@@ -49,7 +49,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay; each rule adds to the others."""
+    """Rules for keeping checkpoints; each adds to the others."""
 
     keep_last: int  # newest ones; 0 keeps all
     keep_every: int  # those whose number of rollouts is a multiple of it; 0 none
@@ -57,7 +57,7 @@ class Retention:
     highest_is_best: bool
 
     def deleted(self, checkpoints: Sequence[Kept]) -> list[Path]:
-        """What may go, given all complete checkpoints, oldest first."""
+        """Return the checkpoints to delete, given all complete ones, oldest first."""
         if self.keep_last == 0:
             return []
         scored = [kept for kept in checkpoints if kept.score is not None]
@@ -70,18 +70,18 @@ class Retention:
 
 
 def name_of(step: int) -> str:
-    """The folder name of the checkpoint after so many gradient steps."""
+    """Return the folder name of the checkpoint after so many gradient steps."""
     return f"step_{step:08d}"
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a run's `checkpoints/`, oldest first; not yet checked."""
+    """Return the complete checkpoints in a run's `checkpoints/`, oldest first; not yet checked."""
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Checkpoints to resume from, best first: the one that `latest` names, then those before it.
+    """Return the checkpoints to resume from, best first: the one that `latest` names, then those before it.
 
     Where `latest` is missing or names nothing, the newest comes first.
     """
@@ -97,7 +97,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
-    """The newest complete checkpoint of at most so many finished rollouts, and no open one; not yet checked."""
+    """Return the newest complete checkpoint of at most so many rollouts, with none open; not yet checked."""
     for checkpoint in reversed(complete(folder)):
         with contextlib.suppress(OSError, ValueError, KeyError):
             content = json.loads((checkpoint / STATE).read_text())
@@ -108,7 +108,7 @@ def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What the checkpoint that a resume would take says of its run; its files are not checked."""
+    """Config and progress in the checkpoint that a resume would take; its files are not checked."""
 
     checkpoint: Path
     config: str  # resolved, as TOML; "" where an older version saved
@@ -117,12 +117,12 @@ class SavedRun:
 
     @property
     def is_in_prompts(self) -> bool:
-        """Whether the run stood in a file of prompts, not in rollouts that were kept."""
+        """Whether the run's cursor is in a file of prompts, not in rollouts that were kept."""
         return re.fullmatch("[0-9a-f]{32}", self.prompts_digest) is not None
 
 
 def saved_run(folder: Path) -> SavedRun | None:
-    """Return what the first readable candidate in a run's `checkpoints/` says; none where there is none."""
+    """Read the saved run of the first readable candidate in a run's `checkpoints/`; none without any."""
     for checkpoint in candidates(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads((checkpoint / STATE).read_text())
@@ -132,7 +132,7 @@ def saved_run(folder: Path) -> SavedRun | None:
 
 
 def sums_of(files: Iterable[Path], root: Path) -> dict[str, str]:
-    """SHA-256 of each file, by its path relative to `root`."""
+    """Return the SHA-256 of each file, by its path relative to `root`."""
     return {str(file.relative_to(root)): _sha256(file) for file in files}
 
 
@@ -143,7 +143,7 @@ def write_sums(checkpoint: Path, sums: dict[str, str]) -> None:
 
 
 def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with a checkpoint's files, in words; empty where all is well.
+    """Return the faults of a checkpoint's files, as messages; empty where there are none.
 
     Args:
         checkpoint: A complete checkpoint's folder.
@@ -178,7 +178,7 @@ def set_aside(checkpoint: Path, why: str) -> Path:
 
 
 def set_aside_newer(checkpoint: Path) -> list[Path]:
-    """Set aside the complete checkpoints after this one, which a run that goes on from it leaves behind.
+    """Set aside the complete checkpoints after this one, which a run that resumes from it leaves behind.
 
     They would be taken for the newest, and have the ones to come deleted. There are some where `latest` was set
     back by hand, or a run was killed before it was flipped.
@@ -197,7 +197,7 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def set_latest(checkpoint: Path) -> None:
-    """Have `latest` name a complete checkpoint, in one step."""
+    """Set `latest` to a complete checkpoint, in one step."""
     temporary = checkpoint.with_name(f".{LATEST}.unfinished")
     write_durably(temporary, checkpoint.name + "\n")
     temporary.replace(checkpoint.with_name(LATEST))
@@ -217,12 +217,12 @@ def delete(checkpoints: Iterable[Path]) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What earlier processes left half written, replaced or half deleted."""
+    """Return the folders that earlier processes left half written, replaced or half deleted."""
     return [path for path in folder.glob(".step_*") if path.is_dir()]
 
 
 def require_free(folder: Path, num_bytes: int, reserve_bytes: int) -> None:
-    """Go on only where the disk has room.
+    """Raise where the disk lacks room.
 
     Raises:
         CheckpointError: Writing `num_bytes` would leave less than `reserve_bytes`.

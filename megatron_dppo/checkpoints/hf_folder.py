@@ -1,4 +1,4 @@
-"""Reading and writing Hugging Face checkpoint folders: safetensors files, one index, and what stands beside."""
+"""Reads and writes Hugging Face checkpoint folders: safetensors files, one index, and the files beside them."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 
 
 class HFWeights:
-    """The tensors of a Hugging Face folder, read by name through memory maps; threads may share it.
+    """Reads the tensors of a Hugging Face folder by name through memory maps; threads may share it.
 
     Names are the weight table's whichever way experts are stored, and block-wise 8-bit weights are read as
     bfloat16 (`architectures/published_names.py`).
@@ -94,7 +94,7 @@ class HFWeights:
         return stored
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
-        """The weights in a file."""
+        """Return the weights in a file."""
         mapped = self._map(file)
         slices = ((name, mapped.get_slice(name)) for name in list(mapped.keys()))
         return {
@@ -104,7 +104,7 @@ class HFWeights:
         }
 
     def _map(self, file: str) -> safe_open:
-        """A file, mapped; the one that was asked for longest ago goes where there are too many."""
+        """Return a memory-mapped file; the least recently used one is unmapped where there are too many."""
         with self._lock:
             if file not in self._mapped:
                 try:
@@ -125,12 +125,12 @@ class HFWeights:
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold them."""
+        """Files that hold the tensors."""
         names = {part.file for tensor in self._stored.values() for part in (tensor, tensor.scales) if part}
         return [self.folder / name for name in sorted(names)]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, a view of its file where it stands there as it is: what is not touched is not read.
+        """Return one tensor, a view of its file where it is stored as it is: only touched bytes are read.
 
         Raises:
             ConversionError: It is not in the checkpoint.
@@ -156,15 +156,15 @@ class HFWeights:
         return whole[rows] if stored.expert is None else whole[stored.expert, rows]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each tensor, read from the headers alone."""
+        """Return the shape of each tensor, read from the headers alone."""
         return {name: stored.shape for name, stored in self._stored.items()}
 
     def dtypes(self) -> dict[str, str]:
-        """Safetensors' name of each tensor's dtype ("BF16"), read from the headers alone."""
+        """Return Safetensors' name of each tensor's dtype ("BF16"), read from the headers alone."""
         return {name: stored.shown_dtype for name, stored in self._stored.items()}
 
     def file_of(self, name: str) -> Path:
-        """Where a tensor is."""
+        """Return the file that holds a tensor."""
         return self.folder / self._stored[name].file
 
 
@@ -210,7 +210,7 @@ def write_hf_checkpoint(
 
 
 def _shards(weights: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Copies of the tensors, in runs that fit into a file."""
+    """Yield copies of the tensors, in runs that fit into a file."""
     names: set[str] = set()
     shard: dict[str, Tensor] = {}
     size = 0
@@ -245,7 +245,7 @@ _BESIDE_WEIGHTS = (
 
 
 def copy_model_files(source: Path, out: Path) -> None:
-    """Copy what makes weights a model: config, generation config, tokenizer, chat template, licence."""
+    """Copy the files beside the weights: config, generation config, tokenizer, chat template, licence."""
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(
         {file for pattern in _BESIDE_WEIGHTS for file in source.glob(pattern) if file.is_file()}

@@ -1,4 +1,4 @@
-"""torch's `.metadata`, read into stand-ins of torch's classes, so that no pickle reaches a real one.
+"""Reads torch's `.metadata` into stand-ins of torch's classes, so that no pickle reaches a real one.
 
 An allow-list of the real classes is not enough: a pickle may set attributes of an allowed *class*, such as
 `__setstate__`, and then mean something else when it is read again. A stand-in can be made empty and filled
@@ -17,7 +17,7 @@ _MAX_INT = (1 << 63) - 1
 
 
 class ForbiddenError(Exception):
-    """A pickle names, or does, something that torch's metadata does not need."""
+    """A pickle names or calls something that torch's metadata does not need."""
 
 
 class _Record:
@@ -39,20 +39,20 @@ class _Record:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the pickle gave it fields."""
+        """Whether the pickle gave the record any fields."""
         return bool(vars(self))
 
     def fields_of(self, state: Any) -> dict[str, Any]:
-        """The fields in what was pickled for it."""
+        """Return the fields in the pickled state."""
         if type(state) is not dict or not state.keys() <= type(self).__annotations__.keys():
             raise ForbiddenError(f"unknown fields of {type(self).__name__}")
         return state
 
     def check(self) -> None:
-        """Look at the fields, once they are there."""
+        """Check the fields, once they are set."""
 
     def require(self, **types: type | tuple[type, ...]) -> None:
-        """Go on only where each field named is of exactly one of the types; an absent one is None."""
+        """Require that each named field is of exactly one of the types; a missing one is None."""
         for name, allowed in types.items():
             found = type(vars(self).get(name))
             if found not in (allowed if isinstance(allowed, tuple) else (allowed,)):
@@ -60,7 +60,7 @@ class _Record:
 
 
 class _Value:
-    """Stands in for what is made by a call, and never changed."""
+    """Stands in for an immutable object that a call makes."""
 
     __slots__ = ()
 
@@ -69,12 +69,12 @@ class _Value:
 
 
 class Size(_Value, tuple[int, ...]):
-    """torch.Size."""
+    """Stands in for torch.Size."""
 
     __slots__ = ()
 
     def __new__(cls, sizes: Any = ()) -> "Size":
-        """From a tuple of counts."""
+        """Build the size from a tuple of counts."""
         if type(sizes) is not tuple or not all(type(size) is int and 0 <= size <= _MAX_INT for size in sizes):
             raise ForbiddenError("a torch.Size of other things than counts")
         return super().__new__(cls, sizes)
@@ -122,14 +122,14 @@ class _TensorProperties(_Record):
 
 
 class TensorKey(_Record):
-    """MetadataIndex: the name of a stored item, and which part of it."""
+    """Stands in for MetadataIndex: the name of a stored item, and the part of it."""
 
     fqn: str
     offset: Size | None
     index: int | None
 
     def check(self) -> None:
-        """Look at the types."""
+        """Check the types of the fields."""
         self.require(fqn=str, offset=(Size, type(None)), index=(int, type(None)))
 
     def __hash__(self) -> int:
@@ -142,7 +142,7 @@ class TensorKey(_Record):
 
 
 class StoredPlace(_Record):
-    """_StorageInfo: where an item stands. With a transform, torch would read other bytes than stand there."""
+    """Stands in for _StorageInfo, an item's place. With a transform, torch would read other bytes."""
 
     relative_path: str
     offset: int
@@ -150,26 +150,26 @@ class StoredPlace(_Record):
     transform_descriptors: None
 
     def check(self) -> None:
-        """Look at the types."""
+        """Check the types of the fields."""
         self.require(relative_path=str, offset=int, length=int, transform_descriptors=type(None))
         if min(self.offset, self.length) < 0 or max(self.offset, self.length) > _MAX_INT:
             raise ForbiddenError("a place outside of any file")
 
 
 class StoredTensor(_Record):
-    """TensorStorageMetadata."""
+    """Stands in for TensorStorageMetadata."""
 
     properties: _TensorProperties
     size: Size
     chunks: list[Any]
 
     def check(self) -> None:
-        """Look at the types."""
+        """Check the types of the fields."""
         self.require(properties=_TensorProperties, size=Size, chunks=list)
 
 
 class StoredBytes(_Record):
-    """BytesStorageMetadata: a pickled object."""
+    """Stands in for BytesStorageMetadata: a pickled object."""
 
 
 class _Chunk(_Record):
@@ -208,7 +208,7 @@ class _TensorWriteData(_Record):
 
 
 class StoredMetadata(_Record):
-    """Metadata, with the field that Megatron adds."""
+    """Stands in for Metadata, with the field that Megatron adds."""
 
     state_dict_metadata: dict[str, Any]
     planner_data: Any
@@ -218,7 +218,7 @@ class StoredMetadata(_Record):
     all_local_plans: Any
 
     def check(self) -> None:
-        """Look at the types."""
+        """Check the types of the fields."""
         self.require(state_dict_metadata=dict, storage_data=dict, storage_meta=(_StorageMeta, type(None)))
 
 
@@ -243,7 +243,7 @@ _STAND_INS: dict[tuple[str, str], type] = {
 
 
 class _StandInUnpickler(pickle.Unpickler):
-    """Finds the stand-ins and torch's dtypes, and nothing else."""
+    """Unpickles the stand-ins and torch's dtypes, and refuses every other class."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         stand_in = _STAND_INS.get((module_name, global_name))
@@ -255,7 +255,7 @@ class _StandInUnpickler(pickle.Unpickler):
 
 
 def read_metadata(content: bytes) -> StoredMetadata:
-    """A `.metadata` file as stand-ins.
+    """Read a `.metadata` file as stand-ins.
 
     Raises:
         ForbiddenError: It is more than metadata.

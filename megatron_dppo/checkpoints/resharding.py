@@ -1,4 +1,4 @@
-"""A checkpoint of one layout on another: what can be moved, and what Megatron stores differently."""
+"""Loads a checkpoint of one layout on another: refuses the impossible, and adapts the optimizer's state."""
 
 import logging
 from dataclasses import asdict
@@ -19,7 +19,7 @@ def is_resharded(content: dict[str, Any], layout: Layout) -> bool:
 def require_reshardable(
     checkpoint: Path, content: dict[str, Any], layout: Layout, *, is_optimizer_distributed: bool
 ) -> None:
-    """Refuse what cannot be moved from the layout in a checkpoint's state.json to this one.
+    """Refuse a checkpoint that cannot be moved from the layout in its state.json to this one.
 
     Raises:
         CheckpointError: The checkpoint stands in the middle of a rollout, whose batches were made for its
@@ -43,7 +43,7 @@ def require_reshardable(
 
 
 def fit_to_chain(state: dict[Any, Any], num_members: int) -> dict[Any, Any]:
-    """The optimizer's loaded state, in the structure of the optimizer that takes it.
+    """Convert the optimizer's loaded state to the structure of the optimizer that takes it.
 
     Megatron chains an optimizer for what expert-parallel ranks do not share behind that for the rest; a layout
     without expert parallelism has one for all. Tensors are stored alike, but not the parameter groups.

@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere: pickles are read as data or not at all.
+"""Checks untrusted checkpoints: pickles are read as data or not at all.
 
 Megatron's distributed checkpoints hold pickles in three places: `.metadata`, `common.pt` (where an older
 version wrote them), and the objects (not the tensors) inside `*.distcp`. The libraries load the first and the
@@ -34,7 +34,7 @@ _COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}
 
 
 def refuse_code(folder: Path) -> None:
-    """Go on only with a distributed checkpoint whose pickles are plain data; reads no tensor.
+    """Refuse a distributed checkpoint with a pickle that is more than plain data; reads no tensor.
 
     Args:
         folder: With `metadata.json`, `.metadata`, `*.distcp` files and, of older versions, `common.pt`.
@@ -53,7 +53,7 @@ def refuse_code(folder: Path) -> None:
 
 
 def _require_backends(file: Path) -> bool:
-    """Whether `common.pt` belongs to the folder; other backends would be read in ways not checked here."""
+    """Return whether `common.pt` belongs to the folder; refuse storage backends that are not checked here."""
     try:
         found = json.loads(_read(file))
     except (ValueError, RecursionError) as error:
@@ -74,7 +74,7 @@ def _read_metadata(file: Path) -> StoredMetadata:
 
 
 def _objects(folder: Path, metadata: StoredMetadata) -> Iterator[tuple[str, Path, StoredPlace]]:
-    """Name, file and place of each stored object, after a look at the places of all items."""
+    """Yield name, file and place of each stored object, after checking the places of all items."""
     kinds, places = metadata.state_dict_metadata, metadata.storage_data
     source = folder / ".metadata"
     for name, kind in kinds.items():
@@ -96,7 +96,7 @@ def _objects(folder: Path, metadata: StoredMetadata) -> Iterator[tuple[str, Path
 
 
 def _size_inside(folder: Path, name: str) -> int:
-    """Bytes of a file of the folder, which must be in it and not only linked from it."""
+    """Return the bytes of a file of the folder, which must be in it and not only linked from it."""
     file = folder / name
     try:
         is_inside = Path(name).name == name and file.resolve().parent == folder.resolve()
@@ -135,7 +135,7 @@ def _require_data(file: Path, content: bytes, what: str) -> None:
 
 @contextmanager
 def _no_added_classes() -> Iterator[None]:
-    """Leave torch's own classes as the only ones that `weights_only` lets pass; our checkpoints need no other.
+    """Restrict `weights_only` to torch's own classes; our checkpoints need no other.
 
     Megatron adds a list when it is imported, among it numpy's, which torch itself does not trust.
     """

@@ -1,1 +1,1 @@
-"""Whole checkpoints between Hugging Face and Megatron, in pieces, without building the model."""
+"""Converts whole checkpoints between Hugging Face and Megatron, in pieces, without building the model."""

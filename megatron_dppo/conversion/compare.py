@@ -1,4 +1,4 @@
-"""Whether two checkpoints, of whichever kind, hold the same bits under the same Hugging Face names."""
+"""Compares two checkpoints of either kind bit for bit, under their Hugging Face names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_dppo.conversion.sources import Source
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs."""
+    """Tensors that are equal, that differ, or that only one checkpoint has."""
 
     num_equal: int
     only_first: tuple[str, ...]
@@ -20,7 +20,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing does."""
+        """Whether the checkpoints are equal."""
         return not (self.only_first or self.only_second or self.different)
 
 
@@ -59,7 +59,7 @@ def compare(first: Source, second: Source, on_bytes: Callable[[int], None] = lam
 
 
 def _num_different(first: Tensor, second: Tensor) -> int:
-    """Elements whose bits differ: NaNs are equal to themselves here, and -0 is none of 0."""
+    """Count elements whose bits differ: NaNs of equal bits are equal, and -0 differs from 0."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.itemsize]
     pair = (first.contiguous().view(bits), second.contiguous().view(bits))
     return 0 if torch.equal(*pair) else int((pair[0] != pair[1]).sum())

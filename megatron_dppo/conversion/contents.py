@@ -17,7 +17,7 @@ _OPTIMIZER = "optimizer."
 
 
 def contents_of(folder: Path, *, is_listing: bool = False) -> Iterator[str]:
-    """Kind, architecture, numbers, bytes and types of a checkpoint.
+    """Yield kind, architecture, numbers, bytes and types of a checkpoint.
 
     Args:
         folder: A Hugging Face folder or a Megatron checkpoint.

@@ -1,4 +1,4 @@
-"""What stands beside a checkpoint's weights: config.json and tokenizer, of the weights as they are written."""
+"""Reads and writes the files beside a checkpoint's weights: config.json and tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _QUANTIZED = "quantization_config"
 
 
 def read_convertible_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder to convert, as that of the weights that come out.
+    """Read config.json of a folder to convert, adjusted to the converted weights.
 
     Block-wise 8-bit weights become bfloat16 when they are read, so the entry that describes them is left out.
 

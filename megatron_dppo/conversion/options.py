@@ -1,4 +1,4 @@
-"""Options of how a checkpoint is written."""
+"""Options of writing a checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron_dppo.errors import ConversionError
 
 @dataclass(frozen=True)
 class Options:
-    """How to write.
+    """Options of writing a checkpoint.
 
     Attributes:
         dtype: Of all tensors, a rounding; none keeps the source's.
@@ -26,7 +26,7 @@ class Options:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Returns the type that --dtype names; none keeps the checkpoint's own.
+    """Return the type that --dtype names; none keeps the checkpoint's own.
 
     Raises:
         ConversionError: It names another.

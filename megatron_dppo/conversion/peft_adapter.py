@@ -1,4 +1,4 @@
-"""A peft LoRA adapter, added to the weights of a Hugging Face folder while they are read."""
+"""Reads a peft LoRA adapter, and adds it to the weights of a Hugging Face folder while they are read."""
 
 import json
 import math
@@ -46,7 +46,7 @@ class PeftAdapter:
 
     @classmethod
     def read(cls, folder: Path) -> "PeftAdapter":
-        """Read names and options.
+        """Read an adapter folder: names and options.
 
         Raises:
             ConversionError: The folder is no adapter, or of more than LoRA.
@@ -69,7 +69,7 @@ class PeftAdapter:
         return cls(folder, _pairs(weights), config, weights)
 
     def scaling(self, name: str, rank: int) -> float:
-        """The factor of a weight's update, as peft's config patterns say."""
+        """Return the scaling of a weight's update, as peft's config patterns define it."""
         module = name.removesuffix(".weight")
         alpha = _by_pattern(self.config.get("alpha_pattern") or {}, module, self.config["lora_alpha"])
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -93,7 +93,7 @@ def _pairs(weights: HFWeights) -> dict[str, tuple[str, str]]:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends with, as peft matches them."""
+    """Return the value of the first pattern that a module's name ends with, as peft matches them."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -104,7 +104,7 @@ class MergedSource(HuggingFaceSource):
     """The weights of a folder with an adapter's updates, computed as peft merges them on a CPU."""
 
     def __init__(self, weights: HFWeights, adapter: Path) -> None:
-        """Match names and shapes.
+        """Match the adapter's names and shapes with the folder's.
 
         Raises:
             ConversionError: The adapter is of another model, or no plain LoRA.
@@ -126,7 +126,7 @@ class MergedSource(HuggingFaceSource):
                 )
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Views of the mapped files, and new tensors where there is an update."""
+        """Yield views of the mapped files, and new tensors where there is an update."""
         for name, weight in super().read(names):
             yield name, self._merged(name, weight) if name in self._adapter.pairs else weight
 

@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor stands in a Megatron distributed checkpoint: names and shapes alone.
+"""Maps each Hugging Face tensor to its block in a Megatron distributed checkpoint: names and shapes alone.
 
 A distributed checkpoint holds whole tensors, however the model that wrote it was split. Their keys are those of
 Megatron's Transformer Engine spec, which our `torch` spec writes too. Where all layers are alike they are one
@@ -18,7 +18,7 @@ from megatron_dppo.architectures.weight_map import Shape, WeightRule, WeightTabl
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a stored tensor, and the Hugging Face tensors that are in it.
+    """A block of a stored tensor, and the Hugging Face tensors in it.
 
     Attributes:
         rule: Of the parameter that the block belongs to.
@@ -42,16 +42,16 @@ class Piece:
 
     @property
     def num_elements(self) -> int:
-        """In the block."""
+        """Number of elements in the block."""
         return torch.Size(self.shape).numel()
 
     @property
     def has_layer_axis(self) -> bool:
-        """Whether the stored tensor is of all layers."""
+        """Whether the stored tensor stacks all layers."""
         return self.layer is not None and not self.key.startswith(f"decoder.layers.{self.layer}.")
 
     def fuse(self, tensors: Sequence[Tensor], table: WeightTable) -> Tensor:
-        """The block, with memory of its own, of its Hugging Face tensors in order."""
+        """Fuse the block's Hugging Face tensors, in order, into new memory."""
         if self.rule.is_expert:
             block = torch.stack(list(tensors))
         elif self.rule.fusion == "qkv":
@@ -61,7 +61,7 @@ class Piece:
         return block.reshape(self.shape)
 
     def unfuse(self, block: Tensor, table: WeightTable) -> list[Tensor]:
-        """Inverse of `fuse`: views where that is possible."""
+        """Split the block into its Hugging Face tensors: views where that is possible."""
         if self.rule.is_expert:
             return list(block.reshape(len(self.hf), *self.hf_shapes[0]).unbind())
         if self.rule.fusion == "qkv":
@@ -70,7 +70,7 @@ class Piece:
 
 
 def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
-    """Every block of a model's checkpoint: each Hugging Face tensor is in exactly one, and they do not overlap.
+    """Yield every block of a model's checkpoint; each Hugging Face tensor is in exactly one of them.
 
     Args:
         hf: The model's config.json.
@@ -87,7 +87,7 @@ def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
 
 
 def stored_key(rule: WeightRule, layer: int | None, sizes: ModelSizes) -> str:
-    """The key of a parameter's tensor, with the layer's number."""
+    """Return the key of a parameter's tensor, with the layer's number."""
     name = rule.transformer_engine or rule.megatron
     is_dense_norm = ".linear_fc1.layer_norm_" in name  # fused into the MLP, which layers with experts have not
     if is_dense_norm and layer in sizes.moe_layers:
@@ -98,7 +98,7 @@ def stored_key(rule: WeightRule, layer: int | None, sizes: ModelSizes) -> str:
 
 
 def without_layer(key: str) -> str:
-    """The key of the tensor that all layers share: "decoder.layers.3.mlp.x" is in "decoder.layers.mlp.x"."""
+    """Return the key that all layers share: "decoder.layers.3.mlp.x" is in "decoder.layers.mlp.x"."""
     head, layers, rest = key.partition("decoder.layers.")
     return head + layers + rest.partition(".")[2] if layers else key
 

@@ -1,4 +1,4 @@
-"""A bar of the bytes that a conversion has done."""
+"""Progress bar of the bytes that a conversion has done."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from megatron_dppo.conversion.sources import Source
 
 @contextmanager
 def showing_progress(source: Source, num_sharers: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes with the time that is left, and give what advances it.
+    """Show a progress bar of bytes with the remaining time, and yield the function that advances it.
 
     Args:
         source: What is converted or compared.

@@ -1,4 +1,4 @@
-"""The distance between a model and its quantised folder: one samples, both forward what was sampled."""
+"""Measures the distance between a model and its quantised folder: one samples, both forward the samples."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ BATCH = 16  # prompts sampled at a time
 
 @dataclass(frozen=True)
 class Forward:
-    """What a model makes of one prompt of P and response of R tokens."""
+    """Results of forwarding one prompt of P and response of R tokens."""
 
     log_probs: Tensor  # [R] float32, of the response's tokens
     best: Tensor  # [R] int64, the most probable token of each position
@@ -36,7 +36,7 @@ class Forward:
 def measure(
     hf: Path, quantized: Path, prompts: Sequence[Tensor], max_tokens: int, device: torch.device
 ) -> dict[str, float]:
-    """How far the original, pi, stands from the quantised model, mu, whose samples both forward.
+    """Measure the distance of the original, pi, from the quantised model, mu, on mu's samples.
 
     mu is read back from its files: dequantised weights, and inputs of linears rounded with the files' scales.
     Both multiply in bfloat16, so that equal weights are no distance apart.
@@ -98,7 +98,7 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]], folder: Path) 
 def rounding_inputs(
     model: nn.Module, weight_format: WeightFormat, scales: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Have a model's linears round their inputs as the format does.
+    """Round the inputs of a model's linears as the format does, inside the block.
 
     Args:
         model: With Hugging Face's modules; experts fused, as transformers 5 has them.
@@ -140,7 +140,7 @@ def _then(first: Any, second: Any) -> Any:
 def sampled(
     model: Any, prompts: Sequence[Tensor], max_tokens: int, end_token_ids: Sequence[int]
 ) -> list[Tensor]:
-    """A response to each prompt, from the model's own distribution; the same for the same seed and batch.
+    """Sample a response to each prompt from the model's distribution; the same for the same seed and batch.
 
     Returns:
         [R] int64 each, the token that ends it included; R is at least 1.
@@ -208,7 +208,7 @@ def figures(
     of_pi: Sequence[Forward],
     num_experts: int,
 ) -> dict[str, float]:
-    """The names of `token_statistics`, `top1_agreement` and `agreement_layer_<n>`."""
+    """Return the names of `token_statistics`, `top1_agreement` and `agreement_layer_<n>`."""
     measured = [
         MeasuredResponse(prompt.cpu(), response.cpu(), mu.log_probs, {"live": pi.log_probs}, {})
         for prompt, response, mu, pi in zip(prompts, responses, of_mu, of_pi, strict=True)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> one in FP8 or NVFP4, with nvidia-modelopt's calibration and export."""
+"""Quantises a Hugging Face folder to FP8 or NVFP4, with nvidia-modelopt's calibration and export."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ _EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is to be done to a model.
+    """Plan of quantising a model: format, and linears left out.
 
     Attributes:
         weight_format: Of the linears' weights and inputs.
@@ -42,7 +42,7 @@ class Quantization:
 
 
 def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> Quantization:
-    """What quantising a folder comes to; only headers are read.
+    """Plan the quantisation of a folder; only headers are read.
 
     Args:
         folder: Hugging Face folder of unquantised weights.
@@ -101,7 +101,7 @@ def _excluded(linears: Sequence[str], patterns: Sequence[str]) -> set[str]:
 
 
 def _units(linears: Iterable[str]) -> dict[str, set[str]]:
-    """What is quantised together or not at all, by its first name: fused linears, a layer's experts."""
+    """Group weights that are quantised together or not at all: fused linears, a layer's experts."""
     units: dict[str, set[str]] = {}
     for group in fused_linears(linears):
         unit = _module_of(group[0]) if _EXPERTS in group[0] else group[0]
@@ -113,7 +113,7 @@ def _units(linears: Iterable[str]) -> dict[str, set[str]]:
 def calibrated(
     model: Any, quantization: Quantization, prompts: Iterable[Tensor], on_prompt: Callable[[], Any]
 ) -> None:
-    """Give a transformers model modelopt's quantisers, with the largest values that the prompts bring up.
+    """Insert modelopt's quantisers into a transformers model, calibrated on the prompts.
 
     Args:
         model: In bfloat16; changed in place, and computing with rounded numbers afterwards.
@@ -141,7 +141,7 @@ def calibrated(
 
 
 def _quantizers(linears: Iterable[str]) -> list[str]:
-    """Patterns of modelopt's quantisers for these linears."""
+    """Return patterns of modelopt's quantisers for these linears."""
     found: set[str] = set()
     for name in linears:
         prefix, is_expert, _ = name.partition(_EXPERTS)
@@ -153,7 +153,7 @@ def _quantizers(linears: Iterable[str]) -> list[str]:
 
 
 def export(model: Any, template: Path, output: UnfinishedOutput, quantization: Quantization) -> None:
-    """Write what SGLang reads; config.json, which says that all is there, comes last.
+    """Write a folder that SGLang reads; config.json comes last, as the mark of completeness.
 
     Args:
         model: Calibrated; unusable afterwards.

@@ -1,4 +1,4 @@
-"""Reading back a Hugging Face folder that nvidia-modelopt quantised: what its files say, in plain numbers."""
+"""Reads a Hugging Face folder that nvidia-modelopt quantised, as plain numbers."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _SCALE, _OUTER_SCALE, _INPUT_SCALE = "_scale", "_scale_2", "input_scale"
 
 
 class QuantizedFolder:
-    """The tensors of a quantised checkpoint, dequantised as they are asked for."""
+    """Reads the tensors of a quantised checkpoint, and dequantises each on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Read config.json and the headers of all files.
@@ -47,7 +47,7 @@ class QuantizedFolder:
         return {name for name in self._files if name + _SCALE in self._files}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight under its Hugging Face name; float32 where it is dequantised, else as it stands there.
+        """Yield each weight under its Hugging Face name; float32 where it is dequantised, else as stored.
 
         Raises:
             ConversionError: A weight's scales are missing, or its values are of another format.
@@ -57,7 +57,7 @@ class QuantizedFolder:
                 yield name, self._dequantized(name) if name + _SCALE in self._files else self._plain(name)
 
     def input_scales(self) -> dict[str, Tensor]:
-        """The float32 scale `[]` of each quantised linear's input, by the linear's weight."""
+        """Return the float32 scale `[]` of each quantised linear's input, by the linear's weight."""
         return {name: self._tensor(name.removesuffix("weight") + _INPUT_SCALE) for name in self.quantized}
 
     def _dequantized(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints of either kind as Hugging Face tensors, by name and in parts that are read at once."""
+"""Sources of Hugging Face tensors: checkpoints of either kind, by name and in groups that are read at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,24 +35,24 @@ class Source(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The checkpoint's folder."""
         ...
 
     @property
     def files(self) -> Sequence[Path]:
-        """The files that hold them."""
+        """The files that hold the tensors."""
         ...
 
     def outline(self) -> dict[str, Tensor]:
-        """Each tensor's shape and dtype, on the meta device, in the order in which reading is fastest."""
+        """Return each tensor's shape and dtype, on the meta device, in the fastest order of reading."""
         ...
 
     def groups(self) -> list[tuple[str, ...]]:
-        """Names that are best read together; each name is in one group."""
+        """Return names that are best read together; each name is in one group."""
         ...
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of these names, which are of one group."""
+        """Read the tensors of these names, which are of one group."""
         ...
 
 
@@ -65,7 +65,7 @@ class HuggingFaceSource:
         self.files = weights.files
 
     def outline(self) -> dict[str, Tensor]:
-        """Names, shapes and dtypes, file by file."""
+        """Return names, shapes and dtypes, file by file."""
         dtypes, shapes = self.weights.dtypes(), self.weights.shapes()
         odd = next((name for name, dtype in dtypes.items() if dtype not in SAFETENSORS_DTYPES), None)
         if odd is not None:
@@ -80,11 +80,11 @@ class HuggingFaceSource:
         }
 
     def groups(self) -> list[tuple[str, ...]]:
-        """One tensor each."""
+        """Return one group for each tensor."""
         return [(name,) for name in self.outline()]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Views of the mapped files where they hold the tensors as they are."""
+        """Yield views of the mapped files where they hold the tensors unchanged."""
         for name in names:
             yield name, self.weights.tensor(name)
 
@@ -93,7 +93,7 @@ class MegatronSource:
     """A Megatron checkpoint of ours, from a conversion or a run of any layout; LoRA's updates are added."""
 
     def __init__(self, folder: Path, hf: HFConfig | None = None) -> None:
-        """Compare what is stored with what the model needs.
+        """Compare the stored tensors with those that the model needs.
 
         Args:
             folder: With `megatron/` and `hf/`.
@@ -137,7 +137,7 @@ class MegatronSource:
             )
 
     def outline(self) -> dict[str, Tensor]:
-        """Names, shapes and dtypes, in the order of the layers."""
+        """Return names, shapes and dtypes, in the order of the layers."""
         dtypes = self.stored.dtypes
         return {
             name: torch.empty(shape, dtype=dtypes[piece.key], device="meta")
@@ -146,11 +146,11 @@ class MegatronSource:
         }
 
     def groups(self) -> list[tuple[str, ...]]:
-        """All experts' tensors of one linear, or queries, keys and values, or one tensor."""
+        """Return groups: all experts' tensors of one linear, or queries, keys and values, or one tensor."""
         return [piece.hf for piece in self._pieces]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Views of a block that is read once."""
+        """Yield views of a block that is read once."""
         piece = self._piece_of[names[0]]
         block = self.stored.region(piece.key, piece.offset, piece.shape)
         wanted, adapters = set(names), dict[str, _Adapter | None]()
@@ -164,7 +164,7 @@ class MegatronSource:
             yield name, tensor if adapter is None else adapter.merged(tensor, index)
 
     def _adapter(self, piece: Piece, linear: str) -> "_Adapter | None":
-        """What is stored beside a linear of the piece's layer."""
+        """Return the LoRA factors of a linear of the piece's layer; none where it has no adapter."""
         if piece.layer is None:
             return None
         module = piece.key.rpartition(".")[0]
@@ -187,7 +187,7 @@ class MegatronSource:
 
 
 def source_of(folder: Path) -> Source:
-    """Returns the tensors of a Megatron checkpoint or of a Hugging Face folder, whichever stands there."""
+    """Return the source for a Megatron checkpoint or a Hugging Face folder, by what the folder holds."""
     is_megatron = (folder / "megatron" / "metadata.json").is_file()
     return MegatronSource(folder) if is_megatron else HuggingFaceSource(HFWeights(folder))
 
@@ -201,7 +201,7 @@ class _Adapter:
     lora_b: Tensor  # [(experts,) out, rank]
 
     def merged(self, weight: Tensor, index: int) -> Tensor:
-        """The weight, of the `index`th expert where there are some, with its update, added in float32."""
+        """Return the weight with its update, added in float32; of the `index`th expert where there are some."""
         lora_a, lora_b = (x[index] if x.dim() > 2 else x for x in (self.lora_a, self.lora_b))
         update = self.alpha / lora_a.shape[0] * (lora_b.float() @ lora_a.float())
         return (weight.float() + update).to(weight.dtype)

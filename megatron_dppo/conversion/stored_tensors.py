@@ -1,4 +1,4 @@
-"""Parts of the tensors in a Megatron distributed checkpoint, read without Megatron and in any thread."""
+"""Reads parts of the tensors in a Megatron distributed checkpoint, without Megatron and in any thread."""
 
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,7 +19,7 @@ _READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, Unpicklin
 
 
 class StoredTensors:
-    """The tensors of a distributed checkpoint; only what is asked for is read."""
+    """Reads tensors of a distributed checkpoint on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Read the metadata.
@@ -43,21 +43,21 @@ class StoredTensors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each whole tensor, by key."""
+        """Shape of each whole tensor, by key."""
         return {key: tuple(tensor.size) for key, tensor in self._tensors.items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of each tensor, by key."""
+        """Dtype of each tensor, by key."""
         return {key: tensor.properties.dtype for key, tensor in self._tensors.items()}
 
     def outline(self) -> dict[str, Tensor]:
-        """Each whole tensor's shape and dtype, on the meta device, by key."""
+        """Return each whole tensor's shape and dtype, on the meta device, by key."""
         dtypes = self.dtypes
         return {key: torch.empty(shape, dtype=dtypes[key], device="meta") for key, shape in self.shapes.items()}
 
     def region(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A block of a tensor, on the CPU, with memory of its own.
+        """Read a block of a tensor, to new memory on the CPU.
 
         Raises:
             CheckpointError: It is not stored, not in full, or its file is torn.
@@ -92,18 +92,18 @@ class StoredTensors:
 
 
 class _Into(DefaultLoadPlanner):
-    """Has a reader put what it reads into one block."""
+    """Load planner that reads into one block."""
 
     def __init__(self, block: Tensor) -> None:
         super().__init__()
         self._block = block
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of the block that an item fills."""
+        """Return the part of the block that an item fills."""
         part = self._block
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the item was read in place."""

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a trainer would hold and send them, read from disk, without a trainer."""
+"""Yields a checkpoint's weights as a trainer would send them, read from disk, without a trainer."""
 
 import hashlib
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class StoredWeights:
     """There is no model here to compute them."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, runtime: Runtime) -> None:
-        """Read headers, and compare them with what the model needs.
+        """Read headers, and compare them with the model's needs.
 
         Args:
             folder: A Hugging Face folder or a Megatron checkpoint.
@@ -41,7 +41,7 @@ class StoredWeights:
 
     @property
     def identity(self) -> str:
-        """Changes with the files' names, sizes and times of writing; not with what a copy of them is called."""
+        """Identity of the weights: changes with the files' names, sizes and times of writing."""
         digest = hashlib.blake2b(digest_size=16)
         for file in sorted(self._source.files):
             status = file.stat()
@@ -51,13 +51,13 @@ class StoredWeights:
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """All weights in Hugging Face names, on this rank's device, layer by layer; there is one stage."""
+        """Yield all weights in Hugging Face names, on this rank's device, layer by layer; one stage only."""
         for piece in pieces_of(self._hf):
             for name, tensor in self._source.read(piece.hf):
                 yield name, tensor.to(self._runtime.device, self._dtype)
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
-        """What `weights` yields, as tensors without data."""
+        """Return the tensors of `weights` without data."""
         return {
             name: torch.empty(shape, dtype=self._dtype, device="meta")
             for piece in pieces_of(self._hf)
@@ -66,5 +66,5 @@ class StoredWeights:
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
-        """The only stage of one, for which rank 0 speaks."""
+        """The only pipeline stage, of one, with rank 0 as its first rank."""
         return 0, 1, self._runtime.is_main

@@ -1,4 +1,4 @@
-"""LoRA's adapters of a Megatron checkpoint -> a folder in peft's format."""
+"""Converts LoRA's adapters of a Megatron checkpoint to a folder in peft's format."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Any source -> a Hugging Face folder that transformers and SGLang read, file by file."""
+"""Converts any source to a Hugging Face folder that transformers and SGLang read, file by file."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from megatron_dppo.runtime.process import Runtime
 
 @dataclass
 class Shard:
-    """What comes into one file: names that are read together, in their order."""
+    """Contents of one file: names that are read together, in their order."""
 
     groups: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     num_bytes: int = 0
@@ -73,7 +73,7 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
 
 
 def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], file_bytes: int) -> list[Shard]:
-    """Which names come into which file: a group is divided only where it is larger than a file.
+    """Assign names to files: a group is divided only where it is larger than a file.
 
     Args:
         groups: Names that are read together.

@@ -1,4 +1,4 @@
-"""Hugging Face tensors -> a Megatron checkpoint that any parallel layout loads."""
+"""Converts Hugging Face tensors to a Megatron checkpoint that any parallel layout loads."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
-    """The outline of a source that holds exactly the tensors of its config.json.
+    """Return the outline of a source, which must hold exactly the tensors of its config.json.
 
     Raises:
         ConversionError: A tensor is missing, left over, of another shape, or no floating-point number.
@@ -66,7 +66,7 @@ def _require_tied(source: Source) -> None:
 
 
 def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
-    """The type of all tensors.
+    """Return the dtype of all tensors, which must be the same.
 
     Raises:
         ConversionError: There are several.
@@ -140,7 +140,7 @@ def _key_of(piece: Piece) -> tuple[str, tuple[int, ...]]:
 
 
 def _share(blocks: list[Block], runtime: Runtime) -> list[Block]:
-    """This process's run of the blocks, by bytes."""
+    """Return this process's run of the blocks, balanced by bytes."""
     total, before, own = sum(block.num_bytes for block in blocks), 0, list[Block]()
     for block in blocks:
         if before * runtime.world_size // total == runtime.rank:
@@ -162,7 +162,7 @@ class _FileWriter:
         self._output, self._save, self._tensor_of, self._on_bytes = output, save, tensor_of, on_bytes
 
     def write(self, file: StreamedFile) -> None:
-        """Write one, and beside it where its items are."""
+        """Write one file, and the places of its items beside it."""
         if self._output.file(f"{_PARTS}/{file.name}.json").is_file():
             self._on_bytes(file.num_bytes)
             return
@@ -180,7 +180,7 @@ class _FileWriter:
         self._output.write(f"{_PARTS}/{file.name}.json", lambda path: path.write_text(json.dumps(places)))
 
     def places(self, file: StreamedFile) -> Places:
-        """Where the items of a written file are."""
+        """Return the places of the items of a written file."""
         written = self._output.file(f"{_PARTS}/{file.name}.json")
         return [(offset, length) for offset, length in json.loads(written.read_text())]
 

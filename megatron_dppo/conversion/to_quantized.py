@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> one in FP8 or NVFP4, calibrated, written and measured; resumes unfinished output."""
+"""Quantises a Hugging Face folder to FP8 or NVFP4: calibrates, writes, measures; resumes unfinished output."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ def write_quantized(
     is_measuring: bool,
     device: torch.device,
 ) -> dict[str, float] | None:
-    """Calibrate and write a folder, and measure how far it stands from the original.
+    """Calibrate and write a folder, and measure its distance from the original.
 
     Args:
         hf: The original's folder.
@@ -58,7 +58,7 @@ def write_quantized(
 
 
 def tokenized(hf: Path, questions: Sequence[Prompt], num_prompts: int, max_tokens: int) -> list[torch.Tensor]:
-    """[P] int64 of the first prompts that are short enough.
+    """Return [P] int64 tokens of the first prompts that are short enough.
 
     Raises:
         ConfigError: The folder has no tokenizer.
@@ -101,7 +101,7 @@ def _token_ids(tokenizer: Any, question: Prompt) -> list[int]:
 def _unfinished(
     hf: Path, out: Path, quantization: Quantization, tokens: Sequence[torch.Tensor]
 ) -> UnfinishedOutput:
-    """The output under its other name, with what an interrupted start of the same command left in it."""
+    """Open the output under its unfinished name, with the files of an interrupted start of the same command."""
     weights = HFWeights(hf)
     content = {
         "from": fingerprint(weights.files),
@@ -120,7 +120,7 @@ def quantize(
     tokens: Sequence[torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Calibrate and write.
+    """Calibrate a model, and write it quantised.
 
     Raises:
         ConversionError: The folder has more or less than its config.json says, or the disk is full.

@@ -1,4 +1,4 @@
-"""Outputs that appear whole or not at all, and go on where an interrupted conversion stopped."""
+"""Outputs that appear whole or not at all; an interrupted conversion resumes where it stopped."""
 
 import hashlib
 import json
@@ -17,14 +17,14 @@ _PLAN = "conversion.json"
 
 
 class UnfinishedOutput:
-    """A folder beside the output, under another name until it is complete.
+    """Folder beside the output, under another name until it is complete.
 
     What has been written in it stays when the conversion stops; the same conversion, started again, goes on
     with it, and any other begins anew.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any], num_bytes: int) -> None:
-        """Find what an earlier start left, or begin.
+        """Find an earlier start's files, or begin.
 
         Args:
             out: The folder to make.
@@ -60,11 +60,11 @@ class UnfinishedOutput:
             )
 
     def file(self, name: str) -> Path:
-        """Where a file of the output stands for now."""
+        """Return the path of a file while the output is unfinished."""
         return self.folder / name
 
     def write(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Write a file that appears under its name when all of it is on disk.
+        """Write a file that appears under its name once all of it is on disk.
 
         Raises:
             ConversionError: The disk is full, or fails in another way.
@@ -78,7 +78,7 @@ class UnfinishedOutput:
             partial.rename(file)
 
     def publish(self) -> None:
-        """Give the output its name."""
+        """Rename the folder to the output's name."""
         (self.folder / _PLAN).unlink()
         refuse_existing(self.out)
         for folder in {file.parent for file in self.folder.rglob("*")}:
@@ -89,7 +89,7 @@ class UnfinishedOutput:
 
 @contextmanager
 def disk_errors(file: Path) -> Iterator[None]:
-    """Raise what a disk refuses as an error that names the file.
+    """Turn disk errors into an error that names the file.
 
     Raises:
         ConversionError: In the place of an OSError, or of what safetensors makes of one.
@@ -104,7 +104,7 @@ def disk_errors(file: Path) -> Iterator[None]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Go on only with an output that is not there.
+    """Raise where the output exists already.
 
     Raises:
         ConversionError: It is.
@@ -114,7 +114,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file or a folder on disk."""
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -123,7 +123,7 @@ def sync(path: Path) -> None:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Changes when one of the files does: names, sizes and times of change."""
+    """Return a fingerprint of files: names, sizes and times of change."""
     digest = hashlib.sha256()
     for file in sorted(files):
         found = file.stat()

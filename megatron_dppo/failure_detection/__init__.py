@@ -1,4 +1,4 @@
-"""One rank that dies, raises or hangs ends the whole job, and its error is the last thing in the log.
+"""Ends the whole job when one rank dies, raises or hangs, and logs that rank's error last.
 
 A collective tells a rank that another is gone, not which one, nor why; so each rank keeps a TCP connection to
 rank 0, beside the process group. There is no heartbeat: a dead process is noticed by its closed socket, and a
@@ -92,6 +92,6 @@ def _only_on_main() -> tuple[str, int, str]:
 
 
 def _ignore_sigterm() -> None:
-    """A launcher sends it when another rank has ended; this one is about to end, and to say why."""
+    """Ignore SIGTERM, which a launcher sends when another rank has ended, until the error is reported."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Ends this process from any of its threads, whatever the main thread is blocked in."""
+"""Ends this process from any of its threads, whatever blocks the main thread."""
 
 import os
 import signal
@@ -13,14 +13,14 @@ _ending = threading.Lock()  # taken by the thread that ends the process: another
 
 
 def leave_at_once(exit_code: int) -> NoReturn:
-    """End without a word of our own."""
+    """End this process without a message."""
     _ending.acquire()
     _try_for(_WRITE_TIMEOUT_S, _flush)
     os._exit(exit_code)
 
 
 def leave_with(text: str, exit_code: int) -> NoReturn:
-    """End with `text` as the last thing that this process writes to stderr."""
+    """End this process with `text` as the last output on stderr."""
     _ending.acquire()
     _try_for(_WRITE_TIMEOUT_S, _flush)
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -31,7 +31,7 @@ def leave_with(text: str, exit_code: int) -> NoReturn:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process of this machine as /proc has it, "T" where it is stopped; empty if not known."""
+    """Return the state of a local process as /proc has it, "T" where it is stopped; empty if not known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -39,7 +39,7 @@ def state_of(pid: int) -> str:
 
 
 def kill(pid: int) -> None:
-    """End a process of this machine that does not listen."""
+    """Kill a local process that does not respond."""
     try:
         os.kill(pid, signal.SIGKILL)
     except OSError:
@@ -57,7 +57,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _try_for(timeout_s: float, action: Callable[[], None]) -> None:
-    """Do it if it does not take long: a full pipe, or a lock that the main thread holds, must not keep us."""
+    """Run an action with a time limit: a full pipe, or a lock of the main thread, must not block the exit."""
     attempt = threading.Thread(target=action, daemon=True)
     attempt.start()
     attempt.join(timeout_s)

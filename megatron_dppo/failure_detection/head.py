@@ -1,4 +1,4 @@
-"""Rank 0's side: hears of every rank's end, decides which was the first cause, ends the others, and says so."""
+"""Failure detection on rank 0: collects all ranks' reports, finds the first cause, ends the job and logs it."""
 
 import hmac
 import os
@@ -25,14 +25,14 @@ _FAREWELL_S = 10.0
 
 
 class _JobFailed(Exception):
-    """The verdict, for torchrun."""
+    """Exception with the cause of the job's failure, recorded for torchrun."""
 
 
 class Head:
-    """The listening socket, one connection to each other rank, and the thread that serves them all."""
+    """Serves the connections to all other ranks from a listening socket, in one thread."""
 
     def __init__(self, runtime: Runtime, grace_s: float, patience_s: float) -> None:
-        """Call `open` next."""
+        """Create the sockets and the thread; call `open` next."""
         self._runtime, self._grace_s, self._patience_s = runtime, grace_s, patience_s
         self._ranks = {0: Rank(0, socket.gethostname(), os.getpid())}
         self._links: dict[int, Link] = {}
@@ -48,7 +48,7 @@ class Head:
         self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
 
     def open(self) -> tuple[str, int, str]:
-        """Listen; the host, port and token that the other ranks need."""
+        """Start listening; return the host, port and token that the other ranks need."""
         self._listener, host = listen(os.environ["MASTER_ADDR"])
         for ours in (self._listener, self._wake, self._woken):
             close_in_children(ours)
@@ -58,7 +58,7 @@ class Head:
         return host, self._listener.getsockname()[1], self._token
 
     def wait_for_members(self, timeout_s: float) -> None:
-        """Return when every rank is connected.
+        """Wait until every rank is connected.
 
         Raises:
             LaunchError: Some are not, in time.
@@ -71,13 +71,13 @@ class Head:
             )
 
     def fail(self, report: Report) -> NoReturn:
-        """Report, and end with the verdict; or by ourselves, should there be none."""
+        """Report a failure, and end with the job's first cause, or with this report if none is found."""
         self._tell(report)
         self._thread.join(self._patience_s)  # a verdict ends the process
         leave_with(f"rank 0 failed in {report.where}; there was no verdict:\n{report.text}", report.exit_code)
 
     def leave(self, how: str) -> None:
-        """Wait for the others' goodbyes for some seconds: until then, their failures are still told."""
+        """Wait some seconds for the other ranks to leave; their failures are still reported meanwhile."""
         self._tell(how)
         self._thread.join(_FAREWELL_S + self._patience_s)
 
@@ -108,7 +108,7 @@ class Head:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._meet(link))
 
     def _meet(self, link: Link) -> None:
-        """The first words of a connection: a rank that knows the token, or a stranger."""
+        """Read the first message of a connection: register a rank that knows the token, refuse others."""
         messages = link.receive()
         if messages == []:
             return
@@ -166,7 +166,7 @@ class Head:
         self._reports.append(report)
 
     def _tell_progress(self) -> None:
-        """Let the others know where this rank is, should it die."""
+        """Send this rank's progress to the others, for their messages should it die."""
         progress, now, me = self._runtime.progress, time.monotonic(), self._ranks[0]
         if progress.since == self._told_since or now - self._told_at < _PROGRESS_EVERY_S:
             return
@@ -176,7 +176,7 @@ class Head:
             link.send(kind="progress", where=me.where, for_s=now - me.since)
 
     def _is_decidable(self) -> bool:
-        """Whether no report can still come that would explain the others.
+        """Whether the first cause is known: no report can still come that explains the others.
 
         After a time-out, asks the ranks that did not report what they are doing.
         """
@@ -206,7 +206,7 @@ class Head:
                 self._links[rank.number].send(kind="stack")
 
     def _end_job(self) -> NoReturn:
-        """Tell every rank to end, see that they have, and speak the last words."""
+        """End all ranks, wait until they are gone, and write the first cause as the last message."""
         for rank in self._ranks.values():
             is_near = self._machines[rank.number] == self._machines[0] != ""
             if not rank.end and is_near and state_of(rank.pid) == "T":

@@ -1,4 +1,4 @@
-"""JSON lines over TCP between rank 0 and the others, and where rank 0 listens."""
+"""Exchanges JSON lines over TCP between rank 0 and the other ranks, and opens rank 0's listening socket."""
 
 import ipaddress
 import json
@@ -20,7 +20,7 @@ class Link:
     """A connection that carries one JSON object per line; any thread may send, one receives."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Own the connection.
+        """Take the connection, and set its time-outs and keep-alive.
 
         The kernel asks an idle peer for a sign of life, which that of a busy or stopped process gives as well:
         only a host that is gone does not answer.
@@ -36,7 +36,7 @@ class Link:
         self._received = b""
 
     def send(self, **message: Any) -> bool:
-        """Whether the message could be sent."""
+        """Send a message; return whether that worked."""
         try:
             with self._sending:
                 self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -45,7 +45,7 @@ class Link:
         return True
 
     def receive(self) -> list[Message] | None:
-        """The messages that have come, once the socket is readable; none when the other side has ended."""
+        """Return the messages received, once the socket is readable; none when the other side has ended."""
         try:
             data = self.socket.recv(1 << 16)
         except TimeoutError:
@@ -66,7 +66,7 @@ class Link:
 
 
 def close_in_children(connection: socket.socket) -> None:
-    """Let no forked child hold the connection open: it would hide its parent's death."""
+    """Close the connection in forked children, which would hide their parent's death."""
     reference = weakref.ref(connection)
 
     def close() -> None:
@@ -77,7 +77,7 @@ def close_in_children(connection: socket.socket) -> None:
 
 
 def listen(master: str) -> tuple[socket.socket, str]:
-    """A listening socket on the interface of MASTER_ADDR, and the name by which other ranks reach it.
+    """Return a listening socket on the interface of MASTER_ADDR, and the name by which other ranks reach it.
 
     A host's own name may stand for loopback on that host; then it listens everywhere.
     """
@@ -94,7 +94,7 @@ def listen(master: str) -> tuple[socket.socket, str]:
 
 
 def this_machine() -> str:
-    """The same for processes that can signal each other by their ids; empty where that cannot be known."""
+    """Return an id shared by processes that can signal each other; empty where it cannot be known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

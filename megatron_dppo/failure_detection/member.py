@@ -1,4 +1,4 @@
-"""The side of every rank but 0: tells it how things go, and ends when told to."""
+"""Failure detection on every other rank: reports to rank 0, and ends when rank 0 asks for it."""
 
 import os
 import select
@@ -21,7 +21,7 @@ class Member:
     """This rank's connection to rank 0, and the thread that serves it."""
 
     def __init__(self, runtime: Runtime, link: Link, token: str, patience_s: float) -> None:
-        """Introduce this rank, and serve the connection from now on.
+        """Introduce this rank, and start the thread that serves the connection.
 
         Raises:
             LaunchError: Rank 0 does not answer.
@@ -40,7 +40,7 @@ class Member:
             raise LaunchError(f"rank {runtime.rank}: rank 0 did not answer within 60 s. See what it waits for.")
 
     def fail(self, report: Report) -> NoReturn:
-        """Report, and end with rank 0's verdict; or by ourselves, if none comes."""
+        """Report a failure, and end when rank 0 asks for it, or with this report if it does not in time."""
         self._report = report
         if not self._has_head_left:
             self._link.send(kind="report", report=vars(report))
@@ -56,7 +56,7 @@ class Member:
         leave_with(f"{remark}\n{place}:\n{report.text}", report.exit_code)
 
     def leave(self, how: str) -> None:
-        """Say goodbye, so that closing the connection is taken for no death."""
+        """Notify rank 0 of a regular exit, so that closing the connection does not count as a death."""
         self._is_leaving = True
         if self._link.send(kind="goodbye", how=how):
             self._thread.join(_LEAVE_TIMEOUT_S)  # rank 0 closes first, so that nothing is lost on the way
@@ -106,7 +106,7 @@ class Member:
         leave_with(f"{own}{who} died while in {place}; rank {rank} ends with it, in {where}", 1)
 
     def _describe_head(self) -> tuple[str, str]:
-        """Who rank 0 is, and where it was when last heard of."""
+        """Return rank 0's name, and its last known progress."""
         head = self._head
         if not head:
             return "rank 0", "start-up"
@@ -115,5 +115,5 @@ class Member:
 
 
 def _is_own(report: Report | None) -> TypeGuard[Report]:
-    """Whether this rank failed by itself."""
+    """Whether this rank raised an error of its own."""
     return report is not None and report.kind == "raised"

@@ -1,4 +1,4 @@
-"""What happened to one rank, in words that travel: its place, its error, and whether another rank caused it."""
+"""Describes one rank's failure as a message: its place, its error, and whether another rank caused it."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ _LATE = (
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's end.
+    """How one rank ended.
 
     Attributes:
         rank: Whose.
@@ -61,7 +61,7 @@ class Report:
 
     @classmethod
     def of(cls, error: BaseException, runtime: Runtime) -> "Report":
-        """This rank's report of the exception that is being handled."""
+        """Build this rank's report of the exception that is being handled."""
         progress = runtime.progress
         is_user_error = isinstance(error, MegatronDppoError)
         message = f"{type(error).__name__}: {error}".strip()
@@ -80,24 +80,24 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """What the job ends with when this was the first cause."""
+        """Exit code of the job when this was the first cause."""
         return 2 if self.is_user_error else 1
 
     @property
     def waited_s(self) -> float:
-        """How long the rank waited for others."""
+        """Seconds that the rank waited for others."""
         match = re.search(r"(?:waiting|timeout after|in|after) (\d+) ?ms", self.summary)
         return int(match[1]) / 1000 if match else self.for_s
 
 
 def main_thread_stack() -> str:
-    """Where this process's main thread is, as a traceback shows it; the inmost call last."""
+    """Return the stack of this process's main thread as a traceback; the inmost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)).rstrip() if frame else ""
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Give torchrun the exception that is being handled, for its own summary."""
+    """Record the exception that is being handled for torchrun's summary."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -106,7 +106,7 @@ def record_for_torchrun(error: BaseException) -> None:
 
 
 def _formatted(error: BaseException) -> list[str]:
-    """The traceback, without the frame of `watching` itself."""
+    """Format the traceback, without the frame of `watching` itself."""
     trace: TracebackType | None = error.__traceback__
     return traceback.format_exception(type(error), error, trace.tb_next if trace else None)
 
@@ -125,7 +125,7 @@ def _kind(error: BaseException) -> str:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """The exception that `error` was raised from, or while handling, at the bottom of all of them."""
+    """Return the exception at the root of `error`'s chain of causes and contexts."""
     seen = {id(error)}
     while (deeper := error.__cause__ or error.__context__) is not None and id(deeper) not in seen:
         seen.add(id(deeper))

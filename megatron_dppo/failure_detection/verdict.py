@@ -1,4 +1,4 @@
-"""Which of several reports was the first cause, and the words for it."""
+"""Finds the first cause among several reports, and writes the message about it."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ _MAX_STACKS = 6
 
 @dataclass
 class Rank:
-    """What rank 0 knows of a rank.
+    """Rank 0's knowledge of a rank.
 
     Attributes:
         number: The rank.
@@ -42,14 +42,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the job ends."""
+    """Message and exit code with which the job ends."""
 
     text: str
     exit_code: int
 
 
 def first_cause(reports: Sequence[Report]) -> Report:
-    """The report that explains the others: an error of its own or a death, then a time-out; the first to come.
+    """Return the report that explains the others: an own error or a death, then a time-out; the first to come.
 
     What several ranks raised alike is told by the lowest.
     """
@@ -59,7 +59,7 @@ def first_cause(reports: Sequence[Report]) -> Report:
 
 
 def judge(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> Verdict:
-    """The verdict over all reports, in the order they came; `now` by the clock of `Rank.since`."""
+    """Write the message over all reports, in order of arrival; `now` by the clock of `Rank.since`."""
     cause = first_cause(reports)
     rank, others = ranks[cause.rank], [report for report in reports if report.rank != cause.rank]
     if cause.kind == "died":
@@ -82,7 +82,7 @@ def judge(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> V
 
 
 def _consequences(cause: Report, others: Sequence[Report]) -> list[str]:
-    """In a line each: who failed like the first, and who failed after it."""
+    """Return a line each on the ranks that failed like the first, and on those that failed after it."""
     alike = {report.rank for report in others if report.summary == cause.summary or report.kind == "repeated"}
     after = {report.rank for report in others} - alike
     lines = [f"{_listed(alike)} failed like this:"] if alike else []
@@ -90,7 +90,7 @@ def _consequences(cause: Report, others: Sequence[Report]) -> list[str]:
 
 
 def _no_show(cause: Report, others: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> str:
-    """Who waited in a collective, and what the ranks that did not report do instead; the oddest last."""
+    """Describe who waited in a collective, and the stacks of ranks that did not report; the rarest last."""
     silent = [rank for rank in ranks.values() if not rank.end]
     verb = f"waited {cause.waited_s:.1f} s for other ranks" if cause.kind == "late" else "lost other ranks"
     lines = [f"{ranks[cause.rank]} {verb} in {cause.where}:", cause.text]
@@ -116,7 +116,7 @@ def _no_show(cause: Report, others: Sequence[Report], ranks: Mapping[int, Rank],
 
 
 def _listed(ranks: Iterable[int]) -> str:
-    """For a message: "rank 3", or "ranks 0, 2-7"."""
+    """Format rank numbers for a message: "rank 3", or "ranks 0, 2-7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:

@@ -1,1 +1,1 @@
-"""Megatron modules: built from a config, filled with weights, and exported."""
+"""Builds Megatron modules from a config, loads their weights, and exports them."""

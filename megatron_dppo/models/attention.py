@@ -39,7 +39,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """[T, heads * D]; the mask is causal within each sequence, whatever `attention_mask` says."""
+        """Attend causally within each sequence, whatever `attention_mask` says; returns [T, heads * D]."""
         assert packed_seq_params is not None, "the actor always packs"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         if self.context.size() == 1:
@@ -53,14 +53,14 @@ class PackedAttention(torch.nn.Module):
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T', ...] of each rank, end to end in rank order; gradients are summed over ranks on the way back."""
+    """Gather [T', ...] of each rank end to end, in rank order; gradients are summed over ranks in backward."""
     return gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=True, group=group)
 
 
 def packed_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None
 ) -> Tensor:
-    """Causal attention inside each of the packed sequences.
+    """Compute causal attention inside each of the packed sequences.
 
     Sequences of similar length share one padded batch, so work stays within a factor of four of the least.
 
@@ -87,7 +87,7 @@ def packed_causal_attention(
 def sliced_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, own: Tensor, cu_seqlens: Tensor, scale: float | None
 ) -> Tensor:
-    """Causal attention of some of the tokens to all that came before them in their sequences.
+    """Compute causal attention of some of the tokens to all earlier ones of their sequences.
 
     Args:
         query: [T', heads, D], of some tokens, as many from each sequence as its share of all tokens.
@@ -121,20 +121,20 @@ def sliced_causal_attention(
 
 
 def _buckets(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """([S'] starts, [S'] lengths) of the sequences of similar length, bucket by bucket."""
+    """Return ([S'] starts, [S'] lengths) of the sequences of similar length, bucket by bucket."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     bucket = torch.ceil(torch.log2(lengths.double().clamp(min=1))).long()
     return [(starts[bucket == b], lengths[bucket == b]) for b in bucket.unique().tolist()]
 
 
 def _padding(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the sequences' tokens, and the rows that they take in a batch padded to the longest."""
+    """Return the positions of the sequences' tokens, and their rows in a batch padded to the longest."""
     columns = torch.arange(int(lengths.max()), device=starts.device)
     is_token = columns < lengths[:, None]  # [S', width]
     return (starts[:, None] + columns)[is_token], is_token.flatten().nonzero()[:, 0]
 
 
 def _padded(x: Tensor, tokens: Tensor, rows: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[T, heads, D] -> [S', heads, width, D], zero where a sequence has ended."""
+    """Pad [T, heads, D] -> [S', heads, width, D], zero after the end of a sequence."""
     batch = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, rows, x.index_select(0, tokens))
     return batch.view(*shape, *x.shape[1:]).transpose(1, 2)

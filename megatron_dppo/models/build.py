@@ -1,4 +1,4 @@
-"""A Megatron-Core GPT model for a Hugging Face config, in either layer spec."""
+"""Builds a Megatron-Core GPT model for a Hugging Face config, in either layer spec."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def transformer_config(
     overrides: dict[str, Any],
     layer_spec: LayerSpecName = "torch",
 ) -> TransformerConfig:
-    """Megatron's config of the model.
+    """Return Megatron's config of the model.
 
     Args:
         hf: config.json.
@@ -61,7 +61,7 @@ def transformer_config(
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:
-    """This rank's part of the model, one chunk per virtual pipeline stage, with uninitialised weights.
+    """Build this rank's part of the model, one chunk per virtual pipeline stage, with uninitialised weights.
 
     Megatron's process groups must exist. Load a checkpoint before use.
     """
@@ -74,7 +74,7 @@ def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecNa
 
 
 def _mark_split_parameters(chunk: GPTModel, hf: HFConfig) -> None:
-    """Tell the gradient norm which parameters are split over tensor-parallel ranks; others count once.
+    """Mark parameters split over tensor-parallel ranks, for the gradient norm; others count once.
 
     Megatron marks them where it initialises weights, which a model that is about to be loaded does without.
     """

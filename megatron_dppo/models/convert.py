@@ -1,4 +1,4 @@
-"""Weights between a Hugging Face checkpoint and a Megatron model, through the one weight table.
+"""Converts weights between a Hugging Face checkpoint and a Megatron model, through the one weight table.
 
 Import slices what this rank owns; export gathers each parameter over the tensor- and expert-parallel ranks of
 its pipeline stage and shows it to the other stages. Conversion tools, `model.load` and weight sync all use
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig) -> None:
-    """Fill this rank's parameters; a cast to the parameter's dtype is the only change.
+    """Load this rank's parameters; a cast to the parameter's dtype is the only change.
 
     Args:
         chunks: This rank's part of the model: one per virtual pipeline stage.
@@ -65,23 +65,23 @@ class _Parameter:
 
     @property
     def shape(self) -> torch.Size:
-        """Of `whole`."""
+        """Shape of `whole`."""
         own = self.tensors[0].shape
         return torch.Size((len(self.tensors), *own)) if self.is_apart else own
 
     def experts(self) -> list[Tensor]:
-        """A view of each expert of this rank."""
+        """Return a view of each expert of this rank."""
         return [t.detach() for t in (self.tensors if self.is_apart else self.tensors[0].unbind())]
 
     def whole(self) -> Tensor:
-        """As our layer spec holds it, with LoRA's update; a copy where experts are apart."""
+        """Return the tensor in our layer spec's shape, with LoRA's update; a copy where experts are apart."""
         return torch.stack(self.experts()) if self.is_apart else merged(self.tensors[0])
 
 
 def _parameters(
     chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> list[_Parameter]:
-    """This rank's parameters but LoRA's, or `tensors` in their place, named as in a model on one process.
+    """Return this rank's parameters but LoRA's, or `tensors` in their place, named as on one process.
 
     Those of Transformer Engine's spec have the names, and experts the places, that they have in ours.
     """
@@ -114,7 +114,7 @@ def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
 
 
 def _of_all_stages(value: T) -> list[T]:
-    """Every pipeline stage's value, first stage first. Small picklable objects only."""
+    """Gather every pipeline stage's value, first stage first. Small picklable objects only."""
     gathered: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(gathered, value, group=parallel_state.get_pipeline_model_parallel_group())
     return gathered
@@ -136,7 +136,7 @@ def _fill(
 
 
 def _tensor_parallel_group(rule: WeightRule) -> dist.ProcessGroup:
-    """The ranks over which a parameter is split, or would be if it had a dimension for it."""
+    """Return the ranks over which a parameter is split, or would be if it had a dimension for it."""
     if rule.is_expert:
         group: Any = parallel_state.get_expert_tensor_parallel_group()
     else:
@@ -149,7 +149,7 @@ def _num_shards(rule: WeightRule) -> int:
 
 
 def _shard(tensor: Tensor, rule: WeightRule, rank: int, size: int) -> Tensor:
-    """A rank's part of a Hugging Face tensor; a vocabulary is padded with zeros to equal parts."""
+    """Return a rank's part of a Hugging Face tensor; a vocabulary is padded with zeros to equal parts."""
     if size == 1 or rule.tensor_parallel_dim is None:
         return tensor
     dim = rule.tensor_parallel_dim
@@ -169,7 +169,7 @@ def export_hf_weights(
     of_own_stage: bool = False,
     max_bytes: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its Hugging Face name, on every rank, in the same order.
+    """Yield every tensor of the model under its Hugging Face name, on every rank, in the same order.
 
     All ranks must call it, then iterate together: parameters are gathered one at a time. The tensors may be
     views of live parameters; copy what you keep.
@@ -209,7 +209,7 @@ def export_hf_weights(
 def describe_hf_weights(
     chunks: Sequence[GPTModel], hf: HFConfig, *, of_own_stage: bool = False
 ) -> dict[str, Tensor]:
-    """What `export_hf_weights` yields, as tensors without data; all ranks must call it.
+    """Return the tensors of `export_hf_weights` without data; all ranks must call it.
 
     Raises:
         ConversionError: Two parameters hold a tensor of one name.
@@ -238,7 +238,7 @@ def describe_hf_weights(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is: the first pipeline stage that has it, and what each of its ranks holds."""
+    """Location of a parameter: its first pipeline stage, and shape and dtype on each of its ranks."""
 
     stage: int
     shape: torch.Size
@@ -248,7 +248,7 @@ class _Place:
 def _places(
     chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> dict[str, _Place]:
-    """Of every parameter of the model; of tied layers, the first stage's."""
+    """Return the location of every parameter of the model; of tied layers, the first stage's."""
     own = {p.name: (p.shape, p.tensors[0].dtype) for p in _parameters(chunks, hf, tensors)}
     places: dict[str, _Place] = {}
     for stage, described in enumerate(_of_all_stages(own)):
@@ -258,7 +258,7 @@ def _places(
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Embedding, layers, final norm, output layer; what is alike stays as the model lists it."""
+    """Order names: embedding, layers, final norm, output layer; otherwise as the model lists them."""
     parts = name.split(".")
     if name.startswith("decoder.layers."):
         return 1, int(parts[2])
@@ -273,7 +273,7 @@ def _gathered(
     device: torch.device,
     max_bytes: int | None,
 ) -> Iterator[tuple[int | None, Tensor]]:
-    """Each expert and its parts [tensor-parallel ranks, ...]; of what is no expert's, all at once."""
+    """Yield each expert and its parts [tensor-parallel ranks, ...]; other parameters as one part."""
     experts: Any = parallel_state.get_expert_model_parallel_group()
     num_holders = experts.size() if rule.is_expert else 1
     local = place.shape if rule.is_expert else torch.Size((1, *place.shape))
@@ -292,7 +292,7 @@ def _gathered(
 def _gathered_piece(
     own: Tensor | None, place: _Place, rule: WeightRule, stages: Any, device: torch.device
 ) -> Tensor:
-    """[experts, tensor-parallel ranks, ...]: the parts of some experts of each rank; one "expert" elsewhere."""
+    """Gather [experts, tensor-parallel ranks, ...]: the parts of some experts of each rank."""
     num_shards = _num_shards(rule)
     experts: Any = parallel_state.get_expert_model_parallel_group()
     num_holders = experts.size() if rule.is_expert else 1
@@ -314,14 +314,14 @@ def _gathered_piece(
 
 
 def _all_gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...] of each rank -> [ranks * n, ...] in rank order."""
+    """Gather [n, ...] of each rank -> [ranks * n, ...] in rank order."""
     gathered = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
     return gathered
 
 
 def _joined(pieces: Sequence[Tensor], rule: WeightRule, hf: HFConfig) -> Tensor:
-    """A Hugging Face tensor from its tensor-parallel parts, without the padding of a vocabulary."""
+    """Join a Hugging Face tensor from its tensor-parallel parts, without the padding of a vocabulary."""
     if rule.tensor_parallel_dim is None or len(pieces) == 1:
         whole = pieces[0]
     else:

@@ -16,7 +16,7 @@ _OFF: dict[str, Any] = dict(
 
 
 def fusions(libraries: Libraries) -> dict[str, Any]:
-    """TransformerConfig's keywords for kernels that depend on what is installed.
+    """Return TransformerConfig's keywords for the fused kernels that are installed.
 
     `gradient_accumulation_fusion` adds weight gradients of linears into their float32 sums within the matrix
     product. Megatron's own linears, of which each model has the output layer, do it with apex's kernel alone.

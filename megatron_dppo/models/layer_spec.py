@@ -1,4 +1,4 @@
-"""Our `torch` layer spec: a Megatron-Core transformer out of plain PyTorch modules; and Megatron's other one.
+"""Layer specs: ours (`torch`), a Megatron-Core transformer of plain PyTorch modules, and Transformer Engine's.
 
 Ours runs wherever PyTorch does, CPU included, and keeps the checkpoint keys that Megatron's Transformer Engine
 spec expects, so that a checkpoint written with one loads into the other.
@@ -83,18 +83,18 @@ class GroupedExperts(torch.nn.Module):
         return self._product("fc2_weight", activated, ends), None
 
     def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """[N, out] of `rows` [N, in], which are sorted by expert and end at `ends`."""
+        """Multiply `rows` [N, in], sorted by expert and ending at `ends`, to [N, out]."""
         output = F.grouped_mm(rows, getattr(self, name).transpose(1, 2), offs=ends)
         update = self.updates.get(name)
         return output if update is None else output + update(rows, ends)
 
     def backward_dw(self) -> None:
-        """Nothing is delayed: weight gradients come with the backward pass."""
+        """Do nothing: weight gradients come with the backward pass."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Where these experts sit among all: [layers, experts, rows, columns].
+        """Return the experts as shards of [layers, experts, rows, columns] of all experts.
 
         With split experts a rank holds a part of the gate's rows and a part of the up projection's, which are
         apart in the whole.
@@ -143,7 +143,7 @@ class GroupedExperts(torch.nn.Module):
 
 
 def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
-    """One decoder layer, with experts or dense."""
+    """Return the spec of one decoder layer, with experts or dense."""
     bias_dropout_add: Any = get_bias_dropout_add  # Megatron annotates it as a module
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     norm_keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -177,7 +177,7 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
 
 
 def torch_block_spec(config: TransformerConfig, virtual_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The decoder layers of this rank's pipeline stage, or of one of its virtual stages, and the final norm."""
+    """Return the spec of the layers of a pipeline stage, or of a virtual one, and the final norm."""
     final_norm: Any = RMSNorm  # Megatron annotates it as an instance
     frequency = config.moe_layer_freq
     is_moe = (
@@ -195,7 +195,7 @@ def torch_block_spec(config: TransformerConfig, virtual_stage: int | None = None
 def transformer_engine_block_spec(
     config: TransformerConfig, virtual_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """As `torch_block_spec`, of Transformer Engine's modules: Megatron's own spec for a config like this."""
+    """Return the spec of Transformer Engine's modules: Megatron's own for a config like this."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)

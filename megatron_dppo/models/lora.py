@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates of frozen linears (arXiv 2106.09685), trained in the place of the model's own weights.
+"""LoRA: low-rank updates of frozen linears (arXiv 2106.09685), trained in place of the model's own weights.
 
 Each targeted Hugging Face linear has a pair of factors, A [rank, in] and B [out, rank], and computes
 `W x + alpha / rank * B (A x)`. Megatron's linears hold several of those (queries, keys and values; gate and
@@ -46,7 +46,7 @@ class Pair(torch.nn.Module):
         self.lora_B = torch.nn.Parameter(lora_b)  # [(experts,) out, rank]
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """A and B to compute with; called, because Megatron waits for updates of other ranks before a call."""
+        """Return A and B; called, because Megatron waits for updates of other ranks before a call."""
         return self.lora_A, self.lora_B
 
 
@@ -56,7 +56,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, entry: WeightEntry, sizes: Mapping[str, int], groups: int, pairs: Mapping[str, Pair], alpha: int
     ) -> None:
-        """Own the pairs.
+        """Register the pairs.
 
         Args:
             entry: The weight that is updated.
@@ -78,17 +78,17 @@ class Adapter(torch.nn.Module):
 
     @property
     def pairs(self) -> dict[str, Pair]:
-        """The targeted linears' pairs, in the order in which they are fused."""
+        """Pairs of the targeted linears, in the order in which they are fused."""
         return {name: cast(Pair, self._modules[name]) for name in self._sizes if name in self._modules}
 
     def split_dim(self, factor: str) -> int | None:
-        """Dimension of "lora_A" or "lora_B" that tensor parallelism splits, counted without experts."""
+        """Return the dimension of "lora_A" or "lora_B" that tensor parallelism splits, without the experts'."""
         dim = self.entry.rule.tensor_parallel_dim
         return dim if factor == ("lora_B" if dim == 0 else "lora_A") else None
 
     @torch.no_grad()
     def merged(self, base: Tensor) -> Tensor:
-        """The weight with its update, added in float32, as a new tensor of the same shape and dtype."""
+        """Return the weight with its update, added in float32, as a new tensor of the same shape and dtype."""
         if not self.entry.rule.is_expert:
             return (base.float() + self._update(base, None)).to(base.dtype)
         result = torch.empty_like(base)
@@ -97,7 +97,7 @@ class Adapter(torch.nn.Module):
         return result
 
     def _update(self, base: Tensor, expert: int | None) -> Tensor:
-        """[out, in] float32."""
+        """Return a linear's update, [out, in] float32."""
         parts: list[Tensor] = []
         for name, size in self._sizes.items():
             pair = self.pairs.get(name)
@@ -109,7 +109,7 @@ class Adapter(torch.nn.Module):
         return torch.cat([part.unflatten(0, (self._groups, -1)) for part in parts], 1).flatten(0, 1)
 
     def _fused(self, outputs: Mapping[str, Tensor]) -> Tensor:
-        """[…, all outputs], scaled and in Megatron's order, from […, out] of each targeted linear."""
+        """Scale and fuse […, out] of each targeted linear to […, all outputs] in Megatron's order."""
         like = next(iter(outputs.values()))
         parts = (
             outputs[name] if name in outputs else like.new_zeros(*like.shape[:-1], size)
@@ -120,7 +120,7 @@ class Adapter(torch.nn.Module):
 
 
 def _require_same_alpha(adapter: Any, state: Mapping[str, Tensor], prefix: str, *_: object) -> None:
-    """Before adapters are loaded: their factors are of no use under another scaling."""
+    """Raise before loading adapters whose alpha differs: their factors are wrong under another scaling."""
     stored = int(state[f"{prefix}alpha"])
     if stored != adapter.configured_alpha:
         raise CheckpointError(
@@ -130,10 +130,10 @@ def _require_same_alpha(adapter: Any, state: Mapping[str, Tensor], prefix: str, 
 
 
 class LinearAdapter(Adapter):
-    """Beside a column- or row-parallel linear."""
+    """Adapter of a column- or row-parallel linear."""
 
     def attach(self, linear: torch.nn.Module) -> None:
-        """Update the linear's outputs, and tell Megatron how the factors are split."""
+        """Add the update to the linear's outputs, and mark how the factors are split."""
         self._is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
         linear.register_forward_hook(lambda _, inputs, output: (output[0] + self(inputs[0]), *output[1:]))
         for pair in self.pairs.values() if self._is_split else ():
@@ -145,7 +145,7 @@ class LinearAdapter(Adapter):
                     set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, out] to add to the linear's output, from its input [s, b, in]; both as this rank has them."""
+        """Return [s, b, out] to add to the linear's output, from its input [s, b, in]; this rank's parts."""
         factors = {name: pair() for name, pair in self.pairs.items()}
         low = torch.cat([F.linear(hidden, lora_a) for lora_a, _ in factors.values()], -1)
         if self._is_split and self.entry.rule.tensor_parallel_dim == 0:
@@ -158,7 +158,7 @@ class LinearAdapter(Adapter):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Where these factors sit in the whole ones."""
+        """Return the factors as shards of the whole ones."""
         state = self.state_dict(prefix="", keep_vars=True)
         dims = {name: self.split_dim(name.rpartition(".")[2]) for name in state}
         split = {name: dim for name, dim in dims.items() if dim is not None}
@@ -166,10 +166,10 @@ class LinearAdapter(Adapter):
 
 
 class ExpertAdapter(Adapter):
-    """Beside one of the two stacked weights of `GroupedExperts`."""
+    """Adapter of one of the two stacked weights of `GroupedExperts`."""
 
     def attach(self, experts: Any, weight_name: str) -> None:
-        """Update the product of that weight, and tell Megatron how the factors are split."""
+        """Add the update to the product of that weight, and mark how the factors are split."""
         self._group = _group(parallel_state.get_expert_tensor_parallel_group())
         experts.updates[weight_name] = self.forward
         is_replicated = parallel_state.get_expert_model_parallel_world_size() == 1
@@ -180,7 +180,7 @@ class ExpertAdapter(Adapter):
                 setattr(parameter, mark, value)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """[N, out] to add to the product of `rows` [N, in], which are sorted by expert and end at `ends`."""
+        """Return [N, out] to add to the product of `rows` [N, in], sorted by expert and ending at `ends`."""
         outputs: dict[str, Tensor] = {}
         for name, pair in self.pairs.items():
             lora_a, lora_b = pair()
@@ -195,7 +195,7 @@ class ExpertAdapter(Adapter):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Where these factors sit in the whole ones of all experts."""
+        """Return the factors as shards of the whole ones of all experts."""
         state = make_sharded_tensors_for_checkpoint({"alpha": self.alpha}, prefix, {}, sharded_offsets)
         num_axes, group = len(sharded_offsets), _group(parallel_state.get_expert_model_parallel_group())
         for name, parameter in self.named_parameters():
@@ -215,17 +215,17 @@ class ExpertAdapter(Adapter):
 
 
 def _group(group: Any) -> dist.ProcessGroup:
-    """A process group, which exists: Megatron annotates its getters for the time before."""
+    """Return a process group that exists: Megatron annotates its getters as if it might not."""
     return group
 
 
 def _with_summed_gradient(factor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The factor; each rank of the group sees a part of its gradient, and gets the whole."""
+    """Return the factor with its gradient summed over the group, each rank of which has a part of it."""
     return cast(Tensor, _SummedGradient.apply(factor, group))
 
 
 class _SummedGradient(torch.autograd.Function):
-    """Megatron's own would leave a gradient that is not contiguous as it is."""
+    """Sums a gradient over ranks; Megatron's own leaves one that is not contiguous unsummed."""
 
     @staticmethod
     def forward(ctx: Any, factor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -240,7 +240,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed: int) -> None:
-    """Freeze the model and put adapters beside its targeted linears; before it is wrapped for data parallelism.
+    """Freeze the model and add adapters to its targeted linears; call before data-parallel wrapping.
 
     Factors start as peft's do: A uniform, B zero. They depend on the seed and their own name alone, so that
     every layout starts from the same adapters.
@@ -262,19 +262,19 @@ def add_lora(chunks: Sequence[GPTModel], hf: HFConfig, options: LoraConfig, seed
 
 
 def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
-    """This rank's adapters, in the order of its layers."""
+    """Yield this rank's adapters, in the order of its layers."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 
 
 def merged(weight: Tensor) -> Tensor:
-    """A parameter of the base with its adapter's update, or as it is where it has no adapter."""
+    """Return a parameter of the base with its adapter's update, or unchanged where it has no adapter."""
     adapter: Adapter | None = getattr(weight, "adapter", None)
     return weight.detach() if adapter is None else adapter.merged(weight.detach())
 
 
 def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed: int) -> None:
-    """Put the rule's adapter into a layer, where it has the weight: a dense layer has no experts."""
+    """Add the rule's adapter to a layer, where it has the weight: a dense layer has no experts."""
     path = rule.megatron.removeprefix("decoder.layers.{layer}.")
     try:
         base = layer.get_parameter(path)
@@ -304,7 +304,7 @@ def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed
 
 
 def _initial_pair(entry: WeightEntry, index: int, base: Tensor, size: int, rank: int, seed: int) -> Pair:
-    """The pair of the `index`th Hugging Face linear in `base`: this rank's part of both factors."""
+    """Return the first values of the pair of the `index`th Hugging Face linear in `base`: this rank's part."""
     group = _group(parallel_state.get_tensor_model_parallel_group())
     experts: list[int | None] = [None]
     if entry.rule.is_expert:
@@ -320,7 +320,7 @@ def _initial_pair(entry: WeightEntry, index: int, base: Tensor, size: int, rank:
 
 
 def _uniform(name: str, rank: int, width: int, seed: int) -> Tensor:
-    """[rank, width] between -1/sqrt(width) and 1/sqrt(width): peft's start, which is torch's for a linear."""
+    """Draw [rank, width] between -1/sqrt(width) and 1/sqrt(width): peft's default, and torch's for a linear."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     bound = width**-0.5

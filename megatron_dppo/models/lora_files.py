@@ -1,4 +1,4 @@
-"""LoRA's adapters under Hugging Face names, and as a folder that peft reads."""
+"""Exports LoRA's adapters under Hugging Face names, and as a folder that peft reads."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from megatron_dppo.models.lora import Adapter, adapters
 def adapter_tensors(
     chunks: Sequence[GPTModel], value: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> dict[str, Tensor]:
-    """Every factor, whole and on the CPU of every rank, as "model.layers.0.self_attn.q_proj.lora_A.weight".
+    """Return every whole factor on each rank's CPU, as "model.layers.0.self_attn.q_proj.lora_A.weight".
 
     All ranks must call this together.
 
@@ -44,7 +44,7 @@ def adapter_tensors(
 
 
 def _gathered(adapter: Adapter, factor: str, tensor: Tensor) -> Tensor:
-    """A factor of all experts and of all tensor-parallel ranks."""
+    """Gather a factor of all experts and of all tensor-parallel ranks."""
     dim, is_expert = adapter.split_dim(factor), adapter.entry.rule.is_expert
     if dim is not None and is_expert:
         tensor = _joined(tensor, 1 + dim, parallel_state.get_expert_tensor_parallel_group())

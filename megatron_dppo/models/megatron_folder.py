@@ -42,12 +42,12 @@ def is_megatron_checkpoint(folder: Path) -> bool:
 
 
 def hf_files(folder: Path) -> Path:
-    """Where config.json and the tokenizer of a model folder stand, whichever kind it is."""
+    """Return the folder of config.json and the tokenizer of a model folder of either kind."""
     return folder / HF if is_megatron_checkpoint(folder) else folder
 
 
 def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None:
-    """`model.load`: fill this rank's parameters from a Hugging Face folder or a Megatron checkpoint.
+    """Load `model.load` into this rank's parameters, from a Hugging Face folder or a Megatron checkpoint.
 
     Raises:
         ConversionError: Hugging Face weights that do not fit `hf`.
@@ -67,7 +67,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
 
 
 def model_states(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Sharded state of this rank's part of the model; what is stored does not depend on how it is split."""
+    """Return the sharded state of this rank's part of the model; the stored form fits every layout."""
     return {_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
 
 
@@ -77,7 +77,7 @@ def _is_extra_state(name: str) -> bool:
 
 @torch.no_grad()
 def load_model_states(chunks: Sequence[GPTModel], states: dict[str, Any]) -> None:
-    """Fill the chunks from what `load_sharded` gave for their `model_states`."""
+    """Load the chunks from the result of `load_sharded` for their `model_states`."""
     for index, chunk in enumerate(chunks):
         missing, unexpected = chunk.load_state_dict(states[_key(index)], strict=False)
         odd = [name for name in (*missing, *unexpected) if not _is_extra_state(name)]
@@ -110,7 +110,7 @@ def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
 
 
 def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Megatron's distributed load, with its many errors as one of ours.
+    """Run Megatron's distributed load; its many errors become one of ours.
 
     Each `_extra_state` is left out. Transformer Engine's modules keep fp8 scales there, which no model of ours
     has, as pickles that they would load; and the checkpoint may be of modules that have none.
@@ -216,7 +216,7 @@ def finish_save(request: Any) -> None:
 
 @contextmanager
 def _disk_errors_kept() -> Iterator[list[OSError]]:
-    """Have rank 0 go on where Megatron cannot write metadata: the other ranks wait for it in collectives."""
+    """Let rank 0 continue where Megatron cannot write metadata: other ranks wait for it in collectives."""
     errors: list[OSError] = []
 
     def keeping(write: Callable[..., None]) -> Callable[..., None]:
@@ -237,7 +237,7 @@ def _disk_errors_kept() -> Iterator[list[OSError]]:
 
 
 def _copied(staged: Any, live: Any) -> Any:
-    """A write bucket whose tensors share no memory with the model; those copied from a device do not."""
+    """Copy a write bucket's tensors that share memory with the model; copies from a device share none."""
     path, key, (objects, tensors) = staged
     apart = [
         (item, tensor.clone() if tensor.data_ptr() == original.data_ptr() else tensor)
@@ -255,7 +255,7 @@ def save_sharded(state: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def results_in_this_process() -> Iterator[None]:
-    """Let a save hand over what it wrote in a plain queue.
+    """Let a save return its results in a plain queue.
 
     Megatron otherwise starts a manager process by spawning, which takes seconds and runs the main module again.
     """
@@ -268,7 +268,7 @@ def results_in_this_process() -> Iterator[None]:
 
 
 def stored_lora(folder: Path) -> LoraConfig | None:
-    """The `[lora]` that a Megatron checkpoint was trained with; none where it has no adapters.
+    """Return the `[lora]` that a Megatron checkpoint was trained with; none where it has no adapters.
 
     Every rank calls this together.
 
@@ -290,7 +290,7 @@ def stored_lora(folder: Path) -> LoraConfig | None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The type of the weights in a Megatron checkpoint.
+    """Return the dtype of the weights in a Megatron checkpoint.
 
     Raises:
         CheckpointError: The folder is no checkpoint, or its weights are of several types.

@@ -1,4 +1,4 @@
-"""A Megatron distributed checkpoint of tensors that are made while they are written, never all at once."""
+"""Writes a Megatron distributed checkpoint of tensors that are made while writing, never all at once."""
 
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Places = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a stored tensor, equal parts of which make up the whole."""
+    """Equal part of a stored tensor."""
 
     key: str
     whole: tuple[int, ...]
@@ -32,13 +32,13 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of the block."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class StreamedFile:
-    """One file of the checkpoint, and what comes into it in this order."""
+    """One file of the checkpoint, with its items in writing order."""
 
     name: str
     items: tuple[tuple[Any, Block], ...]  # with torch's plan of writing each
@@ -46,7 +46,7 @@ class StreamedFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of the file's tensors."""
         return sum(block.num_bytes for _, block in self.items)
 
 
@@ -54,7 +54,7 @@ class StreamedSave:
     """A save, planned by all ranks, whose files may be written in any thread, at any time."""
 
     def __init__(self, own: Sequence[Block], folder: Path, rank: int, file_bytes: int) -> None:
-        """Plan; every rank calls this together, and all ranks' blocks cover each tensor once.
+        """Plan the save; every rank calls this together, and all ranks' blocks cover each tensor once.
 
         Args:
             own: This rank's blocks, in the order in which they are written.
@@ -100,7 +100,7 @@ class StreamedSave:
         return [(result.storage_data.offset, result.storage_data.length) for result in written]
 
     def finish(self, places: Mapping[str, Places]) -> None:
-        """Make the folder, with all files in it, a checkpoint; every rank calls this, after all have written.
+        """Make the folder a checkpoint; every rank calls this, after all have written all files.
 
         Args:
             places: What `write` gave for each of this rank's files, by name; now, or when it wrote them before.
@@ -116,7 +116,7 @@ class StreamedSave:
 
 
 class _Tensors:
-    """What Megatron's writer goes through; an error on the way is kept as it was."""
+    """Iterable of tensors for Megatron's writer; keeps an error raised while a tensor is made."""
 
     def __init__(self, items: Sequence[tuple[Any, Block]], tensor_of: Callable[[Block], Tensor]) -> None:
         self._items, self._tensor_of = items, tensor_of
@@ -143,7 +143,7 @@ def _on_meta(block: Block) -> ShardedTensor:
 def _files(
     items: Sequence[tuple[Any, Block]], objects: Sequence[Any], rank: int, file_bytes: int
 ) -> Iterator[StreamedFile]:
-    """Runs of items in their order; a rank's objects come first."""
+    """Split items into files in their order; a rank's objects come first."""
     run: list[tuple[Any, Block]] = []
     size = number = 0
     first = tuple(objects)

@@ -1,4 +1,4 @@
-"""Whether `train` admits a run, how much memory it needs, and which layouts fit, without loading a model."""
+"""Plans a run without loading a model: whether `train` admits it, its memory, and the layouts that fit."""
 
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.plan import Plan, make_plan

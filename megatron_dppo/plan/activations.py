@@ -1,4 +1,4 @@
-"""Bytes that a transformer layer keeps for its backward pass, per micro-batch, module by module.
+"""Estimates the bytes that a transformer layer keeps for backward, per micro-batch, module by module.
 
 The lists follow our torch layer spec, whose figures tests compare with the tensors that autograd really
 saves ("torch-cpu"). On a GPU ("torch") PyTorch's RMSNorm is fused and keeps its input alone; Transformer
@@ -26,7 +26,7 @@ FLOAT, INDEX = 4, 8
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What depends on the data."""
+    """Assumed values that depend on the data."""
 
     expert_imbalance: float = EXPERT_IMBALANCE
     attention_padding: float = ATTENTION_PADDING
@@ -37,21 +37,21 @@ EXPECTED = Assumptions()
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """One micro-batch as one rank sees it."""
+    """Token counts of one micro-batch on one rank."""
 
     attended: int  # after context parallelism; what attention and split matrices work on
     sequence: int  # of those, this rank's share under sequence parallelism
 
     @classmethod
     def of(cls, microbatch_tokens: int, layout: Layout) -> "LayerTokens":
-        """This rank's part of a micro-batch of so many tokens."""
+        """Return this rank's part of a micro-batch of so many tokens."""
         attended = math.ceil(microbatch_tokens / layout.context)
         return cls(attended, math.ceil(attended / layout.tensor))
 
 
 @dataclass(frozen=True)
 class LayerModel:
-    """Everything that decides what a layer keeps."""
+    """Sizes and options that decide the bytes that a layer keeps."""
 
     shape: ModelShape
     layout: Layout
@@ -62,16 +62,16 @@ class LayerModel:
 
     @property
     def hidden_bytes(self) -> int:
-        """One [tokens, H] hidden state of the residual stream."""
+        """Bytes of one [tokens, H] hidden state of the residual stream."""
         return self.tokens.sequence * self.shape.sizes.hidden_size * self.dtype_bytes
 
     def norm(self, num_rows: int, width: int) -> int:
-        """What an RMSNorm keeps: its input, and one float32 per row; on a CPU input and result in float32."""
+        """Return an RMSNorm's bytes: its input, and a float32 per row; on a CPU input and result in float32."""
         per_row = 2 * FLOAT * width if self.spec == "torch-cpu" else self.dtype_bytes * width
         return num_rows * (per_row + FLOAT)
 
     def head_norms(self) -> int:
-        """The norms of queries and keys, with what holds their inputs in memory."""
+        """Return the bytes of the norms of queries and keys, with the tensors that hold their inputs."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
         if not self.shape.family.has_qk_norm:
             return 0
@@ -83,7 +83,7 @@ class LayerModel:
         return kept + rows * rest * e
 
     def core_attention(self) -> int:
-        """Queries, keys, values, result and log-sum-exp; our torch spec copies them into a padded batch."""
+        """Return the bytes of queries, keys, values, result and log-sum-exp; the torch spec pads them."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
         queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
         keys = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim * self.layout.context
@@ -95,7 +95,7 @@ class LayerModel:
         return int(unpadded + padded * self.assumptions.attention_padding)
 
     def core_attention_inputs(self) -> int:
-        """What is kept of core attention when it is recomputed: queries, keys, and values as a view of qkv."""
+        """Return the bytes kept when core attention is recomputed: its inputs, values as a view of qkv."""
         sizes = self.shape.sizes
         heads, groups = sizes.num_attention_heads, sizes.num_key_value_heads
         columns = (2 * heads + 3 * groups) * sizes.head_dim // self.layout.tensor
@@ -105,7 +105,7 @@ class LayerModel:
         return self.tokens.attended * (columns - shared * is_kept_by_norm) * self.dtype_bytes
 
     def attention(self) -> int:
-        """Norm, its result (the input of qkv), head norms, rotary tables and the output projection's input."""
+        """Return the bytes of norm, qkv's input, head norms, rotary tables and the projection's input."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
         rotary = 0 if self.spec == "te" else 4 * sizes.head_dim * e  # cos and sin, of queries and of keys
         result = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim * e
@@ -113,13 +113,13 @@ class LayerModel:
         return norm + self.head_norms() + rows * (rotary + result)
 
     def dense_mlp(self) -> int:
-        """Inside the feed-forward: fc1's result, and what the gated activation makes of it."""
+        """Return the bytes inside the feed-forward: fc1's result, and the gated activation."""
         copies = 3 if self.spec == "te" else 5  # 2 I of fc1; silu(gate), up and the product apart, or fused
         width = self.shape.sizes.intermediate_size // self.layout.tensor
         return self.tokens.attended * copies * width * self.dtype_bytes
 
     def experts(self) -> int:
-        """Inside the MoE layer: routing maps, the tokens sent to this rank's experts, and their activations."""
+        """Return the bytes inside the MoE layer: routing maps, dispatched tokens, and activations."""
         sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
         num_experts, top_k = sizes.num_experts or 0, sizes.experts_per_token
         routing = self.tokens.sequence * (num_experts * (1 + FLOAT) + top_k * (2 * INDEX + FLOAT))
@@ -128,11 +128,11 @@ class LayerModel:
         return routing + int(self.expert_rows() * ((sizes.hidden_size + copies * width) * e + FLOAT))
 
     def mlp_norm(self) -> int:
-        """The norm before the feed-forward or the experts, and its result."""
+        """Return the bytes of the norm before the feed-forward or the experts, and of its result."""
         return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
 
     def layer(self, is_moe: bool, dropped: Iterable[str] = ()) -> int:
-        """All that one layer keeps, without the modules that are recomputed."""
+        """Return the bytes that one layer keeps, without the modules that are recomputed."""
         dropped = set(dropped)
         kept = self.attention() + self.mlp_norm()
         kept += self.core_attention_inputs() if "core_attn" in dropped else self.core_attention()
@@ -141,7 +141,7 @@ class LayerModel:
         return kept + (0 if "mlp" in dropped else self.dense_mlp())
 
     def working(self) -> int:
-        """What backward of one layer holds for a while: gradients of its widest activations."""
+        """Return the temporary bytes of one layer's backward: gradients of its widest activations."""
         sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
         columns = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads) * sizes.head_dim // layout.tensor
         widest = self.tokens.attended * max(columns, 2 * sizes.intermediate_size // layout.tensor) * e
@@ -150,26 +150,26 @@ class LayerModel:
         return WORKING_COPIES * widest + 2 * self.hidden_bytes
 
     def expert_rows(self) -> int:
-        """Tokens that this rank's experts get, each counted for every expert."""
+        """Return the tokens that this rank's experts get, each counted for every expert."""
         imbalance = self.assumptions.expert_imbalance if self.layout.expert > 1 else 1.0
         share = self.tokens.sequence * self.shape.sizes.experts_per_token * self.layout.expert_tensor
         return int(share * imbalance)
 
     def head(self) -> int:
-        """The final norm and its result, the output layer's input."""
+        """Return the bytes of the final norm and its result, the output layer's input."""
         return self.mlp_norm()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Activations of some layers in one micro-batch."""
+    """Bytes of activations of some layers in one micro-batch."""
 
     held: int  # from forward to backward
     again: int  # made again in backward, on top of it, at most at one time
 
 
 def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Kept:
-    """What the layers of one chunk keep of one micro-batch.
+    """Return the bytes that the layers of one chunk keep of one micro-batch.
 
     Args:
         model: The layers'.

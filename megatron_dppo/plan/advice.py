@@ -1,4 +1,4 @@
-"""What to change in the config so that a run fits, or is faster; a change is planned before it is advised."""
+"""Advises changes of the config that make a run fit, or faster; each is planned before it is advised."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ MAX_CHANGES = 4  # in one suggestion
 
 @dataclass(frozen=True)
 class Advice:
-    """A suggestion, and what to set to follow it."""
+    """A suggestion, and the settings that follow it."""
 
     text: str
     settings: Settings = field(default_factory=dict)
@@ -33,7 +33,7 @@ Changer = Callable[[Job], Change | None]  # none where it does not apply
 
 
 def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
-    """What to do about a layout that `train` admits.
+    """Return the advice for a layout that `train` admits.
 
     Args:
         job: What was configured.
@@ -55,7 +55,7 @@ def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
 
 
 def fewest_with_other_engine(job: Job) -> Fewest | None:
-    """The fewest GPUs that are enough after a change of the engine, if any are."""
+    """Return the fewest GPUs that are enough after a change of the engine, if any are."""
     enough: list[Fewest] = []
     for change in (_smaller_engine, _wider_engine, _other_engine):
         changed = change(job)
@@ -89,7 +89,7 @@ def _when_it_fits(job: Job, memory: Memory, found: Found) -> Advice:
 
 
 def _remedy(job: Job) -> Advice | None:
-    """The fewest changes after which the configured layout fits, of equally few the fastest."""
+    """Return the fewest changes after which the configured layout fits, of equally few the fastest."""
     changes: list[Changer] = [
         *(_recompute_all, _chunk_logits, _park, _smaller_engine, _wider_engine, _other_engine),
         _synchronous_checkpoints,
@@ -107,7 +107,7 @@ def _remedy(job: Job) -> Advice | None:
 
 
 def _tried(job: Job, chosen: Sequence[Changer]) -> Iterator[tuple[float, str, Settings]]:
-    """(Seconds of a step, sentence, settings) where all the changes apply and make the layout fit."""
+    """Yield (seconds of a step, sentence, settings) where all the changes apply and make the layout fit."""
     texts: list[str] = []
     settings: dict[str, object] = {}
     for change in chosen:
@@ -162,7 +162,7 @@ def _has_colocated_sglang(job: Job) -> bool:
 
 
 def _smaller_engine(job: Job) -> Change | None:
-    """SGLang with the largest share of the GPU that leaves room in a rollout."""
+    """Propose SGLang with the largest share of the GPU that leaves room in a rollout."""
     if not _has_colocated_sglang(job):
         return None
     own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
@@ -175,7 +175,7 @@ def _smaller_engine(job: Job) -> Change | None:
 
 
 def _wider_engine(job: Job) -> Change | None:
-    """SGLang's weights split over all GPUs of a node."""
+    """Propose SGLang's weights split over all GPUs of a node."""
     size = min(job.machine.num_gpus, job.machine.gpus_per_node)
     if not _has_colocated_sglang(job) or job.config.sglang.get("tp_size", 1) == size:
         return None
@@ -196,7 +196,7 @@ def _other_engine(job: Job) -> Change | None:
 
 
 def _smaller_microbatch(job: Job) -> Change | None:
-    """The largest micro-batch that fits, if one of whole sequences does."""
+    """Propose the largest micro-batch that fits, if one of whole sequences does."""
     key = "parallel.max_tokens_per_microbatch"
     low, high = -(-job.workload.sequence_tokens // TOKENS_STEP), (job.workload.max_tokens - 1) // TOKENS_STEP
     best: int | None = None

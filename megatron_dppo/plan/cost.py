@@ -1,4 +1,4 @@
-"""A relative estimate of how long one gradient step takes: floating-point operations and bytes moved.
+"""Estimates the relative time of one gradient step: floating-point operations and bytes moved.
 
 Good for ordering layouts, not for planning a day. Matrix products run at a fixed share of the published peak,
 every transfer at a fixed share of its link and never behind the arithmetic, all sequences are as long as
@@ -38,13 +38,13 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Seconds of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One micro-batch in one layer on one rank, forward: operations, and bytes of each kind of transfer."""
+    """Forward of one micro-batch in one layer on one rank: operations, and bytes of each kind of transfer."""
 
     attention: float
     mlp: float
@@ -55,7 +55,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Seconds:
-    """One micro-batch on one pipeline stage, forward and backward."""
+    """Seconds of one micro-batch on one pipeline stage, forward and backward."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -76,7 +76,7 @@ class _Seconds:
 
 
 def step_time(job: Job, layout: Layout) -> StepTime:
-    """Estimate of a layout with the job's options."""
+    """Estimate the step time of a layout with the job's options."""
     num = job.workload.num_microbatches(layout.data)
     tokens = job.workload.step_tokens(layout.data) / num / layout.context
     one = _slowest_stage(job, layout, tokens)
@@ -155,7 +155,7 @@ def _layer(job: Job, layout: Layout, tokens: float, is_moe: bool) -> _Layer:
 
 
 def _recomputed(recompute: Recompute) -> tuple[float, float]:
-    """How much of forward is done again: (of attention, of the feed-forward)."""
+    """Return the share of forward that is recomputed: (of attention, of the feed-forward)."""
     if recompute.granularity == "none":
         return 0.0, 0.0
     if recompute.granularity == "full":
@@ -165,7 +165,7 @@ def _recomputed(recompute: Recompute) -> tuple[float, float]:
 
 
 def _end_of_step(job: Job, layout: Layout) -> tuple[float, float]:
-    """Seconds to reduce gradients and gather parameters, and to move optimizer states that the host keeps."""
+    """Return the seconds to reduce gradients, gather parameters, and move offloaded optimizer states."""
     dtype_bytes = job.workload.dtype_bytes
     back = dtype_bytes if job.config.optimizer.distributed else GRADIENT_BYTES
     parts = job.partition(layout)

@@ -1,4 +1,4 @@
-"""Bytes of the rollout engine on the trainer's GPUs, and of weights on their way to it."""
+"""Estimates the bytes of the rollout engine on the trainer's GPUs, and of weights on their way to it."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SGLANG_WORKSPACE_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The engine on one GPU.
+    """Bytes of the engine on one GPU.
 
     Attributes:
         weights: Its copy of the weights.
@@ -52,7 +52,7 @@ class EngineMemory:
 
 
 def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Machine) -> EngineMemory:
-    """The engine that `rollout.engine` names, beside a trainer of this layout.
+    """Return the memory of the engine that `rollout.engine` names, beside a trainer of this layout.
 
     Raises:
         ConfigError: An option of [sglang] that matters here has no meaningful value.
@@ -71,7 +71,7 @@ def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
 
 
 def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory:
-    """A whole copy of the model in each process, there all the time; the trainer stays beside its cache."""
+    """Return the memory of the embedded engine: a whole copy of the model in each trainer process."""
     rollout = config.rollout
     dtype_bytes = 4 if rollout.transformers.weights == "float32" else 2
     samples = -(-rollout.prompts_per_rollout // layout.data) * rollout.samples_per_prompt
@@ -118,7 +118,7 @@ def _largest_tensor(shape: ModelShape) -> int:
 
 
 def largest_gathered_bytes(shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """The largest tensor that is gathered from all ranks on its way to the engine, and its own copy."""
+    """Return the bytes of the largest tensor gathered for a weight sync, and of its local copy."""
     if layout.world_size == 1:
         return 0
     return 2 * _largest_tensor(shape) * dtype_bytes

@@ -1,4 +1,4 @@
-"""The fewest GPUs on which some layout that `train` admits fits, and why none does where there are none."""
+"""Searches the fewest GPUs on which an admitted layout fits, and says why none does otherwise."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class Fewest:
-    """What the search over numbers of GPUs came to.
+    """Result of the search over numbers of GPUs.
 
     Attributes:
         num_gpus: The fewest that are enough; where none are, the most that were tried.
@@ -44,7 +44,7 @@ class Fewest:
 
 
 def numbers_to_try(machine: Machine) -> list[int]:
-    """Numbers of GPUs, ascending."""
+    """Return the numbers of GPUs to try, ascending."""
     return [*range(1, machine.gpus_per_node + 1), *(nodes * machine.gpus_per_node for nodes in NODES)]
 
 
@@ -68,19 +68,19 @@ def fewest_gpus(job: Job) -> Fewest:
 
 
 def engine_alone(job: Job) -> EngineMemory:
-    """The engine beside the layout that leaves each of its copies the least to sample."""
+    """Return the engine beside the layout that leaves each of its copies the least to sample."""
     num_gpus = job.machine.num_gpus
     return engine_memory(job.config, job.shape, Layout(num_gpus, data=num_gpus), job.machine)
 
 
 def has_room(job: Job, engine: EngineMemory) -> bool:
-    """Whether a GPU holds the engine at work, and the engine a sequence, were the trainer not there."""
+    """Whether a GPU without the trainer holds the engine at work, and the engine a sequence."""
     is_small = RESERVE_BYTES + engine.at_work <= (1 - HEADROOM) * job.machine.gpu_bytes
     return is_small and engine.holds(job.workload.sequence_tokens)
 
 
 def _leanest(job: Job) -> Iterator[tuple[Job, Memory]]:
-    """Each layout with optimizer states on the host, where it may be large, and as much recomputed as may help.
+    """Yield each layout with the least memory: offloaded optimizer states, and all recompute that may help.
 
     Virtual stages are left out: they hold more micro-batches, and nothing less.
     """

@@ -1,4 +1,4 @@
-"""Host memory of the trainer, per rank."""
+"""Estimates the trainer's host memory, per rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class HostMemory:
 
     @property
     def per_node(self) -> int:
-        """Of all ranks of a node, were each like the largest."""
+        """Bytes of all ranks of a node, were each like the largest."""
         return sum(self.per_rank.values()) * self.ranks_per_node
 
 
 def host_memory(job: Job, layout: Layout, stages: Sequence[RankStates], engine: EngineMemory) -> HostMemory:
-    """What a rank of the hungriest pipeline stage keeps on the host."""
+    """Return the host memory of a rank of the pipeline stage that needs most."""
     candidates = [_of_stage(job, layout, states, engine) for states in stages]
     largest = max(candidates, key=lambda components: sum(components.values()))
     return HostMemory(largest, job.machine.ranks_per_node)

@@ -17,7 +17,7 @@ from megatron_dppo.plan.workload import Workload
 
 @dataclass(frozen=True)
 class Job:
-    """A run on a machine: all that memory and time depend on beside the layout."""
+    """A run on a machine: all inputs of memory and time besides the layout."""
 
     config: Config
     facts: Facts  # for as many processes as the machine has GPUs
@@ -29,7 +29,7 @@ class Job:
 
     @classmethod
     def of(cls, config: Config, facts: Facts, machine: Machine, assumptions: Assumptions = EXPECTED) -> "Job":
-        """The job that a config asks for.
+        """Return the job that a config describes.
 
         Raises:
             ConfigError: There is no model whose parameters are known, or an option makes no sense.
@@ -41,20 +41,20 @@ class Job:
         return cls(config, facts, machine, shape, Workload.of(config, shape), Options.of(config), assumptions)
 
     def having(self, settings: Settings) -> "Job":
-        """The same run with other values of some keys."""
+        """Return the same job with other values of some keys."""
         config = with_settings(self.config, settings)
         return replace(
             self, config=config, workload=Workload.of(config, self.shape), options=Options.of(config)
         )
 
     def on(self, num_gpus: int) -> "Job":
-        """The same run on more or fewer GPUs."""
+        """Return the same job on more or fewer GPUs."""
         machine = replace(self.machine, num_gpus=num_gpus)
         return replace(self, machine=machine, facts=replace(self.facts, world_size=num_gpus))
 
     @property
     def problems(self) -> list[Problem]:
-        """Why `train` refuses the config on as many processes; asked of the rules that `train` asks."""
+        """Problems for which `train` refuses the config on this many processes, by the rules of `train`."""
         return check_run(self.config, self.facts)
 
     @property
@@ -67,5 +67,5 @@ class Job:
         return Layout.of(self.config.parallel, self.machine.num_gpus)
 
     def partition(self, layout: Layout) -> tuple[StagePart, ...]:
-        """What each pipeline stage of a layout holds."""
+        """Return the part of the model on each pipeline stage of a layout."""
         return partition(self.shape, layout, self.config.optimizer.distributed)

@@ -1,4 +1,4 @@
-"""Bytes of logits and of what the loss makes of them, on a rank of the last pipeline stage.
+"""Estimates the bytes of logits and of the loss, on a rank of the last pipeline stage.
 
 These are a GPU's, whose kernels work in place. From hidden states, logits exist some tokens at a time, and the
 gradients by hidden states and weight are made with them; they go when backward has passed the loss. From
@@ -21,7 +21,7 @@ CHUNK_INPUTS = 2  # hidden states of a chunk's tokens beside them: what the prod
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The tokens of one micro-batch as the loss sees them on one rank."""
+    """Tokens of one micro-batch in the loss on one rank."""
 
     num_tokens: int  # after context parallelism
     dtype_bytes: int  # of an activation
@@ -29,7 +29,7 @@ class LossTokens:
 
 
 def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, tokens: LossTokens) -> int:
-    """What the loss holds of a micro-batch at its highest point; nothing is left when layers go backward.
+    """Return the peak bytes of the loss of a micro-batch; they are freed before backward of the layers.
 
     Args:
         shape: The model's.
@@ -55,17 +55,17 @@ def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, toke
 
 
 def chunk_tokens(options: AlgorithmConfig, columns: int, dtype_bytes: int) -> int:
-    """Tokens whose logits are made at once."""
+    """Return the number of tokens whose logits are made at once."""
     rows = options.logits_chunk_bytes // (columns * logits_bytes(options, dtype_bytes))
     return max(rows - rows % ROW_MULTIPLE or rows, 1)
 
 
 def logits_bytes(options: AlgorithmConfig, dtype_bytes: int) -> int:
-    """Of one logit of a chunk."""
+    """Return the bytes of one logit of a chunk."""
     return max(dtype_bytes, FLOAT if options.logits_dtype == "float32" else 0)
 
 
 def _logit_bytes_with_gradient(options: AlgorithmConfig, dtype_bytes: int) -> int:
-    """The gradient is written over the logit, and where that is wider than the weight cast to its type."""
+    """Return the bytes of one logit: its gradient overwrites it, and is copied where the weight is narrower."""
     wide = logits_bytes(options, dtype_bytes)
     return wide + dtype_bytes * (wide > dtype_bytes)

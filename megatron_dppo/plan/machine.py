@@ -1,4 +1,4 @@
-"""The GPUs that a plan is made for, and published figures of their speed."""
+"""Describes the GPUs of a plan, with published figures of their speed."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ LINK_EFFICIENCY = 0.7
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to run on."""
+    """Number and memory of the GPUs and hosts."""
 
     num_gpus: int
     gpu_bytes: int  # of each GPU
@@ -34,10 +34,10 @@ class Machine:
 
     @property
     def ranks_per_node(self) -> int:
-        """Trainer processes that share one host."""
+        """Number of trainer processes that share one host."""
         return min(self.num_gpus, self.gpus_per_node)
 
     def link(self, span: int) -> float:
-        """Bytes per second of each GPU in a group that reaches over `span` consecutive ranks."""
+        """Return bytes per second of each GPU in a group that reaches over `span` consecutive ranks."""
         published = NVLINK_BYTES_PER_S if span <= self.gpus_per_node else NETWORK_BYTES_PER_S
         return published * LINK_EFFICIENCY

@@ -1,4 +1,4 @@
-"""The memory of a layout: every pipeline stage, the engine and the host."""
+"""Estimates the memory of a layout: every pipeline stage, the engine and the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from megatron_dppo.plan.states import rank_states
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage."""
+    """Memory of one rank of a pipeline stage, at each moment."""
 
     stage: int
     moments: Mapping[str, Components]  # bytes of each component at each moment
 
     def total(self, moment: str) -> int:
-        """Bytes of all components."""
+        """Return the bytes of all components."""
         return sum(self.moments[moment].values())
 
     @property
     def worst_moment(self) -> str:
-        """When this rank holds most."""
+        """Moment at which this rank holds most."""
         return max(MOMENTS, key=self.total)
 
     @property
@@ -36,7 +36,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a layout needs on its GPUs and hosts."""
+    """Memory of a layout on its GPUs and hosts."""
 
     layout: Layout
     options: Options
@@ -58,7 +58,7 @@ class Memory:
 
 
 def memory_of(job: Job, layout: Layout) -> Memory:
-    """The memory of a layout that divides the model.
+    """Return the memory of a layout that divides the model.
 
     Raises:
         ConfigError: An option of [sglang] makes no sense.

@@ -39,7 +39,7 @@ Components = Mapping[str, int]
 def stage_moments(
     job: Job, layout: Layout, engine: EngineMemory, part: StagePart, states: RankStates
 ) -> dict[str, Components]:
-    """Bytes of each component at each moment, on one rank of a stage; absent where it is 0."""
+    """Return the bytes of each component at each moment, on one rank of a stage; zeros are left out."""
     trainer = {"parameters": states.parameters, "gradients": states.gradients}
     trainer["optimizer"] = states.optimizer_between
     beside = _beside(engine)
@@ -51,7 +51,7 @@ def stage_moments(
 
 
 def _beside(engine: EngineMemory) -> dict[str, int]:
-    """What is there during training whatever the model: reserve, and the engine's share."""
+    """Return the bytes held during training besides the model: the reserve, and the engine's share."""
     if engine.is_resident:
         return {"reserve": RESERVE_BYTES, "engine weights": engine.weights}
     return {"reserve": RESERVE_BYTES + (0 if engine.is_separate else ENGINE_RESIDUE_BYTES)}
@@ -89,7 +89,7 @@ def _training(
 
 
 def _rollout(trainer: Components, beside: Components, engine: EngineMemory) -> dict[str, int]:
-    """An embedded engine works beside the trainer; a colocated one in its place."""
+    """Return the bytes in a rollout: an embedded engine is beside the trainer, a colocated one in its place."""
     if engine.is_separate:
         return {**trainer, **beside}
     at_work = {"engine weights": engine.weights, "engine cache": engine.cache}
@@ -101,7 +101,7 @@ def _rollout(trainer: Components, beside: Components, engine: EngineMemory) -> d
 def _sync(
     job: Job, layout: Layout, trainer: Components, beside: Components, engine: EngineMemory
 ) -> dict[str, int]:
-    """The trainer's parameters and the engine's weights together, and what is gathered in between."""
+    """Return the bytes in a weight sync: the trainer's parameters, engine weights, and gathered tensors."""
     gathered = largest_gathered_bytes(job.shape, layout, job.workload.dtype_bytes)
     stays = engine.is_resident or engine.is_separate
     kept = dict(trainer) if stays else {"parameters": trainer["parameters"]}

@@ -1,4 +1,4 @@
-"""What of the config decides how layers compute, and what they keep: recompute, and whose modules they are."""
+"""Options of the config that decide the memory of layers: recompute, and the layer spec."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ COUNTED_MODULES = ("core_attn", "mlp", "moe")
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations are dropped after forward and made again in backward, in Megatron's words."""
+    """Activations that are recomputed in backward, in Megatron's words."""
 
     granularity: Granularity = "none"
     method: Method = "uniform"
@@ -31,7 +31,7 @@ class Recompute:
         return self.granularity if is_usual else f"full ({self.method}, {self.num_layers})"
 
     def keys(self) -> dict[str, Any]:
-        """The keys of `[megatron]` that ask for it."""
+        """Return the keys of `[megatron]` that set it."""
         if self.granularity == "none":
             return {}
         keys: dict[str, Any] = {"recompute_granularity": self.granularity}
@@ -45,7 +45,7 @@ FULL = Recompute("full")
 
 @dataclass(frozen=True)
 class Options:
-    """How layers compute.
+    """Recompute and layer spec.
 
     Attributes:
         recompute: Activations that are made twice.
@@ -57,7 +57,7 @@ class Options:
 
     @classmethod
     def of(cls, config: Config) -> "Options":
-        """What a config asks for; where it leaves the layer spec to the machine, the one that keeps more.
+        """Return the options of a config; where it leaves the layer spec open, the one that keeps more.
 
         Raises:
             ConfigError: A recompute_* key has a value that Megatron does not take.
@@ -70,7 +70,7 @@ class Options:
 
 
 def recompute_of(megatron: Mapping[str, Any]) -> Recompute:
-    """What `[megatron]` asks to recompute.
+    """Return the recompute settings of `[megatron]`.
 
     Raises:
         ConfigError: A recompute_* key has a value that Megatron does not take.
@@ -88,7 +88,7 @@ def recompute_of(megatron: Mapping[str, Any]) -> Recompute:
 
 
 def recompute_problems(megatron: Mapping[str, Any]) -> list[Problem]:
-    """What Megatron does not take of the recompute_* keys of `[megatron]`."""
+    """Return the problems of the recompute_* keys of `[megatron]` that Megatron would refuse."""
     granularity = megatron.get("recompute_granularity")
     problems = [
         *_one_of(megatron, "recompute_granularity", ("selective", "full")),

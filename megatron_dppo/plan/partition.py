@@ -1,4 +1,4 @@
-"""How a layout cuts the model: the chunks of each pipeline stage and the elements its ranks hold.
+"""Cuts the model by a layout: the chunks of each pipeline stage and the elements its ranks hold.
 
 With the distributed optimizer, Megatron keeps parameters and gradients of a model chunk in buffers: each
 tensor starts at a multiple of 64 elements, and a buffer's end is padded so that it divides over the ranks that
@@ -19,7 +19,7 @@ ALIGN_START, ALIGN_END = 64, 128  # elements, of megatron.core's parameter and g
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of some of a rank's parameters."""
+    """Number of elements of some of a rank's parameters."""
 
     own: int  # without padding
     buffer: int  # with padding: what parameters and gradients take
@@ -29,7 +29,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a rank of one pipeline stage holds."""
+    """Part of the model on a rank of one pipeline stage."""
 
     stage: int  # 0-based
     chunks: tuple[Chunk, ...]  # one, or one for each virtual stage
@@ -39,18 +39,18 @@ class StagePart:
 
     @property
     def buffer(self) -> int:
-        """Elements of the buffers."""
+        """Number of elements in the gradient buffers."""
         return self.dense.buffer + self.expert.buffer
 
     @property
     def shard(self) -> int:
-        """Elements whose optimizer states the rank owns."""
+        """Number of elements whose optimizer states the rank owns."""
         return self.dense.shard + self.expert.shard
 
 
 @lru_cache(maxsize=4096)
 def partition(shape: ModelShape, layout: Layout, is_distributed: bool) -> tuple[StagePart, ...]:
-    """The parts of all pipeline stages.
+    """Return the parts of all pipeline stages.
 
     Args:
         shape: The model's.
@@ -89,7 +89,7 @@ def _part(
 
 
 def _dense_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Sizes of what is padded together; an embedding that pipeline stages share stands alone."""
+    """Return the numbers of elements that are padded together, by bucket; a shared embedding has its own."""
     shared = [[t.numel] for t in tensors if t.is_shared_embedding]
     return [[t.numel for t in tensors if not (t.is_expert or t.is_shared_embedding)], *shared]
 

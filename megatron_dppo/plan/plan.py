@@ -1,4 +1,4 @@
-"""A plan: whether `train` admits the configured layout, whether it fits, and which layouts would."""
+"""Plans a run: whether `train` admits the configured layout, whether it fits, and the layouts that would."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from megatron_dppo.plan.verdict import verdict_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What `megatron-dppo plan` found out.
+    """Result of `megatron-dppo plan`.
 
     Attributes:
         job: What was asked for.
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """One sentence: whether it is admitted and fits, and what takes most."""
+        """One sentence: whether the layout is admitted and fits, and the largest component."""
         if self.memory is None:
             gpus = counted(self.job.machine.num_gpus, "GPU")
             return f"Refused: train does not start with this config on {gpus}."
@@ -81,7 +81,7 @@ def make_plan(config: Config, machine: Machine) -> Plan:
 
 
 def _fewest(job: Job, advice: Sequence[Advice]) -> Fewest:
-    """With another engine only where none is enough with the configured one, and nothing was advised."""
+    """Search the fewest GPUs; with another engine only if none fits and nothing was advised."""
     fewest = fewest_gpus(job)
     other = fewest_with_other_engine(job) if fewest.proposal is None and not advice else None
     return other or fewest
@@ -91,7 +91,7 @@ _SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert
 
 
 def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
-    """Whether a key is at fault on one process, and on as many as may be, as it is here: no layout helps."""
+    """Whether a key is at fault also without splits, on few and on many GPUs, so that no layout helps."""
     unsplit = job.having({f"parallel.{size}": 1 for size in _SIZES})
     few, *_, many = numbers_to_try(job.machine)
     at_fault = [problems, unsplit.on(few).problems, unsplit.on(many).problems]

@@ -1,4 +1,4 @@
-"""A plan as text for people, and as JSON for machines. Bytes in JSON, GiB (2^30 bytes) in the text."""
+"""Formats a plan as text and as JSON. Bytes in JSON, GiB (2^30 bytes) in the text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -22,7 +22,7 @@ _NAME, _NUMBER = 24, 10  # column widths
 
 
 def as_text(plan: Plan, num_proposals: int = 5) -> str:
-    """The whole plan; at most so many proposals."""
+    """Format the whole plan as text; at most so many proposals."""
     blocks = [list(_verdict(plan)), list(_heading(plan))]
     if plan.memory is not None:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
@@ -55,7 +55,7 @@ _ASSUMED_OF_TIMES = (
 
 
 def steps_per_rollout(job: Job) -> int:
-    """Gradient steps on each rollout."""
+    """Return the number of gradient steps on each rollout."""
     return job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
 
 
@@ -160,7 +160,7 @@ def _advice(advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
-    """The plan as plain values; keys are stable."""
+    """Return the plan as plain values; keys are stable."""
     job, shape = plan.job, plan.job.shape
     proposals = () if plan.found is None else plan.found.proposals
     return {

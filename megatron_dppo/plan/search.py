@@ -1,4 +1,4 @@
-"""Layouts for so many GPUs that `train` admits and that fit, fastest first.
+"""Searches the layouts of a number of GPUs that `train` admits and that fit, fastest first.
 
 For each layout the fastest options that fit are taken: recompute off before selective before full, optimizer
 states on the GPU before the host. Nothing else of the config is changed.
@@ -36,34 +36,34 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search came to."""
+    """Result of the search."""
 
     proposals: tuple[Proposal, ...]  # fastest first
     num_admitted: int  # layouts that `train` admits
 
 
 def fits(job: Job, memory: Memory) -> bool:
-    """Whether GPUs are large enough, hosts where their memory is known, and what the engine has."""
+    """Whether GPUs are large enough, hosts where their memory is known, and the engine."""
     return memory.peak <= job.machine.gpu_bytes and fits_hosts(job, memory) and fits_engine(job, memory)
 
 
 def fits_hosts(job: Job, memory: Memory) -> bool:
-    """Whether the ranks of a node find room in its memory; true where that is not known."""
+    """Whether the ranks of a node fit into its memory; true where that is not known."""
     return job.machine.host_bytes is None or memory.host.per_node <= job.machine.host_bytes
 
 
 def fits_engine(job: Job, memory: Memory) -> bool:
-    """Whether there are as many GPUs as the engine is split over, and one longest sequence fits its cache."""
+    """Whether there are enough GPUs for the engine's split, and one longest sequence fits its cache."""
     return memory.engine.holds(job.workload.sequence_tokens) and memory.engine.num_gpus <= job.machine.num_gpus
 
 
 def has_headroom(job: Job, memory: Memory) -> bool:
-    """Whether it fits with a little to spare: what is proposed should not fail for a rounding error."""
+    """Whether the layout fits with a margin: a proposal should not fail for a rounding error."""
     return fits(job, memory) and memory.peak <= (1 - HEADROOM) * job.machine.gpu_bytes
 
 
 def propose(job: Job) -> Found:
-    """Search the layouts of the job's GPUs; its own is one of them."""
+    """Search the layouts of the job's GPUs, its own included."""
     options = _choices(job)
     proposals: list[Proposal] = []
     num_admitted = 0
@@ -77,21 +77,21 @@ def propose(job: Job) -> Found:
 
 
 def admitted_layouts(job: Job) -> Iterator[Settings]:
-    """What to change for each layout of the job's GPUs that `train` admits with the rest of the config."""
+    """Yield the settings of each layout of the job's GPUs that `train` admits with the rest of the config."""
     for settings in divisible_layouts(job):
         if not job.having(settings).problems:
             yield settings
 
 
 def divisible_layouts(job: Job) -> Iterator[Settings]:
-    """What to change for each layout of a proven kind that divides the model over the job's GPUs."""
+    """Yield the settings of each proven layout that divides the model over the job's GPUs."""
     for parallel in _splits(job):
         if is_admitted(parallel, job.machine.num_gpus, job.shape.sizes):
             yield _difference(job.config.parallel, parallel)
 
 
 def recompute_choices(job: Job) -> list[Settings]:
-    """As configured, and whatever else of recompute `--set` can ask for, from least to most."""
+    """Return the configured recompute, and all that `--set` can ask for, from least to most."""
     modules = ["core_attn"]
     if job.shape.sizes.moe_layers:
         modules.append("moe")
@@ -106,13 +106,13 @@ def recompute_choices(job: Job) -> list[Settings]:
 
 
 def _choices(job: Job) -> list[Settings]:
-    """Recompute, with optimizer states on the GPU, where they are configured to be, and on the host."""
+    """Return recompute choices, with optimizer states where they are configured to be, and on the host."""
     places: list[Settings] = [{}] if job.config.optimizer.offload else [{}, {"optimizer.offload": True}]
     return [{**recompute, **place} for place in places for recompute in recompute_choices(job)]
 
 
 def _fastest(job: Job, layout: Settings, options: Sequence[Settings]) -> Proposal | None:
-    """The layout with the fastest options that fit, if any do."""
+    """Return the layout with the fastest options that fit, if any do."""
     changed = [(job.having({**layout, **chosen}), {**layout, **chosen}) for chosen in options]
     timed = [(step_time(each, each.layout), each, settings) for each, settings in changed]
     for time, each, settings in sorted(timed, key=lambda entry: entry[0].total):
@@ -123,7 +123,7 @@ def _fastest(job: Job, layout: Settings, options: Sequence[Settings]) -> Proposa
 
 
 def _without_near_copies(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
-    """The first of those that differ in the virtual pipeline only."""
+    """Keep the first of those that differ in the virtual pipeline only."""
     seen: set[Layout] = set()
     for proposal in proposals:
         plain = replace(proposal.layout, virtual_pipeline=1)
@@ -133,7 +133,7 @@ def _without_near_copies(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
 
 
 def _difference(configured: ParallelConfig, parallel: ParallelConfig) -> Settings:
-    """The keys of `parallel` that have to be set; experts are split as the rest is where nothing is said."""
+    """Return the keys of `parallel` to set; expert_tensor stays unset where it follows the tensor size."""
     sizes = parallel.model_dump()
     if configured.expert_tensor is None and parallel.expert_tensor == parallel.tensor:
         sizes["expert_tensor"] = None
@@ -141,7 +141,7 @@ def _difference(configured: ParallelConfig, parallel: ParallelConfig) -> Setting
 
 
 def _splits(job: Job) -> Iterator[ParallelConfig]:
-    """Products of sizes that divide the GPUs."""
+    """Yield the products of sizes that divide the GPUs."""
     configured, num_gpus = job.config.parallel, job.machine.num_gpus
     experts = _divisors(num_gpus) if job.shape.sizes.num_experts else [1]
     for tensor in _divisors(num_gpus, at_most=job.machine.gpus_per_node):

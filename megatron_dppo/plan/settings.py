@@ -1,4 +1,4 @@
-"""Keys of the config with other values: as `--set` takes them, and applied."""
+"""Applies and formats settings: keys of the config with other values, as `--set` takes them."""
 
 import json
 import shlex
@@ -11,14 +11,14 @@ Settings = Mapping[str, Any]  # "parallel.tensor" -> 4
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """The config with other values; its own is left as it is."""
+    """Return the config with other values, without changing the original."""
     for key, value in settings.items():
         config = _with(config, key.split("."), value)
     return config
 
 
 def as_overrides(settings: Settings) -> str:
-    """The settings for a shell, as in "--set parallel.tensor=4 --set optimizer.offload=true"."""
+    """Format the settings for a shell, as in "--set parallel.tensor=4 --set optimizer.offload=true"."""
     return " ".join(f"--set {shlex.quote(f'{key}={_written(value)}')}" for key, value in settings.items())
 
 

@@ -1,4 +1,4 @@
-"""Activations and logits of one pipeline stage, over the micro-batches that it has in flight."""
+"""Estimates activations and logits of one pipeline stage, over the micro-batches in flight."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from megatron_dppo.plan.stages import chunks_in_flight
 
 @dataclass(frozen=True)
 class StageActivations:
-    """Bytes on one rank of a stage, without the allocator's losses."""
+    """Bytes of activations on one rank of a stage, without the allocator's losses."""
 
     held: int  # kept by layers from forward to backward, all micro-batches in flight
     head: int  # kept by the final norm, with its result, until backward reaches the layers
@@ -23,7 +23,7 @@ class StageActivations:
 
 
 def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivations:
-    """Of a rank that holds this part of the model."""
+    """Return the activation bytes of a rank that holds this part of the model."""
     work, options = job.workload, job.options
     num_tokens, num_microbatches = work.microbatch_tokens(layout.data), work.num_microbatches(layout.data)
     tokens = LayerTokens.of(num_tokens, layout)

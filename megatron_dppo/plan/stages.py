@@ -1,11 +1,11 @@
-"""Which layers stand on which pipeline stage, and how many micro-batches a stage holds at once."""
+"""Assigns layers to pipeline stages, and counts the micro-batches that a stage holds at once."""
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import Chunk
 
 
 def chunks_of(stage: int, layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
-    """The model chunks of a stage, in order, of equally many layers; one where the pipeline is not interleaved.
+    """Return the model chunks of a stage, in order, of equally many layers; one without interleaving.
 
     Args:
         stage: 0-based.
@@ -21,7 +21,7 @@ def chunks_of(stage: int, layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
 
 
 def chunks_in_flight(stage: int, layout: Layout, num_microbatches: int) -> int:
-    """Forward passes of a chunk that a stage holds activations of: Megatron's warm-up, and the one at work.
+    """Return the forward passes of which a stage holds activations: Megatron's warm-up, and the current one.
 
     Args:
         stage: 0-based.

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradient buffers and Adam's states on one rank."""
+"""Estimates the bytes of parameters, gradient buffers and Adam's states on one rank."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class RankStates:
 
 
 def rank_states(job: Job, part: StagePart) -> RankStates:
-    """The states of a rank that holds this part of the model."""
+    """Return the state bytes of a rank that holds this part of the model."""
     dtype_bytes, is_offloading = job.workload.dtype_bytes, job.config.optimizer.offload
     whole = optimizer_bytes(part.shard, dtype_bytes)
     return RankStates(
@@ -39,6 +39,6 @@ def rank_states(job: Job, part: StagePart) -> RankStates:
 
 
 def optimizer_bytes(num_elements: int, dtype_bytes: int) -> int:
-    """Adam's states: two float32 moments, and a float32 copy of parameters that are no float32 themselves."""
+    """Return the bytes of Adam's states: two float32 moments, and a float32 copy of other parameters."""
     master = MASTER_BYTES if dtype_bytes < MASTER_BYTES else 0
     return num_elements * (master + 2 * MOMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Bytes, counts, times and layouts as people write them."""
+"""Formats bytes, counts, times and layouts for people."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": 1 << 30
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """Bytes of "80GB" (80e9), "79.6GiB" and the like.
+    """Parse the bytes of "80GB" (80e9), "79.6GiB" and the like.
 
     Args:
         text: A number above 0 and a unit: MB, GB, TB, MiB, GiB or TiB.
@@ -30,27 +30,27 @@ def parse_bytes(text: str, where: str) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun, as in "1 GPU" and "2 GPUs"."""
+    """Format the number with its noun, as in "1 GPU" and "2 GPUs"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def in_billions(number: int) -> str:
-    """A number of parameters, as in "30.53 B" and "1.30 M"."""
+    """Format a number of parameters, as in "30.53 B" and "1.30 M"."""
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
 def in_gib(num_bytes: float, digits: int = 1) -> str:
-    """The number of GiB, rounded to so many digits after the point."""
+    """Format bytes as GiB, rounded to so many digits after the point."""
     return f"{num_bytes / GIB:.{digits}f}"
 
 
 def in_seconds(seconds: float) -> str:
-    """A duration, as in "3.1 s" and "72 s"; two digits are more than an estimate is worth."""
+    """Format a duration, as in "3.1 s" and "72 s"; two digits suffice for an estimate."""
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def layout_text(layout: Layout) -> str:
-    """The sizes above 1, as in "tensor 4, expert 8, data 2"."""
+    """Format the sizes above 1, as in "tensor 4, expert 8, data 2"."""
     sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "virtual_pipeline": layout.virtual_pipeline}
     sizes |= {"context": layout.context, "expert": layout.expert, "data": layout.data}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]

@@ -1,4 +1,4 @@
-"""States whether a layout fits: its peak, when it occurs, and what takes most."""
+"""States whether a layout fits: its peak, the moment of the peak, and the largest component."""
 
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import Memory
@@ -15,7 +15,7 @@ WHEN = {
 
 
 def verdict_of(job: Job, memory: Memory) -> str:
-    """One sentence about a layout that `train` admits."""
+    """Return one sentence about a layout that `train` admits."""
     worst, machine, engine = memory.worst, job.machine, memory.engine
     components = worst.moments[worst.worst_moment]
     name, most = max(components.items(), key=lambda item: item[1])

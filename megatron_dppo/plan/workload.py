@@ -1,4 +1,4 @@
-"""How many tokens a rank holds at once, at worst: every prompt and response as long as allowed."""
+"""Bounds the tokens that a rank holds at once: every prompt and response as long as allowed."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _TOPK_BYTES = 4 + 4  # id, log-prob
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of a run that its config fixes, whatever the layout."""
+    """Token sizes of a run that its config fixes, whatever the layout."""
 
     dtype_bytes: int  # of parameters and activations
     max_tokens: int  # of one packed micro-batch, over all context-parallel ranks
@@ -25,7 +25,7 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> "Workload":
-        """What `config` asks of this model."""
+        """Return the workload of `config` with this model."""
         rollout, sizes = config.rollout, shape.sizes
         has_routes = rollout.routing_replay != "off" and sizes.num_experts is not None
         prompts = rollout.prompts_per_rollout / config.algorithm.minibatches_per_rollout
@@ -41,33 +41,33 @@ class Workload:
         )
 
     def samples(self, data_parallel: int) -> int:
-        """Samples of one data-parallel rank in a gradient step."""
+        """Return the samples of one data-parallel rank in a gradient step."""
         return math.ceil(self.samples_per_step / data_parallel)
 
     def num_microbatches(self, data_parallel: int) -> int:
-        """Micro-batches of one data-parallel rank in a gradient step: whole sequences up to `max_tokens`."""
+        """Return the micro-batches of one data-parallel rank in a step: whole sequences up to `max_tokens`."""
         per_microbatch = max(self.max_tokens // self.sequence_tokens, 1)
         return math.ceil(self.samples(data_parallel) / per_microbatch)
 
     def microbatch_tokens(self, data_parallel: int) -> int:
-        """Tokens of the largest micro-batch, over all context-parallel ranks."""
+        """Return the tokens of the largest micro-batch, over all context-parallel ranks."""
         return min(self.max_tokens, self.samples(data_parallel) * self.sequence_tokens)
 
     def step_tokens(self, data_parallel: int) -> int:
-        """Tokens of one data-parallel rank in a gradient step, all of which are on its device."""
+        """Return the tokens of one data-parallel rank in a gradient step, all on its device."""
         return self.samples(data_parallel) * self.sequence_tokens
 
     @property
     def batch_bytes(self) -> int:
-        """Of one token in a micro-batch, without routes and top-K."""
+        """Bytes of one token in a micro-batch, without routes and top-K."""
         return _BATCH_BYTES
 
     @property
     def topk_bytes(self) -> int:
-        """Of one token's top-K columns."""
+        """Bytes of one token's top-K columns."""
         return self.topk_columns * _TOPK_BYTES
 
     @property
     def routes_bytes(self) -> int:
-        """Of one token's routes, all layers."""
+        """Bytes of one token's routes, all layers."""
         return self.routed_layers * self.routed_experts * self.route_bytes

@@ -1,4 +1,4 @@
-"""A checksum of named tensors that both ends of a weight sync compute."""
+"""Computes the checksum of named tensors on both ends of a weight sync."""
 
 import hashlib
 
@@ -23,5 +23,5 @@ class WeightChecksum:
         self._digest.update(data.to("cpu", copy=True).numpy().data)
 
     def hexdigest(self) -> str:
-        """The digest so far, in hexadecimal."""
+        """Return the digest so far, in hexadecimal."""
         return self._digest.hexdigest()

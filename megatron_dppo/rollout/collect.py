@@ -42,7 +42,7 @@ def answers(
     rollout: int,
     places: Sequence[tuple[int, Prompt]],
 ) -> list["ScoredGroup"]:
-    """Every response to prompts, whatever became of it; prompts that are too long are left out.
+    """Sample and score responses to prompts; prompts that are too long are dropped.
 
     Args:
         engine: Samples the responses.
@@ -73,12 +73,12 @@ class ScoredGroup:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """Those that can be trained on."""
+        """Samples of the group that can be trained on."""
         return tuple(each for each in self.scored if isinstance(each, Sample))
 
     @property
     def faults(self) -> list[Fault]:
-        """Why the others cannot."""
+        """Faults of the samples that cannot be trained on."""
         return [each for each in self.scored if isinstance(each, Fault)]
 
     @property
@@ -113,7 +113,7 @@ def batch_of(
     rest: Sequence[OpenGroup] = (),
     keeps_rest: bool = True,
 ) -> RolloutBatch:
-    """What is trained on, and what became of everything that was sampled for it.
+    """Return the rollout batch: the groups to train on, and counts of everything that was sampled.
 
     Args:
         scored: Groups to train on, once they are large enough.

@@ -25,7 +25,7 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """What answering took an engine since it was built, evaluations included; a difference is of a while.
+    """Counts of the engine's retries, time-outs and tokens since it was built, evaluations included.
 
     Unlike `RolloutCounts`, it counts what happened to responses that are still open. The embedded engine counts
     its prompt tokens; all else happens to servers only.
@@ -49,13 +49,13 @@ class EngineCounts:
         return EngineCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Each count as an `engine/...` metric. Call it on totals."""
+        """Return each count as an `engine/...` metric. Call it on totals."""
         return {f"engine/{name.removeprefix('num_')}": float(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class RolloutCounts:
-    """What became of a rollout's samples, on one rank or summed over all.
+    """Counts of a rollout's prompts and samples, kept and dropped, on one rank or summed over all.
 
     Prompts that are too long are a property of the data, not a fault of the run: they are counted apart, ask
     for no samples, and stop the run only where no other is left. Truncated responses and response tokens are
@@ -83,17 +83,17 @@ class RolloutCounts:
 
     @property
     def num_dropped_samples(self) -> int:
-        """Samples dropped for a fault of their own."""
+        """Number of samples dropped for a fault of their own."""
         return sum(self.num_dropped.values())
 
     def to_tensor(self) -> Tensor:
-        """All counts as int64, for summing over data-parallel ranks."""
+        """Return all counts as int64, for summing over data-parallel ranks."""
         plain = [getattr(self, name) for name in _PLAIN_COUNTS]
         of_reasons = [self.num_dropped[reason] for reason in DROP_REASONS]
         return torch.tensor([*plain, *of_reasons, *astuple(self.engine)])
 
     def with_totals(self, totals: Tensor) -> "RolloutCounts":
-        """The counts over all ranks, given the sum of their `to_tensor`; the example stays this rank's."""
+        """Return the counts over all ranks, given the sum of their `to_tensor`; keeps this rank's example."""
         values = [int(value) for value in totals]
         split = len(_PLAIN_COUNTS)
         plain, values = dict(zip(_PLAIN_COUNTS, values[:split], strict=True)), values[split:]
@@ -102,7 +102,7 @@ class RolloutCounts:
         return RolloutCounts(**plain, num_dropped=num_dropped, example=self.example, engine=engine)
 
     def metrics(self) -> dict[str, float]:
-        """The counts as `rollout/...` metrics, and the engine's as `engine/...`. Call it on totals."""
+        """Return the counts as `rollout/...` metrics, and the engine's as `engine/...`. Call it on totals."""
         num_samples = max(self.num_samples, 1)
         metrics = {
             "rollout/response_length_mean": self.num_response_tokens / num_samples,
@@ -127,7 +127,7 @@ _PLAIN_COUNTS = tuple(field.name for field in dataclasses.fields(RolloutCounts) 
 
 
 def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> None:
-    """Stop a run that throws away much of what it samples.
+    """Raise where too many samples were dropped, or all prompts were too long.
 
     Judge totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
 

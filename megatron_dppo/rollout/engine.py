@@ -1,4 +1,4 @@
-"""The one interface between training and whatever samples responses."""
+"""Defines the interface between training and any engine that samples responses."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_dppo.types import FinishReason, Prompt, RolloutTopK, RoutedExperts
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; the same for every request of one call."""
+    """Sampling parameters, the same for every request of one call."""
 
     max_response_tokens: int
     temperature: float = 1.0  # 0 decodes greedily
@@ -42,7 +42,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample."""
+    """Asks for one response to a prompt."""
 
     id: str
     prompt_tokens: tuple[int, ...]
@@ -70,7 +70,7 @@ class RolloutEngine(Protocol):
 
     @property
     def counts(self) -> EngineCounts:
-        """What answering took since the engine was built, over all calls of `generate`."""
+        """Counts of retries, time-outs and tokens since the engine was built, over all calls of `generate`."""
         ...
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
@@ -98,12 +98,12 @@ class RolloutEngine(Protocol):
 
 
 class InterruptibleEngine(RolloutEngine, Protocol):
-    """An engine that can leave responses half done, and go on with them."""
+    """An engine that can abort responses, and resume them in a later call."""
 
     def generate_until(
         self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
     ) -> list[Completion]:
-        """Sample until it is enough: the others come back aborted, with what there is of them.
+        """Sample until `is_enough` says so; return the other responses aborted, with their tokens so far.
 
         Raises:
             RolloutError: As `generate` does.

@@ -1,4 +1,4 @@
-"""Evaluation: sets of held-out prompts, sampled with settings of their own, every response written down."""
+"""Evaluates on sets of held-out prompts, each with its own sampling settings, and keeps every response."""
 
 import hashlib
 import heapq
@@ -33,7 +33,7 @@ _NOISE = 1 << 36  # rollout numbers above it key the noise of evaluations, which
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A set with its settings, wherever in [evaluation] they stand."""
+    """An evaluation set with its resolved settings from [evaluation]."""
 
     name: str
     prompts: Path
@@ -46,23 +46,23 @@ class EvaluationSet:
 
     @property
     def metric_names(self) -> list[str]:
-        """Every metric of the set; the first is its score."""
+        """Names of the set's metrics; the first is its score."""
         return metric_names(self.name, self.samples_per_prompt, self.pass_at)
 
     @property
     def noise_offset(self) -> int:
-        """Keys the noise by the set's name: what is drawn does not depend on which other sets there are."""
+        """Noise offset from the set's name: samples do not depend on which other sets there are."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=3).digest()
         return _NOISE * (1 + int.from_bytes(digest, "big"))
 
     def metrics(self, scores: Sequence[PromptScore], seed: int) -> dict[str, float]:
-        """The set's metrics, given the scores of all its prompts in their order."""
+        """Return the set's metrics, given the scores of all its prompts in their order."""
         n = self.samples_per_prompt
         return set_metrics(self.name, scores, self.pass_at, samples_per_prompt=n, seed=seed)
 
 
 def evaluation_sets(config: Config) -> list[EvaluationSet]:
-    """The sets of [evaluation], in the config's order."""
+    """Return the sets of [evaluation], in the config's order."""
     options = config.evaluation
     sets: list[EvaluationSet] = []
     for name, own in options.sets.items():
@@ -83,7 +83,7 @@ def evaluation_sets(config: Config) -> list[EvaluationSet]:
 
 
 class Evaluation:
-    """The sets of a run, and this rank's share of each."""
+    """Evaluates this rank's share of each evaluation set."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Evaluation:
 
     @property
     def first_prompts(self) -> dict[str, Prompt]:
-        """A prompt for each set's reward."""
+        """One prompt for each set's reward."""
         return {each.reward: self._prompts[each.name][0] for each in self.sets}
 
     def run(self, each: EvaluationSet, rollout: int, responses: Path) -> list[PromptScore]:
@@ -140,12 +140,12 @@ class Evaluation:
 
 
 def responses_file(folder: Path, name: str, rollout: int) -> Path:
-    """Where all responses to a set stand, of the evaluation after so many rollouts."""
+    """Return the file of all responses to a set in the evaluation after `rollout` rollouts."""
     return folder / f"{name}_{rollout:06d}.jsonl"
 
 
 def merge_responses(responses: Path, num_ranks: int) -> None:
-    """Make one file, in the order of the set's prompts, of the parts that all ranks have written."""
+    """Merge the parts that all ranks have written into one file, in the order of the set's prompts."""
     parts = [_part(responses, (rank, num_ranks)) for rank in range(num_ranks)]
     rows = ((row for _, row in read_jsonl(part)) for part in parts)
     write_jsonl(responses, heapq.merge(*rows, key=lambda row: (row["index"], row["sample"])))
@@ -158,7 +158,7 @@ def _part(responses: Path, share: tuple[int, int]) -> Path:
 
 
 def _rows(groups: Sequence[ScoredGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
-    """Every response as text, with its reward, or why it has none."""
+    """Yield every response as text, with its reward, or the reason why it has none."""
     for group in groups:
         pairs = zip(group.answers, group.scored, strict=True)
         for number, ((request, completion), scored) in enumerate(pairs):

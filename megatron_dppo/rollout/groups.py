@@ -1,4 +1,4 @@
-"""Groups of responses to one prompt: requested, sampled until enough are complete, and resumed."""
+"""Groups of responses to one prompt: requests them, samples until enough groups are complete, and resumes."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from megatron_dppo.types import Prompt
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """A prompt whose responses are asked for; some may be here."""
+    """A prompt and its requested responses, some of which may have been sampled."""
 
     drawn: Drawn
     index: int  # the prompt's place in the rollout that began it, over all ranks
@@ -40,30 +40,30 @@ class OpenGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each response is here, or was given up."""
+        """Whether each response was sampled or given up."""
         return None not in self.completions
 
     @property
     def answers(self) -> list[tuple[Request, Completion]]:
-        """The responses that are here."""
+        """Requests with the responses that were sampled."""
         pairs = zip(self.requests, self.completions, strict=True)
         return [(request, completion) for request, completion in pairs if completion is not None]
 
     @property
     def missing(self) -> list[Request]:
-        """Requests of responses that are not here."""
+        """Requests whose responses were not sampled yet."""
         pairs = zip(self.requests, self.completions, strict=True)
         return [request for request, completion in pairs if completion is None]
 
     @property
     def num_partials(self) -> int:
-        """Responses that were aborted after some tokens."""
+        """Number of responses that were aborted after some tokens."""
         return sum(request.partial is not None for request in self.missing)
 
 
 @dataclass(frozen=True)
 class GroupMaker:
-    """Asks for groups, all in one way."""
+    """Makes the groups of requests for prompts."""
 
     tokenizer: Tokenizer
     samples_per_prompt: int
@@ -72,7 +72,7 @@ class GroupMaker:
     environments: Environments = field(default_factory=lambda: InProcess(SingleTurn))
 
     def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[OpenGroup]:
-        """Groups of nothing yet, for prompts and their places in the rollout; prompts too long are left out.
+        """Make groups of requests for prompts and their places in the rollout; prompts too long are dropped.
 
         A group whose environment does not begin is whole at once, of samples that were given up.
         """
@@ -100,7 +100,7 @@ class GroupMaker:
 def sample(
     engine: RolloutEngine, groups: Sequence[OpenGroup], params: SamplingParams, num_wanted: int
 ) -> list[OpenGroup]:
-    """The groups, in their order, once `num_wanted` of them are whole; all are, where no more were given.
+    """Sample until `num_wanted` groups are whole, and return all groups in their order.
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.
@@ -147,7 +147,7 @@ class _Enough:
 def _updated(
     groups: Sequence[OpenGroup], finished: Mapping[str, Completion], partials: Mapping[str, Completion]
 ) -> list[OpenGroup]:
-    """The groups with what is finished, and with what to go on with."""
+    """Return the groups with the finished completions, and the partial ones to resume."""
 
     def update(group: OpenGroup) -> OpenGroup:
         old = zip(group.requests, group.completions, strict=True)
@@ -165,7 +165,7 @@ def _lost(request: Request, fault: EnvironmentFault) -> Completion:
 def _requests(
     prompt: Prompt, tokens: tuple[int, ...], first_key: tuple[int, int, int], count: int
 ) -> list[Request]:
-    """Requests `<group>+0`, `<group>+1`, ... of one group.
+    """Return the requests `<group>+0`, `<group>+1`, ... of one group.
 
     The group's id holds rollout, prompt and first sample: a prompt may come twice in one rollout. No id begins
     with another, since SGLang aborts all requests whose ids begin with the one that is named.
@@ -179,7 +179,7 @@ def _requests(
 def _checked(
     requests: Sequence[Request], completions: Sequence[Completion], params: SamplingParams
 ) -> Sequence[Completion]:
-    """The completions, once they are known to answer the requests in order, with one log-prob per token."""
+    """Return the completions after checking that they match the requests, with one log-prob per token."""
     wanted, given = [r.id for r in requests], [c.request_id for c in completions]
     if wanted != given:
         first = next((pair for pair in zip(wanted, given, strict=False) if pair[0] != pair[1]), None)

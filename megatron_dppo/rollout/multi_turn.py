@@ -91,7 +91,7 @@ class MultiTurnEngine:
     def generate_until(
         self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
     ) -> list[Completion]:
-        """Sample trajectories of one turn, until it is enough; see `InterruptibleEngine.generate_until`.
+        """Sample trajectories of one turn until enough are finished; see `InterruptibleEngine`.
 
         Raises:
             RolloutError: As the engine does, or trajectories may have more turns.
@@ -134,12 +134,12 @@ class _OpenTrajectory:
 
     @property
     def so_far(self) -> Trajectory:
-        """The trajectory as its environment is given it."""
+        """The trajectory so far, in the form that environments receive."""
         assert self.request.prompt is not None, "requests of groups name their prompts"
         return Trajectory(self.request.id, self.request.prompt, self.responses)
 
     def add_response(self, completion: Completion, turn_tokenizer: "TurnTokenizer") -> bool:
-        """Add the sampled tokens; return whether they are a response."""
+        """Add the sampled tokens; return whether they form a response."""
         self.completion = completion
         if completion.finish_reason == "abort":
             return False
@@ -209,7 +209,7 @@ class TurnTokenizer:
         return torch.tensor(ids, dtype=torch.int64)
 
     def _as_message(self, text: str) -> str:
-        """What the chat template writes from the end of a response to the beginning of the next."""
+        """Return the chat template's text between the end of a response and the beginning of the next."""
         turns = [("user", "?"), ("assistant", self._MARK), ("user", text)]
         conversation = [{"role": role, "content": content} for role, content in turns]
         written = self._tokenizer.apply_chat_template(

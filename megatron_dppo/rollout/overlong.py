@@ -1,11 +1,11 @@
-"""Soft overlong punishment: long responses cost before they are cut."""
+"""Soft overlong punishment: lowers the reward of responses that come close to the length limit."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class OverlongShaping:
-    """What the last tokens that a response may have cost (DAPO, arXiv:2503.14476, equation 13).
+    """Penalises responses that reach the last tokens of the limit (DAPO, arXiv:2503.14476, equation 13).
 
     Attributes:
         max_response_tokens: Where responses are cut.
@@ -18,6 +18,6 @@ class OverlongShaping:
     penalty: float
 
     def __call__(self, num_tokens: int) -> float:
-        """What is added to the reward of a response of `num_tokens`: from 0.0 down to -penalty, linearly."""
+        """Return the addend to the reward of a response of `num_tokens`: 0.0 down to -penalty, linearly."""
         num_over = num_tokens - (self.max_response_tokens - self.buffer_tokens)
         return -min(num_over / self.buffer_tokens, 1.0) * self.penalty if num_over > 0 else 0.0

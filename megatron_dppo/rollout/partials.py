@@ -16,18 +16,18 @@ from megatron_dppo.types import RolloutTopK, WeightVersionSpan
 
 
 def input_tokens(request: Request) -> list[int]:
-    """The prompt, and what was sampled of the response before."""
+    """Return the prompt and the response tokens sampled before, which the next call forwards."""
     return [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
 
 
 def num_tokens_left(request: Request, params: SamplingParams) -> int:
-    """Response tokens that may be sampled for this request."""
+    """Return the number of response tokens that may still be sampled for this request."""
     left = params.max_response_tokens - (request.partial.tokens.numel() if request.partial else 0)
     return left if params.max_turn_tokens is None else min(left, params.max_turn_tokens)
 
 
 def first_route_row(request: Request) -> int:
-    """The first token whose routes are not there yet."""
+    """Return the index of the first token whose routes are still missing."""
     if request.partial is None:
         return 0
     routes = request.partial.routed_experts
@@ -35,7 +35,7 @@ def first_route_row(request: Request) -> int:
 
 
 def aborted(request: Request) -> Completion:
-    """What there is of a request that was not answered: what was sampled before, or nothing."""
+    """Return the completion of an unanswered request: the tokens sampled before, or none."""
     if request.partial is not None:
         return request.partial
     nothing = torch.zeros(0)
@@ -43,7 +43,7 @@ def aborted(request: Request) -> Completion:
 
 
 def with_observation(completion: Completion, tokens: Tensor) -> Completion:
-    """The completion and what an environment says behind it, `[N]` int64, for the request of the next turn.
+    """Append an environment's observation `[N]` int64 to a completion, for the request of the next turn.
 
     Observations do not learn: their `loss_mask` is False, their log-probs are zeros that nobody reads, and
     their top-K is padding. Their routes come with the next turn.
@@ -65,7 +65,7 @@ def with_observation(completion: Completion, tokens: Tensor) -> Completion:
 
 
 def joined(partial: Completion, rest: Completion) -> Completion:
-    """One completion of what was sampled before, and of what came after; ends as `rest` does.
+    """Join the tokens sampled before with those of `rest` into one completion; it ends as `rest` does.
 
     Top-K and routes that either of them lacks are left out of the whole. The routes of `rest` begin with the
     first row that `partial` lacks. Moves and retractions are those of both: a response that was retracted once
@@ -94,7 +94,7 @@ def joined(partial: Completion, rest: Completion) -> Completion:
 
 
 def mask_of(completion: Completion) -> Tensor:
-    """The tokens of a completion that were sampled, `[R]` bool."""
+    """Return the mask of a completion's sampled tokens, `[R]` bool."""
     if completion.loss_mask is not None:
         return completion.loss_mask
     return torch.ones(completion.tokens.numel(), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The reward workers of a run: one pool for each reward that training and evaluation name."""
+"""Keeps the reward workers of a run: one pool for each reward that training and evaluation name."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,10 +16,10 @@ def training_reward(config: Config) -> str:
 
 
 class EnvironmentAlone:
-    """Scores nothing: every reward must come from the environment; implements `scoring.RewardScorer`."""
+    """Scores no response: every reward must come from the environment; implements `scoring.RewardScorer`."""
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return a fault for each request: only responses that no environment rewarded are asked about."""
+        """Return a fault for each request: it gets only responses that no environment rewarded."""
         found = "no reward of its environment"
         action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
         message = f"found {found}; expected one, since data.reward = 'environment'. {action}"
@@ -27,10 +27,10 @@ class EnvironmentAlone:
 
 
 class RewardPools:
-    """Pools by reward, for the life of a run; workers start when there is work."""
+    """Reward pools by name, for the life of a run; workers start with the first request."""
 
     def __init__(self, options: DataConfig, rewards: Iterable[str]) -> None:
-        """Say what to run: each of `rewards`, texts of `RewardChoice`s, in pools as [data] has them."""
+        """Create a pool for each of `rewards`, texts of `RewardChoice`s, with the limits of [data]."""
         self._pools = {
             reward: RewardPool(
                 reward,
@@ -43,11 +43,11 @@ class RewardPools:
         }
 
     def of(self, reward: str) -> RewardScorer:
-        """Return what scores with a reward that was named."""
+        """Return the scorer of a named reward."""
         return EnvironmentAlone() if RewardChoice.read(reward).is_environment else self._pools[reward]
 
     def start(self, first: Mapping[str, Prompt]) -> None:
-        """Have each reward score one response now: one that cannot should stop a run before a model loads.
+        """Score one response with each reward, so that a faulty one stops the run before a model loads.
 
         The response is the reference answer itself, whatever it earns.
 

@@ -34,7 +34,7 @@ from megatron_dppo.types import DataCursor, ModelRouting
 
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> RolloutEngine:
-    """The engine of rollout.engine for the model in `hf_folder` (its config, not its weights).
+    """Build the engine of rollout.engine for the model in `hf_folder` (its config, not its weights).
 
     Raises:
         ServerError: rollout.engine is "sglang", and the run's servers/ names no server that can be used.
@@ -66,7 +66,7 @@ def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
 
 
 def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
-    """Tokens that end a response: generation_config.json's where it names any, else config.json's.
+    """Return the end-of-sequence tokens: generation_config.json's where it names any, else config.json's.
 
     Nothing else is read from generation_config.json: sampling is ours to say.
     """
@@ -132,7 +132,7 @@ class Rollouts:
 
     @property
     def prompts_digest(self) -> str:
-        """Changes with any prompt, answer or id, and with their order: a cursor into others means nothing."""
+        """Digest of all prompts, answers and ids in order: a cursor is valid only with the same digest."""
         digest = PromptsDigest()
         for prompt in self._prompts:
             digest.add(prompt)
@@ -140,26 +140,26 @@ class Rollouts:
 
     @property
     def cursor(self) -> DataCursor:
-        """Where the next prompt comes from, while no group is open."""
+        """Cursor of the next prompt, while no group is open."""
         return self._stream.cursor
 
     def seek(self, cursor: DataCursor) -> None:
-        """Go on from a cursor that a checkpoint kept, without groups that are open."""
+        """Continue from a checkpoint's cursor, and drop all open groups."""
         self._scheduler.forget()
         self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
 
     def next(self, rollout: int) -> RolloutBatch:
-        """This rank's share of the next rollout, with what its engine counted; `settle` comes after it."""
+        """Sample and score this rank's share of the next rollout; call `settle` after it."""
         before = self._engine.counts
         batch = self._scheduler.run(rollout, self._stream)
         return replace(batch, counts=replace(batch.counts, engine=self._engine.counts - before))
 
     def settle(self, all_gather: Callable[[RankPlaces], Sequence[RankPlaces]]) -> DataCursor:
-        """The cursor after a rollout, the same on every rank; all call it together, after `next`."""
+        """Return the cursor after a rollout, the same on every rank; all call it together, after `next`."""
         return self._scheduler.settle(self._stream, all_gather(self._scheduler.places))
 
     def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
-        """The scores of this rank's share of each evaluation set, whose responses go to files in `folder`.
+        """Score this rank's share of each evaluation set, and write the responses to files in `folder`.
 
         A response that was dropped, because its reward failed or for another reason, earns nothing and is not
         left out: a reward that fails on hard answers must not raise the score.

@@ -17,14 +17,14 @@ _SMALLEST_GROUP = 2  # one sample has nothing to compare with
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """What other ranks must know of the prompts that a rank took."""
+    """Places of the prompts that one rank took, for the other ranks."""
 
     out_of_turn: tuple[int, ...]  # for groups that replaced others
     open: tuple[int, ...]  # of groups that the next rollout goes on with
 
 
 class RolloutScheduler:
-    """One rank's groups, from rollout to rollout.
+    """Schedules one rank's groups from rollout to rollout.
 
     A rollout draws its prompts from the stream that all ranks hold, each rank its share. With over-sampling the
     first draws more than are wanted, and ends once the wanted number of groups is whole; the others are kept
@@ -41,7 +41,7 @@ class RolloutScheduler:
         scorer: Scorer,
         params: SamplingParams,
     ) -> None:
-        """Prepare; nothing is drawn.
+        """Keep the options; draws no prompt.
 
         Args:
             options: [rollout] of the run.
@@ -57,7 +57,7 @@ class RolloutScheduler:
         self._out_of_turn: list[int] = []
 
     def run(self, rollout: int, stream: PromptStream) -> RolloutBatch:
-        """This rank's share of a rollout; draws from `stream`, the same on every rank."""
+        """Sample this rank's share of a rollout; draws from `stream`, which is the same on every rank."""
         options, (rank, size) = self._options, self._share
         groups, num_too_long = self._begin(rollout, stream)
         num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
@@ -87,16 +87,16 @@ class RolloutScheduler:
         )
 
     def forget(self) -> None:
-        """Keep nothing of earlier rollouts: the stream gives their open prompts once more."""
+        """Drop the open groups of earlier rollouts; the stream gives their prompts again."""
         self._kept, self._out_of_turn = None, []
 
     @property
     def places(self) -> RankPlaces:
-        """What this rank took since `settle`, and what it keeps."""
+        """Places that this rank took since `settle`, and those of its open groups."""
         return RankPlaces(tuple(self._out_of_turn), tuple(group.drawn.place for group in self._kept or ()))
 
     def settle(self, stream: PromptStream, ranks: Sequence[RankPlaces]) -> DataCursor:
-        """Tell this rank's stream what all ranks took in a rollout.
+        """Mark the prompts that all ranks took in a rollout as used in this rank's stream.
 
         Returns:
             The cursor that a run goes on from which holds none of the open groups: it gives their prompts
@@ -107,7 +107,7 @@ class RolloutScheduler:
         return stream.cursor_with(place for rank in ranks for place in rank.open)
 
     def _begin(self, rollout: int, stream: PromptStream) -> tuple[list[OpenGroup], int]:
-        """Groups to sample, kept ones first, and how many new prompts were too long."""
+        """Return the groups to sample, kept ones first, and the number of new prompts that were too long."""
         options, (rank, size) = self._options, self._share
         self._num_ahead, num_drawn = 0, options.prompts_per_rollout
         if self._kept is None:
@@ -118,7 +118,7 @@ class RolloutScheduler:
         return [*(self._kept or ()), *fresh], len(own) - len(fresh)
 
     def _ahead(self, rollout: int, stream: PromptStream, count: int) -> list[OpenGroup]:
-        """Groups of this rank's next prompts, taken out of turn; those too long are left out."""
+        """Begin groups of this rank's next prompts, out of order; prompts too long are dropped."""
         rank, size = self._share
         distances = [rank + size * (self._num_ahead + i) for i in range(count)]
         drawn = [stream.ahead(distance) for distance in distances]
@@ -128,7 +128,7 @@ class RolloutScheduler:
         return self._maker.begin(rollout, [(first + d, each) for d, each in zip(distances, drawn, strict=True)])
 
     def _sample(self, groups: Sequence[OpenGroup], num_wanted: int) -> tuple[list[OpenGroup], list[OpenGroup]]:
-        """The first whole groups, as many as are wanted, and the others."""
+        """Sample until enough groups are whole; return the first wanted ones, and the others."""
         sampled = sample(self._engine, groups, self._params, num_wanted)
         whole = [at for at, group in enumerate(sampled) if group.is_whole][:num_wanted]
         rest = [group for at, group in enumerate(sampled) if at not in set(whole)]

@@ -1,4 +1,4 @@
-"""Scores of an evaluation: pass@k and means over the responses to each prompt."""
+"""Computes the scores of an evaluation: pass@k and means over the responses to each prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _INTERVAL = (2.5, 97.5)  # percentiles
 
 @dataclass(frozen=True)
 class PromptScore:
-    """What the responses to one prompt earned. A response that was dropped earned 0, and is counted."""
+    """Scores of the responses to one prompt. A dropped response earns 0, and is counted."""
 
     index: int  # the prompt's place in its set
     num_samples: int  # responses that count: those asked for, or that a prompt too long was not asked for
@@ -34,7 +34,7 @@ def is_correct(reward: float) -> bool:
 
 
 def score_of(group: ScoredGroup) -> PromptScore:
-    """The numbers of one prompt's responses."""
+    """Return the score of one prompt's responses."""
     rewards = [float(sample.reward or 0.0) for sample in group.samples]
     completions = [completion for _, completion in group.answers]
     return PromptScore(
@@ -50,12 +50,12 @@ def score_of(group: ScoredGroup) -> PromptScore:
 
 
 def not_asked(index: int, num_samples: int) -> PromptScore:
-    """The numbers of a prompt that was too long to be asked: nothing is earned, and nothing left out."""
+    """Return the score of a prompt that is too long to sample: reward 0 for each of its responses."""
     return PromptScore(index, num_samples, 0, num_samples, 0, 0, 0, 0.0)
 
 
 def pass_at(k: int, num_samples: int, num_correct: int) -> float:
-    """Chance that k of a prompt's n responses, drawn without replacement, hold a correct one.
+    """Return the probability that k of a prompt's n responses, drawn without replacement, hold a correct one.
 
     The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), Eq. 1: 1 - C(n - c, k) / C(n, k).
     """
@@ -64,12 +64,12 @@ def pass_at(k: int, num_samples: int, num_correct: int) -> float:
 
 
 def powers_of_two(up_to: int) -> tuple[int, ...]:
-    """1, 2, 4, ... that are not above a number."""
+    """Return the powers of two 1, 2, 4, ... that are not above a number."""
     return tuple(1 << exponent for exponent in range(up_to.bit_length()))
 
 
 def interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap of the mean over problems: what it owes to which problems are in the set.
+    """Return the 95 % percentile bootstrap interval of the mean over problems.
 
     Args:
         values: One for each problem, at least one.
@@ -82,7 +82,7 @@ def interval(values: Sequence[float], seed: int) -> tuple[float, float]:
 
 
 def metric_names(name: str, samples_per_prompt: int, pass_at: Sequence[int]) -> list[str]:
-    """Every metric of a set, in the order in which a person reads them; the first is the score."""
+    """Return the names of a set's metrics in reading order; the first is the score."""
     average = f"avg_at_{samples_per_prompt}"
     of_pass = [f"pass_at_{k}" for k in pass_at]
     others = ["truncated_fraction", "response_length_mean", "dropped"]
@@ -92,7 +92,7 @@ def metric_names(name: str, samples_per_prompt: int, pass_at: Sequence[int]) -> 
 def set_metrics(
     name: str, scores: Sequence[PromptScore], ks: Sequence[int], *, samples_per_prompt: int, seed: int
 ) -> dict[str, float]:
-    """The metrics of a set.
+    """Return the metrics of a set.
 
     Args:
         name: Of the set.
@@ -118,7 +118,7 @@ def set_metrics(
 
 
 def over_ranks(gathered: Sequence[Mapping[str, Sequence[PromptScore]]]) -> dict[str, list[PromptScore]]:
-    """Each set's scores in the order of its prompts, given those of each rank."""
+    """Merge the ranks' scores of each set, in the order of its prompts."""
     names = gathered[0]
     return {
         name: sorted(chain.from_iterable(own[name] for own in gathered), key=lambda score: score.index)

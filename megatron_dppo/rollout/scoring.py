@@ -20,26 +20,26 @@ RouteValidator = Callable[[Sample], None]
 
 
 class Tokenizer(Protocol):
-    """What rollout needs of a transformers tokenizer, whose own annotations are unions of all it can return."""
+    """The methods of a transformers tokenizer that rollout calls, with plain types."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Any:
-        """Token ids of a text prompt, a list of int."""
+        """Return the token ids of a text prompt, a list of int."""
         ...
 
     def apply_chat_template(
         self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
     ) -> Any:
-        """Token ids of a chat prompt, a list of int."""
+        """Return the token ids of a chat prompt, a list of int."""
         ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any:
-        """Text of a list of token ids."""
+        """Return the text of a list of token ids."""
         ...
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a sample was dropped."""
+    """The reason why a sample was dropped."""
 
     reason: DropReason
     sample_id: str
@@ -50,16 +50,16 @@ class Fault:
 
 
 class RewardScorer(Protocol):
-    """What scoring needs of a `RewardPool`."""
+    """The interface of a `RewardPool` that scoring uses."""
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """A result for each request, in order."""
+        """Return a result for each request, in order."""
         ...
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores samples, or says why they cannot be trained on."""
+    """Validates and scores samples; faulty ones get a `Fault` in place of a reward."""
 
     tokenizer: Tokenizer
     rewards: RewardScorer
@@ -68,7 +68,7 @@ class Scorer:
     overlong: OverlongShaping | None = None
 
     def __call__(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
-        """Each sample with its reward, or the first fault found.
+        """Return each sample with its reward, or the first fault found.
 
         Only sound samples are scored, and only those that their environment gave no reward.
         """
@@ -125,13 +125,13 @@ class Scorer:
 
 
 def as_text(tokenizer: Tokenizer, tokens: Tensor, *, has_special_tokens: bool) -> str:
-    """Token ids [N] as text, with or without the special tokens among them; nothing else is tidied."""
+    """Decode token ids [N], with or without the special tokens among them, without cleaning up spaces."""
     ids = cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
     return tokenizer.decode(ids, skip_special_tokens=not has_special_tokens, clean_up_tokenization_spaces=False)
 
 
 def _retracted(num_retractions: int) -> str:
-    """Why a retracted sample has no routes to replay, and what to do."""
+    """Return a message that says why a retracted sample has no routes to replay, and what to do."""
     times = "once" if num_retractions == 1 else f"{num_retractions} times"
     return (
         f"retracted {times}, routes recomputed: the server's cache was full, so that the routes are not those "
@@ -141,6 +141,6 @@ def _retracted(num_retractions: int) -> str:
 
 
 def _has_usable_log_probs(sample: Sample) -> bool:
-    """Tokens that learn need finite log-probs; among the top-K, -inf pads and contributes nothing."""
+    """Whether log-probs are finite where tokens learn; -inf is allowed among the top-K."""
     is_finite = bool(sample.rollout_log_probs[sample.loss_mask].isfinite().all())
     return is_finite and (sample.topk is None or bool((sample.topk.log_probs < math.inf).all()))

@@ -1,4 +1,4 @@
-"""Builds what samples trajectories: an engine with environments, or with the user's own `rollout.generate`."""
+"""Builds the trajectory sampler: an engine with environments, or with the user's own `rollout.generate`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ class TrajectorySampler:
     def __init__(
         self, options: RolloutConfig, data: DataConfig, engine: RolloutEngine, tokenizer: Any, hf_folder: Path
     ) -> None:
-        """Start nothing yet.
+        """Build the sampler; starts no worker.
 
         Args:
             options: [rollout].
@@ -59,7 +59,7 @@ class TrajectorySampler:
             self.engine = UserGenerate(options.generate, function, engine, vocab_size)
 
     def start(self, first: Prompt) -> None:
-        """Have the environment answer once now, where it has workers: one that cannot stops a run.
+        """Step the environment once, where it has workers, so that a faulty one stops the run.
 
         Raises:
             EnvironmentFailedError: It does not begin with this prompt, or does not answer.
@@ -75,7 +75,7 @@ class TrajectorySampler:
 
 
 def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
-    """Return workers for the environments; none for the one that the package answers for itself."""
+    """Return workers for the environments; none for the single-turn one, which needs no worker."""
     if name == "single_turn":
         return None
     return EnvironmentPool(

@@ -1,4 +1,4 @@
-"""Responses by a user's own function, `rollout.generate = "package.module:function"`: checked."""
+"""Samples responses with a user's function, `rollout.generate = "package.module:function"`, and checks them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ class UserGenerate:
     """An engine that samples as a user's function says; implements `rollout.engine.RolloutEngine`."""
 
     def __init__(self, name: str, function: Generate, engine: RolloutEngine, vocab_size: int) -> None:
-        """Say what to call.
+        """Keep the function and the engine to call it with.
 
         Args:
             name: Of the function, for messages.
@@ -53,7 +53,7 @@ class UserGenerate:
         return self._engine.load_weights(weights, version)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """What the function returns, once it is known to fit; see `RolloutEngine.generate`.
+        """Return the function's completions after checking that they fit; see `RolloutEngine.generate`.
 
         Raises:
             RolloutError: The function raised, or a completion does not fit its request.

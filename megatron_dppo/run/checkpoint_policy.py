@@ -21,7 +21,7 @@ class CheckpointPolicy:
     """Saves the training state as `[checkpoint]` says. Every rank calls each method, together."""
 
     def __init__(self, config: Config, session: Session, actor: Actor, state: TrainingState) -> None:
-        """Find out which checkpoints there are; call `resume` next."""
+        """Find the existing checkpoints; call `resume` next."""
         self._config, self._runtime, self._logger = config, session.runtime, session.logger
         self._actor, self._state = actor, state
         self._settings = dump_config(config)
@@ -29,7 +29,7 @@ class CheckpointPolicy:
         self._checkpoints = Checkpoints(folder, config.checkpoint, config.model.load, session.runtime)
 
     def resume(self, data_cursor: DataCursor, prompts_digest: str) -> None:
-        """Restore the latest whole checkpoint, or begin with this cursor where there is none.
+        """Restore the latest whole checkpoint, or start at this cursor where there is none.
 
         Raises:
             CheckpointError: There are checkpoints and none can serve, or the prompts are not those of the run.
@@ -92,7 +92,7 @@ class CheckpointPolicy:
             log.info("asked to stop: saved after %d rollouts, %d gradient steps", *done)
 
     def complete_before_error(self) -> None:
-        """Complete a save that is underway, before an error that all ranks raise; it fails in silence."""
+        """Complete a save that is underway, before an error that all ranks raise; ignores its failure."""
         with contextlib.suppress(CheckpointError):
             self._checkpoints.complete()
 
@@ -122,7 +122,7 @@ class CheckpointPolicy:
         return is_due
 
     def _score(self) -> float | None:
-        """checkpoint.best_metric of the current weights; none within a rollout, whose steps changed them."""
+        """Return checkpoint.best_metric of the current weights; none in the middle of a rollout."""
         if self._state.open_rollout is not None:
             return None
         return self._logger.latest(self._config.checkpoint.best_metric)

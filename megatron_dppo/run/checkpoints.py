@@ -67,7 +67,7 @@ class Checkpoints:
     """Saves and restores a run's checkpoints. Every rank calls each method, together."""
 
     def __init__(self, folder: Path, options: CheckpointConfig, model_folder: Path, runtime: Runtime) -> None:
-        """Clean up what a killed run left half written.
+        """Delete the leftovers of a killed run.
 
         Args:
             folder: The run's `checkpoints/`; no other process may be using it.
@@ -121,7 +121,7 @@ class Checkpoints:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is not yet a checkpoint."""
+        """Whether a save is still being written."""
         return self._underway is not None
 
     def poll(self) -> None:
@@ -233,7 +233,7 @@ class Checkpoints:
         self._saved, self._failed_in_a_row = save.point.state, 0
 
     def _publish(self, save: "_Save", sums: dict[str, str]) -> None:
-        """Rank 0: what belongs to no rank alone, the checksums, and the names that make it visible."""
+        """On rank 0, write shared files and checksums, then the names that make the checkpoint visible."""
         unfinished, point = save.unfinished, save.point
         copy_model_files(hf_files(self._model_folder), unfinished / HF)
         checkpoint_folder.write_durably(unfinished / STATE, _to_json(point, save.layout))
@@ -384,12 +384,12 @@ def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
 
 
 def _tracker() -> Any:
-    """Megatron's random-number tracker, which `initialize_groups` has made."""
+    """Return Megatron's random-number tracker, which `initialize_groups` has made."""
     return get_cuda_rng_tracker()
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """Copies of this rank's random-number states, torch's and Megatron's."""
+    """Return copies of this rank's random-number states, torch's and Megatron's."""
     trackers = {f"megatron.{name}": state.clone() for name, state in _tracker().get_states().items()}
     return {"torch": torch.get_rng_state(), **trackers}
 

@@ -124,7 +124,7 @@ class RunLogger:
 
     @property
     def rollout_metrics(self) -> dict[str, float]:
-        """The row of the current rollout as far as it is known, over all ranks."""
+        """Metrics of the current rollout so far, over all ranks."""
         return dict(self._rollout_metrics)
 
     @property
@@ -138,7 +138,7 @@ class RunLogger:
         return value if value is not None and math.isfinite(value) else None
 
     def offset(self) -> int:
-        """Return the bytes of metrics.jsonl so far."""
+        """Return the size of metrics.jsonl so far, in bytes."""
         return self._on_main(lambda folder: folder.offset)
 
     def write_step(self, rollout: int, step: int, metrics: Metrics) -> None:

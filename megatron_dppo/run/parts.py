@@ -32,7 +32,7 @@ class RunParts:
         self.rollback = Rollback(config, session, self.state, self.checkpoints)
 
     def save_if_due(self) -> None:
-        """Save where that is due; save and end the run where any rank was asked to stop.
+        """Save where a checkpoint is due; save and end the run where any rank was asked to stop.
 
         Raises:
             Preempted: The run was asked to stop, and has saved.
@@ -42,7 +42,7 @@ class RunParts:
         self.checkpoints.save_if_due()
 
     def sampled(self, work: Callable[[], T]) -> T:
-        """Return what `work` samples; the trainer leaves the device meanwhile, where the engine needs the room.
+        """Return the result of `work`, which samples; offloads the trainer where release_trainer is set.
 
         Raises:
             Preempted: The run was asked to stop, and has saved.

@@ -23,24 +23,24 @@ _SAME_REQUEST_S = 1.0  # a launcher forwards what its process group has received
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop, and has saved."""
+    """Exit of a run that was asked to stop, and has saved."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
 
 
 class StopRequests:
-    """Notes whether this process was asked to stop. Ranks are asked at different times: they must agree."""
+    """Records whether this process was asked to stop. Ranks are asked at different times: they must agree."""
 
     def __init__(self) -> None:
-        """Install nothing yet: `handled` does."""
+        """Start without signal handlers; `handled` installs them."""
         self.is_received = False
         self._received_at = 0.0
         self._is_interruptible = False
 
     @contextlib.contextmanager
     def handled(self) -> Iterator["StopRequests"]:
-        """Answer the signals while the body runs; in the main thread only."""
+        """Handle the signals while the body runs; in the main thread only."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             yield self
@@ -82,7 +82,7 @@ class Preemption:
     """Saves and ends the run where any rank was asked to stop. Every rank calls each method, together."""
 
     def __init__(self, requests: StopRequests, runtime: Runtime, save: Callable[[], None]) -> None:
-        """`save` writes a checkpoint, and returns once it is on disk."""
+        """Keep `save`, which writes a checkpoint and returns once it is on disk."""
         self._requests, self._runtime, self._save = requests, runtime, save
 
     def exit_if_requested(self) -> None:

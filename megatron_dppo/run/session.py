@@ -1,4 +1,4 @@
-"""Starts a session: joins the job's processes, watches them, checks the config and opens the run logger."""
+"""Starts a session: joins the job's processes, detects failures, checks the config and opens the run logger."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +14,7 @@ from megatron_dppo.runtime.process import Runtime, start, stop
 
 @dataclass(frozen=True)
 class Session:
-    """What a training run needs before it loads a model."""
+    """Runtime, run logger and stop signals of a training run, ready before it loads a model."""
 
     runtime: Runtime
     logger: RunLogger
@@ -23,7 +23,7 @@ class Session:
 
 @contextmanager
 def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[Session]:
-    """Start a training run's session for the time of the body; signals that ask to stop are kept for it.
+    """Start a training run's session for the time of the body; handles the signals that ask it to stop.
 
     With `accepts_changes`, a run may be resumed with settings that make another experiment.
 

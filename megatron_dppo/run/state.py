@@ -10,7 +10,7 @@ from megatron_dppo.types import DataCursor, OpenRollout, RunState, TrainBatch
 
 
 class TrainingState:
-    """Says how far training is, and what is due there. It is the same on every rank, but for the batches.
+    """Counts finished rollouts and steps, and says what is due. The same on every rank, but for the batches.
 
     Attributes:
         run_state: Rollouts and gradient steps finished, the weight version and the data cursor.
@@ -19,7 +19,7 @@ class TrainingState:
     """
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
-        """Begin at the first rollout; `restore` replaces that by what a checkpoint kept."""
+        """Begin at the first rollout; `restore` replaces the counters by a checkpoint's."""
         self._config, self._runtime = config, runtime
         self.run_state = RunState(0, 0, 0, {})
         self.open_rollout: OpenRollout | None = None
@@ -27,12 +27,12 @@ class TrainingState:
 
     @property
     def rollout(self) -> int:
-        """Rollouts finished, which is the index of the current one."""
+        """Number of rollouts finished, which is the index of the current one."""
         return self.run_state.rollout
 
     @property
     def step(self) -> int:
-        """Gradient steps finished, skipped ones included."""
+        """Number of gradient steps finished, skipped ones included."""
         return self.run_state.step
 
     @property
@@ -47,7 +47,7 @@ class TrainingState:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether the current policy is to be evaluated, and was not yet."""
+        """Whether the current policy is due for an evaluation that has not run yet."""
         options = self._config.evaluation
         is_due = bool(options.sets) and (self.rollout % options.every == 0 or self.is_over)
         return is_due and self.run_state.last_evaluation != self.rollout
@@ -65,14 +65,14 @@ class TrainingState:
         return every > 0 and self.rollout % every == 0
 
     def restore(self, run_state: RunState, open_rollout: OpenRollout | None) -> None:
-        """Continue from what a checkpoint kept, the seconds of its open rollout included."""
+        """Continue from a checkpoint's state, including the seconds of its open rollout."""
         self.run_state, self.open_rollout = run_state, open_rollout
         self._update()
         if open_rollout is not None:
             self.timer = Stopwatch.resumed(self._runtime, open_rollout.seconds)
 
     def restart_timer(self) -> Stopwatch:
-        """Time a new rollout, and return its timer."""
+        """Start the timer of a new rollout, and return it."""
         self.timer = Stopwatch(self._runtime)
         return self.timer
 

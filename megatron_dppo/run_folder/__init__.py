@@ -1,1 +1,1 @@
-"""What a run's folder holds: metrics, config and versions, who is using it, and trackers fed beside it."""
+"""Run folders: metrics, config and versions, the lock, and trackers fed beside metrics.jsonl."""

@@ -39,7 +39,7 @@ SUBFOLDERS = ("samples", "checkpoints", "servers")
 
 
 class RunFolder:
-    """A run's folder while the run lives. Only rank 0 opens it.
+    """Writes a run's folder while the run lives. Only rank 0 opens it.
 
     Rollouts and gradient steps are counted from 0 in the rows; the log line says how many are finished.
     """
@@ -47,7 +47,7 @@ class RunFolder:
     def __init__(
         self, path: Path, backends: Sequence[Backend] = (), earlier_config: Mapping[str, Any] | None = None
     ) -> None:
-        """Use `RunFolder.open`; `earlier_config` is what config.toml held before, where there was one."""
+        """Use `RunFolder.open`; `earlier_config` is the former content of config.toml, if there was one."""
         self.path = path
         self.earlier_config = earlier_config
         self.samples, self.checkpoints, self.servers = (path / name for name in SUBFOLDERS)
@@ -68,7 +68,7 @@ class RunFolder:
         backends: Sequence[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> RunFolder:
-        """Create the folder, or go on in it.
+        """Create the folder, or resume in it.
 
         With `resume`, the caller then calls `truncate` with its checkpoint's offset (0 without a
         checkpoint). What differs from the earlier config is logged. Without `resume`, the folder may hold a
@@ -129,7 +129,7 @@ class RunFolder:
         return os.fstat(self._metrics.fileno()).st_size
 
     def copy_rows(self, offset: int, to: Path) -> None:
-        """Append what stands in metrics.jsonl after `offset` to another file."""
+        """Append the rows of metrics.jsonl after `offset` to another file."""
         to.parent.mkdir(parents=True, exist_ok=True)
         with (self.path / "metrics.jsonl").open("rb") as rows, to.open("ab") as copy:
             rows.seek(offset)
@@ -191,7 +191,7 @@ class RunFolder:
             raise OSError(f"{file}: wrote {written} of {len(line)} bytes; is the disk full?")
 
     def _seconds_of_rollout(self, metrics: Mapping[str, float]) -> float:
-        """Wall-clock from row to row, evaluation and saving included; the first counts its phases."""
+        """Return wall-clock from row to row, evaluation and saving included; the first counts its phases."""
         now = time.monotonic()
         phases = sum(value for name, value in metrics.items() if name.startswith("time/"))
         seconds = phases if self._last_rollout_at is None else now - self._last_rollout_at
@@ -203,7 +203,7 @@ class RunFolder:
 def rollout_line(
     rollout: int, num_rollouts: int, metrics: Mapping[str, float], seconds: float, seconds_left: float
 ) -> str:
-    """One readable line; what was not measured is left out."""
+    """Format a rollout's metrics as one line; metrics that were not measured are left out."""
     fields = (
         ("reward/mean", "reward {:.2f}"),
         ("rollout/response_length_mean", "length {:.1f}"),
@@ -231,7 +231,7 @@ def _duration(seconds: float) -> str:
 
 
 def _with_step_means(metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The rollout's own metrics; what only its gradient steps have, as their mean."""
+    """Return the rollout's own metrics, and the mean of those that only its gradient steps have."""
     values: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
@@ -240,7 +240,7 @@ def _with_step_means(metrics: Mapping[str, float], steps: Sequence[Mapping[str, 
 
 
 def json_number(value: float) -> float | int | str:
-    """The value as JSON has it: what is not finite becomes the string "NaN", "Infinity" or "-Infinity"."""
+    """Return the value as JSON has it; non-finite ones become the string "NaN", "Infinity" or "-Infinity"."""
     if isinstance(value, int):
         return int(value)
     value = float(value)
@@ -250,7 +250,7 @@ def json_number(value: float) -> float | int | str:
 
 
 def _without_none(value: Any) -> Any:
-    """What TOML can say: no None, and paths as strings."""
+    """Convert a value to what TOML can hold: no None, and paths as strings."""
     if isinstance(value, Mapping):
         return {str(key): _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -259,7 +259,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _refuse_unusable(path: Path, resume: bool) -> None:
-    """Raise where the path is no folder, holds a run that must not be mixed with, or half of one."""
+    """Raise where the path is no folder, holds another run, or half of one."""
     if path.exists() and not path.is_dir():
         raise ConfigError(Problem("run.folder", f"a file, {path}", "a folder", "Choose another run.folder."))
     if not path.exists():
@@ -284,7 +284,7 @@ def _refuse_unusable(path: Path, resume: bool) -> None:
 
 
 def _earlier_config(file: Path) -> dict[str, Any] | None:
-    """What config.toml holds, where there is one.
+    """Read the former config.toml, if there is one.
 
     Raises:
         CheckpointError: It is no TOML.

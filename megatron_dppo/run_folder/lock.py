@@ -33,7 +33,7 @@ LOCK = "run.lock"
 
 @contextlib.contextmanager
 def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterator[None]:
-    """Hold the run folder for the life of the body.
+    """Lock the run folder for the time of the body.
 
     Args:
         folder: The run's; made if it is not there.
@@ -68,7 +68,7 @@ def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterat
 
 
 def _lock(stream: BinaryIO) -> bool | None:
-    """Whether the lock was free, and is ours now; none where the file system has no locks."""
+    """Try to take the lock; return whether it is ours now, none where the file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,7 +98,7 @@ def _beat(stream: BinaryIO, owner: dict[str, Any], ended: threading.Event, beat_
 
 
 def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:
-    """Over what was there, in one write: at no time is the file of a folder in use empty."""
+    """Overwrite the file in one write: the file of a folder in use is never empty."""
     with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, with a better message
         stream.seek(0)
         stream.write(json.dumps(owner).encode() + b"\n")
@@ -106,7 +106,7 @@ def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """What the owner wrote; empty where the folder is free, or the owner is just writing."""
+    """Read the owner's entry; empty where the folder is free, or the owner is just writing."""
     try:
         owner: Any = json.loads((folder / LOCK).read_text())
         return owner if isinstance(owner, dict) else {}
@@ -115,7 +115,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _is_alive(folder: Path, beat_s: float) -> bool:
-    """Whether the owner, on a host that locks may not reach, gives a sign of life."""
+    """Whether the owner is alive, on a host that locks may not reach."""
     before = _read(folder).get("beat")
     logger.info(
         "%s: an owner is named that a lock may not reach; waiting %.0f s for a sign of life", folder, 3 * beat_s

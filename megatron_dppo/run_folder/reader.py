@@ -18,7 +18,7 @@ _CHANGE = "change"
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """One line of metrics.jsonl."""
+    """One row of metrics.jsonl."""
 
     rollout: int  # from 0; of an evaluation: rollouts finished before it
     step: int | None  # gradient step from 0; only step rows have one
@@ -27,7 +27,7 @@ class MetricsRow:
 
 @dataclass(frozen=True)
 class ChangeRow:
-    """A setting that was changed while the run stood still."""
+    """A setting that was changed before the run was resumed."""
 
     rollout: int  # rollouts finished before it
     change: SettingChange
@@ -35,7 +35,7 @@ class ChangeRow:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder's contents."""
+    """Contents of a run folder."""
 
     name: str
     path: Path
@@ -48,7 +48,7 @@ class Run:
     notes: tuple[str, ...] = ()  # what is odd about the files, for the report
 
     def option(self, key: str) -> Any:
-        """The config's value at a dotted key; None where it is not set."""
+        """Return the config's value at a dotted key; None where it is not set."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -143,7 +143,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _read_versions(file: Path) -> dict[str, Any]:
-    """Versions inform the reader only, so a folder without them still counts as a run."""
+    """Read versions.json, or an empty mapping where it is missing: it informs the reader only."""
     if not file.is_file():
         return {}
     try:

@@ -15,19 +15,19 @@ Axis = Literal["rollout", "step"]
 
 
 class Backend(Protocol):
-    """Where metrics also go."""
+    """A metrics backend beside metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
-        """Take the metrics of one rollout or one gradient step."""
+        """Log the metrics of one rollout or one gradient step."""
         ...
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush the remaining metrics, and close."""
         ...
 
 
 class TensorBoard:
-    """Event files in the run folder's tensorboard/."""
+    """Writes event files in the run folder's tensorboard/."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         module = _module("torch.utils.tensorboard", "tensorboard")
@@ -44,14 +44,14 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A wandb run named like the run folder; wandb's own settings say which project, and whether online."""
+    """Logs to a wandb run named like the run folder; wandb's own settings choose project and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._run = _module("wandb", "wandb").init(dir=str(folder), name=folder.name, config=dict(config))
         self._known = set[str]()
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
-        """Send one row with its axis; a metric's first row says which axis it is drawn over."""
+        """Send one row with its axis; the first row of a metric defines its axis."""
         over = "gradient_step" if axis == "step" else "rollout"
         for name in [name for name in metrics if name not in self._known]:
             self._run.define_metric(name, step_metric=over)
@@ -59,12 +59,12 @@ class WeightsAndBiases:
         self._run.log({over: index, **metrics})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining rows."""
         self._run.finish()
 
 
 class Trackio:
-    """A run of the project `megatron_dppo` in Trackio's files on this machine; `trackio show` opens them."""
+    """Logs to a run of the project `megatron_dppo` in Trackio's files here; `trackio show` opens them."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         module, quiet = _module("trackio", "trackio"), {"auto_log_gpu": False, "auto_log_cpu": False}
@@ -75,7 +75,7 @@ class Trackio:
         self._run.log(dict(metrics), step=index)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         self._run.finish()
 
 
@@ -83,7 +83,7 @@ BACKENDS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndB
 
 
 def open_backends(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Backend]:
-    """The trackers of these names."""
+    """Open the trackers of these names."""
     unknown = [name for name in names if name not in BACKENDS]
     if unknown:
         raise ConfigError(

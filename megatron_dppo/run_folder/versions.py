@@ -13,7 +13,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transformer
 
 
 def versions() -> dict[str, Any]:
-    """Plain values for JSON; null stands for a package that is not installed, or no git checkout."""
+    """Return versions as plain values for JSON; null stands for a missing package, or no git checkout."""
     return {
         "megatron-dppo": megatron_dppo.__version__,
         "git_commit": git_commit(Path(megatron_dppo.__file__).parent),
@@ -26,7 +26,7 @@ def versions() -> dict[str, Any]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Commit of the checkout that tracks `folder`, with "+changes" where files differ from it."""
+    """Return the commit of the checkout that tracks `folder`, with "+changes" where files differ from it."""
     try:
         # An installed package may lie inside somebody else's repository: ask whether this one tracks it.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")

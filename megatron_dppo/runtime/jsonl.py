@@ -1,4 +1,4 @@
-"""JSON lines files: written whole or not at all, read with the number of any line that is torn."""
+"""Reads and writes JSON lines files: written whole or not at all, read with the number of any torn line."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def each_line(path: Path) -> Iterator[tuple[int, dict[str, object] | DataError]]:
-    """Yield (line number from 1, object) of each line that is not blank, or what is wrong with the line."""
+    """Yield (line number from 1, object) of each line that is not blank, or the fault of the line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -76,7 +76,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, object]:
 
 
 def _umask() -> int:
-    """The process's umask; mkstemp ignores it, and a data file should be as readable as any other."""
+    """Return the process's umask; mkstemp ignores it, and a data file should be as readable as any other."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

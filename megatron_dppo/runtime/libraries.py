@@ -1,4 +1,4 @@
-"""Optional libraries of GPU kernels, Transformer Engine and NVIDIA apex: whether this process can use them.
+"""Finds out whether this process can use GPU kernels of Transformer Engine and NVIDIA apex.
 
 Megatron-Core uses each of them wherever an import does not raise ImportError, whatever the device. A package
 that is installed and cannot be loaded raises much else, and PyPI's `apex` is another project. So Megatron is
@@ -26,7 +26,7 @@ NO_GPU = "its kernels need a GPU, and this process has none"
 
 @dataclass(frozen=True)
 class Library:
-    """An optional package.
+    """An optional package, and the reason why it cannot be used, if any.
 
     Attributes:
         fault: Why it cannot be used: what importing it raised; none where it can.
@@ -42,7 +42,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Libraries:
-    """What there is beside Megatron-Core."""
+    """The optional libraries beside Megatron-Core."""
 
     transformer_engine: Library
     apex: Library
@@ -51,7 +51,7 @@ class Libraries:
 
 @functools.cache
 def usable_libraries(*, is_on_gpu: bool) -> Libraries:
-    """Import what is installed; what cannot be used is as if not installed, for the rest of the process."""
+    """Import the optional libraries; hide unusable ones for the rest of the process."""
     return Libraries(
         transformer_engine=_import("transformer_engine.pytorch", is_on_gpu=is_on_gpu),
         apex=_import("apex", "amp_C", "apex.multi_tensor_apply", "apex.optimizers", is_on_gpu=is_on_gpu),
@@ -60,7 +60,7 @@ def usable_libraries(*, is_on_gpu: bool) -> Libraries:
 
 
 def _import(*modules: str, is_on_gpu: bool) -> Library:
-    """A library that is all of these modules; the first one's package is hidden where one does not import."""
+    """Import a library's modules; the first one's package is hidden where one does not import."""
     package = modules[0].partition(".")[0]
     fault = None if is_on_gpu else NO_GPU
     if is_on_gpu:

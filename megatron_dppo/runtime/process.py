@@ -26,7 +26,7 @@ logger = logging.getLogger("megatron_dppo")
 
 @dataclass
 class Progress:
-    """Where this process is in the run, so that an error can say so. Setting anything sets `since` as well."""
+    """Rollout, step and phase of this process, for error messages. Setting any of them sets `since` as well."""
 
     rollout: int | None = None
     step: int | None = None
@@ -39,7 +39,7 @@ class Progress:
             super().__setattr__("since", time.monotonic())
 
     def describe(self) -> str:
-        """For a message: "rollout 3, step 12, phase train"."""
+        """Format the progress for a message: "rollout 3, step 12, phase train"."""
         known = (("rollout", self.rollout), ("step", self.step), ("phase", self.phase or None))
         return ", ".join(f"{name} {value}" for name, value in known if value is not None) or "start-up"
 
@@ -59,11 +59,11 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and speaks."""
+        """Whether this rank writes files and logs."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order. Small picklable objects only."""
+        """Return every rank's value, in rank order. Small picklable objects only."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
@@ -85,7 +85,7 @@ class Runtime:
         return outcome[0]
 
     def exchange(self, parcels: list[Tensor]) -> list[Tensor]:
-        """Give `parcels[r]` to rank r; what each rank gave to this one, in rank order. Peer to peer.
+        """Send `parcels[r]` to rank r, peer to peer, and return the parcels received, in rank order.
 
         Args:
             parcels: [n] uint8 on the CPU, one for each rank; emptied, so that no byte is held a third time.
@@ -103,7 +103,7 @@ class Runtime:
         return list(received.cpu().split(to_receive))
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Return whether any rank's flag is set."""
         flags = torch.tensor(int(flag), device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
@@ -113,23 +113,23 @@ class Runtime:
         dist.barrier()
 
     def peak_bytes(self) -> int:
-        """Peak memory so far: of the device, or of this process where the device is the CPU."""
+        """Return the peak memory so far: of the device, or of this process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return self.host_peak_bytes()
 
     def host_peak_bytes(self) -> int:
-        """Peak resident memory of this process so far."""
+        """Return the peak resident memory of this process so far."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given, so that clocks tell the truth."""
+        """Wait until the device has finished its work, so that timers are right."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def world_size_from_launcher() -> int:
-    """Number of processes that torchrun or srun started; 1 without a launcher."""
+    """Return the number of processes that torchrun or srun started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -139,7 +139,7 @@ def has_gpu() -> bool:
 
 
 def gpu_libraries() -> Libraries:
-    """Which kernels of others this process can use; call before importing Megatron, which then sees no more."""
+    """Return the GPU libraries that this process can use; call before importing Megatron."""
     return usable_libraries(is_on_gpu=has_gpu())
 
 
@@ -179,7 +179,7 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
 
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Wait for the other processes at MASTER_ADDR:MASTER_PORT; the store they have in common.
+    """Wait for the other processes at MASTER_ADDR:MASTER_PORT; return their common store.
 
     Raises:
         LaunchError: They did not come in time.
@@ -218,7 +218,7 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
 
 
 def _wait_for_listener(host: str, port: int, world_size: int, timeout_s: float) -> None:
-    """Return when somebody listens; PyTorch's own wait would fill the log with C++ frames."""
+    """Wait until the port accepts connections; PyTorch's own wait would log C++ frames."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -240,7 +240,7 @@ def _not_met(found: str, host: str, port: int, world_size: int, waited_s: float)
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception, or one that says the same where it does not survive pickling."""
+    """Return the exception, or one with the same message where it does not survive pickling."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its __reduce__ and __init__ do
@@ -249,13 +249,13 @@ def _portable(error: Exception) -> Exception:
 
 
 def quiet_library_warnings() -> None:
-    """Leave out what Megatron and torch.distributed warn about on every start; call before importing them."""
+    """Silence the start-up warnings of Megatron and torch.distributed; call before importing them."""
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", module=module)
 
 
 def _configure_logging(rank: int) -> None:
-    """Rank 0 speaks; the others only when something is wrong."""
+    """Log from rank 0; other ranks log warnings and errors only."""
     mark = "" if rank == 0 else f"rank {rank} "
     logging.basicConfig(
         level=logging.WARNING, format=f"%(asctime)s {mark}%(levelname)s %(message)s", datefmt="%H:%M:%S"
@@ -264,7 +264,7 @@ def _configure_logging(rank: int) -> None:
 
 
 def stop() -> None:
-    """Leave the process group; arithmetic keeps the smallest floats again."""
+    """Leave the process group, and stop flushing denormal floats to zero."""
     torch.set_flush_denormal(False)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -272,7 +272,7 @@ def stop() -> None:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Seconds spent in named phases of one rollout."""
+    """Times the named phases of one rollout, in seconds."""
 
     runtime: Runtime
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -280,7 +280,7 @@ class Stopwatch:
 
     @classmethod
     def resumed(cls, runtime: Runtime, seconds: Mapping[str, float]) -> "Stopwatch":
-        """Go on from what `stop` gave before."""
+        """Continue from an earlier result of `stop`."""
         phases = {phase: elapsed for phase, elapsed in seconds.items() if phase != "total"}
         return cls(runtime, phases, time.perf_counter() - seconds.get("total", 0.0))
 
@@ -289,7 +289,7 @@ class Stopwatch:
         return _Phase(self, phase)
 
     def stop(self) -> dict[str, float]:
-        """Seconds of each phase, and "total" since the watch was made."""
+        """Return the seconds of each phase, and "total" since the stopwatch was made."""
         return {**self.seconds, "total": time.perf_counter() - self.started}
 
 

@@ -1,4 +1,4 @@
-"""A user's own functions and classes, by import path; nothing is imported before it is asked for."""
+"""Imports a user's own functions and classes by import path, only when they are asked for."""
 
 import difflib
 import importlib
@@ -15,7 +15,7 @@ from megatron_dppo.errors import ConfigError, Problem
 
 
 def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] = ()) -> Problem | None:
-    """What is wrong with a name that is none of the registered ones, without running a user's code.
+    """Return the problem with a name that is not registered, without running a user's code.
 
     Args:
         key: The config key that holds it.
@@ -39,7 +39,7 @@ def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] 
 
 
 def imported(key: str, name: str) -> Any:
-    """The function or class that "package.module:name" names. What its module raises comes through.
+    """Import the function or class that "package.module:name" names; errors of its module pass through.
 
     Raises:
         ConfigError: There is none, or it cannot be called; `key` is the config key that names it.
@@ -60,7 +60,7 @@ def imported(key: str, name: str) -> Any:
 
 
 def problem_with_import(key: str, name: str) -> Problem | None:
-    """What is wrong with "package.module:name" once it is imported, in a process of its own."""
+    """Return the problem with importing "package.module:name", tried in a process of its own."""
     program = f"from megatron_dppo.runtime.user_code import imported; imported({key!r}, {name!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])}
     done = subprocess.run(

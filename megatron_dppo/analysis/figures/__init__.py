@@ -1,1 +1,1 @@
-"""The paper's figures, drawn of run folders: PNG and SVG files with captions, and a gallery of all of them."""
+"""Draws the paper's figures from run folders: PNG and SVG files with captions, and a gallery of all of them."""

@@ -22,7 +22,7 @@ from megatron_dppo.analysis.figures.runs import Experiment, Line
 
 
 def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 8 (and the right of Figure 1): scores with and without R3, side by side."""
+    """Draw Figure 8 (and the right of Figure 1): scores with and without R3, side by side."""
     experiments = [e for e in material.experiments if len({line.is_replayed for line in e.lines}) > 1]
     if not experiments:
         return Lacking(
@@ -48,7 +48,7 @@ def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 9: the same scores of several models, or settings."""
+    """Draw Figure 9: the same scores of several models, or settings."""
     if len(material.compared) < 2:
         return Lacking(
             "there is one experiment with two algorithms or more",
@@ -63,7 +63,7 @@ def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def draw_topk_scores(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 10: Top-K divergences beside binary ones and the baselines."""
+    """Draw Figure 10: Top-K divergences beside binary ones and the baselines."""
     experiments = _with_topk(material.experiments)
     if not experiments:
         return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
@@ -77,7 +77,7 @@ def draw_topk_scores(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def draw_topk_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 16: the six metrics of the same runs."""
+    """Draw Figure 16: the six metrics of the same runs."""
     experiments = _with_topk(material.experiments)
     if not experiments:
         return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
@@ -90,7 +90,7 @@ def _with_topk(experiments: Iterable[Experiment]) -> list[Experiment]:
 
 
 def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figures 11 to 15: reward, scores, mismatch, length and entropy of an experiment's algorithms."""
+    """Draw Figures 11 to 15: reward, scores, mismatch, length and entropy of an experiment's algorithms."""
     split = [
         replace(e, label=", ".join(filter(None, [e.label, words])), lines=lines)
         for e in material.compared
@@ -101,7 +101,7 @@ def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 17: PPO's clip against DPPO-Binary-TV on several tasks and models."""
+    """Draw Figure 17: PPO's clip against DPPO-Binary-TV on several tasks and models."""
     kept = [replace(e, lines=tuple(filter(_is_clip_or_binary_tv, e.lines))) for e in material.experiments]
     kept = [e for e in kept if {line.objective.rule for line in e.lines} == {"ratio", "divergence"}]
     if not kept:
@@ -122,7 +122,7 @@ def _is_clip_or_binary_tv(line: Line) -> bool:
 
 
 def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 19 of the third version: one algorithm with several thresholds."""
+    """Draw Figure 19 of the third version: one algorithm with several thresholds."""
     drawings: list[Drawing] = []
     for experiment in material.experiments:
         families: dict[tuple[object, ...], list[Line]] = {}

@@ -1,4 +1,4 @@
-"""A figure is panels on a grid under one legend; it is drawn for a page's width, and for a telephone's."""
+"""Draws a figure as panels on a grid under one legend, for a page's width and for a telephone's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WIDEST_PANEL = 4.5  # inches
 
 @dataclass(frozen=True)
 class Page:
-    """What a figure is drawn for."""
+    """Size and resolution that a figure is drawn for."""
 
     width: float  # inches
     most_columns: int
@@ -38,7 +38,7 @@ NARROW = Page(width=3.5, most_columns=1, num_characters=48, dots_per_inch=140)
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure and what is said beneath it."""
+    """One figure and its caption."""
 
     name: str  # of its files
     paper: str  # its number in the paper
@@ -50,14 +50,14 @@ class Drawing:
 
 
 def _at_most(page: Page, width: float) -> Page:
-    """The page, or one of that width with as much less text."""
+    """Return the page, or one of that width with proportionally less text."""
     if page.width <= width:
         return page
     return replace(page, width=width, num_characters=int(page.num_characters * width / page.width))
 
 
 def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
-    """The drawing on a page, with the headline over its title."""
+    """Draw the drawing on a page, with the headline over its title."""
     if len(drawing.panels) == 1:
         page = _at_most(page, _WIDEST_PANEL)
     columns = min(drawing.columns, page.most_columns, len(drawing.panels))
@@ -85,7 +85,7 @@ def build(drawing: Drawing, page: Page = WIDE, headline: str = "") -> Figure:
 
 
 def _add_legend(figure: Figure, page: Page) -> int:
-    """One entry for each label that a panel has; the rows it takes."""
+    """Add one entry for each label that a panel has; return the rows that the legend takes."""
     entries: dict[str, Artist] = {}
     for place in figure.axes:
         for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
@@ -99,7 +99,7 @@ def _add_legend(figure: Figure, page: Page) -> int:
 
 
 def render(figure: Figure, kind: Format, page: Page = WIDE) -> bytes:
-    """The file's bytes; the same figure gives the same ones."""
+    """Return the file's bytes; the same figure gives the same ones."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(dict(RC)):
         figure.savefig(buffer, format=kind, dpi=page.dots_per_inch, metadata=_METADATA[kind])

@@ -1,4 +1,4 @@
-"""Which figures there are. Numbers are those of arXiv 2602.04879: README.md says where they are established."""
+"""Lists the figures. Numbers are those of arXiv 2602.04879: README.md says where they are established."""
 
 from megatron_dppo.analysis.figures import (
     broader,

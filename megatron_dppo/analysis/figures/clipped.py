@@ -1,4 +1,4 @@
-"""What `clipped_tokens/` of a run says of the tokens that its own mask drops (section 6 and Appendix E)."""
+"""Reads the tokens that a run's own mask drops from its `clipped_tokens/` (section 6 and Appendix E)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ CURVES = {"clipped/rollout_prob": "mu", "clipped/entropy": "entropy"}  # metric 
 
 
 def own_rows(file: Path) -> list[ClippedRow]:
-    """The rows of the mask that trained.
+    """Return the rows of the mask that trained.
 
     Raises:
         DataError: The file is no list of clipped tokens.
@@ -21,7 +21,7 @@ def own_rows(file: Path) -> list[ClippedRow]:
 
 
 def clipped_curves(files: Mapping[int, Path], rollout_of: Mapping[int, int]) -> dict[str, Points]:
-    """Mean mu and entropy of masked tokens over rollouts, each listed occurrence counting once.
+    """Return mean mu and entropy of masked tokens over rollouts, each listed occurrence counting once.
 
     Args:
         files: Gradient step -> list.

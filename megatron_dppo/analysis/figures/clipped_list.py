@@ -1,4 +1,4 @@
-"""Appendix E as a figure: the tokens that a mask drops most often."""
+"""Draws Appendix E as a figure: the tokens that a mask drops most often."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIGNS = {"+": "tokens with A > 0", "-": "tokens with A < 0"}
 
 
 def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """For each line, of the last list that its first run with any has written."""
+    """Draw for each line the last list of its first run that has any."""
     drawings: list[Drawing] = []
     for experiment in material.experiments:
         for line in experiment.lines:

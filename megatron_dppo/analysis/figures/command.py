@@ -18,7 +18,7 @@ FORMATS: tuple[Format, ...] = ("png", "svg")
 
 
 def formats_of(names: Sequence[str]) -> tuple[Format, ...]:
-    """The formats of these names, each once; all of them where none is named.
+    """Return the formats of these names, each once; all of them where none is named.
 
     Raises:
         ConfigError: There is no such format.
@@ -31,7 +31,7 @@ def formats_of(names: Sequence[str]) -> tuple[Format, ...]:
 
 @dataclass(frozen=True)
 class Written:
-    """What came of a call."""
+    """Names of the figures that were drawn, and reasons for the others."""
 
     names: tuple[str, ...]  # of the figures, without the ends of their files' names
     not_drawn: tuple[str, ...]  # a sentence for each other one
@@ -40,7 +40,7 @@ class Written:
 def draw_figures(
     folders: Sequence[Path], out: Path, formats: Sequence[Format] = FORMATS, title: str = ""
 ) -> Written:
-    """Draw what the folders suffice for.
+    """Draw all figures for which the folders suffice.
 
     Args:
         folders: Of runs, finished or not, and of megatron-dppo measure-mismatch.
@@ -95,7 +95,7 @@ def _write(drawing: Drawing, out: Path, formats: Sequence[Format], title: str) -
 
 
 def caption_lines(drawing: Drawing, title: str = "") -> Iterator[str]:
-    """The caption, a sentence or two to a line."""
+    """Yield the caption, a sentence or two to a line."""
     if title:
         yield f"{title}."
     yield f"{drawing.title}. After arXiv 2602.04879, {drawing.paper}."

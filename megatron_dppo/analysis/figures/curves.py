@@ -24,7 +24,7 @@ _FEW_POINTS = 15  # of which each one is marked
 
 @dataclass(frozen=True)
 class Curve:
-    """A line's values, [P] each; those of a single seed have no interval."""
+    """Values of a line, [P] each; those of a single seed have no interval."""
 
     x: Floats  # rollouts
     raw: Floats  # mean over seeds
@@ -48,7 +48,7 @@ class CurvePanel:
 
 
 def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
-    """The line's curve, over the rollouts that all of its seeds have; none where no seed has the metric."""
+    """Return the line's curve over the rollouts that all its seeds have; none where no seed has the metric."""
     known = [run.curves[panel.metric] for run in line.runs if panel.metric in run.curves]
     if not known:
         return None
@@ -66,7 +66,7 @@ def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
 
 
 def mean_intervals(values: Floats) -> tuple[Floats, Floats]:
-    """[P] bounds of the means of values [S, P] over seeds: those of `contrasts.estimate` at each point."""
+    """Return [P] bounds of the means of values [S, P] over seeds: `contrasts.estimate`'s at each point."""
     num_seeds = len(values)
     chosen = np.random.default_rng(_SEED).integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
     shares = np.stack([(chosen == seed).mean(axis=1) for seed in range(num_seeds)], axis=1)
@@ -75,7 +75,7 @@ def mean_intervals(values: Floats) -> tuple[Floats, Floats]:
 
 
 def curve_panels(panels: Sequence[CurvePanel]) -> list[Callable[[Axes], None]]:
-    """What draws them, without the panels of which no line has a value."""
+    """Return the functions that draw the panels, without panels for which no line has a value."""
     made = [(panel, [(line, curve_of(line, panel)) for line in panel.lines]) for panel in panels]
     return [
         _drawer(panel, [(a, b) for a, b in of if b is not None]) for panel, of in made if any(b for _, b in of)
@@ -83,7 +83,7 @@ def curve_panels(panels: Sequence[CurvePanel]) -> list[Callable[[Axes], None]]:
 
 
 def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
-    """The same panels with one y axis, so that what stands side by side can be compared."""
+    """Return the same panels with one y axis, so that neighbours can be compared."""
     curves = [c for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None]
     shown = [part for c in curves for part in (c.raw, c.mean, c.low, c.high) if part is not None]
     known = np.concatenate([part[np.isfinite(part)] for part in shown]) if shown else np.zeros(0)
@@ -119,7 +119,7 @@ def _draw_curve(axes: Axes, line: Line, curve: Curve) -> None:
 
 
 def seeds_said(lines: Sequence[Line]) -> list[str]:
-    """A caption's sentences on what each line is: its runs and their seeds."""
+    """Return a caption's sentences on each line: its runs and their seeds."""
     found: list[str] = []
     for line in lines:
         seeds = ", ".join(run.seed for run in line.runs)
@@ -137,7 +137,7 @@ def seeds_said(lines: Sequence[Line]) -> list[str]:
 
 
 def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
-    """A caption's sentences on means, intervals and smoothing, as these panels have them."""
+    """Return a caption's sentences on means, intervals and smoothing in these panels."""
     curves = [
         (panel, c) for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None
     ]

@@ -1,4 +1,4 @@
-"""Figure 2: how far two engines with the same weights are apart, by the probability of the token."""
+"""Draws Figure 2: the distance of two engines with the same weights, by the probability of the token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARGIN = 0.05  # of the values' range
 
 
 def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """The ratio on the left, total variation on the right; a row for each way of forwarding."""
+    """Draw the ratio on the left, total variation on the right; a row for each way of forwarding."""
     known = [pairs for pairs in material.tokens if pairs.log_mu.size]
     if not known:
         return Lacking(
@@ -56,7 +56,7 @@ def _caption(folder: str, of: list[TokenPairs]) -> list[str]:
 
 
 def drawn_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
-    """Of log mu and log pi, [at most MOST_TOKENS] each; the same ones each time."""
+    """Return a sample of log mu and log pi, [at most MOST_TOKENS] each; the same tokens each time."""
     size = pairs.log_mu.size
     if size <= MOST_TOKENS:
         return pairs.log_mu, pairs.log_pi
@@ -65,7 +65,7 @@ def drawn_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _panels(of: Sequence[TokenPairs]) -> list[Callable[[Axes], None]]:
-    """A row for each way of forwarding; rows have the same axes."""
+    """Return a row of panels for each way of forwarding; rows have the same axes."""
     tokens = [drawn_tokens(pairs) for pairs in of]
     ratios = [np.exp(log_pi - log_mu) for log_mu, log_pi in tokens]
     differences = [np.abs(np.exp(log_pi) - np.exp(log_mu)) for log_mu, log_pi in tokens]

@@ -1,4 +1,4 @@
-"""Figures whose panels are curves over training: one for each experiment, or one of all."""
+"""Draws figures whose panels are curves over training: one for each experiment, or one of all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NOTHING_YET = Lacking("the runs have no finished rollout with these metrics", "l
 
 
 def plain(lines: Sequence[Line], *named: tuple[str, str]) -> list[CurvePanel]:
-    """A panel for each title and metric."""
+    """Return a panel for each title and metric."""
     return [CurvePanel(title, metric, lines) for title, metric in named]
 
 
 def scores(lines: Sequence[Line]) -> list[CurvePanel]:
-    """One panel for each evaluation set; not smoothed, as in the paper."""
+    """Return one panel for each evaluation set; not smoothed, as in the paper."""
     found: list[CurvePanel] = []
     for metric in scores_of(lines):
         match = SCORE.fullmatch(metric)
@@ -38,12 +38,12 @@ def scores(lines: Sequence[Line]) -> list[CurvePanel]:
 
 
 def score_notes(experiments: Iterable[Experiment]) -> list[str]:
-    """What a caption says where rewards stand for scores."""
+    """Return a caption's note where rewards take the place of scores."""
     return [] if scores_of([line for e in experiments for line in e.lines]) else [_NO_SCORES]
 
 
 def six(experiment: Experiment) -> list[CurvePanel]:
-    """Reward, scores, mismatch, length and entropy: Appendix G's six panels with two evaluation sets."""
+    """Return the panels of reward, scores, mismatch, length and entropy: Appendix G's six with two sets."""
     lines = experiment.lines
     return [*plain(lines, REWARD), *scores(lines), *plain(lines, MISMATCH, LENGTH, ENTROPY)]
 
@@ -56,7 +56,7 @@ def per_experiment(
     notes: Sequence[str] = (),
     columns: int = 3,
 ) -> list[Drawing] | Lacking:
-    """A figure for each experiment that has a curve."""
+    """Return a figure for each experiment that has a curve."""
     drawings = [
         drawing
         for experiment in experiments
@@ -73,7 +73,7 @@ def drawings_of(
     notes: Sequence[str],
     columns: int = 3,
 ) -> list[Drawing]:
-    """One figure of one experiment; none where no panel has a curve."""
+    """Return one figure of one experiment; none where no panel has a curve."""
     suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", experiment.label.lower()).strip("_") if experiment.label else ""
     named = replace(kind, name=kind.name + suffix)
     whole = f"{title}: {experiment.label}" if experiment.label else title
@@ -89,7 +89,7 @@ def one_figure(
     notes: Sequence[str],
     columns: int = 3,
 ) -> list[Drawing] | Lacking:
-    """One figure of several experiments, with the runs, seeds and smoothing in its caption."""
+    """Return one figure of several experiments, with the runs, seeds and smoothing in its caption."""
     drawn = curve_panels(panels)
     if not drawn:
         return NOTHING_YET

@@ -1,4 +1,4 @@
-"""All figures on one page that needs no other file: light or dark, and on a telephone as well."""
+"""Renders all figures on one page that needs no other file: light or dark, and on a telephone as well."""
 
 import base64
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megatron_dppo.analysis.pages import page_templates
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as the gallery shows it."""
+    """A figure with its files and caption in the gallery."""
 
     drawing: Drawing
     wide: bytes  # PNG
@@ -19,7 +19,7 @@ class Picture:
 
 
 def gallery(pictures: Sequence[Picture], not_drawn: Sequence[str], title: str) -> str:
-    """The page's HTML."""
+    """Return the page's HTML."""
     environment = page_templates("megatron_dppo.analysis.figures")
     environment.filters["data_url"] = _data_url
     page = environment.get_template("gallery.html.j2")

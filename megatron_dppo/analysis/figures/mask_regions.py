@@ -1,4 +1,4 @@
-"""Figure 1: the surrogate objectives of PPO and DPPO, and where their masks let no token learn."""
+"""Draws Figure 1: the surrogate objectives of PPO and DPPO, and the regions where their masks drop tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINES = ("#000000", "#009e73", "#cc79a7")
 
 @dataclass(frozen=True)
 class Region:
-    """A mask over the probabilities of a token, [len(pi), len(mu)] bool each."""
+    """A mask over the probabilities of a token, [len(pi), len(mu)] bool for each sign of A."""
 
     mu: np.ndarray
     pi: np.ndarray
@@ -35,7 +35,7 @@ class Region:
 
 
 def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Of the runs' own trust regions; PPO's and DPPO's as published where the runs have none."""
+    """Draw the runs' own trust regions; PPO's and DPPO's as published where the runs have none."""
     objectives, notes = _chosen([line.objective for line in material.lines])
     labels = [_label(objective, objectives) for objective in objectives]
     rows = (_surrogate, _linear, _logarithmic)
@@ -62,7 +62,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _chosen(of_runs: Sequence[Objective]) -> tuple[list[Objective], list[str]]:
-    """One PPO, one DPPO, and what else the runs train with that mu and pi of the token decide."""
+    """Choose one PPO, one DPPO, and the runs' other objectives that mu and pi of the token decide."""
     drawable = [
         o for o in dict.fromkeys(of_runs) if o.rule != "none" and not o.needs_topk and o.anchor == "rollout"
     ]
@@ -91,14 +91,14 @@ def _label(objective: Objective, among: Sequence[Objective]) -> str:
 
 
 def kept(objective: Objective, mu: np.ndarray, pi: np.ndarray, advantage: float) -> np.ndarray:
-    """M of single tokens with these probabilities, bool of their shape."""
+    """Return M of single tokens with these probabilities, bool of their shape."""
     log_mu, log_pi = (torch.from_numpy(np.log(values)).flatten() for values in np.broadcast_arrays(mu, pi))
     inputs = PolicyLossInputs(log_pi, log_mu, torch.full_like(log_pi, advantage))
     return policy_loss(objective, inputs).mask.numpy().reshape(np.broadcast_shapes(mu.shape, pi.shape))
 
 
 def region(objective: Objective, *, is_logarithmic: bool) -> Region:
-    """Where the objective's mask drops a token."""
+    """Return the region where the objective's mask drops a token."""
     space = np.geomspace if is_logarithmic else np.linspace
     mu = pi = space(_RAREST, 1 - 1e-6, NUM_POINTS)
     positive, negative = (~kept(objective, mu[None, :], pi[:, None], sign) for sign in (1.0, -1.0))
@@ -106,7 +106,7 @@ def region(objective: Objective, *, is_logarithmic: bool) -> Region:
 
 
 def surrogate(objective: Objective, mu: float, advantage: float) -> tuple[np.ndarray, np.ndarray]:
-    """Ratios, and the integral of M A from ratio 1 on: PPO's clipped objective, less its value there."""
+    """Return ratios, and the integral of M A from ratio 1 on: PPO's clipped objective, less its value there."""
     ratio = np.linspace(0.0, min(LARGEST_RATIO, 1 / mu), 2 * NUM_POINTS + 1)
     middle = (ratio[1:] + ratio[:-1]) / 2
     slope = advantage * kept(objective, np.full_like(middle, mu), mu * middle, advantage)

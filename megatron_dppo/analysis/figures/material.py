@@ -1,4 +1,4 @@
-"""What figures are drawn of, and what a figure answers where that does not suffice."""
+"""Input of the figures, and the reason why a figure cannot be drawn of it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from megatron_dppo.analysis.figures.tokens import TokenPairs
 
 @dataclass(frozen=True)
 class Material:
-    """What the named folders hold."""
+    """Contents of the named folders."""
 
     experiments: Sequence[Experiment]
     tokens: Sequence[TokenPairs]
 
     @property
     def compared(self) -> list[Experiment]:
-        """Those with at least two lines; all, where none has two."""
+        """Experiments with at least two lines; all, where none has two."""
         return [e for e in self.experiments if len(e.lines) > 1] or list(self.experiments)
 
     @property
     def lines(self) -> list[Line]:
-        """Of all experiments."""
+        """Lines of all experiments."""
         return [line for experiment in self.experiments for line in experiment.lines]
 
 
 @dataclass(frozen=True)
 class Lacking:
-    """Why a figure is not drawn, and what to set."""
+    """The reason why a figure is not drawn, and what to set."""
 
     found: str
     action: str
@@ -47,7 +47,7 @@ class Kind:
 
 
 def scores_of(lines: Sequence[Line]) -> list[str]:
-    """The evaluation scores that any of these lines has."""
+    """Return the names of the evaluation scores that any of these lines has."""
     return sorted(
         {metric for line in lines for run in line.runs for metric in run.curves if SCORE.fullmatch(metric)}
     )

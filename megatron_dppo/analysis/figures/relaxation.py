@@ -1,4 +1,4 @@
-"""Figures 6 and 7: the clip relaxed for tokens that the rollout policy hardly expected."""
+"""Draws Figures 6 and 7: the clip relaxed for tokens of low probability under the rollout policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_dppo.analysis.figures.runs import Experiment, Line
 
 
 def draw_relaxation_threshold(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 6: both sides of the clip lifted for ever more tokens, and what is still clipped."""
+    """Draw Figure 6: both sides of the clip lifted for ever more tokens, and the tokens still clipped."""
     experiments = [
         replace(e, lines=tuple(filter(_is_clip_or_relaxed_both, e.lines))) for e in material.experiments
     ]
@@ -45,7 +45,7 @@ def _is_clip_or_relaxed_both(line: Line) -> bool:
 
 
 def draw_relaxation_side(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 7: one side of the clip lifted for rare tokens, or both."""
+    """Draw Figure 7: one side of the clip lifted for rare tokens, or both."""
 
     def is_clip(line: Line) -> bool:
         return line.objective.rule == "ratio" and line.objective.anchor == "rollout"

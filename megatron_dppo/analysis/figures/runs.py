@@ -1,4 +1,4 @@
-"""Run folders as the lines of figures: runs that differ in their seed alone are one line of an experiment."""
+"""Reads run folders as lines of figures: runs that differ in their seed alone are one line of an experiment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LONGEST_LABEL = 48  # characters; beyond them the name of a folder says more th
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What figures need of a run, without its rows: hundreds of runs fit in memory."""
+    """Curves of a run without its rows: hundreds of runs fit in memory."""
 
     run: Run  # its rows are left out
     name: str
@@ -47,7 +47,7 @@ class RunCurves:
 
     @property
     def seed(self) -> str:
-        """`run.seed`."""
+        """`run.seed` as text."""
         return shown(self.run.option("run.seed"))
 
     @property
@@ -78,7 +78,7 @@ class Experiment:
 
 
 def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
-    """The runs of folders, under names that tell them apart.
+    """Read the runs of folders, under distinct names.
 
     Raises:
         DataError: A folder is not that of a run.
@@ -100,14 +100,14 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
 
 
 def objective_of(run: Run) -> Objective:
-    """The objective that a run's config names."""
+    """Return the objective that a run's config names."""
     given = run.config.get("algorithm", {})
     overrides = {key: given[key] for key in OBJECTIVE_FIELDS if key in given and key != "preset"}
     return preset(given.get("preset", "dppo_binary_tv"), **overrides)
 
 
 def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
-    """The experiments of these runs and the lines of each, in the runs' order.
+    """Return the experiments of these runs and the lines of each, in the runs' order.
 
     Of two runs with the same settings and the same seed the later one counts.
     """
@@ -124,7 +124,7 @@ def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
 
 
 def _settings(run: RunCurves) -> dict[str, str]:
-    """What tells experiments apart; with a constant learning rate a longer run is one that went on."""
+    """Return the settings that separate experiments; under a constant learning rate the length does not."""
     without = {*_NOT_OF_THE_EXPERIMENT}
     if run.run.option("optimizer.schedule") in (None, "constant"):
         without.add("run.num_rollouts")
@@ -134,7 +134,7 @@ def _settings(run: RunCurves) -> dict[str, str]:
 def _labels(
     settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[RunCurves]]
 ) -> list[tuple[str, str]]:
-    """A short label and all differing settings, for each experiment: what is unlike most others."""
+    """Return a short label and all differing settings for each experiment."""
     keys = sorted({key for own in settings for key in own})
     differing = [key for key in keys if len({own.get(key) for own in settings}) > 1]
     usual: dict[str, str | None] = {}
@@ -160,7 +160,7 @@ def _common_folder(runs: Sequence[RunCurves]) -> Path:
 
 
 def _place(objective: Objective, is_replayed: bool) -> tuple[object, ...]:
-    """Legends have the order of the looks, whatever order the folders came in."""
+    """Return a legend's sort key: the order of the looks, whatever the order of the folders."""
     numbers = [v for f in fields(Objective) if isinstance(v := getattr(objective, f.name), float)]
     return (list(LOOKS).index(objective.name), is_replayed, numbers)
 

@@ -1,4 +1,4 @@
-"""Figures 3 to 5: what keeps training stable."""
+"""Draws Figures 3 to 5 on training stability."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIGN_LOST = (
 
 
 def draw_stability(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 3: mismatch, reward and scores of all algorithms."""
+    """Draw Figure 3: mismatch, reward and scores of all algorithms."""
 
     def panels(experiment: Experiment) -> list[CurvePanel]:
         lines = experiment.lines
@@ -35,7 +35,7 @@ def draw_stability(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 4: trust regions that differ in their anchor alone."""
+    """Draw Figure 4: trust regions that differ in their anchor alone."""
     pairs = [replace(e, lines=_by_anchor(e.lines)) for e in material.experiments]
     if not (pairs := [experiment for experiment in pairs if experiment.lines]):
         return Lacking(
@@ -48,7 +48,7 @@ def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _by_anchor(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Those with a twin whose anchor is the other one."""
+    """Return the lines that have a twin with the other anchor."""
 
     def without_anchor(objective: Objective) -> Objective:
         return replace(objective, name="", anchor="rollout")
@@ -64,7 +64,7 @@ def _by_anchor(lines: Sequence[Line]) -> tuple[Line, ...]:
 
 
 def draw_bad_updates(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Figure 5: reward, and how many updates push a negative token down by half or more."""
+    """Draw Figure 5: reward, and how many updates push a negative token down by half or more."""
     notes = [
         "Bad updates: tokens with A < 0 and mu - pi of at least 0.5, of all learning tokens; masked ones count."
     ]

@@ -1,4 +1,4 @@
-"""How all figures look: an algorithm has one colour, and the colours stay apart for colour-blind readers."""
+"""Style of all figures: one colour for each algorithm, distinct for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _REPLAYED = (0, (6, 1, 1, 1))
 
 
 def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
-    """The algorithm's name, with the fields on which it differs from others of the same preset."""
+    """Return the algorithm's name, with the fields on which it differs from others of the same preset."""
     differing = [f.name for f in fields(Objective) if len({getattr(other, f.name) for other in alike}) > 1]
     values = {name: getattr(objective, name) for name in differing}
     if values.keys() >= {"delta_low", "delta_high"} and objective.delta is not None:
@@ -118,7 +118,7 @@ def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
 
 
 def plain_log_ticks(*axes: Axis) -> None:
-    """Powers of ten as 0.01: mathematical text is off, for tokens and paths may hold a $."""
+    """Format powers of ten as 0.01: mathematical text is off, for tokens and paths may hold a $."""
     for axis in axes:
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_locator(NullLocator())
@@ -129,7 +129,7 @@ def _number(value: object) -> str:
 
 
 def look(objective: Objective, shade: int = 0, *, is_replayed: bool = False) -> dict[str, Any]:
-    """Colour and dash of an algorithm's lines; further lines of one preset are lighter.
+    """Return colour and dash of an algorithm's lines; further lines of one preset are lighter.
 
     A value of another field is no other algorithm, so its colour stays the preset's.
     """

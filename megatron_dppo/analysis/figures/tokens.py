@@ -1,4 +1,4 @@
-"""Probabilities of single tokens in both engines, with the same weights: of tokens.jsonl or kept batches."""
+"""Reads probabilities of single tokens in both engines with the same weights: tokens.jsonl or kept batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUTES = {"live": "live routes", "replayed": "replayed routes (R3)"}
 
 @dataclass(frozen=True)
 class TokenPairs:
-    """One way in which the trainer forwarded the rollout's tokens."""
+    """Log-probs of the same tokens in both engines, for one way of forwarding in the trainer."""
 
     folder: Path
     source: str  # in words
@@ -28,7 +28,7 @@ class TokenPairs:
 
 
 def read_token_pairs(folder: Path) -> list[TokenPairs]:
-    """What a folder has of them; nothing where it has neither file.
+    """Read the token pairs of a folder; empty where it has neither file.
 
     Raises:
         DataError: A file is not what its name says.
@@ -59,7 +59,7 @@ def _of_rows(folder: Path) -> list[TokenPairs]:
 
 
 def _of_batches(run: Path) -> list[TokenPairs]:
-    """Of the newest rollout whose trainer computed its own log-probs before it trained (anchor recomputed)."""
+    """Read the pairs of the newest kept rollout, which needs log-probs of a "recomputed" anchor."""
     if not (kept := [rollout for rollout in kept_rollouts(run / "batches") if _is_whole(run, rollout)]):
         return []
     log_mu: list[float] = []
@@ -74,7 +74,7 @@ def _of_batches(run: Path) -> list[TokenPairs]:
 
 
 def _is_whole(run: Path, rollout: int) -> bool:
-    """Whether each group has written its part; those of a run that goes on may not have."""
+    """Whether each group has written its part, which groups of a live run may not have."""
     try:
         return bool(group_files(run / "batches", rollout))
     except DataError:

@@ -1,1 +1,1 @@
-"""How far the trainer's policy stands from the engine's for the same weights, before any training."""
+"""Measures how far the trainer's policy is from the engine's for the same weights, before any training."""

@@ -1,4 +1,4 @@
-"""Sample once, then forward the same tokens twice: with live routes, and with the rollout's."""
+"""Samples once, then forwards the same tokens twice: with live routes, and with the rollout's."""
 
 import logging
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measurement:
-    """The same on every rank."""
+    """Results of a measurement, the same on every rank."""
 
     responses: tuple[MeasuredResponse, ...]  # in an order that no layout changes
     statistics: Mapping[Routes, Mapping[str, float]]
@@ -42,7 +42,7 @@ class Measurement:
 
 
 def measure(config: Config, runtime: Runtime) -> Measurement:
-    """Roll out once with the weights of model.load, and forward what was sampled; no weight changes.
+    """Roll out once with the weights of model.load, and forward the samples; no weight changes.
 
     Every rank calls this together. SGLang's servers must hold the weights of model.load already; the embedded
     engine gets the trainer's.
@@ -80,7 +80,7 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
 
 
 def _require_responses(own: RolloutCounts, config: Config, runtime: Runtime) -> RolloutCounts:
-    """The counts over all ranks, once they leave something to measure."""
+    """Return the counts over all ranks; raise where no response is left to measure."""
     totals = torch.stack(runtime.all_gather(own.to_tensor())).sum(0)
     counts = own.with_totals(totals)
     refuse_if_too_many_dropped(counts, config.rollout.max_dropped_fraction)
@@ -101,7 +101,7 @@ def _steps(groups: list[SampleGroup], config: Config, actor: Actor) -> list[Trai
 def _forwarded(
     actor: Actor, steps: list[TrainBatch], kinds: list[Routes], runtime: Runtime
 ) -> tuple[list[MeasuredResponse], dict[Routes, dict[str, float]]]:
-    """All ranks' responses, and what the routers agreed on, for each way of forwarding them."""
+    """Gather all ranks' responses, and the routers' agreement, for each way of forwarding them."""
     metrics: dict[Routes, Metrics] = {routes: Metrics() for routes in kinds}
     own: list[MeasuredResponse] = []
     for step in tqdm(steps, desc="forward", unit="mini-batch", disable=not runtime.is_main):

@@ -20,7 +20,7 @@ from megatron_dppo.runtime.process import Runtime
 
 
 def run(config: Config, folder: Path) -> None:
-    """Measure, write, and show; every rank of the job calls this.
+    """Measure, write, and show the mismatch; every rank of the job calls this.
 
     Raises:
         MegatronDppoError: What a run raises too; with several ranks the job ends instead.
@@ -42,7 +42,7 @@ def _begin(config: Config, folder: Path) -> None:
 
 
 def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime) -> None:
-    """The files of the output folder; mismatch.json comes last."""
+    """Write the files of the output folder; mismatch.json comes last."""
     write_jsonl(folder / "tokens.jsonl", token_rows(found.responses))
     title = f"{config.model.load.name}: {config.rollout.engine} engine, {config.model.dtype} trainer"
     write_plot(folder / "mismatch.html", found.responses, list(found.statistics), title)

@@ -1,4 +1,4 @@
-"""Whether the SGLang servers of a run will do for a measurement."""
+"""Checks whether the SGLang servers of a run can serve a measurement."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from megatron_dppo.rollout.sglang.server import API_KEY, registered
 
 
 def require_usable_servers(config: Config) -> None:
-    """Go on only with servers that hold the weights of model.load, and tell what is asked of them.
+    """Require servers that hold the weights of model.load and capture the routes asked for.
 
     Raises:
         ConfigError: A server serves another folder, was given other weights since, or captures no routes.

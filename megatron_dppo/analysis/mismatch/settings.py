@@ -1,4 +1,4 @@
-"""The config of a measurement: the run's, with one rollout, and what cannot be measured refused."""
+"""Derives the config of a measurement: the run's, with one rollout; refuses what cannot be measured."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ OF_TRAINING_ALONE = ("minibatches", "sglang_weight_sync")
 def measured_config(
     configs: Sequence[Path], overrides: Sequence[str], engine: str | None = None, prompts: int | None = None
 ) -> Config:
-    """The run's config with what a measurement sets: one rollout, each token once, routes where there are any.
+    """Return the run's config with one rollout, each token trained once, and routes where there are any.
 
     Raises:
         ConfigError: The files or overrides have faults, or model.load has no config.json.
@@ -39,7 +39,7 @@ def measured_config(
 
 
 def with_servers(config: Config, folder: Path, is_serving: bool) -> Config:
-    """The config with a server of its own in `folder`, or with none: those of the run are somebody else's."""
+    """Return the config with a server of its own in `folder`, or with none where the run's servers are used."""
     sglang = config.rollout.sglang.model_copy(update={"num_own_servers": int(is_serving)})
     rollout = config.rollout.model_copy(update={"sglang": sglang})
     run = config.run.model_copy(update={"folder": folder}) if is_serving else config.run
@@ -47,7 +47,7 @@ def with_servers(config: Config, folder: Path, is_serving: bool) -> Config:
 
 
 def require_possible(config: Config, folder: Path, is_serving: bool) -> None:
-    """Refuse what cannot work, before anything loads.
+    """Refuse impossible measurements, before anything loads.
 
     Raises:
         ConfigError: With every problem.

@@ -1,4 +1,4 @@
-"""The figures of a measurement as a table, and what replay changed in a sentence."""
+"""Formats the figures of a measurement as a table, and the effect of replay as a sentence."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _ROWS: Sequence[tuple[str, str, str]] = (
 
 
 def show(found: "Measurement", folder: Path) -> None:
-    """The table, and one sentence on replay."""
+    """Print the table, and one sentence on replay."""
     kinds = list(found.statistics)
     layers = sorted(
         (name for name in found.statistics["live"] if name.startswith("agreement_layer_")),
@@ -55,7 +55,7 @@ def show(found: "Measurement", folder: Path) -> None:
 
 
 def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
-    """What replaying the routes changed."""
+    """Return one sentence on the effect of replaying the routes."""
     if "replayed" not in statistics:
         return "The model has no experts: there are no routes to replay."
     live, replayed = (statistics[routes]["kl_k3"] for routes in ("live", "replayed"))

@@ -20,7 +20,7 @@ _NUMBERS = ("mu", "pi", "divergence", "advantage")
 
 
 def farthest(run: Run, beside: Path) -> list[dict[str, Any]]:
-    """Of each sign the masked tokens of largest divergence over all listed steps, as plain values.
+    """Return the masked tokens of largest divergence by sign, over all listed steps, as plain values.
 
     Args:
         run: Which ran with `tracking.clipped_tokens_every`; of others there are none.
@@ -64,14 +64,14 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Samples:
-    """Where in `samples/` responses stand."""
+    """Index of the responses in `samples/`."""
 
     def __init__(self, folder: Path, beside: Path) -> None:
         self._folder, self._beside = folder, beside
         self._lines: dict[tuple[int, str], tuple[int, int]] = {}  # line and prompt length
 
     def find(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Read the files of the rows' rollouts, those that were written."""
+        """Read the existing files of the rows' rollouts."""
         wanted: dict[int, set[str]] = {}
         for row in rows:
             wanted.setdefault(row["rollout"], set()).add(row["sample"])
@@ -83,7 +83,7 @@ class _Samples:
                     self._lines[rollout, values["id"]] = number, int(values.get("prompt_length", 0))
 
     def place(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A link, the line, and the token's place in the response from 1; nothing where no such line is."""
+        """Return a link, the line, and the token's place in the response from 1; empty without such a line."""
         found = self._lines.get((row["rollout"], row["sample"]))
         if found is None:
             return {}

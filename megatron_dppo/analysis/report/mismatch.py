@@ -35,25 +35,25 @@ _TICKS = ("engines", "engines + routing", "as trained, before", "after the steps
 
 @dataclass(frozen=True)
 class Source:
-    """What may set pi and mu apart, and the rows and prefix of the metrics that hold it alone or on top."""
+    """A source of the mismatch, with the rows and the prefix of the metrics that measure it."""
 
     label: str
     prefix: str
     rows: Sequence[MetricsRow]
 
     def values(self, name: str) -> list[float]:
-        """The metric in all rows that have it."""
+        """Return the metric of all rows that have it."""
         return [row.values[metric] for row in self.rows if (metric := f"{self.prefix}/{name}") in row.values]
 
     def summary(self, name: str) -> float | None:
-        """Mean of the finite values; of `ratio_min` and `ratio_max` the most extreme, of tokens the sum."""
+        """Return the mean of the finite values; the extreme of `ratio_min` and `ratio_max`; the token sum."""
         values = self.values(name)
         whole = {"ratio_min": min, "ratio_max": max, "num_tokens": sum}.get(name)
         return finite_mean(values) if whole is None or not values else finite_mean([whole(values)])
 
 
 def mismatch_sections(runs: Sequence[Run]) -> list[Section]:
-    """Cards of the sources, of drift by mini-step, and of age where a run has tokens of more than one."""
+    """Return cards of the sources, of drift by mini-step, and of age where tokens have several ages."""
     if not any("drift/kl_k3" in row.values for run in runs for row in run.steps):
         return []
     staleness = Section(
@@ -83,7 +83,7 @@ def _drift(runs: Sequence[Run]) -> Section:
 
 
 def by_source(run: Run, _metric: str) -> Points:
-    """Mean k3 KL of each source, x counting `_TICKS`."""
+    """Return the mean k3 KL of each source, x counting `_TICKS`."""
     steps = _steps_by_place(run)
     of_ticks = (
         Source("", "mismatch_replayed", run.rollouts),
@@ -96,7 +96,7 @@ def by_source(run: Run, _metric: str) -> Points:
 
 
 def by_age(run: Run, _metric: str) -> Points:
-    """Mean k3 KL of the tokens of each age."""
+    """Return the mean k3 KL of the tokens of each age."""
     means = {age: finite_mean(over_rollouts(run, f"mismatch_age_{age}/kl_k3")[1]) for age in _ages(run)}
     return points_of(means.items())
 
@@ -125,7 +125,7 @@ _DRIFT = {
 
 
 def mismatch_tables(runs: Sequence[Run]) -> dict[str, object] | None:
-    """By run a table of the sources, and what their extra forwards cost; none where no run has any."""
+    """Return by run a table of the sources, and the cost of their extra forwards; none where no run has any."""
     if not mismatch_sections(runs):
         return None
     tables = [[_table_row(source) for source in _sources(run) if source.values("kl_k3")] for run in runs]
@@ -136,7 +136,7 @@ def mismatch_tables(runs: Sequence[Run]) -> dict[str, object] | None:
 
 
 def _sources(run: Run) -> list[Source]:
-    """In the order of the table; drift at the first, the second and the last gradient step of a rollout."""
+    """Return the sources in the table's order; drift at a rollout's first, second and last gradient step."""
     ages, steps = _ages(run), _steps_by_place(run)
     return [
         Source("engines: replayed routes", "mismatch_replayed", run.rollouts),
@@ -156,7 +156,7 @@ def _table_row(source: Source) -> dict[str, object]:
 
 
 def _cost(run: Run) -> str:
-    """What forwarding tokens for no other purpose took, in words; empty where nothing was."""
+    """Return a sentence on the cost of the paired forward; empty where none was run."""
     seconds = ("time/paired_forward_s", "time/total_s")
     rows = [row.values for row in run.rollouts if all(name in row.values for name in seconds)]
     if not rows:
@@ -175,7 +175,7 @@ def _ages(run: Run) -> list[int]:
 
 
 def _steps_by_place(run: Run) -> Mapping[int, list[MetricsRow]]:
-    """Step rows by their place in their rollout."""
+    """Return step rows by their place in their rollout."""
     found: dict[int, list[MetricsRow]] = {}
     for place, row in place_in_rollout(run):
         found.setdefault(place, []).append(row)

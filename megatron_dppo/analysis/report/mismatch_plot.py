@@ -1,4 +1,4 @@
-"""Probabilities of single tokens: the trainer's pi against the rollout's mu, as one HTML page.
+"""Plots probabilities of single tokens as an HTML page: the trainer's pi against the rollout's mu.
 
 Colours are counts of tokens on a logarithmic scale; on the diagonal both engines agree. The page holds
 plotly.js and opens without a network.
@@ -29,7 +29,7 @@ def write_plot(file: Path, responses: Sequence[MeasuredResponse], kinds: Sequenc
 
 
 def figure(responses: Sequence[MeasuredResponse], kinds: Sequence[Routes], title: str) -> dict[str, Any]:
-    """The page's plotly figure."""
+    """Return the page's plotly figure."""
     counts = {routes: token_counts(*pairs(responses, routes)) for routes in kinds}
     most = max((float(values.max()) for values in counts.values()), default=0.0)
     data: list[dict[str, Any]] = []
@@ -59,7 +59,7 @@ def figure(responses: Sequence[MeasuredResponse], kinds: Sequence[Routes], title
 
 
 def token_counts(log_pi: Tensor, log_mu: Tensor) -> np.ndarray:
-    """[NUM_BINS, NUM_BINS] tokens by pi (rows) and mu (columns), equal bins from 0 to 1; NaNs are left out."""
+    """Count [NUM_BINS, NUM_BINS] tokens by pi (rows) and mu (columns), equal bins from 0 to 1, without NaNs."""
     pi, mu = (log_probs.exp().clamp(max=1).numpy() for log_probs in (log_pi, log_mu))
     is_number = ~(np.isnan(pi) | np.isnan(mu))
     return np.histogram2d(pi[is_number], mu[is_number], bins=NUM_BINS, range=[[0, 1], [0, 1]])[0]

@@ -1,4 +1,4 @@
-"""The report's figures, as the plain dictionaries plotly.js draws. Colours belong to the page, not to them.
+"""Builds the report's figures as plain dictionaries for plotly.js. Colours belong to the page, not to them.
 
 A point is the number of a rollout's row in metrics.jsonl as it stands: nothing is smoothed. What only step rows
 have is the mean of the rollout's gradient steps; bars and the agreement of single layers are means over the
@@ -61,12 +61,12 @@ class Section:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Every metric the section draws."""
+        """Every metric that the section draws."""
         return tuple(name for panel in self.panels for name in panel.metrics)
 
 
 def over_rollouts(run: Run, metric: str) -> Points:
-    """The metric by rollout, from rollout rows; else the mean of each rollout's gradient steps."""
+    """Return the metric by rollout, from rollout rows; else the mean of each rollout's gradient steps."""
     rows: Sequence[MetricsRow] = [row for row in (*run.rollouts, *run.evaluations) if metric in row.values]
     if rows:
         return [float(row.rollout) for row in rows], [row.values[metric] for row in rows]
@@ -78,7 +78,7 @@ def over_rollouts(run: Run, metric: str) -> Points:
 
 
 def by_mini_step(run: Run, metric: str) -> Points:
-    """The metric by the place of a gradient step in its rollout, from 0; means over the rollouts."""
+    """Return the metric by the place of a gradient step in its rollout, from 0; means over the rollouts."""
     of_place: dict[int, list[float]] = {}
     for place, row in place_in_rollout(run):
         if metric in row.values:
@@ -88,7 +88,7 @@ def by_mini_step(run: Run, metric: str) -> Points:
 
 
 def place_in_rollout(run: Run) -> Iterator[tuple[int, MetricsRow]]:
-    """Each gradient step's row with its place in its rollout, from 0."""
+    """Yield each gradient step's row with its place in its rollout, from 0."""
     first = {row.rollout: row.step or 0 for row in reversed(run.steps)}
     for row in run.steps:
         if row.step is not None:
@@ -96,7 +96,7 @@ def place_in_rollout(run: Run) -> Iterator[tuple[int, MetricsRow]]:
 
 
 def finite_mean(values: Iterable[float]) -> float | None:
-    """Mean of the finite values; none of none."""
+    """Return the mean of the finite values; none without any."""
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else None
 
@@ -108,7 +108,7 @@ def points_of(values: Iterable[tuple[int, float | None]]) -> Points:
 
 
 def agreement_by_layer(run: Run, _metric: str) -> Points:
-    """Each layer's agreement, averaged over the rollouts."""
+    """Return each layer's agreement, averaged over the rollouts."""
     numbers = sorted(
         {int(found[1]) for row in run.rollouts for name in row.values if (found := LAYER.match(name))}
     )
@@ -117,7 +117,7 @@ def agreement_by_layer(run: Run, _metric: str) -> Points:
 
 
 def seconds_by_phase(run: Run, _metric: str) -> Points:
-    """Mean seconds of each phase, x counting phases."""
+    """Return the mean seconds of each phase, x counting phases."""
     means = [finite_mean(over_rollouts(run, f"time/{phase}_s")[1]) for phase in PHASES]
     return points_of(enumerate(means))
 
@@ -125,7 +125,7 @@ def seconds_by_phase(run: Run, _metric: str) -> Points:
 def figure(
     section: Section, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]
 ) -> dict[str, Any] | None:
-    """A plotly figure; panels that no run has data for are left out, and None stands for no panel at all.
+    """Return a plotly figure without the panels that no run has data for; None without any panel.
 
     `looks` number the runs' colours and dashes, as in `report_toggles`.
     """
@@ -160,7 +160,7 @@ def figure(
 
 
 def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks: Sequence[int]) -> list[Trace]:
-    """One trace per run and metric that has points; `meta` is the run's index, for colour and toggling."""
+    """Return one trace per run and metric that has points; `meta` is the run's index, which sets its colour."""
     traces: list[Trace] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         for position, metric in enumerate(panel.metrics[:1] if panel.points else panel.metrics):
@@ -181,7 +181,7 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The paper's smoothing: a Gaussian over the points before and after; what is not finite does not count."""
+    """Smooth with the paper's Gaussian over the points before and after; non-finite values do not count."""
     known = np.asarray(values, dtype=np.float64)
     places = np.arange(known.size)
     weights = np.exp(-0.5 * ((places[:, None] - places) / SMOOTHING_SIGMA) ** 2) * np.isfinite(known)
@@ -191,7 +191,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _change_lines(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
-    """Vertical lines before the first rollout after a setting was changed; `name` is the run's index."""
+    """Return vertical lines before the first rollout after a changed setting; `name` is the run's index."""
     places = {(index, row.rollout) for index, run in enumerate(runs) for row in run.changes}
     return [
         {
@@ -224,7 +224,7 @@ def _line(label: str, run: int, dash: str, x: list[float], y: list[float]) -> Tr
 
 
 def _band(run: Run, limits: tuple[str, str], label: str, index: int) -> Trace | None:
-    """The area between two metrics, behind the curve; none where the run has not both."""
+    """Return the area between two metrics, behind the curve; none where the run lacks one of them."""
     low, high = (over_rollouts(run, metric) for metric in limits)
     if not low[0] or low[0] != high[0] or not all(map(math.isfinite, low[1] + high[1])):
         return None
@@ -258,7 +258,7 @@ def _bar(label: str, run: int, x: list[float], y: list[float], unit: str) -> Tra
 
 
 def _or_gap(value: float) -> float | None:
-    """JSON null, which plotly draws as a gap, for what is not finite."""
+    """Return null, which plotly draws as a gap, for values that are not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -274,7 +274,7 @@ def _x_axis(panel: Panel, traces: Sequence[Trace], anchor: str) -> dict[str, Any
 
 
 def _y_axis(panel: Panel, traces: Sequence[Trace], anchor: str, domain: tuple[float, float]) -> dict[str, Any]:
-    """Logarithmic only where every value can be shown so: a zero would silently vanish."""
+    """Return the y axis, logarithmic only where every value can be shown so: a zero would silently vanish."""
     values = [value for trace in traces for value in trace["y"] if value is not None]
     log = panel.log and min(values, default=0) > 0
     axis: dict[str, Any] = {"anchor": anchor, "domain": list(domain), "automargin": True, "nticks": 6}
@@ -284,7 +284,7 @@ def _y_axis(panel: Panel, traces: Sequence[Trace], anchor: str, domain: tuple[fl
 
 
 def _log_ticks(lowest: float, highest: float) -> dict[str, Any]:
-    """1, 2, 5 times powers of ten where few decades are shown, else powers of ten alone."""
+    """Return 1, 2, 5 times powers of ten where few decades are shown, else powers of ten alone."""
     first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
     digits = (1, 2, 5) if last - first <= 2 else (1,)
     step = max(1, (last - first) // 6)
@@ -293,7 +293,7 @@ def _log_ticks(lowest: float, highest: float) -> dict[str, Any]:
 
 
 def _title(panel: Panel, runs: Sequence[Run]) -> str:
-    """The panel's title, saying so where a point is the mean of several rows."""
+    """Return the panel's title, with a note where a point is the mean of several rows."""
     has_steps_only = not panel.points and any(
         any(metric in row.values for row in run.steps) and not any(metric in row.values for row in run.rollouts)
         for run in runs

@@ -1,4 +1,4 @@
-"""`megatron-dppo compare`: run folders in, one HTML file out that opens anywhere, without a network."""
+"""`megatron-dppo compare`: renders run folders as one HTML file that opens anywhere, without a network."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compare(runs: Sequence[Path], out: Path) -> None:
 
 
 def render(runs: Sequence[Run], folder: Path) -> str:
-    """The report's HTML; links are relative to `folder`."""
+    """Return the report's HTML; links are relative to `folder`."""
     names = distinct_names(runs)
     shown = sections(runs)
     toggled = toggles(runs, names)
@@ -93,7 +93,7 @@ def render(runs: Sequence[Run], folder: Path) -> str:
 
 
 def _header(run: Run) -> dict[str, Any]:
-    """What the head of the report says about one run."""
+    """Return the fields of the report's head for one run."""
     argv = run.versions.get("argv") or []
     return {
         "path": str(run.path.resolve()),
@@ -108,7 +108,7 @@ def _header(run: Run) -> dict[str, Any]:
 
 
 def _summary_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Rows of the summary table; what no run has is left to the sections to explain."""
+    """Return the rows of the summary table; metrics that no run has are left to the sections."""
     summaries = [summary(run) for run in runs]
     table: list[dict[str, Any]] = []
     for row in ROWS:
@@ -127,7 +127,7 @@ def _cell(row: SummaryRow, run: Run, value: float | None) -> dict[str, str]:
 
 
 def _missing(section: Section, runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """What the section cannot show, runs with the same reason together."""
+    """Return sentences on the section's missing metrics, runs with the same reason together."""
     lacking: dict[tuple[str, str], list[str]] = {}
     for metric in section.metrics:
         for run, name in zip(runs, names, strict=True):
@@ -148,5 +148,5 @@ def _has(run: Run, metric: str) -> bool:
 
 
 def _for_script(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element around it."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""The sections of the report in order, each with one sentence on how to read it."""
+"""Lists the sections of the report in order, each with one sentence on how to read it."""
 
 import re
 from collections.abc import Iterator, Sequence, Set
@@ -125,7 +125,7 @@ BOUND = Section(
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """All sections; evaluation, sources of the mismatch, shadows and the bound come in where a run has them."""
+    """Return all sections; evaluation, mismatch sources, shadows and the bound only where a run has them."""
     names = {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
     evaluation = Section(
         "evaluation",
@@ -146,7 +146,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _eval_panels(names: Set[str]) -> Iterator[Panel]:
-    """Of each set its score, pass@k for the largest k, and what truncation and length say about both."""
+    """Yield for each set its score, pass@k for the largest k, truncation and response length."""
     for prefix in sorted({name.rpartition("/")[0] for name in names}):
         own = {name.rpartition("/")[2] for name in names if name.rpartition("/")[0] == prefix}
         scores = sorted(name for name in own if re.fullmatch(r"avg_at_\d+", name))

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone, together: means with intervals, and contrasts on equal seeds."""
+"""Groups runs that differ in their seed alone: means with intervals, and contrasts on equal seeds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class SeedRow:
 
 @dataclass(frozen=True)
 class SeedTables:
-    """What the report shows of seeds."""
+    """The report's tables of means and contrasts over seeds."""
 
     columns: Sequence[str]  # of both
     means: Sequence[SeedRow]
@@ -48,7 +48,7 @@ class SeedTables:
 
 
 def seed_tables(runs: Sequence[Run]) -> SeedTables | None:
-    """Both tables; none where no setting has two seeds."""
+    """Return both tables; none where no setting has two seeds."""
     settings = _settings(runs)
     if max((len(setting.by_seed) for setting in settings), default=0) < MIN_PAIRS:
         return None
@@ -60,7 +60,7 @@ def seed_tables(runs: Sequence[Run]) -> SeedTables | None:
 
 
 def _settings(runs: Sequence[Run]) -> list[Setting]:
-    """Each setting under the values of the keys on which settings differ."""
+    """Return each setting under the values of the keys on which settings differ."""
     configs = [settings_of(run) for run in runs]
     keys = sorted({key for config in configs for key in config})
     differing = [key for key in keys if len({shown(config.get(key)) for config in configs}) > 1]

@@ -11,7 +11,7 @@ _JUDGED = re.compile(r"shadow/(.+)/masked_fraction$")
 
 
 def shadow_presets(runs: Sequence[Run]) -> list[str]:
-    """Names of the presets that some run was judged by and that can mask a token, in the registry's order."""
+    """Return the presets that some run evaluated as shadows and that can mask a token, in registry order."""
     judged = {
         found[1] for run in runs for row in run.steps for name in row.values if (found := _JUDGED.match(name))
     }
@@ -23,7 +23,7 @@ def shadow_presets(runs: Sequence[Run]) -> list[str]:
 
 
 def shadow_sections(runs: Sequence[Run]) -> list[Section]:
-    """A panel for each preset, over the run and by mini-step; none where no run was judged by any."""
+    """Return a panel for each preset, over the run and by mini-step; none where no run has shadows."""
     names = shadow_presets(runs)
     if not names:
         return []
@@ -48,7 +48,7 @@ def shadow_sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def agreement_table(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """By preset: each run's agreement with the mask that trained it, and in words what it would drop."""
+    """Return by preset each run's agreement with the mask that trained it, and a note on the difference."""
     return [{"label": name, "cells": [_cell(run, name) for run in runs]} for name in shadow_presets(runs)]
 
 

@@ -57,7 +57,7 @@ ROWS = (
 
 
 def summary(run: Run | Path) -> Summary:
-    """The summary table's numbers by `ROWS` key, and two counts; None where a run lacks the metric.
+    """Return the summary table's numbers by `ROWS` key, and two counts; None where a run lacks the metric.
 
     Means are over rollouts, each counting the same, and skip values that are not finite (counted in
     `num_non_finite`). Only the paired KL is pooled by tokens, over the rollouts that hold both forwards.
@@ -97,7 +97,7 @@ def summary(run: Run | Path) -> Summary:
 
 
 def paired_kl_k3(run: Run) -> tuple[float | None, float | None, int]:
-    """k3 with live and with replayed routes on the same tokens, pooled by tokens; and how many tokens."""
+    """Return k3 with live and with replayed routes on the same tokens, pooled by tokens, and their number."""
     names = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
     rows = [[row.values[name] for name in names] for row in run.rollouts if all(n in row.values for n in names)]
     rows = [row for row in rows if all(map(math.isfinite, row))]
@@ -114,7 +114,7 @@ def _first_reward(run: Run) -> float | None:
 
 
 def formatted(value: float | None, style: Format) -> str:
-    """A number as the table shows it."""
+    """Format a number for the table."""
     if value is None:
         return "–"
     match style:

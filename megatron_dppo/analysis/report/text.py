@@ -1,4 +1,4 @@
-"""The report's texts: differences between configs, missing metrics, caveats."""
+"""Writes the report's texts: differences between configs, missing metrics, caveats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Difference:
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Folder names, with as much of the path before them as tells them apart."""
+    """Return folder names, with as much of the path before them as makes them distinct."""
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -40,7 +40,7 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
 
 
 def differences(runs: Sequence[Run]) -> list[Difference]:
-    """Config keys and versions whose values are not the same in all runs, without bookkeeping."""
+    """Return config keys and versions with different values across runs, without bookkeeping."""
     of_runs = [flat(run.config) | flat(run.versions, "versions.") for run in runs]
     keys = sorted({key for values in of_runs for key in values} - set(BOOKKEEPING))
     rows = [Difference(key, tuple(shown(values.get(key)) for values in of_runs)) for key in keys]
@@ -48,7 +48,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
 
 
 def changes_of(run: Run) -> list[str]:
-    """Settings that were changed while the run stood still, one sentence each."""
+    """Return one sentence for each setting that was changed before a resume."""
     return [
         f"after {row.rollout} rollouts: {row.change.setting} from {row.change.was} to {row.change.now}"
         for row in run.changes
@@ -56,7 +56,7 @@ def changes_of(run: Run) -> list[str]:
 
 
 def why_missing(run: Run, metric: str) -> str:
-    """In plain words, why a run has no such metric."""
+    """Return the reason why a run has no such metric."""
     routing_replay = run.option("rollout.routing_replay")
     if not run.rollouts and not run.steps:
         return "the run has no finished gradient step yet"
@@ -82,7 +82,7 @@ def why_missing(run: Run, metric: str) -> str:
 
 
 def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """What the data does not show, each as one or two plain sentences."""
+    """Return the caveats of the data, each as one or two plain sentences."""
     texts = [
         _seeds(runs),
         *_lengths(runs, names),
@@ -99,7 +99,7 @@ def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def _seeds(runs: Sequence[Run]) -> str:
-    """Runs that differ in the seed alone are repetitions of one setting."""
+    """Return a note on runs that differ in the seed alone, which repeat one setting."""
     seeds_of: dict[str, set[str]] = {}
     for run in runs:
         seeds_of.setdefault(repr(sorted(settings_of(run).items())), set()).add(shown(run.option("run.seed")))
@@ -166,7 +166,7 @@ def _several_causes(runs: Sequence[Run]) -> list[str]:
 
 
 def _changed(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Runs whose config holds for their last part only."""
+    """Return a note on runs whose config holds for their last part only."""
     return [
         f"{name} is not one experiment: {'; '.join(changes_of(run))}. Its config and its label hold for what "
         "came after, and means over its rollouts mix both."
@@ -187,7 +187,7 @@ def _mismatch(runs: Sequence[Run]) -> str:
 
 
 def _noise(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Rollouts whose trust region masked more than noise may make it mask."""
+    """Return a note on rollouts whose trust region masked more than the noise limit before any update."""
     texts: list[str] = []
     for run, name in zip(runs, names, strict=True):
         masked = over_rollouts(run, "trust_region/noise_masked_fraction")[1]
@@ -249,5 +249,5 @@ def _odd_files(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """What the run was told, as dotted keys, without what differs between repetitions."""
+    """Return a run's settings as dotted keys, without those that differ between repetitions."""
     return {key: value for key, value in flat(run.config).items() if not key.startswith(WITHOUT_EFFECT)}

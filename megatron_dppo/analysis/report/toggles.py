@@ -13,14 +13,14 @@ _SEED = re.compile(r"[/_.-]*(seed)?[/_.-]*\d+$")
 
 @dataclass(frozen=True)
 class Toggle:
-    """What one press hides or shows; its place among the toggles is its colour and dash."""
+    """Runs that one button hides or shows; its index is its colour and dash."""
 
     label: str
     runs: tuple[int, ...]  # places in the report's order
 
 
 def toggles(runs: Sequence[Run], names: Sequence[str]) -> list[Toggle]:
-    """One for each run; of many runs of several settings, one for those that differ in their seed alone."""
+    """Return one toggle for each run; of many runs of several settings, one for each setting."""
     by_setting: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         by_setting.setdefault(repr(sorted(settings_of(run).items())), []).append(index)
@@ -34,13 +34,13 @@ def toggles(runs: Sequence[Run], names: Sequence[str]) -> list[Toggle]:
 
 
 def looks(toggled: Sequence[Toggle]) -> list[int]:
-    """Of each run, the place of its toggle."""
+    """Return the index of each run's toggle."""
     place_of = {run: place for place, toggle in enumerate(toggled) for run in toggle.runs}
     return [place_of[run] for run in range(len(place_of))]
 
 
 def title(names: Sequence[str], toggled: Sequence[Toggle]) -> str:
-    """All names where they are few, else how many there are."""
+    """Return all names where they are few, else their number."""
     if len(names) <= FEW:
         return " · ".join(names)
     settings = "" if len(toggled) == len(names) else f" of {len(toggled)} settings"
@@ -48,7 +48,7 @@ def title(names: Sequence[str], toggled: Sequence[Toggle]) -> str:
 
 
 def _label(names: Sequence[str]) -> str:
-    """What the names have in common but for a seed at their end, and how many they are."""
+    """Return the common part of the names but for a seed at their end, and their number."""
     if len(names) == 1:
         return names[0]
     common = {_SEED.sub("", name) for name in names} - {""}

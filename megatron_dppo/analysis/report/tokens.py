@@ -1,4 +1,4 @@
-"""The report's section on masked tokens: those that each preset drops most often, by sign."""
+"""Builds the report's section on masked tokens: those that each preset drops most often, by sign."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
 @dataclass
 class _Masked:
-    """What one preset masked of one sign, over the gradient steps that were listed."""
+    """Tokens of one sign that one preset masked, over the listed gradient steps."""
 
     total: float = 0.0  # masked tokens, those of no list included
     tokens: dict[int, str] = field(default_factory=dict[int, str])
@@ -27,7 +27,7 @@ class _Masked:
 
 
 def token_lists(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each run that listed its masked tokens, what the page draws; plain values.
+    """Return the page's data for each run that listed its masked tokens, as plain values.
 
     A preset has `positive` and `negative`: rows of token, id, count, share, and means of mu, pi, entropy and
     |pi - mu|, the last five None where they are not finite.
@@ -84,17 +84,17 @@ def _rows(masked: _Masked) -> list[list[Any]]:
 
 
 def rounded(value: float) -> float | None:
-    """Four digits, for a table; None for what is not finite."""
+    """Round to four digits, for a table; None for values that are not finite."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def visible(text: str) -> str:
-    """A token with its white space as signs, and what has no shape of its own as its code point."""
+    """Return a token with its white space as signs, and invisible characters as their code points."""
     return "".join(map(_sign, text)) or "⟨empty⟩"
 
 
 def readable(text: str) -> str:
-    """Text around a token: white space stays, line ends get a sign, the rest is as in `visible`."""
+    """Return text around a token: white space stays, line ends get a sign, the rest is as in `visible`."""
     return "".join("↵\n" if char == "\n" else char if char in " \t" else _sign(char) for char in text)
 
 

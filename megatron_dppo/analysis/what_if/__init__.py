@@ -1,1 +1,1 @@
-"""What other trust regions would have done with mini-batches that a run kept: no engine, one forward."""
+"""Evaluates other trust regions on mini-batches that a run kept: no engine, one forward."""

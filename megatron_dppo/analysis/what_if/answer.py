@@ -30,7 +30,7 @@ from megatron_dppo.types import Microbatch, TrainBatch
 
 
 def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, Any]:
-    """Forward the kept tokens and judge them; every rank calls this together, and gets the same.
+    """Forward the kept tokens and evaluate the variants; all ranks call this together, and get the same.
 
     Args:
         config: The run's, with `model.load` naming the checkpoint that is asked.
@@ -69,7 +69,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
 
 
 def write(folder: Path, found: Mapping[str, Any]) -> None:
-    """`what_if.json` and `what_if.html` of an answer; the page opens without a network."""
+    """Write `what_if.json` and `what_if.html` of an answer; the page opens without a network."""
     write_plot(folder / "what_if.html", found["rows"], f"{found['run']}: rollouts {found['rollouts']}")
     content = _as_json({**found, "versions": versions()})
     (folder / "what_if.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -78,7 +78,7 @@ def write(folder: Path, found: Mapping[str, Any]) -> None:
 def _columns(
     actor: Actor, steps: Sequence[TrainBatch], kinds: Sequence[Routes], what: str, runtime: Runtime
 ) -> list[dict[Routes, Tensor]]:
-    """[T, 1 + K] of each micro-batch, for each way of routing; see `Actor.token_log_probs`."""
+    """Return [T, 1 + K] of each micro-batch, for each way of routing; see `Actor.token_log_probs`."""
     found: list[dict[Routes, Tensor]] = []
     for step in tqdm(steps, desc=what, unit="mini-batch", disable=not runtime.is_main):
         of_step: dict[Routes, list[Tensor]] = {
@@ -97,7 +97,7 @@ def _learning(
     old: Sequence[Mapping[Routes, Tensor]] | None,
     kinds: Sequence[Routes],
 ) -> list[TokensByRoutes]:
-    """The learning tokens of this rank's micro-batches; nothing on ranks that hold what another reports."""
+    """Return the learning tokens of this rank's micro-batches; empty on ranks whose group another reports."""
     if not speaks_for_its_group():
         return []
     microbatches = [m for step in steps for m in step.microbatches]
@@ -122,7 +122,7 @@ def _of_microbatch(
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Concatenate records of tokens field by field; what one of them lacks is left out."""
+    """Concatenate records of tokens field by field, without fields that one of them lacks."""
     values: dict[str, Any] = {}
     for field in fields(parts[0]):
         own = [getattr(part, field.name) for part in parts]
@@ -142,7 +142,7 @@ def _as_json(value: Any) -> Any:
 
 
 def run(config: Config, question: Question, folder: Path) -> None:
-    """Ask, write the answer, and show its table; every rank of the job calls this.
+    """Answer the question, write the answer, and show its table; every rank of the job calls this.
 
     Raises:
         MegatronDppoError: As `answer` does.
@@ -156,7 +156,7 @@ def run(config: Config, question: Question, folder: Path) -> None:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """The answer as a table."""
+    """Format the answer as a table."""
     title = f"{found['num_tokens']:,} tokens of rollouts {found['rollouts']}, weights of {found['checkpoint']}"
     lines = [title]
     for routes, values in found["mismatch"].items():

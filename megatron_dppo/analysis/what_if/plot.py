@@ -1,4 +1,4 @@
-"""How much of a rollout each trust region would have masked, as one HTML page that opens without a network."""
+"""Plots the share of a rollout that each trust region would have masked, as one offline HTML page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ def write_plot(file: Path, rows: Sequence[Mapping[str, Any]], title: str) -> Non
 
 
 def figure(rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, Any]:
-    """The page's plotly figure: a line of dots for each variant, the run's own on top."""
+    """Return the page's plotly figure: a line of dots for each variant, the run's own on top."""
     names = list(dict.fromkeys(str(row["variant"]) for row in rows))
     layout: dict[str, Any] = {
         "title": {"text": title},

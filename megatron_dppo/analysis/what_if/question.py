@@ -28,7 +28,7 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a run's kept mini-batches."""
+    """Rollouts, variants and weights of a what-if question."""
 
     run: Path
     rollouts: tuple[int, ...]
@@ -37,7 +37,7 @@ class Question:
 
     @property
     def batches(self) -> Path:
-        """Where the mini-batches stand."""
+        """Folder of the kept mini-batches."""
         return self.run / "batches"
 
 
@@ -53,7 +53,7 @@ def question_of(
     world_size: int,
     out: Path,
 ) -> tuple[Config, Question]:
-    """The config to build the actor from, and the question.
+    """Return the config to build the actor from, and the question.
 
     Args:
         run: A run folder with `batches/`.
@@ -109,7 +109,7 @@ def _config_of(run: Path, checkpoint: Path | None, overrides: Sequence[str], wor
 
 
 def parse_sweeps(sweeps: Sequence[str]) -> dict[str, list[Value]]:
-    """Field -> values, from "field=value,value" each.
+    """Parse field -> values, from "field=value,value" each.
 
     Raises:
         ConfigError: One of them is not of that form.

@@ -27,12 +27,12 @@ class Variant:
 
     @property
     def objective(self) -> Objective:
-        """What judges the tokens."""
+        """The objective of the variant."""
         return preset(self.preset, **self.fields)
 
     @property
     def name(self) -> str:
-        """The preset, then its fields."""
+        """Name of the preset, then its fields."""
         return " ".join([self.preset, *(f"{key}={value}" for key, value in self.fields.items())])
 
 
@@ -41,7 +41,7 @@ TokensByRoutes = Mapping[Routes, PolicyLossInputs]
 
 
 def variants(base: Variant, presets: Sequence[str], sweeps: Mapping[str, Sequence[Value]]) -> list[Variant]:
-    """The run's own variant, then each preset with each combination of the swept fields that it uses.
+    """Return the run's own variant, then each preset with each combination of the swept fields that it uses.
 
     Raises:
         ConfigError: A preset is unknown, none uses a swept field, or a value is out of range.
@@ -68,7 +68,7 @@ def _swept(chosen: Sequence[Variant], sweeps: Mapping[str, Sequence[Value]]) -> 
 
 
 def require_inputs(judged: Sequence[Variant], *, num_columns: int, has_old_log_probs: bool) -> None:
-    """Refuse variants that the kept tokens cannot serve, before any model loads.
+    """Refuse variants whose inputs the kept tokens lack, before any model loads.
 
     Raises:
         ConfigError: With every problem.
@@ -89,7 +89,7 @@ def require_inputs(judged: Sequence[Variant], *, num_columns: int, has_old_log_p
 
 
 def judge(judged: Sequence[Variant], tokens: TokensByRoutes) -> list[dict[str, Any]]:
-    """One row for each variant and way of routing; the first variant is the run's own.
+    """Evaluate the masks: one row for each variant and way of routing; the first variant is the run's own.
 
     Fractions are over tokens with A > 0, A < 0, or either. `agreement` is the share of learning tokens on which
     the mask is that of the first variant with the same routes. `dropped_mass_fraction` is the sum of
@@ -127,7 +127,7 @@ def _share(part: Tensor, whole: Tensor) -> float:
 
 
 def mismatch_by_routes(tokens: TokensByRoutes) -> dict[Routes, dict[str, float]]:
-    """The distance of pi from mu, as a run reports it, for each way of routing."""
+    """Return the distance of pi from mu, as a run reports it, for each way of routing."""
     found: dict[Routes, dict[str, float]] = {}
     for routes, inputs in tokens.items():
         metrics, is_learning = Metrics(), torch.ones_like(inputs.log_probs, dtype=torch.bool)

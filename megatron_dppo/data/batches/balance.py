@@ -15,14 +15,14 @@ NEAR_EVEN = 1.02  # a busiest group within 2 % of the least it could have is not
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Work of training on one sample: so much per token, and so much per token squared. Only ratios matter."""
+    """Cost of training on one sample: a term per token, and one per squared token. Only ratios matter."""
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     @classmethod
     def of_model(cls, shape: ModelShape) -> "SampleCost":
-        """Floating-point operations of forward and backward.
+        """Return the cost in floating-point operations of forward and backward.
 
         6 for each weight that a token meets (the input embedding is looked up, not multiplied), and causal
         attention: on average half a sample's tokens lie before a token, each met in two products.
@@ -32,13 +32,13 @@ class SampleCost:
         return cls(linear=6.0 * shape.num_multiplied_parameters, quadratic=6.0 * width)
 
     def of(self, num_tokens: int) -> float:
-        """Work of a sample of so many tokens."""
+        """Return the cost of a sample of `num_tokens` tokens."""
         return (self.linear + self.quadratic * num_tokens) * num_tokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who trains on what in one gradient step."""
+    """Assignment of samples to data-parallel groups and micro-batches in one gradient step."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """[group][micro-batch]: samples by index, ascending. As many micro-batches in each group, empty ones last;
@@ -57,7 +57,7 @@ def plan_minibatch(
     max_tokens: int,
     cost: SampleCost,
 ) -> Plan:
-    """Spread a mini-batch over groups and micro-batches.
+    """Assign a mini-batch's samples to groups and micro-batches.
 
     Groups get near-equal work. Their tokens, which is what routes and top-K take memory by, stay within an
     equal share plus one sample, counted over this and earlier mini-batches. A sample stays where it is unless
@@ -90,7 +90,7 @@ def plan_minibatch(
 
 
 def least_work(work: Sequence[float], num_groups: int) -> float:
-    """A bound from below on the work of the busiest group, however samples are assigned.
+    """Return a lower bound on the work of the busiest group, however samples are assigned.
 
     The mean, and what two or more must share where samples outnumber groups: of the k * groups + 1 largest,
     k + 1 meet in one group.
@@ -110,7 +110,7 @@ def _require_fit(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 class _Bins:
-    """Bins with room for so many tokens, filled one item at a time; knows the one with the least work."""
+    """Bins with a token capacity, filled one item at a time; finds the one with the least work."""
 
     def __init__(self, used: Sequence[int], capacity: float) -> None:
         self.items: list[list[int]] = [[] for _ in used]
@@ -123,7 +123,7 @@ class _Bins:
         return self._used[index] + num_tokens <= self._capacity
 
     def least_busy(self, num_tokens: int) -> int | None:
-        """The bin with the least work, then the fewest tokens, of those with room; none where none has."""
+        """Return the bin of least work, then fewest tokens, among those with room; none where none has."""
         full: list[tuple[float, int, int]] = []
         found = None
         while self._heap and found is None:
@@ -152,14 +152,14 @@ def _longest_first(items: Sequence[int], lengths: Sequence[int]) -> list[int]:
 def _assign(
     lengths: Sequence[int], work: Sequence[float], homes: Sequence[int], held: Sequence[int]
 ) -> list[list[int]]:
-    """The samples of each group."""
+    """Return the samples of each group."""
     if not lengths:
         return [[] for _ in held]
     share = (sum(held) + sum(lengths)) / len(held) + max(lengths)
     least = least_work(work, len(held))
 
     def filled(stay_below: float) -> _Bins:
-        """Longest first, each to its home while that stays below the limit, else to the least busy group."""
+        """Assign longest first, each to its home below the limit, else to the least busy group."""
         bins = _Bins(held, share)
         for item in _longest_first(range(len(lengths)), lengths):
             chosen, home = bins.least_busy(lengths[item]), homes[item]
@@ -180,7 +180,7 @@ def _assign(
 def _split(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], work: Sequence[float], max_tokens: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[group][micro-batch] of samples, with as few micro-batches as the groups can do with in common."""
+    """Split each group's samples into [group][micro-batch], with the fewest micro-batches all can share."""
     fewest = [_fewest_bins(items, lengths, work, max_tokens) for items in groups]
     num_microbatches = max(len(bins) for bins in fewest)
     split: list[tuple[tuple[int, ...], ...]] = []
@@ -195,7 +195,7 @@ def _split(
 def _fewest_bins(
     items: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int
 ) -> list[list[int]]:
-    """About even bins where they need no more than packing tightly does, else the tight ones."""
+    """Return even bins where they need no more than packing tightly does, else the tight ones."""
     tight = first_fit_decreasing([lengths[item] for item in items], max_tokens)
     at_least = -(-sum(lengths[item] for item in items) // max_tokens)
     for num_bins in range(at_least, len(tight) + 1):
@@ -208,7 +208,7 @@ def _fewest_bins(
 def _even_bins(
     items: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int, num_bins: int
 ) -> list[list[int]] | None:
-    """Longest first, each into the bin with the least work that has room; none where one finds no room."""
+    """Fill bins longest first, each item into the least busy one with room; none where one does not fit."""
     bins = _Bins([0] * num_bins, max_tokens)
     for item in _longest_first(items, lengths):
         chosen = bins.least_busy(lengths[item])
@@ -219,7 +219,7 @@ def _even_bins(
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of item indices, each within `capacity`: longest first, into the first bin with room."""
+    """Pack items into bins of `capacity`: longest first, into the first bin with room; returns indices."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in _longest_first(range(len(lengths)), lengths):

@@ -1,4 +1,4 @@
-"""Gradient steps of a rollout as a safetensors file: what a checkpoint in the middle of a rollout keeps."""
+"""Stores gradient steps of a rollout as a safetensors file, for checkpoints in the middle of a rollout."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _PLAIN = tuple(field.name for field in fields(Microbatch) if field.name not in _
 
 
 def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
-    """Write gradient steps so that `read_batches` gives the same bits; no pickle.
+    """Write gradient steps so that `read_batches` returns the same bits; no pickle.
 
     Tensors are named `<step>.<micro-batch>.<field>`; counts, the layers that routes are of and the samples'
     ids stand in the file's metadata as JSON.
@@ -45,7 +45,7 @@ def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
 
 
 def read_batches(path: Path) -> tuple[TrainBatch, ...]:
-    """The gradient steps that `write_batches` wrote.
+    """Read the gradient steps that `write_batches` wrote.
 
     Raises:
         DataError: The file is missing, torn, or of another kind.
@@ -64,7 +64,7 @@ def read_batches(path: Path) -> tuple[TrainBatch, ...]:
 
 
 def bytes_of(step: TrainBatch) -> int:
-    """Bytes of the tensors of a gradient step."""
+    """Return the bytes of a gradient step's tensors."""
     return sum(tensor.nbytes for microbatch in step.microbatches for _, tensor in _tensors(microbatch))
 
 

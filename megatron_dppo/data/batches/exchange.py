@@ -25,25 +25,25 @@ _PLAIN = ("id", "group_id", "prompt_length", "finish_reason", "num_retractions",
 
 
 class Peers(Protocol):
-    """What ranks need to talk to each other; a `Runtime` gives it."""
+    """The communication that the exchange needs; a `Runtime` implements it."""
 
     @property
     def rank(self) -> int:
-        """This one's place among all."""
+        """This process's rank in the job."""
         ...
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         ...
 
     def exchange(self, parcels: list[Tensor]) -> list[Tensor]:
-        """Give `parcels[r]`, [n] uint8, to rank r; what each rank gave to this one. Empties `parcels`."""
+        """Send `parcels[r]`, [n] uint8, to rank r, and return the parcels received. Empties `parcels`."""
         ...
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Which ranks train together: those of one group split a model, so they need the same micro-batches."""
+    """Data-parallel groups: the ranks of one group split a model, so they need the same micro-batches."""
 
     group_of_rank: tuple[int, ...]  # of every rank of the job, counted from 0; groups of equal size
     peers: Peers
@@ -55,23 +55,23 @@ class DataParallel:
 
     @property
     def num_groups(self) -> int:
-        """Groups, each with the whole model."""
+        """Number of groups, each with the whole model."""
         return max(self.group_of_rank) + 1
 
     @property
     def group(self) -> int:
-        """This rank's."""
+        """This rank's group."""
         return self.group_of_rank[self.peers.rank]
 
     def ranks_of(self, group: int) -> list[int]:
-        """The ranks that train on what the group trains on."""
+        """Return the ranks of a group."""
         return [rank for rank, own in enumerate(self.group_of_rank) if own == group]
 
 
 def exchange_samples(
     own: list[Sample], owners: Sequence[int], group_of_sample: Sequence[int], data_parallel: DataParallel
 ) -> dict[int, Sample]:
-    """The samples that this rank's group trains on, by their place among all; the same on all its ranks.
+    """Return the samples that this rank's group trains on, by their global index; the same on all its ranks.
 
     Every rank calls this together. A sample that stays is the same object; one that moves has the same bits.
 
@@ -101,7 +101,7 @@ def exchange_samples(
 
 
 def _parcels(departing: Sequence[list[Sample]], data_parallel: DataParallel) -> list[Tensor]:
-    """What goes to each rank: its group's samples; nothing to oneself. Frees samples that leave for good."""
+    """Encode the samples for each rank, none for this one. Frees samples that leave for good."""
     rank, nothing = data_parallel.peers.rank, torch.empty(0, dtype=torch.uint8)
     parcels = [nothing] * len(data_parallel.group_of_rank)
     for group, samples in enumerate(departing):
@@ -116,7 +116,7 @@ def _parcels(departing: Sequence[list[Sample]], data_parallel: DataParallel) -> 
 
 
 def encode(samples: Sequence[Sample]) -> Tensor:
-    """The samples as one parcel, [n] uint8 on the CPU."""
+    """Encode the samples as one parcel, [n] uint8 on the CPU."""
     entries: list[dict[str, Any]] = []
     parts: list[Tensor] = []
     for sample in samples:
@@ -129,7 +129,7 @@ def encode(samples: Sequence[Sample]) -> Tensor:
 
 
 def decode(parcel: Tensor) -> list[Sample]:
-    """The samples of a parcel; their tensors share its memory.
+    """Decode the samples of a parcel; their tensors share its memory.
 
     Raises:
         DataError: The parcel is torn.
@@ -189,7 +189,7 @@ def _tensors(sample: Sample) -> Iterator[tuple[str, Tensor]]:
 
 
 def _describe(sample: Sample) -> dict[str, Any]:
-    """What a sample holds besides tensors; JSON keeps every bit of a float, and NaN."""
+    """Return a sample's fields besides tensors; JSON keeps every bit of a float, and NaN."""
     entry = {name: getattr(sample, name) for name in _PLAIN}
     entry["reward_info"] = dict(sample.reward_info)
     entry["weight_versions"] = [astuple(span) for span in sample.weight_versions]

@@ -18,7 +18,7 @@ from megatron_dppo.types import ModelRouting, Sample, SampleGroup, TrainBatch
 
 
 def with_advantages(groups: Sequence[SampleGroup], normalize_std: bool) -> list[SampleGroup]:
-    """The groups with each sample's advantage: its reward against its group's mean."""
+    """Return the groups with each sample's advantage: its reward relative to its group's mean."""
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return list(groups)
@@ -38,7 +38,7 @@ def _floats(values: Tensor) -> list[float]:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """How evenly a rollout's training lies, and what that took. Over all ranks but for what is this rank's."""
+    """Balance and memory of a rollout's training, over all ranks but for the fields of this rank."""
 
     imbalance: float  # work of each gradient step's busiest group over the groups' mean; 1 is perfect
     num_samples: int  # trained on; once for each epoch
@@ -56,7 +56,7 @@ def gradient_steps(
     *,
     routing: ModelRouting | None,
 ) -> tuple[list[TrainBatch], BatchReport]:
-    """This rank's micro-batches of each gradient step on one rollout, with weights and counts over all ranks.
+    """Build this rank's micro-batches of each gradient step on one rollout, with global weights and counts.
 
     A mini-batch without a learning token on any rank makes no step. Every rank calls this together.
 
@@ -93,7 +93,7 @@ def gradient_steps(
 
 
 def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int, int, int]) -> list[int]:
-    """Which of an epoch's mini-batches each prompt of a rollout belongs to, whichever rank samples it.
+    """Assign each prompt of a rollout to one of an epoch's mini-batches, the same on every rank.
 
     The first epoch takes prompts as they come: the stream is shuffled already, and ranks then hold equal parts
     of each mini-batch. Later ones reorder them by `key`, (seed, rollout, epoch).
@@ -113,7 +113,7 @@ def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int,
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How micro-batches are made; the same on every rank."""
+    """Settings that shape micro-batches; the same on every rank."""
 
     aggregation: str  # how token losses become one number
     response_length: int  # the L of seq_mean_token_sum_norm
@@ -126,7 +126,7 @@ class BatchShape:
 def train_batches(
     minibatches: list[list[Sample]], shape: BatchShape, data_parallel: DataParallel
 ) -> tuple[list[TrainBatch], BatchReport]:
-    """This rank's micro-batches of each gradient step, with weights and counts over all ranks.
+    """Build this rank's micro-batches of each gradient step, with weights and counts over all ranks.
 
     Ranks exchange lengths; then whole samples move, one mini-batch at a time. All ranks of a group get the same
     micro-batches, and every group as many: one that has fewer gets placeholders. The order in which a rank
@@ -165,7 +165,7 @@ def train_batches(
 
 
 class _Size(NamedTuple):
-    """What every rank needs to know of a sample."""
+    """Sizes of a sample that every rank needs."""
 
     num_tokens: int
     num_loss_tokens: int
@@ -181,7 +181,7 @@ def _train_batch(
     microbatches: Sequence[Sequence[int]],
     shape: BatchShape,
 ) -> TrainBatch:
-    """One gradient step, with weights such that the loss over its learning tokens is the aggregated loss.
+    """Build one gradient step, weighted so that the loss over its learning tokens is the aggregated loss.
 
     Args:
         samples: This group's, by their place in `sizes`.
@@ -204,7 +204,7 @@ def _train_batch(
 
 
 def _bytes_held(samples: Sequence[Iterable[Sample]], steps: Sequence[TrainBatch]) -> int:
-    """Bytes of routes and top-K; a sample that several epochs wait for is one."""
+    """Return the bytes of routes and top-K; a sample that several epochs wait for counts once."""
     distinct = {id(sample): sample for several in samples for sample in several}
     microbatches = [microbatch for step in steps for microbatch in step.microbatches]
     return sum(map(bytes_of_routes_and_topk, (*distinct.values(), *microbatches)))

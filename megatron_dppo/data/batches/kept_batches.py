@@ -1,4 +1,4 @@
-"""Mini-batches of rollouts that a run keeps as tensors: a file for each data-parallel group."""
+"""Keeps mini-batches of rollouts as tensors: a file for each data-parallel group."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _FILE = re.compile(r"group_(\d+)_of_(\d+)\.safetensors")
 
 
 def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Sequence[TrainBatch]) -> None:
-    """Keep one group's gradient steps of a rollout, whole or not at all.
+    """Write one group's gradient steps of a rollout, whole or not at all.
 
     Args:
         folder: The run's `batches/`.
@@ -30,13 +30,13 @@ def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Seque
 
 
 def kept_rollouts(folder: Path) -> list[int]:
-    """The rollouts of which something was kept, in order."""
+    """Return the indices of the rollouts with kept files, in order."""
     names = [_FOLDER.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for found in names if found)
 
 
 def group_files(folder: Path, rollout: int) -> list[Path]:
-    """The files of all data-parallel groups, in their order.
+    """Return the files of all data-parallel groups, in their order.
 
     Raises:
         DataError: The rollout was not kept, or not by each group of one job.
@@ -57,7 +57,7 @@ def group_files(folder: Path, rollout: int) -> list[Path]:
 
 
 def read_share(folder: Path, rollout: int, place: tuple[int, int]) -> list[TrainBatch]:
-    """The gradient steps of all groups, shared out over a job of another size: to each as many micro-batches.
+    """Read the gradient steps of all groups, shared out over a job of another size in equal numbers.
 
     Args:
         folder: The run's `batches/`.
@@ -78,7 +78,7 @@ def read_share(folder: Path, rollout: int, place: tuple[int, int]) -> list[Train
 
 
 def kept_inputs(files: Sequence[Path]) -> tuple[int, bool]:
-    """(top-K columns that all files have, whether all have log-probs of a "recomputed" anchor)."""
+    """Return (top-K columns that all files have, whether all have log-probs of a "recomputed" anchor)."""
     steps = [step for file in files for step in read_batches(file)]
     microbatches = [m for step in steps for m in step.microbatches]
     columns: list[int] = [0 if m.topk is None else m.topk.ids.shape[1] for m in microbatches]

@@ -8,7 +8,7 @@ from megatron_dppo.types import Microbatch, ModelRouting, Sample
 
 
 def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routing: ModelRouting | None) -> int:
-    """Most bytes that a rollout can take on one rank, where every response is as long as allowed.
+    """Return an upper bound on a rollout's bytes on one rank: every response as long as allowed.
 
     The samples that the rank sampled; one mini-batch on its way, as what is sent and as what came; and the
     micro-batches of its data-parallel group, once per epoch, each with up to one sample beyond an equal share.
@@ -49,7 +49,7 @@ def _share(count: int, num_parts: int) -> int:
 
 
 def bytes_of_samples(samples: Iterable[Sample]) -> int:
-    """Bytes of the samples' tensors."""
+    """Return the bytes of the samples' tensors."""
     return sum(
         sample.tokens.nbytes
         + sample.loss_mask.nbytes
@@ -60,7 +60,7 @@ def bytes_of_samples(samples: Iterable[Sample]) -> int:
 
 
 def bytes_of_routes_and_topk(holder: Sample | Microbatch) -> int:
-    """Bytes of the routes and top-K of a sample, or of a micro-batch."""
+    """Return the bytes of the routes and top-K of a sample, or of a micro-batch."""
     topk, routes = holder.topk, holder.routed_experts
     return (topk.ids.nbytes + topk.log_probs.nbytes if topk is not None else 0) + (
         routes.indices.nbytes if routes is not None else 0

@@ -12,7 +12,7 @@ from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExp
 
 
 def pack(samples: Sequence[Sample], measured_share: float = 1.0) -> Microbatch:
-    """One micro-batch of the samples, at least one, in their order; what belongs to a token moves with it.
+    """Pack samples, at least one, into one micro-batch in their order, with all their per-token values.
 
     Of `measured_share` < 1 of all samples, chosen by their ids, the tokens are marked `is_measured`.
     """
@@ -38,7 +38,7 @@ def pack(samples: Sequence[Sample], measured_share: float = 1.0) -> Microbatch:
 
 
 def microbatches_of(sequences: Sequence[Tensor], max_tokens: int) -> list[Microbatch]:
-    """Micro-batches that score every token after the first, and train nothing.
+    """Build micro-batches that score every token after the first, and train on none.
 
     Args:
         sequences: [L] int64 each, L > 1.
@@ -69,7 +69,7 @@ def _token_weights(sample: Sample) -> Tensor:
 
 
 def _scored(per_response: Sequence[Tensor], samples: Sequence[Sample], fill: float = 0) -> Tensor:
-    """[R, …] per sample -> [T, …]: response token j stands at the position before it, which scores it."""
+    """Shift [R, …] per sample -> [T, …]: response token j stands at the position before it, which scores it."""
     rows: list[Tensor] = []
     for values, sample in zip(per_response, samples, strict=True):
         before = sample.prompt_length - 1
@@ -91,7 +91,7 @@ def _pack_topk(samples: Sequence[Sample]) -> RolloutTopK | None:
 
 
 def _pack_weight_versions(samples: Sequence[Sample]) -> Tensor | None:
-    """None where no sample knows which weights sampled it."""
+    """Pack the version of each token's weights, [T] int32; none where no sample knows them."""
     if not any(s.weight_versions for s in samples):
         return None
     rows: list[Tensor] = []
@@ -111,13 +111,13 @@ def _pack_measured(samples: Sequence[Sample], share: float) -> Tensor | None:
 
 
 def is_chosen(sample_id: str, share: float) -> bool:
-    """Whether a sample is among a share of all, by its id alone: the same on any rank and in any layout."""
+    """Whether a sample is in a random share of all, by its id alone: the same on any rank and in any layout."""
     digest = hashlib.blake2b(sample_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
-    """The micro-batch with those of its sequences alone whose mismatch is told apart; `filler` without any."""
+    """Return the micro-batch with only the sequences whose mismatch is measured; `filler` without any."""
     m = microbatch
     if m.is_measured is None:
         return m
@@ -136,7 +136,7 @@ def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
 
 
 def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
-    """One row per token; a sequence's last one, which the engine never forwards, replays the row before it."""
+    """Pack one row per token; a sequence's last token, which the engine never forwards, repeats a row."""
     routes = [s.routed_experts for s in samples if s.routed_experts is not None]
     if not routes:
         return None
@@ -146,7 +146,7 @@ def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
 
 
 def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
-    """Two tokens that train nothing: keeps a rank in step when the others have one micro-batch more.
+    """Return two tokens that do not learn: a rank forwards them when others have one micro-batch more.
 
     Args:
         topk_columns: K of the rollout's top-K log-probs; 0 without.

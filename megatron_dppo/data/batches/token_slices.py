@@ -24,13 +24,13 @@ class TokenSlice:
 
     @cached_property
     def source(self) -> Tensor:
-        """[T'] int64: which of the micro-batch's tokens each of this rank's is; -1 for padding."""
+        """[T'] int64: index in the micro-batch of each of this rank's tokens; -1 for padding."""
         sources = self.own.new_full((int(self.padded_cu_seqlens[-1]),), -1)
         sources[self.padded_position] = torch.arange(self.padded_position.numel(), device=sources.device)
         return sources[self.own]
 
     def local(self, microbatch: Microbatch) -> Microbatch:
-        """What this rank forwards; `cu_seqlens` stays that of the whole padded micro-batch.
+        """Return this rank's tokens as a micro-batch; `cu_seqlens` stays that of the whole padded one.
 
         Padding learns nothing, is routed as the last token of the micro-batch, and stands behind its sequence,
         where causal attention does not see it.
@@ -56,14 +56,14 @@ class TokenSlice:
         )
 
     def scattered(self, values: Tensor) -> Tensor:
-        """[T', ...] values of this rank's tokens -> [T, ...] of the micro-batch's, 0 where others have them."""
+        """Scatter [T', ...] values of this rank's tokens to [T, ...] of the micro-batch, 0 elsewhere."""
         is_token = self.source >= 0
         spread = values.new_zeros((self.padded_position.numel(), *values.shape[1:]))
         return spread.index_copy(0, self.source[is_token], values[is_token])
 
 
 def token_slice(microbatch: Microbatch, rank: int, context: int, tensor: int) -> TokenSlice:
-    """The tokens of context-parallel rank `rank`.
+    """Return the tokens of context-parallel rank `rank`.
 
     Args:
         microbatch: The whole one.
@@ -89,7 +89,7 @@ def token_slice(microbatch: Microbatch, rank: int, context: int, tensor: int) ->
 
 
 def zigzag(starts: Tensor, lengths: Tensor, rank: int, size: int) -> Tensor:
-    """[T/size] int64: positions of rank's two pieces of each sequence, sequence by sequence.
+    """Return [T/size] int64 positions of the rank's two pieces of each sequence, sequence by sequence.
 
     Args:
         starts: [S] int64 first position of each sequence.

@@ -1,1 +1,1 @@
-"""Prompts: prepared, read, checked and streamed."""
+"""Prepares, reads, checks and streams prompts."""

@@ -1,4 +1,4 @@
-"""Prepares a file of prompts from a published data set, and counts what is left out."""
+"""Prepares a file of prompts from a published data set, and counts the rows that are dropped."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Options:
-    """How to prepare a set."""
+    """Options of preparing a data set."""
 
     name: str  # the prompts' source, and the beginning of their ids
     template: str = "none"  # one of TEMPLATES; none keeps prompts as the source has them
@@ -47,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be written, and what became of every row."""
+    """The prepared rows, and the count of rows by outcome."""
 
     rows: Sequence[Mapping[str, object]]  # id, prompt, answer, source, and template where there is one
     schema: Schema
@@ -57,7 +57,7 @@ class Prepared:
 
 
 def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress) -> Prepared:
-    """Read, keep each problem once, filter, and put what is left into the template.
+    """Read a data set, keep each problem once, filter, and put the rest into the template.
 
     Args:
         source: Is read to its end.
@@ -100,7 +100,7 @@ def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress
 
 
 def schema_of(source: Source, options: Options) -> Schema:
-    """The columns that were asked for, or those of the first schema that fits.
+    """Return the named columns, or those of the first schema that fits.
 
     Raises:
         DataError: They are not there, or no schema fits.
@@ -121,7 +121,7 @@ def schema_of(source: Source, options: Options) -> Schema:
 
 
 def shown(counts: Mapping[str, int]) -> str:
-    """Counts in one line."""
+    """Format the counts as one line."""
     return ", ".join(f"{what}: {count}" for what, count in counts.items())
 
 

@@ -1,4 +1,4 @@
-"""Reads the problems of a published data set, and keeps each once."""
+"""Reads the problems of a published data set, and keeps each of them once."""
 
 import re
 from collections import Counter
@@ -60,7 +60,7 @@ def read_questions(
 
 
 def each_once(questions: Iterable[Question], counts: Counts) -> list[Question]:
-    """The first row of each problem; problems that come with several answers are left out, all of their rows.
+    """Return the first row of each problem; problems with several different answers are dropped.
 
     Two problems are one where they differ in white space only.
     """
@@ -77,7 +77,7 @@ def each_once(questions: Iterable[Question], counts: Counts) -> list[Question]:
 
 
 def text_asked(asked: Asked) -> str:
-    """The text of a prompt; of messages, that of each, with its role where there are several."""
+    """Return the text of a prompt; of messages, that of each, with its role where there are several."""
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:
@@ -86,7 +86,7 @@ def text_asked(asked: Asked) -> str:
 
 
 def problem_alone(where: str, question: Question) -> str:
-    """The problem, to be put into a template.
+    """Return the problem as plain text, to be put into a template.
 
     Raises:
         DataError: The prompt is a chat of several messages, or not the user's: its other parts would be lost.
@@ -99,12 +99,12 @@ def problem_alone(where: str, question: Question) -> str:
 
 
 def language_of(problem: str) -> Language:
-    """`zh` for a problem with any Chinese character, `en` for all others."""
+    """Return `zh` for a problem with any Chinese character, `en` for all others."""
     return "zh" if _HAN.search(problem) else "en"
 
 
 def last_boxed(solution: str) -> str:
-    r"""What stands in the last \boxed{} or \fbox{} of a solution; empty where none is whole."""
+    r"""Return the content of the last \boxed{} or \fbox{} of a solution; empty where none is whole."""
     boxes = list(_BOX.finditer(solution))
     if not boxes:
         return ""

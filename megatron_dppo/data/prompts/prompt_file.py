@@ -1,4 +1,4 @@
-"""Makes a file of prompts out of a published data set: each problem once, and every drop counted."""
+"""Writes a file of prompts from a published data set: each problem once, and every drop counted."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from megatron_dppo.runtime.jsonl import write_jsonl
 
 @dataclass(frozen=True)
 class DataSet:
-    """Where a set is published, and how many problems it has."""
+    """Source, splits and number of problems of a published data set."""
 
     source: str | None
     split: str = "train"
@@ -54,12 +54,12 @@ def write_prompt_file(out: Path, opened: Source, tokenizer: Path, options: Optio
 
 
 def counts_file(out: Path) -> Path:
-    """Returns the file in which the counts of an output stand."""
+    """Return the file that holds the counts of an output."""
     return out.with_name(f"{out.stem}.counts.json")
 
 
 def refuse_unusable(out: Path, source: str | None, question: str | None, answer: str | None) -> None:
-    """Refuse options that do not go together, before anything is read.
+    """Refuse contradictory options, before anything is read.
 
     Raises:
         DataError: There is no source, or the output has another suffix or exists, or a column is missing.
@@ -78,7 +78,7 @@ def refuse_unusable(out: Path, source: str | None, question: str | None, answer:
 def open_data_set(
     data_set: DataSet, source: str | None, configs: Sequence[str] | None, split: str | None
 ) -> Source:
-    """Open the set at its published place, or at the user's, of which nothing is assumed."""
+    """Open the data set at its published place, or at the user's path without the published settings."""
     if source is not None or data_set.source is None:
         return open_source(source or "", configs or (), split or "train")
     return open_source(data_set.source, configs or data_set.configs, split or data_set.split)
@@ -101,7 +101,7 @@ def _progress(items: Iterable[Any], what: str, total: int | None) -> Iterable[An
 
 
 def _write(out: Path, prepared: Prepared, asked: dict[str, Any]) -> None:
-    """The prompts, then their counts; each appears whole or not at all."""
+    """Write the prompts, then their counts; each file appears whole or not at all."""
     write_jsonl(out, prepared.rows)
     found = {
         "schema": asdict(prepared.schema),
@@ -116,7 +116,7 @@ def _write(out: Path, prepared: Prepared, asked: dict[str, Any]) -> None:
 
 
 def summary(prepared: Prepared) -> str:
-    """Returns lines for the terminal: what was recognised, and each count."""
+    """Return lines for the terminal: the recognised schema, and each count."""
     schema = prepared.schema
     rows = [*prepared.counts.items(), ("longest prompt, tokens", prepared.longest_prompt_tokens)]
     if prepared.num_instructions_removed:
@@ -126,7 +126,7 @@ def summary(prepared: Prepared) -> str:
 
 
 def sha256_of(file: Path) -> str:
-    """Returns a file's SHA-256 in hexadecimal."""
+    """Return a file's SHA-256 in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> list[Prompt]:
-    """All prompts of a .jsonl or .parquet file, in its order.
+    """Load all prompts of a .jsonl or .parquet file, in its order.
 
     A prompt cell is a string, or a list of {role, content} messages; an answer cell is a string or an integer
     (taken as its decimal digits). `column.field` names a field of a column. Columns `id`, and `source` or
@@ -54,7 +54,7 @@ class PromptRow:
 
 
 def read_prompts(path: Path, prompt_column: str, answer_column: str | None) -> Iterator[PromptRow | DataError]:
-    """Yield each row's prompt, or what is wrong with the row; see `load_prompts`.
+    """Yield each row's prompt, or the problem with the row; see `load_prompts`.
 
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.
@@ -99,7 +99,7 @@ class _RowReader:
 
 
 class PromptsDigest:
-    """Changes with any prompt, answer or id, and with their order: a cursor into others means nothing."""
+    """Digest of all prompts, answers and ids in order: a cursor is valid only with the same digest."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
@@ -114,7 +114,7 @@ class PromptsDigest:
 
 
 def detected_answer(path: Path, prompt_column: str, columns: Iterable[str]) -> str:
-    """Where the answer stands in a file of these columns, as our own files have it, or verl's, or slime's.
+    """Return the answer column of a file with these columns, in our own schema, verl's or slime's.
 
     Raises:
         DataError: Nowhere that is known.
@@ -143,14 +143,14 @@ def _prompt(row_id: str, answer: str, source: str, asked: str | Sequence[Message
 
 @dataclass(frozen=True)
 class Drawn:
-    """A prompt, and where it stands in the stream."""
+    """A prompt, and its place in the stream."""
 
     place: int  # prompts of all epochs before it; the same after a resume
     prompt: Prompt
 
 
 class PromptStream:
-    """Prompts without end, epoch after epoch, from any cursor on.
+    """Endless stream of prompts, epoch after epoch, from any cursor.
 
     An epoch's order depends on (seed, epoch) only, so a stream made from a cursor continues exactly as the
     one that left it there. All ranks hold the same stream and take their share of what `draw` returns. What a
@@ -176,30 +176,30 @@ class PromptStream:
 
     @property
     def cursor(self) -> DataCursor:
-        """Where the next prompts come from; as JSON in a checkpoint, all that resuming needs."""
+        """Cursor of the next prompts; as JSON in a checkpoint, all that resuming needs."""
         return self.cursor_with(())
 
     def cursor_with(self, open_places: Iterable[int]) -> DataCursor:
-        """The cursor of a stream that gives these places once more, before all others."""
+        """Return the cursor of a stream that gives these places again, before all others."""
         epoch, index = divmod(self._next, len(self._prompts))
         again = [*sorted(open_places), *self._again]
         return {"epoch": epoch, "index": index} | ({"again": again} if again else {})
 
     def draw(self, n: int) -> list[Drawn]:
-        """The next `n` prompts; crosses epochs as often as needed, so one may come more than once."""
+        """Draw the next `n` prompts; crosses epochs as often as needed, so one may come more than once."""
         return [self._drawn(self._take()) for _ in range(n)]
 
     def next(self, n: int) -> list[Prompt]:
-        """The prompts of `draw`."""
+        """Return the prompts of `draw`, without their places."""
         return [drawn.prompt for drawn in self.draw(n)]
 
     def ahead(self, distance: int) -> Drawn:
-        """What `draw` gives after `distance` others; stays where it is."""
+        """Return the prompt that `draw` gives after `distance` others, without advancing."""
         num_again = len(self._again)
         return self._drawn(self._again[distance] if distance < num_again else self._next + distance - num_again)
 
     def pass_over(self, places: Iterable[int]) -> None:
-        """Leave out what was taken out of turn by `ahead`, on whatever rank; the others come in their order."""
+        """Skip the places that any rank took with `ahead`; the others come in their order."""
         missing, passed = set(places), list[int]()
         while missing:
             place = self._take()
@@ -233,7 +233,7 @@ class PromptStream:
 
 
 def _read_cursor(cursor: DataCursor | None, num_prompts: int) -> tuple[int, Sequence[int]]:
-    """Place of the next prompt, and those that come before it once more."""
+    """Read the place of the next prompt, and the places to give again before it."""
     if cursor is None:
         return 0, ()
     epoch, index, again = cursor.get("epoch"), cursor.get("index"), cursor.get("again", [])

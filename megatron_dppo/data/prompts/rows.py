@@ -1,4 +1,4 @@
-"""Rows of .jsonl and .parquet files, and what their cells must hold; every fault is named by its row."""
+"""Reads rows of .jsonl and .parquet files, and checks their cells; every fault names its row."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 
 def read_columns(path: Path) -> list[str]:
-    """The file's columns, without reading its rows: the Parquet schema, or the keys of the first JSON line.
+    """Read the columns without the rows: from the Parquet schema, or the keys of the first JSON line.
 
     Raises:
         DataError: The file is missing, neither .jsonl nor .parquet, torn at its start, or holds no row.
@@ -51,7 +51,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
 
 
 def each_row(path: Path) -> Iterator[tuple[int, Mapping[str, object] | DataError]]:
-    """Yield what `read_rows` yields, or what is wrong with a row."""
+    """Yield the rows of `read_rows`, or the problem with a row in its place."""
     if path.suffix == ".jsonl":
         return each_line(path)
     batches = (cast(list[dict[str, object]], batch.to_pylist()) for batch in _parquet_file(path).iter_batches())
@@ -59,7 +59,7 @@ def each_row(path: Path) -> Iterator[tuple[int, Mapping[str, object] | DataError
 
 
 def _parquet_file(path: Path) -> Any:
-    """A pyarrow ParquetFile. pyarrow has no type stubs, so `Any` ends here and callers cast."""
+    """Open a pyarrow ParquetFile. pyarrow has no type stubs, so `Any` ends here and callers cast."""
     parquet: Any = import_module("pyarrow.parquet")
     try:
         return parquet.ParquetFile(path)
@@ -69,7 +69,7 @@ def _parquet_file(path: Path) -> Any:
 
 
 def text_of(where: str, what: str, value: object) -> str:
-    """A cell's text: a string, or an integer's decimal digits."""
+    """Return a cell's text: a string, or an integer's decimal digits."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -79,7 +79,7 @@ def text_of(where: str, what: str, value: object) -> str:
 
 
 def prompt_of(where: str, value: object) -> str | tuple[Message, ...]:
-    """A prompt cell: a non-empty string, or a non-empty list of {role, content} messages."""
+    """Return a prompt cell: a non-empty string, or a non-empty list of {role, content} messages."""
     if isinstance(value, str) and value:
         return value
     messages: list[Message] = []
@@ -101,7 +101,7 @@ def _bad_prompt(where: str, found: str) -> DataError:
 
 
 def missing_column(where: str, column: str, columns: Sequence[str]) -> DataError:
-    """A column that is not there, and one that it may have meant."""
+    """Return the error for a missing column, with the closest existing name."""
     close = difflib.get_close_matches(column, columns, n=1)
     action = f"Did you mean {close[0]!r}?" if close else "Set data.prompt_column and data.answer_column."
     return fault(where, f"columns {list(columns)}", f"a column {column!r}", action)
@@ -113,5 +113,5 @@ def _shown(value: Any) -> str:
 
 
 def fault(where: str, found: str, expected: str, action: str) -> DataError:
-    """What is wrong with a file of prompts, as an exception."""
+    """Return the error for a fault in a file of prompts."""
     return DataError(Problem(where, found, expected, action))

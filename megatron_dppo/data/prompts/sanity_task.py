@@ -53,7 +53,7 @@ class SanityRow(TypedDict):
 
 
 def make_prompts(n: int, seed: int, split: Split = "train") -> list[SanityRow]:
-    """`n` distinct problems of a split in an order that depends on (seed, split) only.
+    """Return `n` distinct problems of a split in an order that depends on (seed, split) only.
 
     Raises:
         ConfigError: The split has fewer than `n` problems.
@@ -74,7 +74,7 @@ def write_prompts(path: Path, n: int, seed: int, split: Split = "train") -> None
 def teacher_batch(
     batch: int, generator: torch.Generator, slip_probability: float = SLIP_PROBABILITY
 ) -> tuple[Tensor, Tensor]:
-    """Token ids of `batch` training prompts [batch, 7] and the teacher's responses [batch, 17]."""
+    """Return token ids of `batch` training prompts [batch, 7] and the teacher's responses [batch, 17]."""
     pairs = _pairs("train")
     a, b = pairs[torch.randint(len(pairs), (batch,), generator=generator)].unbind(1)
     words = _filler_words(batch, generator)
@@ -93,7 +93,7 @@ def teacher_batch(
 
 
 class _ColumnOf:
-    """Makes [batch, 1] columns of one token."""
+    """Builds [batch, 1] columns of one token."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
@@ -104,7 +104,7 @@ class _ColumnOf:
 
 @cache
 def _pairs(split: Split) -> Tensor:
-    """All pairs of factors in a split, [N, 2] int64. Shared by all callers, who only read it."""
+    """Return all pairs of factors in a split, [N, 2] int64. Shared by all callers, who only read it."""
     grid = torch.cartesian_prod(torch.arange(100), torch.arange(100))
     unordered = grid.amin(1) * 100 + grid.amax(1)
     # Knuth's multiplicative hash: the high bits of the product are well mixed.
@@ -118,7 +118,7 @@ def _row(a: int, b: int) -> SanityRow:
 
 
 def _digits(values: Tensor, count: int) -> Tensor:
-    """The `count` lowest decimal digits, lowest first: [N] -> [N, count]."""
+    """Return the `count` lowest decimal digits, lowest first: [N] -> [N, count]."""
     return values[:, None] // 10 ** torch.arange(count) % 10
 
 
@@ -132,7 +132,7 @@ def _slip(digits: Tensor, probability: float, generator: torch.Generator) -> Ten
 
 
 def _filler_words(batch: int, generator: torch.Generator) -> Tensor:
-    """Three filler words per response, word k with probability proportional to 1 / (k + 3): [batch, 3]."""
+    """Draw three filler words per response, word k with probability proportional to 1 / (k + 3): [batch, 3]."""
     weights = 1 / (torch.arange(NUM_FILLER_WORDS) + 3.0)
     words = torch.multinomial(weights, 3 * batch, replacement=True, generator=generator)
     return words.view(batch, 3) + VOCABULARY["w0"]

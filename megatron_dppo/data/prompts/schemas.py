@@ -1,4 +1,4 @@
-"""Which columns hold the prompt and its answer, in our own files and in those that others have."""
+"""Recognises the columns of the prompt and its answer, in our own files and in those of other frameworks."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import cast
 
 @dataclass(frozen=True)
 class Schema:
-    """A spelling; a path is a column, or a column and the names of its fields, joined by dots."""
+    """Names of the prompt and answer columns; a path is a column, or a column and fields, joined by dots."""
 
     name: str
     prompt: str
@@ -33,7 +33,7 @@ PROBLEM_SCHEMAS = (
 
 
 def detect(columns: Iterable[str], schemas: Iterable[Schema], prompt: str | None = None) -> Schema | None:
-    """The first schema whose columns are there; with `prompt`, whose answer is, in the place of its prompt."""
+    """Return the first schema whose columns exist; `prompt` replaces the prompt column of each schema."""
     present = set(columns)
     for schema in schemas:
         wanted = prompt or schema.prompt
@@ -49,7 +49,7 @@ def has(columns: Iterable[str], path: str) -> bool:
 
 
 def cell(row: Mapping[str, object], path: str) -> object:
-    """What stands at a path of a row.
+    """Return the value at a path of a row.
 
     Raises:
         KeyError: The row has no such column, or the column no such field.
@@ -64,5 +64,5 @@ def cell(row: Mapping[str, object], path: str) -> object:
 
 
 def spellings(schemas: Iterable[Schema]) -> str:
-    """The pairs of columns that are known, for messages."""
+    """Return the known pairs of columns, for messages."""
     return " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)

@@ -1,4 +1,4 @@
-"""Data sets as rows: a local file, a local folder, or a name on the Hugging Face hub."""
+"""Opens data sets as rows: a local file, a local folder, or a name on the Hugging Face hub."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def _parts(datasets: Any, name: str, configs: Sequence[str], split: str) -> list
 
 
 def _columns(part: Any) -> list[str]:
-    """The columns of a part; where they are not known before, those of its first row."""
+    """Return the columns of a part; where they are not known before, those of its first row."""
     return cast(list[str], part.column_names or list(next(iter(part))))
 
 

@@ -1,4 +1,4 @@
-"""A file of prompts, read to its end: faults of its rows, lengths of its prompts, and what they ask for."""
+"""Surveys a file of prompts to its end: faults of its rows, prompt lengths, and the answer forms asked for."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ Progress = Callable[[Iterable[PromptRow | DataError]], Iterable[PromptRow | Data
 
 @dataclass(frozen=True)
 class Survey:
-    """What a file of prompts holds."""
+    """Statistics of a file of prompts."""
 
     num_rows: int
     num_faulty: int  # rows that cannot be read, or whose prompt has no tokens
@@ -33,7 +33,7 @@ class Survey:
 
     @property
     def num_prompts(self) -> int:
-        """Rows that can be read."""
+        """Number of rows that can be read."""
         return self.num_rows - self.num_faulty
 
 
@@ -45,7 +45,7 @@ def survey(
     max_prompt_tokens: int,
     progress: Progress = iter,
 ) -> Survey:
-    """Read every row, and make its prompt into tokens as a rollout does.
+    """Read every row, and tokenise its prompt as a rollout does.
 
     Args:
         path: A .jsonl or .parquet file.
@@ -90,7 +90,7 @@ def survey(
 
 
 def _with_tokens(row: PromptRow | DataError, tokenizer: Any) -> tuple[PromptRow, tuple[int, ...]]:
-    """The row, and the tokens of its prompt; none without a tokenizer."""
+    """Return the row, and the tokens of its prompt; none without a tokenizer."""
     if isinstance(row, DataError):
         raise row
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""How a problem is put to a model: templates by name, and the tokens that a prompt becomes."""
+"""Prompt templates by name, and the tokenisation of prompts."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ _ASKS_FOR_LINE = re.compile(r"""(?:the form|on its own line)[^\n]{0,20}Answer:""
 
 
 def asked_form(prompt: Prompt, template: str | None) -> AnswerForm | None:
-    """Return the form of the answer that a prompt asks for, by its template or its words; none if neither says.
+    """Return the answer form that a prompt asks for, by its template or its words; none if neither names one.
 
     Args:
         prompt: As it stands in a file of prompts.
@@ -70,14 +70,14 @@ def asked_form(prompt: Prompt, template: str | None) -> AnswerForm | None:
 
 
 def without_dapo_instruction(text: str) -> str:
-    """The problem alone, where DAPO's instruction stands around it; else the text as it is."""
+    """Return the problem without DAPO's instruction around it; any other text unchanged."""
     if text.startswith(_DAPO_BEFORE) and text.endswith(_DAPO_AFTER):
         return text[len(_DAPO_BEFORE) : -len(_DAPO_AFTER)]
     return text
 
 
 def prompt_tokens(tokenizer: Any, text: str | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
-    """Token ids of text, with the special tokens that the tokenizer adds, or of messages, by its chat template.
+    """Return token ids of text, with the tokenizer's special tokens, or of messages, by its chat template.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -95,7 +95,7 @@ def prompt_tokens(tokenizer: Any, text: str | None, messages: Sequence[Message] 
 def _encoded(
     tokenizer: Any, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool = True
 ) -> tuple[int, ...]:
-    """Token ids of text or messages.
+    """Return token ids of text or messages.
 
     Raises:
         DataError: The tokenizer cannot encode them.
@@ -118,7 +118,7 @@ def _encoded(
 
 
 def require_tokenizer(template: str, tokenizer: Any) -> None:
-    """See that a template means to this tokenizer what it should.
+    """Check that a template works with this tokenizer.
 
     Raises:
         DataError: `r1_distill` without DeepSeek's special tokens or a BOS; `thinking` or `dapo` without a chat
@@ -140,7 +140,7 @@ def require_tokenizer(template: str, tokenizer: Any) -> None:
 
 
 def require_chat_template(tokenizer: Any) -> None:
-    """See that messages can become tokens.
+    """Check that the tokenizer has a chat template.
 
     Raises:
         DataError: The tokenizer has no chat template.

@@ -1,1 +1,1 @@
-"""The rollout engine within the trainer's processes: continuous batching over a transformers model."""
+"""Rollout engine in the trainer's processes: continuous batching over a transformers model."""

@@ -16,7 +16,7 @@ from megatron_dppo.types import RolloutTopK, RoutedExperts, WeightVersionSpan
 
 @dataclass
 class _Rows:
-    """What each occupied slot is doing, one element (row) per slot."""
+    """State of the occupied slots, one element (row) per slot."""
 
     request: Tensor  # [n] index into the requests; -1 once its response is finished
     token: Tensor  # [n] to be forwarded next

@@ -127,7 +127,7 @@ class TransformersEngine:
         return batch.completions(self._weight_version)
 
     def _refuse(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        """Raise before sampling for whatever cannot be done."""
+        """Raise before sampling where a request cannot be served."""
 
         def refuse(found: str, expected: str, action: str) -> None:
             raise RolloutError(f"{found}; expected {expected}. {action}")
@@ -184,7 +184,7 @@ class TransformersEngine:
 
 
 def checkpoint_targets(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Where each tensor of a Hugging Face checkpoint goes: one name per expert, slices of fused parameters."""
+    """Return the tensor to copy each Hugging Face tensor into: one name per expert, slices of fused ones."""
     targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # tied embeddings appear once, without lm_head
         prefix, _, last = name.rpartition(".experts.")
@@ -208,7 +208,7 @@ def _require_blocks(targets: Mapping[str, Tensor]) -> None:
 
 
 def round_to_fp8(weight: Tensor) -> Tensor:
-    """`weight` `[out, in]` rounded to float8-e4m3 with one scale per output channel, as float32."""
+    """Round `weight` `[out, in]` to float8-e4m3fn with one scale per output channel, as float32."""
     weight = weight.float()
     scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale

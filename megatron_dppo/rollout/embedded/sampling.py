@@ -1,4 +1,4 @@
-"""Drawing tokens whose noise depends on who samples them, never on what else is in the batch."""
+"""Draws tokens with noise that depends on the sample alone, never on the rest of the batch."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from megatron_dppo.types import RolloutTopK
 
 
 def sampling_noise(noise_key: tuple[int, int, int], num_positions: int) -> Tensor:
-    """Uniforms in [0, 1) for the response positions of one sample, `[num_positions]` float64.
+    """Return uniforms in [0, 1) for the response positions of one sample, `[num_positions]` float64.
 
     Philox is counter-based: (seed, rollout) is its key, the sample owns a counter range of 2^192 blocks, and
     position t is the t-th draw in it, so a longer response only appends draws.
@@ -19,7 +19,7 @@ def sampling_noise(noise_key: tuple[int, int, int], num_positions: int) -> Tenso
 
 
 def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from, `[N, V]` float32; -inf is never drawn.
+    """Return log-probs of the distribution that tokens are drawn from, `[N, V]` float32; -inf is never drawn.
 
     Temperature 0 (greedy) gives those at temperature 1 with the whole vocabulary, as SGLang reports them: a
     one-point distribution would say 0 everywhere. Below top_p = 1 they are renormalised over the nucleus: the
@@ -38,7 +38,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_p: float = 
 
 
 def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """Token ids `[N]` by inverting the cumulative distribution of `log_probs` `[N, V]` at `noise` `[N]`.
+    """Draw token ids `[N]` by inverting the cumulative distribution of `log_probs` `[N, V]` at `noise` `[N]`.
 
     The sum runs in float64, in the order of token ids. The first id whose cumulative sum exceeds the target has
     positive probability where sums are sequential; a parallel scan may round otherwise (one in 2^53), and then
@@ -55,6 +55,6 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def most_probable(log_probs: Tensor, k: int) -> RolloutTopK:
-    """The k most probable tokens of each row, most probable first; those that cannot be drawn get id -1."""
+    """Return the k most probable tokens of each row, most probable first; id -1 stands for impossible ones."""
     values, ids = log_probs.topk(k, dim=-1)
     return RolloutTopK(ids=ids.masked_fill_(values == -torch.inf, -1).int(), log_probs=values)

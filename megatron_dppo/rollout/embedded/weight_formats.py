@@ -28,13 +28,13 @@ _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"
 
 
 def scale_for(weight_format: WeightFormat, largest: Tensor) -> Tensor:
-    """The float32 scale `[]` of weights whose largest absolute value is `largest`; NVFP4's is the outer one."""
+    """Return the float32 scale `[]` for a largest absolute value of `largest`; NVFP4's is the outer one."""
     most = _FP8_MAX if weight_format == "fp8" else _FP4_VALUES[-1] * _FP8_MAX
     return largest.float().clamp_min(_LEAST) / most
 
 
 def quantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """What `dequantize_fp8` reads: float8_e4m3fn, of the shape of `values`; what is too large saturates.
+    """Quantise `values` to float8_e4m3fn of the same shape, for `dequantize_fp8`; too large values saturate.
 
     Args:
         values: bfloat16 or float32; the quotient is rounded to this dtype before it is rounded to 8 bits.
@@ -44,12 +44,12 @@ def quantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize_fp8(quantized: Tensor, scale: Tensor) -> Tensor:
-    """The values in float32."""
+    """Dequantise FP8 values to float32."""
     return quantized.float() * scale.float()
 
 
 def quantize_nvfp4(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """What `dequantize_nvfp4` reads: packed values, and the scales of their blocks.
+    """Quantise values to NVFP4, for `dequantize_nvfp4`: packed values, and the scales of their blocks.
 
     Args:
         values: [..., in] bfloat16 or float32; `in` is a multiple of BLOCK.
@@ -67,7 +67,7 @@ def quantize_nvfp4(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp4_codes(values: Tensor) -> Tensor:
-    """The nearest of NVFP4's values, as bits; halfway between two, the one whose last bit is 0."""
+    """Return the nearest of NVFP4's values, as bits; halfway between two, the one whose last bit is 0."""
     bounds = values.new_tensor(_FP4_BOUNDS)
     lower = torch.searchsorted(bounds, values.abs().contiguous())
     upper = torch.searchsorted(bounds, values.abs().contiguous(), right=True)
@@ -76,7 +76,7 @@ def _fp4_codes(values: Tensor) -> Tensor:
 
 
 def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, scale: Tensor) -> Tensor:
-    """The values `[..., in]` in float32."""
+    """Dequantise NVFP4 values `[..., in]` to float32."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
     table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES), device=packed.device)
     scales = block_scales.float() * scale.float()
@@ -84,19 +84,19 @@ def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, scale: Tensor) -> Ten
 
 
 def rounded(values: Tensor, weight_format: WeightFormat, scale: Tensor) -> Tensor:
-    """Values as the format holds them, in float32."""
+    """Round values to the format, as float32."""
     if weight_format == "fp8":
         return dequantize_fp8(quantize_fp8(values, scale), scale)
     return dequantize_nvfp4(*quantize_nvfp4(values, scale), scale)
 
 
 def is_linear(name: str) -> bool:
-    """Whether a tensor is the weight of a linear that is quantised: no router, no vocabulary."""
+    """Whether a tensor is the weight of a linear that is quantised; routers and vocabulary layers are not."""
     return _LINEAR.fullmatch(name) is not None
 
 
 def fused_linears(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """The quantised linears among `names`, those together that share a scale."""
+    """Group the quantised linears among `names` by the scale that they share."""
     groups: dict[str, list[str]] = {}
     for name in names:
         found = _LINEAR.fullmatch(name)

@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server: time-outs on every call, bounded retries, errors that say what to do.
+"""HTTP client of one SGLang server: time-outs on every call, bounded retries, errors that say what to do.
 
 | what happened | GET, abort | generate |
 |---|---|---|
@@ -33,7 +33,7 @@ _LONGEST_PAUSE_S = 30.0
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a server, and how often to ask again."""
+    """Time-outs and retries of the calls to a server."""
 
     connect_timeout_s: float = 5.0
     control_timeout_s: float = 30.0  # calls that generate nothing
@@ -44,7 +44,7 @@ class Patience:
 
 @dataclass
 class CallCounts:
-    """What did not go smoothly since the client was made."""
+    """Counts of retries and time-outs since the client was made."""
 
     num_retries: int = 0
     num_maybe_sampled_twice: int = 0  # responses asked for again that the server may have sampled before
@@ -52,10 +52,10 @@ class CallCounts:
 
 
 class SglangClient:
-    """Speaks to one server, within one event loop: `async with` opens and closes its connections."""
+    """Calls one server, within one event loop: `async with` opens and closes its connections."""
 
     def __init__(self, url: str, patience: Patience | None = None, *, api_key: str | None = None) -> None:
-        """Prepare; nothing is sent.
+        """Keep the address; sends no request.
 
         Args:
             url: "http://host:port" of the server.
@@ -85,7 +85,7 @@ class SglangClient:
         self._http = None
 
     async def connect(self) -> tuple[Generation, ServerFacts]:
-        """The adapter for this server, and what it says of itself.
+        """Return the adapter for this server, and the facts that it reports of itself.
 
         Raises:
             ServerError: It does not answer, is of an unknown version, or has options that we refuse.
@@ -106,11 +106,11 @@ class SglangClient:
         return answer.status_code == 200
 
     async def loads(self) -> object:
-        """The JSON that says how much the server has to do; costs its scheduler nothing."""
+        """Return the JSON of the server's load; the call costs its scheduler no time."""
         return await self._call("GET", "/v1/loads?include=core")
 
     async def generate(self, body: Mapping[str, Any]) -> object:
-        """The JSON that answers a `Generation.generate_body`.
+        """Post a `Generation.generate_body`, and return the JSON of the answer.
 
         Raises:
             ServerError: The server refuses the request, or did not answer in time or in `max_attempts`.
@@ -118,11 +118,11 @@ class SglangClient:
         return await self._call("POST", "/generate", body, rid=str(body["rid"]))
 
     async def abort(self, rid: str) -> None:
-        """End a request where it stands; its answer then holds what there is. Unknown ones are ignored."""
+        """Abort a request; its answer then holds the tokens so far. Unknown ids are ignored."""
         await self._call("POST", "/abort_request", {"rid": rid})
 
     async def command(self, call: Call, timeout_s: float) -> object:
-        """Say once what must not be said twice by itself.
+        """Post a call once, without retries, since repeating it could do harm.
 
         Raises:
             ServerError: The server refuses, fails, or did not answer in time. What it has done is unknown.
@@ -141,7 +141,7 @@ class SglangClient:
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, rid: str | None = None
     ) -> object:
-        """One call with its retries; `rid` marks a generation."""
+        """Make one call with its retries; `rid` marks a generation."""
         patience = self._patience
         timeout_s = patience.control_timeout_s if rid is None else patience.generate_timeout_s
         found = ""
@@ -188,7 +188,7 @@ class SglangClient:
                 raise
 
     async def _give_up(self, rid: str) -> None:
-        """Tell the server not to go on with a request, where it still listens."""
+        """Abort a request whose answer is no longer awaited, if the server can be reached."""
         try:
             await self._send("POST", "/abort_request", {"rid": rid}, self._patience.connect_timeout_s)
         except httpx2.TransportError:
@@ -211,7 +211,7 @@ def _json(answer: httpx2.Response) -> object:
 
 
 def _words(answer: httpx2.Response) -> str:
-    """Status and message, shortened."""
+    """Return status and message of an answer, shortened."""
     text = answer.text
     try:
         body = json.loads(text)

@@ -1,4 +1,4 @@
-"""The arrays of an answer, from JSON to tensors; what does not fit is refused, never filled in."""
+"""Decodes the arrays of an answer from JSON to tensors; refuses those that do not fit, never fills them in."""
 
 import base64
 import binascii
@@ -20,7 +20,7 @@ _SLACK = 1e-3  # between two reports of one log-prob
 
 
 def field(body: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
-    """`body[name]`, which must be a `kind`.
+    """Return `body[name]`, which must be a `kind`.
 
     Raises:
         ReplyError: It is absent or something else.
@@ -33,7 +33,7 @@ def field(body: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
 
 
 def decode_tokens(ids: Sequence[Any], vocab_size: int, where: str) -> Tensor:
-    """[R] int64 of a list of token ids."""
+    """Decode a list of token ids as [R] int64."""
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
         raise ReplyError(
@@ -43,7 +43,7 @@ def decode_tokens(ids: Sequence[Any], vocab_size: int, where: str) -> Tensor:
 
 
 def decode_log_probs(rows: Sequence[Any], tokens: Tensor, where: str) -> Tensor:
-    """[R] float32 of `[log_prob, token, text]` rows; a log-prob that is null comes out as NaN.
+    """Decode `[log_prob, token, text]` rows as [R] float32; a null log-prob becomes NaN.
 
     Raises:
         ReplyError: Other rows than one per token, of other tokens, or a log-prob above 0.
@@ -62,7 +62,7 @@ def decode_log_probs(rows: Sequence[Any], tokens: Tensor, where: str) -> Tensor:
 def decode_topk(
     rows: Sequence[Any], tokens: Tensor, log_probs: Tensor, num_columns: int, vocab_size: int, where: str
 ) -> RolloutTopK:
-    """Each position's most probable tokens, of rows of `[log_prob, token, text]` entries.
+    """Decode each position's most probable tokens from rows of `[log_prob, token, text]` entries.
 
     Args:
         rows: `output_top_logprobs`.
@@ -95,7 +95,7 @@ def decode_topk(
 def decode_routes(
     payload: object, num_rows: int, num_layers: int, routing: ModelRouting, where: str
 ) -> RoutedExperts:
-    """The MoE layers' routes of base64 int32 [rows, layers, top_k], little-endian.
+    """Decode the MoE layers' routes from base64 int32 [rows, layers, top_k], little-endian.
 
     Args:
         payload: `routed_experts`.
@@ -142,7 +142,7 @@ def decode_routes(
 
 
 def decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) -> tuple[WeightVersionSpan, ...]:
-    """Which weights sampled which response tokens, of `{"version", "start", "end"}` entries.
+    """Decode the weight version of each response token from `{"version", "start", "end"}` entries.
 
     Raises:
         ReplyError: They leave tokens out, overlap, or name a version that is no number.
@@ -163,7 +163,7 @@ def decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) ->
 
 
 def weight_version(text: object, where: str) -> int:
-    """The number that weights were given when they were pushed, or at start-up."""
+    """Return the version number that weights were given when they were pushed, or at start-up."""
     try:
         return int(str(text))
     except ValueError:
@@ -174,7 +174,7 @@ def weight_version(text: object, where: str) -> int:
 
 
 def _table(rows: Sequence[Any], shape: tuple[int, ...], where: str, name: str) -> Tensor:
-    """[*shape, 2] float64: log-prob and token of each entry; null is NaN."""
+    """Decode the log-prob and token of each entry as [*shape, 2] float64; null becomes NaN."""
     try:
         table = np.array(rows, dtype=object).reshape(*shape, 3) if rows else np.zeros((*shape, 3), dtype=object)
         found = table[..., :2].astype(np.float64)

@@ -1,4 +1,4 @@
-"""Dispatches the requests of one `generate` over several servers, and counts those that get no answer."""
+"""Dispatches the requests of one `generate` over several servers, and counts the unanswered ones."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ _ABORT_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class Link:
-    """A server that answered, its client, and the protocol of its version."""
+    """A connected server: its client, and the protocol adapter of its version."""
 
     client: SglangClient
     generation: Generation
@@ -41,7 +41,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A request that a server was sent, and has not answered."""
+    """A request that was sent to a server and is not answered yet."""
 
     index: int  # of the request
     url: str
@@ -54,7 +54,7 @@ class Dispatcher:
     """Sends each request to the least loaded server, and to another where one fails; used once, in one loop."""
 
     def __init__(self, links: Mapping[str, Link], model: ServedModel, version: int, max_in_flight: int) -> None:
-        """Prepare; nothing is sent.
+        """Keep the servers; sends no request.
 
         Args:
             links: The servers by URL.
@@ -107,7 +107,7 @@ class Dispatcher:
             task.add_done_callback(self._answered.put_nowait)
 
     async def _ask(self, link: Link, request: Request) -> Reply | RolloutError:
-        """The checked answer to one request, or why there is none."""
+        """Return the checked answer to one request, or the error in its place."""
         try:
             body = await link.client.generate(link.generation.generate_body(request, self._params, self._model))
             return link.generation.read_reply(body, request, self._params, self._model)
@@ -129,7 +129,7 @@ class Dispatcher:
             self._keep(sent.index, answer)
 
     def _keep(self, index: int, answer: Reply | RolloutError) -> None:
-        """The answer stands; once enough of them came, abort the rest."""
+        """Keep the answer; once enough of them came, abort the rest."""
         request = self._requests[index]
         if isinstance(answer, RolloutError):
             logger.warning("request %s is dropped: %s", request.id, answer)
@@ -155,7 +155,7 @@ class Dispatcher:
             await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _fault_of_server(self, url: str, answer: Reply | RolloutError) -> ServerError | None:
-        """Why another server is to be asked; none where the answer is good, or the fault the request's own."""
+        """Return why the request must go to another server; none for a good answer or a faulty request."""
         if isinstance(answer, Reply):
             others = sorted(answer.new_versions - {self._version})
             return other_weights(url, others[0], self._version) if others else None
@@ -165,7 +165,7 @@ class Dispatcher:
         return answer if is_drained or not await self._links[url].client.is_healthy() else None
 
     def _drain(self, url: str, fault: ServerError) -> None:
-        """Give a server nothing more, and what it has to others; answers that are here already are kept.
+        """Send a server no more requests, and requeue those it has; answers already received are kept.
 
         Raises:
             ServerError: It was the last.
@@ -195,7 +195,7 @@ class Dispatcher:
                 self._waiting.appendleft(sent.index)
 
     async def _ask_loads(self) -> None:
-        """Keep up with what others send to the servers, and with which of them still answer."""
+        """Poll the servers' loads, and drain those that no longer answer."""
 
         async def ask(url: str, link: Link) -> None:
             try:
@@ -212,7 +212,7 @@ class Dispatcher:
 
 
 def other_weights(url: str, found: int, expected: int) -> ServerError:
-    """What is wrong with a server that holds weights of another version."""
+    """Return the error for a server that holds weights of another version."""
     return ServerError(
         f"{url}: found weights of version {found}; expected {expected}. The server was restarted, or someone "
         "else gave it weights: push them again before sampling."

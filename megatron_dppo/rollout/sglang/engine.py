@@ -1,4 +1,4 @@
-"""The engine that asks SGLang servers: n requests for each prompt, every answer checked."""
+"""Rollout engine that samples from SGLang servers: one request per response, every answer checked."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ class SglangEngine:
         max_concurrent_requests: int = 256,
         api_key: str | None = None,
     ) -> None:
-        """Connect once, so that a server that cannot be used is known at start-up.
+        """Connect once, so that an unusable server is found at start-up.
 
         Args:
             urls: "http://host:port" of one or more servers that answer.
@@ -67,7 +67,7 @@ class SglangEngine:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """All servers that this engine knows, admitted or not."""
+        """URLs of all servers of this engine, admitted or not."""
         return self._urls
 
     @property
@@ -76,7 +76,7 @@ class SglangEngine:
         return self._weight_version
 
     def admit(self, urls: Sequence[str], version: int) -> None:
-        """From now on, send requests to these servers, at least one, and to no others.
+        """Send requests to these servers from now on, at least one, and to no others.
 
         Args:
             urls: They hold weights of this version; one that registered since is known from now on.
@@ -87,7 +87,7 @@ class SglangEngine:
         self._admitted, self._weight_version = tuple(dict.fromkeys(urls)), version
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Refuse: tensors do not reach a server through this call.
+        """Refuse: servers get their weights through a weight sync, not through this call.
 
         Raises:
             WeightSyncError: Always.
@@ -124,7 +124,7 @@ class SglangEngine:
         return SglangClient(url, self._patience, api_key=self._api_key)
 
     async def _all_facts(self) -> list[ServerFacts]:
-        """Of those that answer; the others are drained when requests are to go to them."""
+        """Return the facts of the servers that answer; the others are drained at the next `generate`."""
 
         async def facts_of(url: str) -> ServerFacts | RolloutError:
             try:
@@ -158,7 +158,7 @@ class SglangEngine:
         return [_completion(request, each) for request, each in zip(requests, outcomes, strict=True)]
 
     async def _links(self, clients: Sequence[SglangClient]) -> dict[str, Link]:
-        """The admitted servers that answer and hold the weights, by URL.
+        """Return the admitted servers that answer and hold the weights, by URL.
 
         Raises:
             ServerError: There is none.
@@ -184,7 +184,7 @@ class SglangEngine:
 
 
 def _common_version(facts: Sequence[ServerFacts]) -> int:
-    """What all of them hold; servers that differ wait for a push."""
+    """Return the weight version that all servers hold; servers that differ wait for a push."""
     versions = {each.weight_version for each in facts}
     return versions.pop() if len(versions) == 1 else _NO_VERSION
 
@@ -192,7 +192,7 @@ def _common_version(facts: Sequence[ServerFacts]) -> int:
 def _count(
     calls: Sequence[CallCounts], requests: Sequence[Request], outcomes: Sequence[RequestOutcome]
 ) -> EngineCounts:
-    """What became of the requests of one `generate`."""
+    """Count retries, faults and tokens of one `generate`."""
     answers = [each.answer for each in outcomes]
     replies = [answer for answer in answers if isinstance(answer, Reply)]
     asked = zip(requests, answers, strict=True)
@@ -211,7 +211,7 @@ def _count(
 
 
 def _completion(request: Request, outcome: RequestOutcome) -> Completion:
-    """The response; one that never came, or cannot be used, is aborted."""
+    """Return the completion of a request; an aborted one where the answer is missing or unusable."""
     answer = outcome.answer
     completion = answer.completion if isinstance(answer, Reply) else aborted(request)
     return replace(completion, num_moves=completion.num_moves + outcome.num_moves)

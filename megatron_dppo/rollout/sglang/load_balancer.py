@@ -19,7 +19,7 @@ class _Place:
 
 
 class LoadBalancer:
-    """Chooses servers during one `generate`; nothing is sent from here.
+    """Chooses a server for each request of one `generate`; sends no request itself.
 
     Two servers are drawn at random, and the less loaded gets the request: with many processes that send to the
     same servers, all of them on the least loaded one would be as bad as all on any. The requests of a group go
@@ -27,7 +27,7 @@ class LoadBalancer:
     """
 
     def __init__(self, urls: Sequence[str], max_in_flight: int, chance: random.Random | None = None) -> None:
-        """All servers serve, and have nothing to do.
+        """Start with all servers admitted and idle.
 
         Args:
             urls: The servers.
@@ -45,7 +45,7 @@ class LoadBalancer:
         return tuple(url for url, place in self._places.items() if not place.is_drained)
 
     def take(self, group: str) -> str | None:
-        """The server for one more request of `group`, which counts as sent to it; none where all are full."""
+        """Return the server for one more request of `group`, and count it as sent; none where all are full."""
         free = [url for url in self.serving if self._places[url].num_in_flight < self._max_in_flight]
         if not free:
             return None
@@ -57,18 +57,18 @@ class LoadBalancer:
         return url
 
     def give_back(self, url: str) -> None:
-        """A request of ours left the server, answered or not."""
+        """Count a request of ours as no longer at the server, answered or not."""
         place = self._places[url]
         assert place.num_in_flight > 0, "what is given back was taken"
         place.num_in_flight -= 1
 
     def report(self, url: str, num_requests: int) -> None:
-        """The server says that it runs, or has waiting, so many requests, ours among them."""
+        """Update a server's load: the requests that it runs or has waiting, ours among them."""
         place = self._places[url]
         place.num_of_others = max(num_requests - place.num_in_flight, 0)
 
     def drain(self, url: str) -> None:
-        """The server gets no more requests; those it was sent are still to be given back."""
+        """Send the server no more requests; each one it still has needs its `give_back`."""
         self._places[url].is_drained = True
 
     def _less_loaded(self, free: Sequence[str]) -> str:
@@ -77,5 +77,5 @@ class LoadBalancer:
 
 
 def group_of(request_id: str) -> str:
-    """The group of a request: its id up to the last "+"."""
+    """Return the group of a request: its id up to the last "+"."""
     return request_id.rpartition("+")[0] or request_id

@@ -1,4 +1,4 @@
-"""What servers and clients need of a model, read from its config.json."""
+"""Reads the sizes of a model that servers and clients need from its config.json."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from megatron_dppo.rollout.sglang.protocol import ServedModel
 
 
 def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
-    """The model in `folder`, once it is one that SGLang serves as it is.
+    """Read the model in `folder`, and check that SGLang serves it as it is.
 
     Raises:
         ConfigError: There is no config.json, or it names dense layers that SGLang would serve as sparse ones.

@@ -1,4 +1,4 @@
-"""The `[sglang]` table: compared with the arguments of SGLang's server, then made into a command line.
+"""Checks the `[sglang]` table against the arguments of SGLang's server, and builds the command line from it.
 
 The arguments are read in a process of the interpreter that owns SGLang, and kept per version of it. Where there
 is no SGLang, those of the version that this package was tested with stand in.
@@ -65,19 +65,19 @@ class Option:
 
 
 def interpreter(config: Config) -> Path:
-    """Where SGLang is installed."""
+    """Return the Python interpreter that SGLang is installed in."""
     named = str(config.sglang.get(PYTHON, DEFAULT_PYTHON))
     return Path(shutil.which(named) or named).absolute()  # unresolved: a link is what makes an environment
 
 
 def installed_version(python: Path) -> str | None:
-    """SGLang's version; none where there is no such interpreter, or no SGLang in it."""
+    """Return SGLang's version; none where the interpreter or SGLang is missing."""
     lines = _run(python, _PRINT_VERSION, timeout_s=60)
     return lines[-1] if lines else None
 
 
 def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] | None:
-    """The server's arguments by their names in Python; none where SGLang is absent or does not import.
+    """Read the server's arguments by their names in Python; none where SGLang is absent or does not import.
 
     Args:
         python: The interpreter that SGLang is installed in.
@@ -108,7 +108,7 @@ def shipped_options(version: str) -> dict[str, Option]:
 
 
 def owned_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
-    """Arguments in an `[sglang]` table that the package sets itself."""
+    """Yield a problem for each argument in an `[sglang]` table that the package sets itself."""
     for name, value in table.items():
         if name in OWNED:
             action = f"Remove it from [sglang]; it is set by {OWNED[name]}."
@@ -117,7 +117,7 @@ def owned_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> Iterator[Problem]:
-    """What is wrong with an `[sglang]` table: names, types and choices; `owned_problems` besides."""
+    """Yield the problems of an `[sglang]` table: names, types and choices; see `owned_problems` for others."""
     for name, value in table.items():
         where = f"sglang.{name}"
         if name == PYTHON or name in OWNED:
@@ -131,7 +131,7 @@ def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> 
 
 
 def _expected(value: Any, option: Option) -> str | None:
-    """What a value should have been; none where it will do."""
+    """Return a description of the expected value; none where the value is valid."""
     if option.kind in ("switch", "either"):
         return None if isinstance(value, bool) else "true or false"
     if option.kind == "many":
@@ -148,7 +148,7 @@ def _expected(value: Any, option: Option) -> str | None:
 
 
 def arguments(table: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
-    """The command line of a table that has no problems."""
+    """Return the command line of a table that has no problems."""
     line: list[str] = []
     for name, value in table.items():
         if name == PYTHON:
@@ -170,7 +170,7 @@ def _text(value: Any) -> str:
 
 
 def _run(python: Path, program: str, timeout_s: float) -> list[str]:
-    """Lines that a program prints; none where it fails."""
+    """Run a program and return the lines that it prints; none where it fails."""
     environment = server_environment(is_on_cpu=True)
     try:
         result = subprocess.run(
@@ -187,7 +187,7 @@ def _run(python: Path, program: str, timeout_s: float) -> list[str]:
 
 
 def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
-    """This process's environment, less what would lead SGLang to our packages or into our process group."""
+    """Return this process's environment, without our PYTHONPATH and the launcher's variables."""
     launcher = (
         "PYTHONPATH",
         "RANK",

@@ -1,4 +1,4 @@
-"""The servers that a run starts for itself, as children of its rank 0."""
+"""Starts the servers that a run owns, as children of its rank 0."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
-    """Run rollout.sglang.num_own_servers beside the body; every rank enters when they answer.
+    """Run rollout.sglang.num_own_servers during the body; every rank enters once they answer.
 
     Servers that end by themselves are started again, as `megatron-dppo serve` does it.
 

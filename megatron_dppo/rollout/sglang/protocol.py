@@ -1,4 +1,4 @@
-"""The protocol of an SGLang server: requests and answers, one adapter per generation of servers.
+"""Protocol of an SGLang server: requests and answers, one adapter per generation of servers.
 
 An adapter is chosen by the version that a server reports; one that was never run against is refused. Answers
 are checked against what was asked for before anything is made of them.
@@ -37,7 +37,7 @@ _BEYOND_LONGEST_PROMPT = 4  # SGLang cuts a response, without a word, that goes 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What one must know of a model to ask for responses and to read them."""
+    """Sizes of a model that requests and answers depend on."""
 
     vocab_size: int
     num_layers: int  # routes come for all of them, dense ones included
@@ -47,7 +47,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Version, model and limits that a server reports of itself."""
 
     version: str
     model_path: str
@@ -71,14 +71,14 @@ class Reply:
 
 
 class Generation(Protocol):
-    """How servers of some versions are spoken to."""
+    """Protocol adapter for servers of some versions."""
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """The JSON of one POST to /generate."""
+        """Return the JSON of one POST to /generate."""
         ...
 
     def read_reply(self, body: object, request: Request, params: SamplingParams, model: ServedModel) -> Reply:
-        """What a 200 from /generate holds.
+        """Parse the body of a 200 from /generate.
 
         Raises:
             ReplyError: Anything but the answer to this request, whole and consistent. Faults of the routes
@@ -87,13 +87,13 @@ class Generation(Protocol):
         ...
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
-        """The JSON of one POST to /generate that asks for the log-probs of a prompt's own tokens."""
+        """Return the JSON of one POST to /generate that asks for the log-probs of a prompt's own tokens."""
         ...
 
     def read_scores(
         self, body: object, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
     ) -> tuple[Tensor, RoutedExperts | None]:
-        """[L-1] float32 log-probs of each token after the first, at temperature 1, and the prompt's routes.
+        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
 
         Raises:
             ReplyError: Anything but that.
@@ -102,7 +102,7 @@ class Generation(Protocol):
         ...
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
-        """What GET /server_info and GET /model_info say.
+        """Parse the answers to GET /server_info and GET /model_info.
 
         Raises:
             ServerError: The server was started with options that change what is sampled behind our back.
@@ -111,7 +111,7 @@ class Generation(Protocol):
         ...
 
     def read_load(self, body: object) -> int:
-        """Requests that the server runs or has waiting, of what GET /v1/loads says.
+        """Parse the number of requests that run or wait from the answer to GET /v1/loads.
 
         Raises:
             ReplyError: It says something else.
@@ -120,7 +120,7 @@ class Generation(Protocol):
 
 
 class Generation0521:
-    """SGLang 0.5.21."""
+    """Adapter for SGLang 0.5.21."""
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
         """See `Generation.generate_body`. Every sampling parameter is named: none is left to the server."""
@@ -244,7 +244,7 @@ GENERATIONS: Mapping[str, Generation] = MappingProxyType({"0.5.21": Generation05
 
 
 def generation_of(version: object) -> Generation:
-    """The adapter for servers that report this version.
+    """Return the adapter for servers that report this version.
 
     Raises:
         ServerError: It was never run against.
@@ -261,7 +261,7 @@ def generation_of(version: object) -> Generation:
 def read_finish_reason(
     meta: Mapping[str, Any], ids: list[Any], limit: int, model: ServedModel, where: str
 ) -> FinishReason:
-    """Why sampling ended, once it agrees with the tokens, of which at most `limit` were asked for.
+    """Parse the finish reason, and check it against the tokens, at most `limit` of which were asked for.
 
     Raises:
         ReplyError: An unknown reason, a stop without an end token, or a length that is not the limit.
@@ -303,7 +303,7 @@ def _routes(
     model: ServedModel,
     where: str,
 ) -> tuple[RoutedExperts | None, str | None]:
-    """The routes, or why there are none though they were asked for."""
+    """Return the routes, or a message that says why they are missing though they were asked for."""
     if not params.capture_routes:
         return None, None
     assert model.routing is not None, "routes are asked of models with experts only"

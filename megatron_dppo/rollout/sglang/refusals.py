@@ -17,7 +17,7 @@ def refuse_requests(
     *,
     is_aborted: bool = False,
 ) -> None:
-    """Raise for whatever the server would refuse, answer differently than asked, or end over.
+    """Raise for requests that the server would refuse, answer differently than asked, or crash on.
 
     Args:
         requests: To be sent.

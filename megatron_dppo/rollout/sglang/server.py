@@ -1,4 +1,4 @@
-"""SGLang servers as children of this process: start, wait for health, register, restart, stop.
+"""Runs SGLang servers as children of this process: start, wait for health, register, restart, stop.
 
 A server that answers is registered as run/servers/<name>.json; whoever looks for servers reads that folder.
 """
@@ -60,7 +60,7 @@ _LOG_TAIL = 3000  # characters of a log that an error shows
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """A server that answers, as its file in run/servers says."""
+    """Registration of a server that answers: its file in the run's servers/."""
 
     name: str
     url: str
@@ -73,7 +73,7 @@ class ServerRecord:
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one server."""
+    """Command, environment and URL of a server to start."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -81,7 +81,7 @@ class Launch:
 
 
 def plan_launch(config: Config, index: int = 0) -> Launch:
-    """The command for a server of this run, on a port that is free now unless sglang.port names one.
+    """Build the command for a server of this run, on a free port unless sglang.port names one.
 
     Args:
         config: The run's.
@@ -129,7 +129,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
 
 
 def _unusable(python: Path) -> Problem:
-    """Why no arguments could be read: SGLang is absent, or does not import."""
+    """Return the problem with an SGLang whose arguments cannot be read: absent, or it does not import."""
     version = installed_version(python)
     if version is None:
         action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
@@ -140,7 +140,7 @@ def _unusable(python: Path) -> Problem:
 
 
 def free_port() -> int:
-    """A port of this host that nothing listened on a moment ago."""
+    """Return a port of this host that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -150,7 +150,7 @@ class Server:
     """One server process and its children; owned by whoever started it, who must stop it."""
 
     def __init__(self, launch: Launch, folder: Path, name: str) -> None:
-        """Prepare; nothing is started.
+        """Keep the command; starts no process.
 
         Args:
             launch: What to run.
@@ -162,7 +162,7 @@ class Server:
         self._name, self._process, self._num_starts = name, None, 0
 
     def start(self, timeout_s: float, ended: threading.Event | None = None) -> ServerRecord | None:
-        """Start, wait until the server answers, and register it; none where `ended` was set before.
+        """Start the server, wait until it answers, and register it; none where `ended` was set before.
 
         Raises:
             ServerError: It ended, or did not answer in time; nothing of it is left running.
@@ -200,12 +200,12 @@ class Server:
         return record
 
     def status(self) -> int | None:
-        """The exit status of a server that ended; none while it runs."""
+        """Return the exit status of a server that ended; none while it runs."""
         assert self._process is not None, "asked of a server that was started"
         return self._process.poll()
 
     def stop(self, grace_s: float = 20.0) -> None:
-        """End the server and all its children, kindly first; does nothing where none runs."""
+        """Terminate the server and all its children, then kill the rest; returns at once where none runs."""
         self.record.unlink(missing_ok=True)
         process, self._process = self._process, None
         if process is None:
@@ -219,7 +219,7 @@ class Server:
         process.wait()
 
     def _wait(self, timeout_s: float, ended: threading.Event) -> str | None:
-        """The version of the server, once it answers; none once nobody waits any more."""
+        """Wait until the server answers, and return its version; none where the wait was cancelled."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if (status := self.status()) is not None:
@@ -267,7 +267,7 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
 
 
 def registered(folder: Path) -> list[ServerRecord]:
-    """The servers that a run's servers/ names, by name: node-2 before node-10, as ranks are."""
+    """Return the servers registered in a run's servers/ by name, node-2 before node-10."""
     records: list[ServerRecord] = []
     for path in sorted(folder.glob("*.json"), key=_by_numbers):
         try:
@@ -282,13 +282,13 @@ def registered(folder: Path) -> list[ServerRecord]:
 
 
 def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """Numbers in a name count as numbers."""
+    """Return a sort key that compares the numbers in a name by value."""
     parts = re.split(r"(\d+)", path.stem)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def require_registered(folder: Path) -> list[ServerRecord]:
-    """The servers that a run's servers/ names, at least one.
+    """Return the servers registered in a run's servers/, at least one.
 
     Raises:
         ServerError: It names none.

@@ -1,4 +1,4 @@
-"""The calls that pause an SGLang server and update its weights, by its version."""
+"""Builds the calls that pause an SGLang server and update its weights, by its version."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron_dppo.errors import ServerError
 
 @dataclass(frozen=True)
 class Call:
-    """One POST."""
+    """One POST request."""
 
     path: str
     body: Mapping[str, Any]
@@ -26,7 +26,7 @@ class TensorList:
 
 
 class UpdateCalls0521:
-    """SGLang 0.5.21.
+    """Update calls of SGLang 0.5.21.
 
     Between `begin` and `end` stand the updates by tensor and through a group, and no others. A prefix cache of
     older weights survives an update unless it is flushed; flushing ends a server that still has requests, so
@@ -76,16 +76,16 @@ class UpdateCalls0521:
         return Call("/update_weights_from_tensor", body | _last(version))
 
     def release(self, *what: str) -> Call:
-        """Give back the memory of "weights" or "kv_cache"; the server must be idle."""
+        """Free the memory of "weights" or "kv_cache"; the server must be idle."""
         return Call("/release_memory_occupation", {"tags": list(what)})
 
     def resume(self, *what: str) -> Call:
-        """Take that memory again; what stood in it is lost."""
+        """Allocate that memory again; its earlier contents are lost."""
         return Call("/resume_memory_occupation", {"tags": list(what)})
 
 
 def _last(version: int | None) -> dict[str, Any]:
-    """Whether what comes with it completes the weights of a version."""
+    """Return the fields that say whether this call completes the weights of a version."""
     return {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
 
 
@@ -94,7 +94,7 @@ UPDATE_CALLS: Mapping[str, UpdateCalls0521] = MappingProxyType({"0.5.21": Update
 
 
 def update_calls_of(version: str) -> UpdateCalls0521:
-    """The calls for servers of this version.
+    """Return the update calls for servers of this version.
 
     Raises:
         ServerError: They were never run against it.

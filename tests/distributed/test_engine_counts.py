@@ -43,7 +43,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of two ranks: in the first rollout a sample of each prompt is retracted, in the second one comes late."""
     folder = tmp_path_factory.mktemp("counts")
     TOKENIZER.save_pretrained(folder / "model")
-    sizes = {"num_hidden_layers": len(ROUTING.layer_numbers), "num_experts": ROUTING.num_experts}
+    sizes: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": ROUTING.num_experts}
+    sizes |= {"num_hidden_layers": len(ROUTING.layer_numbers)}
     sizes |= {"num_experts_per_tok": ROUTING.top_k, "moe_intermediate_size": 8, "hidden_size": 8}
     sizes |= {"num_attention_heads": 1, "vocab_size": MODEL.vocab_size, "max_position_embeddings": 64}
     (folder / "model" / "config.json").write_text(json.dumps(sizes))

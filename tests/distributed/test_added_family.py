@@ -83,10 +83,12 @@ def test_a_family_in_a_package_is_converted_trained_and_planned(
 
 def test_its_refusals_hold_and_without_the_package_it_is_unknown(run: Any, tmp_path: Path) -> None:
     model = write_family(tmp_path / "model", ARCHITECTURE, sliding_window=16)
-    inspect = (CONVERT, "to-megatron", "--hf", model, "--out", tmp_path / "out")
-    refused = run(*inspect)
+    config = tmp_path / "run.toml"
+    config.write_text(f'model.load = "{model}"\n')
+    plan = ("-m", "megatron_dppo", "plan", config, "--gpus", "1", "--gpu-memory", "8GB")
+    refused = run(*plan)
     assert refused.returncode != 0
     assert "sliding_window = 16 in config.json" in " ".join((refused.stdout + refused.stderr).split())
-    unknown = subprocess.run([sys.executable, *map(str, inspect)], capture_output=True, text=True, check=False)
+    unknown = subprocess.run([sys.executable, *map(str, plan)], capture_output=True, text=True, check=False)
     assert unknown.returncode != 0
     assert ARCHITECTURE in unknown.stdout + unknown.stderr

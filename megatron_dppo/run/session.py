@@ -1,5 +1,6 @@
 """Starts a session: joins the job's processes, detects failures, checks the config and opens the run logger."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dppo.checks import BEFORE_LOADING, require_valid
 from megatron_dppo.config.schema import Config
 from megatron_dppo.failure_detection import watching
+from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run.preemption import StopRequests
 from megatron_dppo.runtime.process import Runtime, start, stop
@@ -52,6 +54,7 @@ def joined_processes(
     Raises:
         LaunchError: The other processes did not come.
     """
+    os.environ.update(nccl_settings(config))  # before NCCL starts, which reads them once
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
         with signal_handling or nullcontext(), watching(runtime):

@@ -51,12 +51,18 @@ class RaisedOnMain(Exception):
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process's place in the job, and the device it computes on."""
+    """This process's place in the job, and the device it computes on.
+
+    What the ranks tell each other goes through `control`, a gloo group: a rank that waits there for another one
+    keeps its GPU free, where NCCL would run a kernel on it, beside an engine that samples on the same GPU.
+    """
 
     device: torch.device
     rank: int
     world_size: int
     progress: Progress = field(default_factory=Progress, compare=False)
+    control: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    """Of all ranks; none means the default group."""
 
     @property
     def is_main(self) -> bool:
@@ -66,7 +72,7 @@ class Runtime:
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. Small picklable objects only."""
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.control)
         return gathered
 
     def on_main(self, action: Callable[[], T]) -> T:
@@ -78,7 +84,7 @@ class Runtime:
                 outcome[0] = action()
             except Exception as error:  # noqa: BLE001 - carried to the other ranks, then raised
                 raised, outcome[1] = error, _portable(error)
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=self.control)
         if raised is not None:
             raise raised
         if outcome[1] is not None and not self.is_main:
@@ -93,9 +99,8 @@ class Runtime:
         """
         assert len(parcels) == self.world_size, "one parcel for each rank, empty ones too"
         to_send = [parcel.numel() for parcel in parcels]
-        sizes = torch.tensor(to_send, device=self.device)
-        incoming = torch.empty_like(sizes)
-        dist.all_to_all_single(incoming, sizes)
+        incoming = torch.empty(self.world_size, dtype=torch.int64)
+        dist.all_to_all_single(incoming, torch.tensor(to_send), group=self.control)
         to_receive: list[int] = incoming.tolist()
         sent = torch.cat(parcels).to(self.device)
         parcels.clear()
@@ -105,13 +110,13 @@ class Runtime:
 
     def any(self, flag: bool) -> bool:
         """Return whether any rank's flag is set."""
-        flags = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control)
         return bool(flags)
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        dist.barrier()
+        dist.barrier(group=self.control)
 
     def peak_bytes(self) -> int:
         """Return the peak memory so far: of the device, or of this process on a CPU."""
@@ -145,7 +150,7 @@ def gpu_libraries() -> Libraries:
 
 
 def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float = 600.0) -> Runtime:
-    """Pick the device and join the process group (NCCL on GPUs, gloo elsewhere).
+    """Pick the device and join the process groups: NCCL's on GPUs, gloo's elsewhere, and gloo's for control.
 
     Args:
         num_threads: Of PyTorch, for computing on the CPU.
@@ -176,7 +181,9 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return Runtime(device=device, rank=rank, world_size=world_size)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(control, dist.ProcessGroup), "of all ranks"
+    return Runtime(device=device, rank=rank, world_size=world_size, control=control)
 
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> Store:

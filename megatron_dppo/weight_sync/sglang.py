@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_dppo.errors import ServerError, WeightSyncError
 from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.rollout.sglang.nccl import differences
 from megatron_dppo.rollout.sglang.server import ServerRecord
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Transport
@@ -115,6 +116,9 @@ class SglangSync:
         members: list[Member] = []
         absent: dict[str, str] = {}
         for record in self._servers():
+            if (found := differences(record.nccl)) is not None:  # before any call: its update would stay open
+                absent[record.url] = found
+                continue
             try:
                 member = asyncio.run(describe(record.url, record.pid, self._api_key, self._timeout_s))
             except ServerError as error:

@@ -18,8 +18,10 @@ def connect(runtime: Runtime, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.rollout.rollouts import build_engine
+    from megatron_dppo.rollout.sglang.nccl import nccl_settings
 
     config = Config.model_validate(settings)
+    os.environ.update(nccl_settings(config))  # as a session does before it joins the job's processes
     return config, Actor(config, runtime), build_engine(config, config.model.load, runtime.device)
 
 

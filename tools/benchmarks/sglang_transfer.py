@@ -63,7 +63,10 @@ def main(
     runtime, others = start(), OtherPrograms()
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), hidden, python)
+        from megatron_dppo.rollout.sglang.nccl import nccl_settings
         from megatron_dppo.rollout.sglang.own_servers import own_servers
+
+        os.environ.update(nccl_settings(config))
 
         with own_servers(config, runtime):
             pushes = measure_pushes(config, runtime, rounds)

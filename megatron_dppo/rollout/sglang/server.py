@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
 from megatron_dppo.rollout.sglang.model import served_model
+from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.rollout.sglang.options import (
     arguments,
     installed_version,
@@ -69,6 +70,7 @@ class ServerRecord:
     version: str
     since: str
     num_starts: int  # above 1: it was restarted, and holds the weights of model.load again
+    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # what the trainer's environment must equal
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     url: str
+    nccl: Mapping[str, str]  # in the environment too
 
 
 def plan_launch(config: Config, index: int = 0) -> Launch:
@@ -121,10 +124,12 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         "skip_tokenizer_init": True,
     }
     reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    nccl = nccl_settings(config)
     return Launch(
         (str(python), "-W", "ignore", "-c", _ENTRY, *arguments(table | owned, options)),
-        server_environment(is_on_cpu=is_on_cpu),
+        server_environment(is_on_cpu=is_on_cpu) | nccl,
         f"http://{reachable}:{port}",
+        nccl,
     )
 
 
@@ -191,6 +196,7 @@ class Server:
                 version=version,
                 since=datetime.now().astimezone().isoformat(timespec="seconds"),
                 num_starts=self._num_starts,
+                nccl=self.launch.nccl,
             )
             write_jsonl(self.record, [asdict(record)])
         except BaseException:

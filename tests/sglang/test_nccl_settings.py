@@ -54,9 +54,8 @@ def test_each_process_of_a_server_has_those_of_its_record(served: Served) -> Non
     assert record.nccl == {CUMEM: "0", NVLS: "0"}
     processes = [psutil.Process(record.pid), *psutil.Process(record.pid).children(recursive=True)]
     environments = [process.environ() for process in processes]
-    readable = [
-        names for names in environments if "PATH" in names
-    ]  # SGLang's titles are written over the others
+    # SGLang writes the titles of its processes over the environments of some.
+    readable = [names for names in environments if "PATH" in names]
     assert readable
     assert all({name: names[name] for name in (CUMEM, NVLS)} == record.nccl for names in readable)
 

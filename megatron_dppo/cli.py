@@ -154,7 +154,7 @@ def plan(
     ],
     overrides: Overrides = None,
     host_memory: Annotated[
-        str | None, typer.Option("--host-memory", metavar="SIZE", help="Of each node. [default: not judged]")
+        str | None, typer.Option("--host-memory", metavar="SIZE", help="Of each node. [default: not checked]")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
     proposals: Annotated[int, typer.Option(min=0, help="Layouts to show of those that fit.")] = 5,

@@ -90,7 +90,7 @@ def what_if(
     """Ask what other trust regions would have masked in a run's mini-batches.
 
     No engine samples: the tokens that tracking.batches_every kept are forwarded once with the weights of a
-    checkpoint, with live and with replayed routes where the rollout has them, and each variant judges them:
+    checkpoint, with live and with replayed routes where the rollout has them, and each variant masks them:
 
         megatron-dppo what-if runs/r3 --preset grpo --preset dppo_topk_tv --sweep delta=0.05,0.1,0.2
 

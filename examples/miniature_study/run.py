@@ -109,7 +109,7 @@ def report(grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int, fa
     (folder / "summary.json").write_text(json.dumps(summary(results), indent=1) + "\n")
     draw(folder, results)
     for finding in found:
-        typer.echo(f"- {finding.expectation.text}: {finding.verdict}")
+        typer.echo(f"- {finding.expectation.text}: {finding.outcome}")
     typer.echo(f"wrote report.html, report.md and summary.json to {folder}")
 
 

@@ -43,7 +43,7 @@ def write_report(
         out: The study's folder.
         grid: What was asked for.
         results: What came of it.
-        found: The expectations, judged.
+        found: The expectations, with what came out.
         facts: Sentences on what was run, at the top.
     """
     parts: list[tuple[str, Any]] = [("words", facts), ("heading", "What reproduced, and what did not")]
@@ -70,7 +70,7 @@ _READING = (
 
 
 def _sentence(finding: Finding) -> str:
-    return f"{finding.expectation.text}: {finding.verdict}."
+    return f"{finding.expectation.text}: {finding.outcome}."
 
 
 def _of_findings(found: Sequence[Finding]) -> Table:

@@ -60,7 +60,7 @@ class Finding:
 
     expectation: Expectation
     difference: Contrast | None  # none without seeds that both have
-    verdict: str
+    outcome: str
 
 
 def read_results(grid: Grid, out: Path, seeds: Sequence[int], num_rollouts: int) -> dict[Cell, CellResult]:
@@ -111,7 +111,7 @@ def _mean(values: Any) -> float:
 
 
 def findings(grid: Grid, results: Mapping[Cell, CellResult]) -> list[Finding]:
-    """Each expectation, judged on the seeds that both of its cells have."""
+    """Each expectation, with what came out on the seeds that both of its cells have."""
     return [_finding(expectation, results) for expectation in grid.expectations]
 
 
@@ -122,10 +122,10 @@ def _finding(expectation: Expectation, results: Mapping[Cell, CellResult]) -> Fi
     if len(both) < 2:
         return Finding(expectation, None, "not measured: fewer than two seeds of both")
     difference = contrast([above[seed] for seed in both], [below[seed] for seed in both])
-    return Finding(expectation, difference, verdict(difference))
+    return Finding(expectation, difference, outcome(difference))
 
 
-def verdict(difference: Contrast) -> str:
+def outcome(difference: Contrast) -> str:
     """In words, with the number of seeds that it rests on."""
     seeds = f"{difference.num_pairs} seeds"
     if difference.low > 0:

@@ -41,12 +41,12 @@ def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) 
         ConfigError: An input has another shape or type.
     """
     has_topk = inputs.topk is not None and inputs.targets is not None
-    judged = with_inputs(objectives, has_topk=has_topk, has_old_log_probs=inputs.old_log_probs is not None)
+    evaluated = with_inputs(objectives, has_topk=has_topk, has_old_log_probs=inputs.old_log_probs is not None)
     by_anchor = {
-        anchor: _Shared([o for o in judged.values() if o.anchor == anchor], inputs)
-        for anchor in {objective.anchor for objective in judged.values()}
+        anchor: _Shared([o for o in evaluated.values() if o.anchor == anchor], inputs)
+        for anchor in {objective.anchor for objective in evaluated.values()}
     }
-    return {name: by_anchor[objective.anchor].mask(objective) for name, objective in judged.items()}
+    return {name: by_anchor[objective.anchor].mask(objective) for name, objective in evaluated.items()}
 
 
 class _Shared:

@@ -171,7 +171,7 @@ def _paired_routing(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("shadow_presets")
 def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Presets that are judged in the shadow exist, and the batches hold what they need."""
+    """Presets that are evaluated beside the step exist, and the batches hold what they need."""
     objective = _objective(config)
     for name in config.tracking.shadow_presets:
         if name not in PRESETS:

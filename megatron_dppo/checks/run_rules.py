@@ -74,7 +74,7 @@ def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("finite_numbers")
 def _finite_numbers(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Numbers are finite; the algorithm's own are the preset's to judge, where infinity means off."""
+    """Numbers are finite; the algorithm's own are the preset's to check, where infinity means off."""
     for key, value in flat(config.model_dump(exclude={"algorithm", "megatron", "sglang"})).items():
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, str(value), "a finite number", "Write a number.")

@@ -51,7 +51,7 @@ def _environment_trial(config: Config, facts: Facts) -> Iterator[Problem]:
     with closing(pool):
         try:
             try_environment(pool, found.first)
-        except (EnvironmentFailedError, RewardError) as error:
+        except EnvironmentFailedError as error:
             action = "Correct the class; megatron_dppo/environments/README.md says what it takes and returns."
             key = "rollout.environment"
             yield _told(key, key, error, "an environment that answers", action)

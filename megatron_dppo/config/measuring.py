@@ -66,6 +66,6 @@ class TrackingConfig(Section):
     clipped_tokens_every: NonNegativeInt = 0
     """Every so many rollouts, at each gradient step list tokens that masks drop, also in context; 0 never."""
     shadow: bool = True
-    """Beside each gradient step, judge its tokens by other presets too: what they would have masked."""
+    """Beside each gradient step, evaluate other presets on its tokens: what they would have masked."""
     shadow_presets: tuple[str, ...] = ()
     """Names in megatron_dppo.algorithms.PRESETS; none: all that the batch has the inputs of."""

@@ -14,7 +14,7 @@ from megatron_dppo.environments.base import (
     Turn,
 )
 from megatron_dppo.errors import EnvironmentFailedError
-from megatron_dppo.rewards.base import described
+from megatron_dppo.runtime.user_code import described
 
 _MAX_LIVE = 4096  # instances that wait for their next turn; those of abandoned conversations are among them
 

@@ -3,20 +3,27 @@
 from collections.abc import Sequence
 
 from megatron_dppo.environments.base import EnvironmentFault, Observation, Trajectory, Turn
-from megatron_dppo.environments.wire import read_answer, request_line
-from megatron_dppo.rewards.base import RewardFault
-from megatron_dppo.rewards.pool import WorkerPool
-from megatron_dppo.rewards.worker_process import Service
+from megatron_dppo.environments.wire import decode_answer, encode_trajectory
+from megatron_dppo.errors import EnvironmentFailedError
+from megatron_dppo.workers.pool import WorkerPool
+from megatron_dppo.workers.service import Service, WorkerFault
 
-_SERVICE = Service(
-    "megatron_dppo.environments.worker", "rollout.environment", "environment", request_line, read_answer
+_SERVICE = Service[Trajectory, Observation | Turn](
+    module="megatron_dppo.environments.worker",
+    key="rollout.environment",
+    noun="environment",
+    option_prefix="data.reward_",
+    error=EnvironmentFailedError,
+    describe_request=lambda trajectory: f"prompt {trajectory.prompt.id}",
+    encode_request=encode_trajectory,
+    decode_answer=decode_answer,
 )
 
 
 class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
     """Workers that hold environments; see `Environments`.
 
-    Any worker may answer for any conversation: one that does not hold its instance makes it again.
+    Any worker may answer for any trajectory: one that does not hold its instance makes it again.
     """
 
     def __init__(self, name: str, *, num_workers: int, timeout_s: float, memory_mb: int) -> None:
@@ -34,6 +41,6 @@ class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
         return [answer if isinstance(answer, Turn) else _fault(answer) for answer in self.ask(trajectories)]
 
 
-def _fault(answer: Observation | Turn | RewardFault) -> EnvironmentFault:
-    assert isinstance(answer, RewardFault), "a worker answers what it was asked"
+def _fault(answer: Observation | Turn | WorkerFault) -> EnvironmentFault:
+    assert isinstance(answer, WorkerFault), "a worker answers what it was asked"
     return EnvironmentFault(answer.message)

@@ -1,50 +1,42 @@
-"""Messages between a trainer and its environments' workers, in lines as `rewards.wire` has them."""
+"""Encodes a trajectory, and what its environment answers, as the fields of messages to and from a worker."""
 
 from typing import Any
 
 from megatron_dppo.environments.base import Observation, Response, Trajectory, Turn
-from megatron_dppo.rewards.base import RewardFault
-from megatron_dppo.rewards.wire import fields_of, fields_of_answer, line_of
 from megatron_dppo.types import Prompt
+from megatron_dppo.workers.service import Fields
+from megatron_dppo.workers.wire import require_keys
 
 
-def request_line(number: int, trajectory: Trajectory) -> bytes:
-    """Encode a trajectory, whose first observation or next turn is asked for."""
+def encode_trajectory(trajectory: Trajectory) -> Fields:
+    """Return the fields of a trajectory, whose first observation or next turn is asked for."""
     responses = [[response.text, response.finish_reason] for response in trajectory.responses]
-    return line_of(
-        {"number": number, "id": trajectory.id, "prompt": vars(trajectory.prompt), "responses": responses}
-    )
+    return {"id": trajectory.id, "prompt": vars(trajectory.prompt), "responses": responses}
 
 
-def read_request(line: bytes) -> tuple[int, Trajectory]:
-    """Decode a trajectory and its number."""
-    fields = fields_of(line, "number", "id", "prompt", "responses")
+def decode_trajectory(fields: Fields) -> Trajectory:
+    """Return the trajectory that has these fields."""
     prompt = fields["prompt"] | {"messages": _messages(fields["prompt"]["messages"])}
     responses = tuple(Response(text, finish) for text, finish in fields["responses"])
-    return fields["number"], Trajectory(fields["id"], Prompt(**prompt), responses)
+    return Trajectory(fields["id"], Prompt(**prompt), responses)
 
 
-def answer_line(number: int, answer: Observation | Turn | RewardFault) -> bytes:
-    """Encode the answer to a request."""
-    if isinstance(answer, RewardFault):
-        return line_of({"number": number, "failed": answer.message})
+def encode_answer(answer: Observation | Turn) -> Fields:
+    """Return the fields of an environment's answer."""
     if isinstance(answer, Observation):
-        return line_of({"number": number, "opening": vars(answer)})
-    return line_of({"number": number, "turn": vars(answer) | {"info": dict(answer.info)}})
+        return {"opening": vars(answer)}
+    return {"turn": vars(answer) | {"info": dict(answer.info)}}
 
 
-def read_answer(line: bytes, number: int) -> Observation | Turn | RewardFault:
-    """Decode the answer to request `number`.
+def decode_answer(fields: Fields) -> Observation | Turn:
+    """Return the environment's answer that has these fields.
 
     Raises:
-        ValueError: This is none.
+        ValueError: None has.
     """
-    fields = fields_of_answer(line, number)
-    if isinstance(fields, RewardFault):
-        return fields
     if "opening" in fields:
         return Observation(fields["opening"]["text"], _messages(fields["opening"]["messages"]))
-    return Turn(**fields_of(line, "turn")["turn"])
+    return Turn(**require_keys(fields, "turn")["turn"])
 
 
 def _messages(found: Any) -> Any:

@@ -1,33 +1,26 @@
 """The process that runs environments: `python -m megatron_dppo.environments.worker NAME MEMORY_MB`.
 
-It lives as `rewards.worker` does, and holds the conversations' instances from turn to turn.
+`workers.worker` is its main loop; it holds the instances of trajectories from turn to turn.
 """
 
 import sys
 
 from megatron_dppo.environments import environment
-from megatron_dppo.environments.base import Observation, Turn
 from megatron_dppo.environments.host import Host
-from megatron_dppo.environments.wire import answer_line, read_request
-from megatron_dppo.errors import EnvironmentFailedError
-from megatron_dppo.rewards.base import RewardFault
-from megatron_dppo.rewards.worker import MAX_MESSAGE, Answer, main
+from megatron_dppo.environments.wire import decode_trajectory, encode_answer
+from megatron_dppo.workers.service import Fields
+from megatron_dppo.workers.worker import Answer, main
 
 
 def load_environment(name: str) -> Answer:
-    """What answers for the environments of that name."""
+    """Return the function that answers trajectories with environments of that name."""
     host = Host(environment(name))
 
-    def reply(line: bytes) -> bytes:
-        number, trajectory = read_request(line)
-        answer: Observation | Turn | RewardFault
-        try:
-            answer = host.step(trajectory) if trajectory.responses else host.reset(trajectory)
-        except EnvironmentFailedError as error:
-            answer = RewardFault("reward_failed", str(error)[:MAX_MESSAGE])
-        return answer_line(number, answer)
+    def answer(fields: Fields) -> Fields:
+        trajectory = decode_trajectory(fields)
+        return encode_answer(host.step(trajectory) if trajectory.responses else host.reset(trajectory))
 
-    return reply
+    return answer
 
 
 if __name__ == "__main__":

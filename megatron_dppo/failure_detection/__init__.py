@@ -15,7 +15,7 @@ of 6 s, faults of tests/faults took so long to end the job, with this package an
 Without it torchrun calls the rank that waited the root cause of a hang, and shows no stack of the one that
 hung; and a second torchrun, as on another node, still kept its hung rank 26 s after the first one's end.
 
-`report` says what happened to a rank, `verdict` which report was the first cause; `head` is rank 0's side of
+`report` says what happened to a rank, `cause` which report was the first cause; `head` is rank 0's side of
 the connections, `member` that of the others; `ending` leaves the process.
 """
 

@@ -11,10 +11,10 @@ import time
 from typing import NoReturn
 
 from megatron_dppo.errors import LaunchError
+from megatron_dppo.failure_detection.cause import Rank, first_cause, job_failure
 from megatron_dppo.failure_detection.ending import kill, leave_with, state_of
 from megatron_dppo.failure_detection.link import Link, Message, close_in_children, listen, this_machine
 from megatron_dppo.failure_detection.report import Report, main_thread_stack, record_for_torchrun
-from megatron_dppo.failure_detection.verdict import Rank, first_cause, judge
 from megatron_dppo.runtime.process import Runtime
 
 _POLL_S = 0.25
@@ -73,8 +73,9 @@ class Head:
     def fail(self, report: Report) -> NoReturn:
         """Report a failure, and end with the job's first cause, or with this report if none is found."""
         self._tell(report)
-        self._thread.join(self._patience_s)  # a verdict ends the process
-        leave_with(f"rank 0 failed in {report.where}; there was no verdict:\n{report.text}", report.exit_code)
+        self._thread.join(self._patience_s)  # the thread ends the process where it finds the cause
+        place = f"rank 0 failed in {report.where}, and no first cause was found within {self._patience_s:.0f} s"
+        leave_with(f"{place}:\n{report.text}", report.exit_code)
 
     def leave(self, how: str) -> None:
         """Wait some seconds for the other ranks to leave; their failures are still reported meanwhile."""
@@ -211,21 +212,21 @@ class Head:
             is_near = self._machines[rank.number] == self._machines[0] != ""
             if not rank.end and is_near and state_of(rank.pid) == "T":
                 rank.silence = "its process is stopped (by SIGSTOP, or a debugger)"
-        verdict = judge(self._reports, self._ranks, time.monotonic())
+        failure = job_failure(self._reports, self._ranks, time.monotonic())
         if first_cause(self._reports).kind != "raised":  # else the rank that raised has recorded it
             try:
-                raise _JobFailed(verdict.text)
-            except _JobFailed as failure:
-                record_for_torchrun(failure)
+                raise _JobFailed(failure.text)
+            except _JobFailed as error:
+                record_for_torchrun(error)
         for link in self._links.values():
-            link.send(kind="end", exit_code=verdict.exit_code)
+            link.send(kind="end", exit_code=failure.exit_code)
         self._wait_until_gone()
         for number in self._links:
             if self._machines[number] == self._machines[0] != "":
                 kill(self._ranks[number].pid)
         self._wait_until_gone()
         left = "".join(f"{self._ranks[number]} could not be ended from here\n" for number in self._links)
-        leave_with(left + verdict.text, verdict.exit_code)
+        leave_with(left + failure.text, failure.exit_code)
 
     def _wait_until_gone(self) -> None:
         deadline = time.monotonic() + _END_TIMEOUT_S

@@ -48,7 +48,7 @@ class Member:
         place = f"rank {report.rank} (host {socket.gethostname()}, pid {os.getpid()}) failed in {report.where}"
         if self._has_head_left:
             leave_with(f"{place}; rank 0 had already left:\n{report.text}", report.exit_code)
-        remark = f"{', in '.join(self._describe_head())}, gave no verdict within {self._patience_s:.0f} s"
+        remark = f"{', in '.join(self._describe_head())}, did not end the job within {self._patience_s:.0f} s"
         pid, is_near = self._head.get("pid", 0), self._head.get("machine") == this_machine() != ""
         if is_near and state_of(pid) == "T":
             kill(pid)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from types import MappingProxyType
 
-WINDOW = 10  # rollouts before the one that is judged
+WINDOW = 10  # rollouts before the one that is checked
 ENOUGH = 5  # of them, at least; and rollouts of a mean reward
 LENGTH_FACTOR = 2.0  # longer or shorter than usual by this
 TV_FACTOR, TV_FLOOR = 3.0, 0.01  # above usual by this, and large enough to matter
@@ -50,7 +50,7 @@ class AlarmWatch:
         """Add a gradient step of the current rollout."""
         self._steps.append(values)
 
-    def judge(self, row: Row) -> dict[str, str]:
+    def check(self, row: Row) -> dict[str, str]:
         """Return the alarms of a rollout that the rollout before it did not raise."""
         found = alarms(self.rows, row, self._steps)
         new = {name: text for name, text in found.items() if name not in self._last}

@@ -139,7 +139,7 @@ def add_noise(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
     response was begun with older weights), and a trust region that drops it is tighter than the engines agree.
     Given the counts that `policy_loss` returns of a rollout's first mini-batch.
     """
-    masked, judged = (
+    masked, counted = (
         float(counts[f"num_{what}positive"]) + float(counts[f"num_{what}negative"]) for what in ("masked_", "")
     )
-    metrics.add_mean("trust_region/noise_masked_fraction", masked, judged)
+    metrics.add_mean("trust_region/noise_masked_fraction", masked, counted)

@@ -14,7 +14,7 @@ from megatron_dppo.metrics.mismatch import LOG_RATIO_LIMIT
 def add_shadow_masks(
     metrics: Metrics,
     objectives: Mapping[str, Objective],
-    masks: Mapping[str, Tensor],  # [T] bool each: M; those of `objectives` that could be judged
+    masks: Mapping[str, Tensor],  # [T] bool each: M; those of `objectives` that could be evaluated
     active_mask: Tensor,  # [T] bool: M of the objective that trains
     *,
     log_probs: Tensor,  # [T] log pi(y_t)

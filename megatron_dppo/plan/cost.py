@@ -20,7 +20,7 @@ from megatron_dppo.plan.states import GRADIENT_BYTES, optimizer_bytes
 BACKWARD = 2  # times the operations of forward
 CORE_ATTENTION = 0.3  # of an attention block's operations
 LOSS_PER_DOUBLING = {"tensor": 0.03, "context": 0.05, "pipeline": 0.08}
-"""Share of the time of micro-batches that each doubling of the size adds; a judgement, not a measurement."""
+"""Share of the time of micro-batches that each doubling of the size adds; an estimate, not a measurement."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.plan.conclusion import conclusion_of
 from megatron_dppo.plan.engine import EngineMemory, engine_memory
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import RESERVE_BYTES, Machine
@@ -20,7 +21,6 @@ from megatron_dppo.plan.search import (
 )
 from megatron_dppo.plan.settings import Settings
 from megatron_dppo.plan.units import counted, in_gib, layout_text
-from megatron_dppo.plan.verdict import verdict_of
 
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of whole nodes that are tried, after every number of GPUs of one node."""
@@ -113,4 +113,4 @@ def _why_not(job: Job, closest: tuple[Job, Memory] | None) -> str:
         return "train admits no layout on any of them with the rest of the config."
     where = f"{layout_text(closest[1].layout)} on {counted(closest[0].machine.num_gpus, 'GPU')}"
     tight = f" A proposal leaves {HEADROOM:.0%} of a GPU free." if fits(*closest) else ""
-    return f"A GPU holds least with {where}. {verdict_of(*closest)}{tight}"
+    return f"A GPU holds least with {where}. {conclusion_of(*closest)}{tight}"

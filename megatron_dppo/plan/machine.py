@@ -29,7 +29,7 @@ class Machine:
 
     num_gpus: int
     gpu_bytes: int  # of each GPU
-    host_bytes: int | None = None  # of each node; None: not judged
+    host_bytes: int | None = None  # of each node; None: not checked
     gpus_per_node: int = 8
 
     @property

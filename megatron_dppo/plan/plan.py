@@ -7,6 +7,7 @@ from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
 from megatron_dppo.plan.advice import Advice, advise, fewest_with_other_engine
+from megatron_dppo.plan.conclusion import conclusion_of
 from megatron_dppo.plan.cost import StepTime, step_time
 from megatron_dppo.plan.fewest import Fewest, fewest_gpus, numbers_to_try
 from megatron_dppo.plan.job import Job
@@ -15,7 +16,6 @@ from megatron_dppo.plan.memory import Memory, memory_of
 from megatron_dppo.plan.options import COUNTED_MODULES
 from megatron_dppo.plan.search import Found, fits, propose
 from megatron_dppo.plan.units import counted
-from megatron_dppo.plan.verdict import verdict_of
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Plan:
         return self.memory is not None and fits(self.job, self.memory)
 
     @property
-    def verdict(self) -> str:
+    def conclusion(self) -> str:
         """One sentence: whether the layout is admitted and fits, and the largest component."""
         if self.memory is None:
             gpus = counted(self.job.machine.num_gpus, "GPU")
             return f"Refused: train does not start with this config on {gpus}."
-        return verdict_of(self.job, self.memory)
+        return conclusion_of(self.job, self.memory)
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:

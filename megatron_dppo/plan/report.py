@@ -23,7 +23,7 @@ _NAME, _NUMBER = 24, 10  # column widths
 
 def as_text(plan: Plan, num_proposals: int = 5) -> str:
     """Format the whole plan as text; at most so many proposals."""
-    blocks = [list(_verdict(plan)), list(_heading(plan))]
+    blocks = [list(_conclusion(plan)), list(_heading(plan))]
     if plan.memory is not None:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
     blocks.append([f"not counted: {note}" for note in plan.notes])
@@ -34,8 +34,8 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
-    yield f"Verdict: {plan.verdict}"
+def _conclusion(plan: Plan) -> Iterator[str]:
+    yield plan.conclusion
     yield from (f"- {problem}" for problem in plan.problems)
     if plan.time is not None:
         steps, seconds = steps_per_rollout(plan.job), plan.time.total
@@ -183,7 +183,7 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
             "link_efficiency": figures.LINK_EFFICIENCY,
         },
         "fits": plan.fits,
-        "verdict": plan.verdict,
+        "conclusion": plan.conclusion,
         "problems": [asdict(problem) for problem in plan.problems],
         "advice": [{"text": each.text, "set": dict(each.settings)} for each in plan.advice],
         "not_counted": list(plan.notes),

@@ -2,15 +2,13 @@
 
 import importlib
 import math
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, SupportsFloat, TypeVar, cast
 
 from megatron_dppo.errors import ConfigError, Problem, RewardError
-from megatron_dppo.runtime.user_code import imported, problem_with_path
+from megatron_dppo.runtime.user_code import described, imported, problem_with_path
 from megatron_dppo.types import AnswerForm, FinishReason, Prompt
 
 RewardFaultKind = Literal["reward_failed", "reward_timed_out", "reward_out_of_memory"]
@@ -160,16 +158,6 @@ def checked(function: Reward, request: RewardRequest) -> RewardResult:
     if wrong:
         raise RewardError(f"{where}: found {wrong}; expected finite numbers. Correct the reward.")
     return RewardResult(value, info)
-
-
-def described(error: BaseException) -> str:
-    """Return an exception in words, with the place where it was raised."""
-    words = "".join(traceback.format_exception_only(error)).strip()
-    *_, (frame, line) = [*traceback.walk_tb(error.__traceback__)] or [(None, 0)]
-    if frame is None:
-        return words
-    code = frame.f_code
-    return f"{words} (in {code.co_name}, {Path(code.co_filename).name} line {line})"
 
 
 def _number(value: Any) -> float:

@@ -1,6 +1,6 @@
 """Algebra on answers, by math-verify and sympy. Importing this takes a second: only the worker of `math` does.
 
-math-verify's own time-outs are off. They count seconds on the wall, so a busy machine would judge other than
+math-verify's own time-outs are off. They count seconds on the wall, so a busy machine would decide other than
 an idle one; this module counts the processor's.
 """
 

@@ -37,12 +37,12 @@ def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
             "Correct the answer column, or leave the prompt out."
         )
     answer = last_boxed(response) if finish_reason == "stop" else None
-    is_right, is_too_hard = (False, False) if answer is None else _judged(reference, answer)
+    is_right, is_too_hard = (False, False) if answer is None else _compared(reference, answer)
     info = {"has_answer": float(answer is not None), "is_too_hard": float(is_too_hard)}
     return RewardResult(float(is_right), info)
 
 
-def _judged(reference: str, answer: str) -> tuple[bool, bool]:
+def _compared(reference: str, answer: str) -> tuple[bool, bool]:
     """Return whether an answer is right, and whether it is too hard to compare."""
     from megatron_dppo.rewards.math_compare import TooHardError
 

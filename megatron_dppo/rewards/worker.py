@@ -1,173 +1,20 @@
 """The process that runs a reward: `python -m megatron_dppo.rewards.worker NAME MEMORY_MB`.
 
-NAME is a reward's, or a `RewardChoice` as JSON.
-It answers each line of stdin with a line on stdout, in order; the first line out says whether the reward could
-be loaded. It imports no tensor library, so it starts in a moment, and holds nothing of the trainer's.
-
-There are two processes. The one that the trainer started runs no user code: it waits for its child, ends as the
-child ended, and kills the process group when the trainer is gone. The child could not do so itself: a regular
-expression that backtracks keeps the interpreter, and with it every thread, for hours.
+NAME is a reward's, or a `RewardChoice` as JSON. `workers.worker` is its main loop.
 """
 
-import contextlib
-import faulthandler
-import os
-import resource
-import signal
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import BinaryIO
 
-from megatron_dppo.errors import MegatronDppoError, RewardError
-from megatron_dppo.rewards.base import RewardFault, RewardResult, checked, described
+from megatron_dppo.rewards.base import checked
 from megatron_dppo.rewards.choice import RewardChoice, chosen
-from megatron_dppo.rewards.wire import OUT_OF_MEMORY, hello_line, read_request, verdict_line
-
-MAX_MESSAGE = 2000  # characters of a fault's message
-_PARENT_EVERY_S = 0.25
-_STATUS = Path("/proc/self/status")
-
-
-Answer = Callable[[bytes], bytes]
-"""The reply to the line of a request. It may raise MemoryError; what else it raises ends the worker."""
-
-
-def main(key: str, load: Callable[[str], Answer], name: str, memory_mb: int) -> None:
-    """Serve until stdin ends, or the process that started this one is gone.
-
-    Args:
-        key: The config key that holds the name.
-        load: What imports the user's code.
-        name: Of that code.
-        memory_mb: What it may allocate besides what importing it took; 0 is no limit.
-    """
-    trainer = os.getppid()
-    if os.getpgrp() != os.getpid():
-        os.setsid()  # started by hand: kill nobody else's group
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # Sent to the whole job, and the trainer decides. Programs that a reward starts would inherit SIG_IGN.
-        signal.signal(number, _pass_over)
-    child = os.fork()
-    if child:
-        _guard(child, trainer)
-    requests, replies = _take_pipes()
-    faulthandler.enable(all_threads=False)  # a crash says on stderr where it was
-    answer = problem = None
-    try:
-        answer = load(name)
-    except MegatronDppoError as error:
-        problem = str(error)
-    except BaseException as error:  # noqa: BLE001 - the user's module may raise anything while it is imported
-        traceback.print_exc()
-        problem = f"{key}: {name!r} cannot be imported: it raised {described(error)}"
-    if answer is not None:
-        _limit_memory(memory_mb)
-    _write(replies, hello_line(problem))
-    if answer is not None:
-        _serve(answer, requests, replies)
-
-
-def _pass_over(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing."""
-
-
-def _guard(child: int, trainer: int) -> None:
-    """End as the child ends; end it, and whatever it started, when the trainer has ended. Never returns."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):
-        os.dup2(nowhere, number)  # the child alone keeps the pipes open: the trainer sees at once when it dies
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-    )  # one core is enough
-    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to remove
-            signal.signal(-code, signal.SIG_DFL)
-        signal.raise_signal(-code)
-    os._exit(abs(code))
-
-
-def _end_with(trainer: int) -> None:
-    while os.getppid() == trainer:
-        time.sleep(_PARENT_EVERY_S)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for the protocol; user code then reads nothing, and prints to stderr."""
-    requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-
-    def leave() -> None:
-        """Close the pipes in a process that a reward forks."""
-        os.dup2(nowhere, requests, inheritable=False)
-        os.dup2(nowhere, replies, inheritable=False)
-
-    os.register_at_fork(after_in_child=leave)
-    return open(requests, "rb"), open(replies, "wb")  # noqa: PTH123 - for the life of the process
-
-
-def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
-    while True:
-        try:
-            line = requests.readline()
-            if not line:
-                return
-            reply = answer(line)
-        except MemoryError:
-            reply = OUT_OF_MEMORY
-        # Here the exception is gone, and with it what the user's frames had allocated.
-        if reply is OUT_OF_MEMORY:
-            _lift_memory_limit()
-        _write(replies, reply)
-        if reply is OUT_OF_MEMORY:
-            return  # what was kept elsewhere would fail the next sample too
+from megatron_dppo.rewards.wire import decode_request, encode_result
+from megatron_dppo.workers.worker import Answer, main
 
 
 def load_reward(name: str) -> Answer:
     """Return the function that scores responses with the reward of that name."""
-    function = chosen(RewardChoice.read(name))
-
-    def reply(line: bytes) -> bytes:
-        number, request = read_request(line)
-        verdict: RewardResult | RewardFault
-        try:
-            verdict = checked(function, request)
-        except RewardError as error:
-            verdict = RewardFault("reward_failed", str(error)[:MAX_MESSAGE])
-        return verdict_line(number, verdict)
-
-    return reply
-
-
-def _write(stream: BinaryIO, line: bytes) -> None:
-    stream.write(line)
-    stream.flush()
-
-
-def _limit_memory(memory_mb: int) -> None:
-    """Let allocations beyond what is used now raise MemoryError, on systems that can tell."""
-    if memory_mb == 0 or not _STATUS.exists():
-        return
-    used_kb = next(
-        int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith("VmData")
-    )
-    limit, most = used_kb * 1024 + memory_mb * (1 << 20), resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
-
-
-def _lift_memory_limit() -> None:
-    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    reward = chosen(RewardChoice.read(name))
+    return lambda fields: encode_result(checked(reward, decode_request(fields)))
 
 
 if __name__ == "__main__":

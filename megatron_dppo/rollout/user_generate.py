@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rewards.base import described
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.runtime.user_code import described
 from megatron_dppo.types import FinishReason
 
 Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence[Completion]]

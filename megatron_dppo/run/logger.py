@@ -280,7 +280,7 @@ class RunLogger:
     def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
         """Log alarms and keep the rows that raised them; every rank finds the same."""
         mode = self._config.tracking.alarms
-        found = {} if mode == "off" else self._alarms.judge(row)
+        found = {} if mode == "off" else self._alarms.check(row)
         if not found:
             return None
         rows, folder = self._alarms.rows, self._config.run.folder / "evidence"

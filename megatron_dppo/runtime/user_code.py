@@ -1,4 +1,4 @@
-"""Imports a user's own functions and classes by import path, only when they are asked for."""
+"""Imports a user's own functions and classes when they are asked for, and describes what they raise."""
 
 import difflib
 import importlib
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -57,6 +58,16 @@ def imported(key: str, name: str) -> Any:
         expected = f"a function of {module_name}"
         raise ConfigError(Problem(key, what, expected, "Correct the name after the colon."))
     return found
+
+
+def described(error: BaseException) -> str:
+    """Return an exception in words, with the place where it was raised."""
+    words = "".join(traceback.format_exception_only(error)).strip()
+    *_, (frame, line) = [*traceback.walk_tb(error.__traceback__)] or [(None, 0)]
+    if frame is None:
+        return words
+    code = frame.f_code
+    return f"{words} (in {code.co_name}, {Path(code.co_filename).name} line {line})"
 
 
 def problem_with_import(key: str, name: str) -> Problem | None:

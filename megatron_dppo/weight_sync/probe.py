@@ -89,7 +89,7 @@ class Probe:
         expected = torch.stack(self._log_probs(sequences))
         differences = [(of_server.log_probs - expected).abs() for of_server in scores]
         for member, difference in zip(members, differences, strict=True):
-            self._judge(member, difference)
+            self._check(member, difference)
         found = {
             "sync/probe_abs_diff_mean": max(float(difference.mean()) for difference in differences),
             "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
@@ -98,7 +98,7 @@ class Probe:
             found["sync/probe_experts_not_reached"] = float(_num_not_reached(scores[0]))
         return found
 
-    def _judge(self, member: Member, difference: Tensor) -> None:
+    def _check(self, member: Member, difference: Tensor) -> None:
         mean, largest = float(difference.mean()), float(difference.max())
         if mean <= self._limits.mean and largest <= self._limits.largest:
             return

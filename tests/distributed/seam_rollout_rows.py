@@ -28,7 +28,7 @@ _CHECKPOINTS = "run.checkpoints"
 _SGLANG = "rollout.sglang"
 _SYNC = "weight_sync"
 _SERVED: dict[str, Any] = {"scenario": "served"}
-_WORKER = "rewards.worker_process:WorkerProcess.__init__"
+_WORKER = "workers.worker_process:WorkerProcess.__init__"
 _SCORE = "rewards.pool:RewardPool.score"
 _OVERLONG = "rollout.overlong:OverlongShaping.__call__"
 _CLIENT = f"{_SGLANG}.client:SglangClient.__init__"
@@ -55,10 +55,10 @@ _DATA = [
     plain("data.overlong_penalty", _OVERLONG, "self.penalty"),
     Seam(
         "data.reward_workers",
-        "rewards.pool:WorkerPool.__init__",
+        "workers.pool:WorkerPool.__init__",
         lambda call: call.self._idle.qsize(),
     ),
-    plain("data.reward_timeout_s", "rewards.worker_process:WorkerProcess.receive", "timeout_s"),
+    plain("data.reward_timeout_s", "workers.worker_process:WorkerProcess.receive", "timeout_s"),
     plain("data.reward_memory_mb", _WORKER, "memory_mb"),
     plain("data.max_prompt_tokens", "rollout.groups:GroupMaker.begin", "self.max_prompt_tokens"),
 ]

@@ -262,8 +262,8 @@ _TRACKING = [
     plain("tracking.mismatch_share", "data.batches.gradient_steps:pack", "measured_share"),
     Seam(
         "tracking.alarms",
-        "metrics.alarms:AlarmWatch.judge",
-        lambda call: "judged",
+        "metrics.alarms:AlarmWatch.check",
+        lambda call: "checked",
         fold=len,
         expected=lambda config: 0,
     ),

@@ -45,6 +45,6 @@ def test_ranks_stop_together_and_a_resumed_run_remembers(tmp_path: Path) -> None
     kept = json.loads((run / "evidence" / "alarm_rollout_000006.json").read_text())
     assert [row["rollout/response_length_mean"] for row in kept["rows"]] == [20.0] * 6 + [200.0]
     again = run_ranks(write_rows, 1, tmp_path, str(run), "log", 0, results[0]["offset"])[0]
-    assert again["error"] is None, "the same rollout, judged by the rows of metrics.jsonl alone"
+    assert again["error"] is None, "the same rollout, checked by the rows of metrics.jsonl alone"
     log = (tmp_path / "rank0.log").read_text()
     assert log.count("length_jump") == 1 and "alarm_rollout_000006.json" in log

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import watched_jobs as jobs
 
+from megatron_dppo.failure_detection.cause import Rank, first_cause, job_failure
 from megatron_dppo.failure_detection.report import Report
-from megatron_dppo.failure_detection.verdict import Rank, first_cause, judge
 from megatron_dppo.runtime.process import Progress, Runtime
 
 TIMEOUT_S = 2.0  # of a collective
@@ -234,7 +234,7 @@ def test_of_many_ranks_the_odd_one_stands_last() -> None:
     for report in late:
         ranks[report.rank].end = "failed"
     ranks[2].end, ranks[2].how = ranks[3].end, ranks[3].how = "left", "exit status 75"
-    lines = judge(late, ranks, now=5.0).text.splitlines()
+    lines = job_failure(late, ranks, now=5.0).text.splitlines()
     assert lines == [
         "ranks 2-3 had left before, with exit status 75.",
         "rank 0 (host host, pid 0) waited 1.0 s for other ranks in x:",

@@ -90,4 +90,4 @@ def test_an_anchor_of_the_trainer_needs_its_weights(run: Path, tmp_path: Path) -
     found = json.loads((tmp_path / "what_if.json").read_text())
     assert {"dppo_binary_kl_decoupled", "grpo"} < {row["variant"] for row in found["rows"]}
     sampled = rows_of(run, "rollout")[1]["mismatch/abs_prob_diff_mean"]  # by the weights of --before
-    assert found["mismatch"]["replayed"]["abs_prob_diff_mean"] > 2 * sampled, "the latest weights are judged"
+    assert found["mismatch"]["replayed"]["abs_prob_diff_mean"] > 2 * sampled, "the latest weights are evaluated"

@@ -246,8 +246,8 @@ def main() -> int:
         for number, case in enumerate(chosen, 1):
             outcome = campaign.run(case)
             outcomes.append(outcome)
-            verdict = "ok" if not outcome.failures else "FAILED: " + "; ".join(outcome.failures)
-            print(f"{number}/{len(chosen)} {case.name}: {outcome.end_s:.1f} s, {verdict}", flush=True)
+            result = "ok" if not outcome.failures else "FAILED: " + "; ".join(outcome.failures)
+            print(f"{number}/{len(chosen)} {case.name}: {outcome.end_s:.1f} s, {result}", flush=True)
     print(table(outcomes))
     if options.write:
         readme = _HERE / "README.md"

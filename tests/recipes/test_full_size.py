@@ -76,7 +76,7 @@ def test_plan_says_that_it_fits(experiment: str) -> None:
     fewest, config = FEWEST_GPUS[experiment], load(Path("examples") / experiment / "base.toml")
     for num_gpus in {fewest, 16}:
         plan = make_plan(config, Machine(num_gpus, 80 * GB, HOST_BYTES))
-        assert plan.fits, plan.verdict
+        assert plan.fits, plan.conclusion
     if fewest > 8:
         assert not make_plan(config, Machine(fewest // 2, 80 * GB, HOST_BYTES)).fits
 

@@ -107,7 +107,7 @@ def sorted_choices(option: Option) -> Option:
     return replace(option, choices=None if option.choices is None else sorted(option.choices))
 
 
-def test_arguments_are_judged_by_the_installed_sglang(tmp_path: Path) -> None:
+def test_arguments_are_checked_by_the_installed_sglang(tmp_path: Path) -> None:
     options = read_options(PYTHON, tmp_path)
     assert options is not None
     assert list(tmp_path.glob("sglang-0.5.21-arguments.json"))

@@ -81,10 +81,10 @@ def test_an_alarm_is_raised_once_while_it_lasts() -> None:
     long = rows[-1] | {"rollout/response_length_mean": 900.0}
     watch = AlarmWatch(rows)
     watch.add_step({"loss/policy": math.nan})
-    assert set(watch.judge(long)) == {"length_jump", "not_finite"}
-    assert watch.judge(long) == {}
-    assert watch.judge(rows[-1]) == {}
-    assert set(watch.judge(long)) == {"length_jump"}
+    assert set(watch.check(long)) == {"length_jump", "not_finite"}
+    assert watch.check(long) == {}
+    assert watch.check(rows[-1]) == {}
+    assert set(watch.check(long)) == {"length_jump"}
 
 
 def test_the_evidence_holds_the_rows(tmp_path: Path) -> None:
@@ -104,4 +104,4 @@ def test_the_way_back_leads_to_before_the_trouble() -> None:
     watch = AlarmWatch(rows[:31])
     best = max(range(5, 32), key=lambda finished: sum(rewards[finished - 5 : finished]))
     assert watch.good_until({"reward_collapse": "", "tv_tail": ""}) == best
-    assert watch.good_until({"tv_tail": ""}) == 30, "all but the rollout that was judged last"
+    assert watch.good_until({"tv_tail": ""}) == 30, "all but the rollout that was checked last"

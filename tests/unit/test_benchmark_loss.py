@@ -1,4 +1,4 @@
-"""tools/benchmarks/loss.py runs, compares what it times with the exact loss, and judges goals on a GPU only."""
+"""tools/benchmarks/loss.py runs, compares what it times with the exact loss, and checks goals on a GPU only."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from tools.benchmarks.loss_contenders import (
     logits_leaf,
     ours_and_floors,
 )
-from tools.benchmarks.loss_goals import FLOOR, GOALS, judge_goals
+from tools.benchmarks.loss_goals import FLOOR, GOALS, goal_results
 from tools.benchmarks.loss_rounds import Row, prepare
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_loss.py"
@@ -46,7 +46,7 @@ def test_it_runs_without_a_gpu() -> None:
         for row in measured:
             assert (row["loss_error"] or 0) <= LOSS_LIMIT and (row["gradient_error"] or 0) <= GRADIENT_LIMIT
         if not figures["is_gpu"]:
-            assert {goal["verdict"] for goal in case["goals"]} == {"not measured"}
+            assert {goal["outcome"] for goal in case["goals"]} == {"not measured"}
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_a_library_that_is_missing_or_fails_is_a_row_with_the_reason(case: Case)
         prepare(Contender("some", "logits", lambda: fails, logits_leaf, is_ours=True), case)
 
 
-def test_goals_are_judged_by_what_was_measured() -> None:
+def test_goals_are_checked_by_what_was_measured() -> None:
     ours = ("logits", "ours, dppo_topk_kl")
     seconds = {ours: 4.0, ("logits", FLOOR): 3.5, ("logits", "Megatron fused CE"): 10.0}
-    verdicts = {v.goal: v for v in judge_goals(seconds, {ours: 2_000_000}, is_gpu=True)}
-    assert len(verdicts) == len(GOALS)
-    found = {goal.against: verdicts[goal.words] for goal in GOALS if goal.form == "logits"}
-    assert (found[FLOOR].verdict, found["memory"].verdict) == ("met", "met")
-    assert found["Megatron fused CE"].verdict == "missed"
+    results = {v.goal: v for v in goal_results(seconds, {ours: 2_000_000}, is_gpu=True)}
+    assert len(results) == len(GOALS)
+    found = {goal.against: results[goal.words] for goal in GOALS if goal.form == "logits"}
+    assert (found[FLOOR].outcome, found["memory"].outcome) == ("met", "met")
+    assert found["Megatron fused CE"].outcome == "missed"
     assert found["Megatron fused CE"].figure == pytest.approx(2.5)
-    assert found["Liger GRPO"].verdict == "not measured"
-    assert {v.verdict for v in judge_goals(seconds, {}, is_gpu=False)} == {"not measured"}
+    assert found["Liger GRPO"].outcome == "not measured"
+    assert {v.outcome for v in goal_results(seconds, {}, is_gpu=False)} == {"not measured"}
 
 
 def test_each_goal_is_of_contenders_there_are() -> None:

@@ -320,10 +320,10 @@ def test_top_k_that_was_asked_for_and_is_missing() -> None:
 def test_samples_are_written_as_text(tmp_path: Path) -> None:
     batch = collect_with(right_or_wrong, PROMPTS[:1], samples_per_prompt=2)
     group = batch.groups[0]
-    judged = tuple(
+    scored = tuple(
         dataclasses.replace(s, advantage=s.reward - 0.5) for s in group.samples if s.reward is not None
     )
-    batch = dataclasses.replace(batch, groups=(dataclasses.replace(group, samples=judged),))
+    batch = dataclasses.replace(batch, groups=(dataclasses.replace(group, samples=scored),))
     path = tmp_path / "samples" / "rollout2.jsonl"
     write_samples(path, batch, TOKENIZER)
     first, second = [json.loads(line) for line in path.read_text().splitlines()]

@@ -23,7 +23,7 @@ from megatron_dppo.environments import (
 )
 from megatron_dppo.environments.gem import GemEnvironment
 from megatron_dppo.environments.sudoku import solved_board
-from megatron_dppo.errors import ConfigError, RewardError
+from megatron_dppo.errors import ConfigError, EnvironmentFailedError
 from megatron_dppo.types import Prompt
 
 NAME = "bad_environments:Told"
@@ -94,7 +94,7 @@ def test_one_that_does_not_begin(pool: EnvironmentPool) -> None:
 
 def test_what_cannot_be_imported_stops_before_anything_is_sampled() -> None:
     pool = EnvironmentPool("bad_environments:Absent", num_workers=1, timeout_s=1.0, memory_mb=128)
-    with pytest.raises(RewardError, match=r"rollout\.environment: .*'Absent' is not there"):
+    with pytest.raises(EnvironmentFailedError, match=r"rollout\.environment: .*'Absent' is not there"):
         pool.start()
 
 

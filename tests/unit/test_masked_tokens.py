@@ -33,7 +33,7 @@ def _sample(number: int, prompt_length: int, length: int) -> Sample:
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Evaluated:
     """A micro-batch and what a loss says of its tokens, [T] each."""
 
     microbatch: Microbatch
@@ -42,7 +42,7 @@ class _Judged:
     log_probs: Tensor
 
 
-def _judged(numbers: range) -> _Judged:
+def _evaluated(numbers: range) -> _Evaluated:
     samples = [_sample(number, *LENGTHS[number]) for number in numbers]
     microbatch = pack([replace(s, token_weights=torch.ones(s.response_length)) for s in samples])
     generator = torch.Generator().manual_seed(numbers.start)
@@ -50,10 +50,10 @@ def _judged(numbers: range) -> _Judged:
     divergence = (torch.rand(size, generator=generator) * 8).round() / 8  # many are equal
     divergence[torch.rand(size, generator=generator) < 0.05] = math.inf
     mask = torch.rand(size, generator=generator) < 0.4
-    return _Judged(microbatch, mask, divergence, torch.rand(size, generator=generator).log())
+    return _Evaluated(microbatch, mask, divergence, torch.rand(size, generator=generator).log())
 
 
-STEP = [_judged(range(3)), _judged(range(3, 5))]
+STEP = [_evaluated(range(3)), _evaluated(range(3, 5))]
 
 
 def _rows(states: list[MaskedTokens]) -> list[dict]:
@@ -61,7 +61,7 @@ def _rows(states: list[MaskedTokens]) -> list[dict]:
     return list(MaskedTokens().merge(sent).rows(lambda ids: " ".join(map(str, ids)), rollout=7))
 
 
-def _whole(step: list[_Judged]) -> MaskedTokens:
+def _whole(step: list[_Evaluated]) -> MaskedTokens:
     tokens = MaskedTokens()
     for j in step:
         tokens.add(j.microbatch, mask=j.mask, divergence=j.divergence, log_probs=j.log_probs)
@@ -71,14 +71,14 @@ def _whole(step: list[_Judged]) -> MaskedTokens:
 
 def _expected() -> Iterator[tuple[str, float, str, int]]:
     """By sign, divergence, sample and position: every masked token, from samples rather than micro-batches."""
-    for judged in STEP:
-        m = judged.microbatch
+    for evaluated in STEP:
+        m = evaluated.microbatch
         for place, sample_id in enumerate(m.sample_ids):
             start, stop = map(int, m.cu_seqlens[place : place + 2])
             for t in range(start, stop):
-                if m.loss_mask[t] and not judged.mask[t]:
+                if m.loss_mask[t] and not evaluated.mask[t]:
                     sign = "+" if m.advantages[t] > 0 else "-"
-                    yield sign, -float(judged.divergence[t]), sample_id, t - start + 1
+                    yield sign, -float(evaluated.divergence[t]), sample_id, t - start + 1
 
 
 def test_the_farthest_of_each_sign_are_listed_in_context() -> None:
@@ -106,18 +106,18 @@ def test_the_farthest_of_each_sign_are_listed_in_context() -> None:
 def test_any_layout_lists_the_same(context: int, tensor: int) -> None:
     """Each micro-batch on another data-parallel group, its tokens cut over context-parallel ranks."""
     ranks: list[MaskedTokens] = []
-    for judged in STEP:
+    for evaluated in STEP:
         for rank in range(context):
-            own = token_slice(judged.microbatch, rank, context, tensor)
+            own = token_slice(evaluated.microbatch, rank, context, tensor)
             part, is_padding = own.source.clamp(min=0), own.source < 0
             tokens = MaskedTokens()
             tokens.add(
-                own.local(judged.microbatch),
-                mask=judged.mask[part] & ~is_padding,
-                divergence=judged.divergence[part],
-                log_probs=judged.log_probs[part],
+                own.local(evaluated.microbatch),
+                mask=evaluated.mask[part] & ~is_padding,
+                divergence=evaluated.divergence[part],
+                log_probs=evaluated.log_probs[part],
             )
-            tokens.read_around([judged.microbatch])
+            tokens.read_around([evaluated.microbatch])
             ranks.append(tokens)
     assert _rows(ranks) == _rows([_whole(STEP)])
 

@@ -36,10 +36,10 @@ def scored(reference: str, answer: str) -> RewardResult:
 def test_agreement_with_hand_labels(kind: str) -> None:
     right, wrong = PAIRS[kind]["right"], PAIRS[kind]["wrong"]
     assert len(right) + len(wrong) >= 20 and len(wrong) >= (len(right) + len(wrong)) / 3
-    judged = {label: [scored(*pair) for pair in PAIRS[kind][label]] for label in ("right", "wrong")}
-    assert [pair for pair, result in zip(right, judged["right"], strict=True) if result != RIGHT] == []
-    assert [pair for pair, result in zip(wrong, judged["wrong"], strict=True) if result.value != 0.0] == []
-    assert all(not result.info["is_too_hard"] for result in judged["wrong"])
+    results = {label: [scored(*pair) for pair in PAIRS[kind][label]] for label in ("right", "wrong")}
+    assert [pair for pair, result in zip(right, results["right"], strict=True) if result != RIGHT] == []
+    assert [pair for pair, result in zip(wrong, results["wrong"], strict=True) if result.value != 0.0] == []
+    assert all(not result.info["is_too_hard"] for result in results["wrong"])
 
 
 def test_where_labels_and_reward_disagree_is_known() -> None:

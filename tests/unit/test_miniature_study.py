@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from study_grid import Cell, read_grid
 from study_report import write_report
-from study_results import CellResult, RunResult, findings, is_collapsed, verdict
+from study_results import CellResult, RunResult, findings, is_collapsed, outcome
 from study_runs import Task, run_all
 
 from megatron_dppo.analysis.contrasts import contrast, estimate
@@ -24,7 +24,7 @@ def test_every_cell_is_a_config(cell: Cell) -> None:
     assert config.parallel.expert == 1
 
 
-def test_a_part_of_the_grid_keeps_what_it_can_judge() -> None:
+def test_a_part_of_the_grid_keeps_what_it_can_compare() -> None:
     part = GRID.only(["dppo_binary_tv", "pg_is"], ["too_fast"])
     assert [str(cell) for cell in part.cells] == ["too_fast/dppo_binary_tv", "too_fast/pg_is"]
     assert [str(e.below) for e in part.expectations] == ["too_fast/pg_is"]
@@ -67,8 +67,8 @@ def test_intervals_of_seeds() -> None:
         ([0.1, 0.9, 0.5], [0.5, 0.5, 0.5], "not decided by 3 seeds"),
     ],
 )
-def test_verdicts(above: list[float], below: list[float], words: str) -> None:
-    assert verdict(contrast(above, below)) == words
+def test_outcomes(above: list[float], below: list[float], words: str) -> None:
+    assert outcome(contrast(above, below)) == words
 
 
 def test_the_report_says_what_is_missing_and_what_came_out(tmp_path: Path) -> None:

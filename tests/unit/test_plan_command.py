@@ -73,7 +73,7 @@ def test_the_text_of_a_run_that_fits(base: Path) -> None:
     result = _plan(base, *GPUS, "--host-memory", "2TB")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0] == "Verdict: Fits: 58.2 of 74.5 GiB in the rollout, most of it engine cache (45.0 GiB)."
+    assert lines[0] == "Fits: 58.2 of 74.5 GiB in the rollout, most of it engine cache (45.0 GiB)."
     assert "Qwen3MoeForCausalLM, 30.53 B parameters (3.35 B active), bfloat16" in lines
     assert "16 GPUs, 8 to a node, 74.5 GiB each, hosts of 1862.6 GiB" in lines
     assert "layout: tensor 4, context 2, expert 8, data 2, expert_tensor 1; recompute none" in lines
@@ -129,8 +129,8 @@ def test_the_step_time_comes_with_what_it_assumes(base: Path) -> None:
 def test_what_train_refuses_does_not_fit(base: Path, arguments: tuple[object, ...], problem: str) -> None:
     result = _plan(base, *arguments, *MEMORY)
     assert result.exit_code == 1
-    verdict, *lines = result.stdout.splitlines()
-    assert verdict == f"Verdict: Refused: train does not start with this config on {arguments[1]} GPUs."
+    first, *lines = result.stdout.splitlines()
+    assert first == f"Refused: train does not start with this config on {arguments[1]} GPUs."
     assert lines[0].startswith(f"- {problem}")
     assert "Fits" not in result.stdout
     assert "GPU memory of the worst rank" not in result.stdout
@@ -162,7 +162,7 @@ def test_no_layout_of_eight_gpus_fits_and_sixteen_are_named(base: Path) -> None:
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     most = "most of it optimizer (56.9 GiB)"
-    assert lines[0] == f"Verdict: Does not fit: 85.9 of 74.5 GiB in the optimizer's step, {most}."
+    assert lines[0] == f"Does not fit: 85.9 of 74.5 GiB in the optimizer's step, {most}."
     assert "Of 82 layouts that train admits on 8 GPUs, none fits with 2% of a GPU to spare." in lines
     (found,) = (index for index, line in enumerate(lines) if "are the fewest that are enough" in line)
     assert lines[found] == (
@@ -215,7 +215,7 @@ def test_a_run_that_just_fits_needs_no_more_gpus(base: Path) -> None:
     peak = json.loads(_plan(base, *arguments, *MEMORY, "--json").stdout)["configured"]["peak_bytes"]
     result = _plan(base, *arguments, "--gpu-memory", f"{peak / 2**20 + 1:.0f}MiB")
     assert result.exit_code == 0
-    assert result.stdout.startswith("Verdict: Fits: ")
+    assert result.stdout.startswith("Fits: ")
     assert "Of 1 layout that train admits on 1 GPU, none fits with 2% of a GPU to spare." in result.stdout
     assert "the fewest" not in result.stdout
 
@@ -238,7 +238,7 @@ def test_json_has_the_same_numbers_in_bytes(base: Path) -> None:
         "loss",
         "assumptions",
         "fits",
-        "verdict",
+        "conclusion",
         "problems",
         "advice",
         "not_counted",

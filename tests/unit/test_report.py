@@ -312,13 +312,13 @@ def _shadows(step: int) -> dict[str, float]:
 
 def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     """A panel and a row for each preset that can mask; a caveat where the mask drops noise."""
-    with RunFolder.open(tmp_path / "judged", {}, resume=False) as folder:
+    with RunFolder.open(tmp_path / "shadowed", {}, resume=False) as folder:
         for step in range(4):
             folder.write_step(step // 2, step, _shadows(step))
         for rollout, noise in enumerate((0.004, 0.03)):
             folder.write_rollout(rollout, {"trust_region/noise_masked_fraction": noise}, num_rollouts=2)
     plain = _write_run(tmp_path / "plain", 1, num_rollouts=2)
-    compare([tmp_path / "judged", plain], tmp_path / "report.html")
+    compare([tmp_path / "shadowed", plain], tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
     figures, text = _figures(html), html[: html.index("<script>")]
     assert [trace["y"] for trace in figures["shadow"]["data"]] == [[0.025, 0.045], [0.01, 0.01]]
@@ -328,10 +328,10 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     assert (by_place["x"], by_place["y"]) == ([0, 1], pytest.approx([0.03, 0.04]))
     assert figures["bound"]["data"][0]["y"] == [0.005, 0.025]
     cell = 'title="would mask 3.50% of the tokens and drop 1.75% of the gradient&#39;s weight">96.50%</td>'
-    assert cell in text and "this run was not judged by it" in text
+    assert cell in text and "this run did not evaluate it" in text
     assert "<code>pg_is</code>" not in text
-    assert "judged: in 1 of 2 rollouts more than 1% of the tokens were masked before any update" in text
-    assert summary(tmp_path / "judged")["noise_masked_mean"] == pytest.approx(0.017)
+    assert "shadowed: in 1 of 2 rollouts more than 1% of the tokens were masked before any update" in text
+    assert summary(tmp_path / "shadowed")["noise_masked_mean"] == pytest.approx(0.017)
     compare([plain], tmp_path / "alone.html")
     alone = (tmp_path / "alone.html").read_text()
     assert "shadow" not in _figures(alone) and 'id="shadow-agreement"' not in alone

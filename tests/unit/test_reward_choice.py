@@ -190,10 +190,10 @@ def test_the_environment_alone_gives_the_rewards() -> None:
     assert problems(choice) == [] and RewardChoice.read(choice.text).is_environment
     with closing(RewardPools(DataConfig(reward_workers=1), [choice.text])) as pools:
         pools.start({})
-        judge = Scorer(TOKENIZER, pools.of(choice.text), needs_routes=False, validate_routes=None)
+        scorer = Scorer(TOKENIZER, pools.of(choice.text), needs_routes=False, validate_routes=None)
         sample = dataclasses.replace(make_sample([1] * 4, 2), reward=None)
         episodes = [Episode("so", reward=0.25), Episode("so", reward=None), None]
-        rewarded, *dropped = judge([(PROMPT, sample, episode) for episode in episodes])
+        rewarded, *dropped = scorer([(PROMPT, sample, episode) for episode in episodes])
     assert isinstance(rewarded, Sample) and rewarded.reward == 0.25
     for fault in dropped:
         assert isinstance(fault, Fault) and fault.reason == "reward_failed"
@@ -209,7 +209,7 @@ def test_what_length_costs(num_tokens: int, added: float) -> None:
     assert OverlongShaping(20480, 4096, 0.5)(num_tokens) == added / 2
 
 
-def test_long_responses_are_lowered_where_they_are_judged() -> None:
+def test_long_responses_are_lowered_where_they_are_scored() -> None:
     def always(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
         return RewardResult(1.0, {"x": 2.0})
 

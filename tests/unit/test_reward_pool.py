@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
-from megatron_dppo.rewards.wire import OUT_OF_MEMORY, read_hello, read_request, read_verdict, request_line
+from megatron_dppo.rewards.wire import decode_request, decode_result, encode_request
 from megatron_dppo.types import Prompt
+from megatron_dppo.workers.wire import OUT_OF_MEMORY, read_answer, read_hello, read_request, request_line
 
 SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
 PROMPT = Prompt("p", "4", "test", text="2 * 2 =")
@@ -155,15 +157,16 @@ def test_everything_reaches_the_reward(pool: RewardPool) -> None:
 def test_requests_survive_the_way_to_a_worker() -> None:
     chat = Prompt("c", "4", "test", messages=({"role": "user", "content": "2 * 2 = \u2028\n"},))
     for request in (RewardRequest(chat, "a", "stop"), RewardRequest(PROMPT, "\ud800", "length")):
-        line = request_line(3, request)
+        line = request_line(3, encode_request(request))
         assert line.count(b"\n") == 1
-        assert read_request(line) == (3, request)
+        number, fields = read_request(line)
+        assert (number, decode_request(fields)) == (3, request)
 
 
-@pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"\xff", b'{"number": 1, "value": 1.0, "info": {}}'])
-def test_an_answer_to_no_request_is_none(line: bytes) -> None:
-    with pytest.raises(ValueError):
-        read_verdict(line, 0)
+@pytest.mark.parametrize("fields", [{}, {"value": 1.0}, {"info": {}}])
+def test_fields_of_no_score_are_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="lacks one of"):
+        decode_result(fields)
 
 
 @pytest.mark.parametrize("response", ["print", "program that reads", "program that is terminated"])
@@ -284,17 +287,20 @@ def test_a_signal_to_the_whole_job_is_the_trainers_to_answer(pool: RewardPool) -
 
 
 def test_the_worker_speaks_json_lines() -> None:
-    requests = b"".join(request_line(number, request) for number, request in enumerate(ask("a", "eat")))
+    requests = b"".join(
+        request_line(number, encode_request(request)) for number, request in enumerate(ask("a", "eat"))
+    )
     command = [sys.executable, "-m", "megatron_dppo.rewards.worker", NAME, "64"]
     done = subprocess.run(command, input=requests, stdout=subprocess.PIPE, check=True)
     hello, first, last = done.stdout.splitlines(keepends=True)
     assert read_hello(hello) is None
-    assert values([read_verdict(first.strip(), 0)]) == [1.0]
+    answer = read_answer(first.strip(), 0)
+    assert isinstance(answer, dict) and values([decode_result(answer)]) == [1.0]
     assert last == OUT_OF_MEMORY
 
 
 def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
     with RewardPool(NAME, num_workers=2, timeout_s=0.05, memory_mb=0) as pool:
-        with pytest.raises(RewardError, match="16 responses in a row timed out"):
+        with pytest.raises(RewardError, match="16 requests in a row timed out"):
             pool.score(ask(*["sleep"] * 1000))
         assert pool.score(ask("a"))

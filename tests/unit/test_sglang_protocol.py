@@ -172,7 +172,7 @@ def test_what_is_no_object_is_refused(body: object) -> None:
         generation_of("0.5.21").read_reply(body, request, params, MODEL)
 
 
-def test_a_log_prob_that_is_null_stays_to_be_judged() -> None:
+def test_a_log_prob_that_is_null_is_kept_for_validation() -> None:
     reply = _read("plain", lambda body: body["meta_info"]["output_token_logprobs"][2].__setitem__(0, None))
     assert math.isnan(reply.completion.log_probs[2])
 

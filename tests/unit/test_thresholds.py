@@ -12,20 +12,20 @@ from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, p
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 
-Judged = tuple[Tensor, Tensor, Tensor]
+Masked = tuple[Tensor, Tensor, Tensor]
 """Ratio, divergence and mask of each token."""
-Judge = Callable[[Objective, Tensor, Tensor, float], Judged]
+Implementation = Callable[[Objective, Tensor, Tensor, float], Masked]
 
 
-def by_pytorch(objective: Objective, log_probs: Tensor, rollout: Tensor, advantage: float) -> Judged:
+def by_pytorch(objective: Objective, log_probs: Tensor, rollout: Tensor, advantage: float) -> Masked:
     out = policy_loss(objective, PolicyLossInputs(log_probs, rollout, torch.full_like(rollout, advantage)))
     return out.ratio, out.divergence, out.mask
 
 
-def by_kernels(library: KernelLibrary) -> Judge:
+def by_kernels(library: KernelLibrary) -> Implementation:
     """The kernels' source, built for the host, on two-token vocabularies of which a statistic knows all."""
 
-    def judge(objective: Objective, log_probs: Tensor, rollout: Tensor, advantage: float) -> Judged:
+    def masked(objective: Objective, log_probs: Tensor, rollout: Tensor, advantage: float) -> Masked:
         pi, one, zero = log_probs.float(), torch.ones(len(rollout)), torch.zeros(len(rollout))
         tokens = Tokens(
             logits=torch.empty(0),
@@ -42,12 +42,12 @@ def by_kernels(library: KernelLibrary) -> Judge:
         planes, _ = combined(library, tokens, statistics, objective)
         return tuple(planes[ROWS.index(name)] for name in ("ratio", "divergence", "mask"))  # type: ignore[return-value]
 
-    return judge
+    return masked
 
 
 @pytest.fixture(params=["float64", "float32", "kernels"])
-def judge(request: pytest.FixtureRequest) -> tuple[Judge, torch.dtype]:
-    """Who judges tokens, and in which precision."""
+def implementation(request: pytest.FixtureRequest) -> tuple[Implementation, torch.dtype]:
+    """What masks tokens, and in which precision."""
     if request.param == "kernels":
         return by_kernels(request.getfixturevalue("host_library")), torch.float32
     return by_pytorch, getattr(torch, request.param)
@@ -65,16 +65,16 @@ def judge(request: pytest.FixtureRequest) -> tuple[Judge, torch.dtype]:
     ],
 )
 def test_on_the_threshold_a_token_is_kept(
-    judge: tuple[Judge, torch.dtype], name: str, threshold: str, advantage: float
+    implementation: tuple[Implementation, torch.dtype], name: str, threshold: str, advantage: float
 ) -> None:
-    judged, dtype = judge
+    masked, dtype = implementation
     generator = torch.Generator().manual_seed(1)
     rollout = (0.2 + 0.2 * torch.rand(12, generator=generator, dtype=torch.float64)).log().to(dtype)
     log_probs = rollout + advantage * (0.1 + 0.3 * torch.rand(12, generator=generator, dtype=dtype))
-    ratios, divergences, _ = judged(preset(name), log_probs, rollout, advantage)
+    ratios, divergences, _ = masked(preset(name), log_probs, rollout, advantage)
     for at in range(12):
         exact = float(divergences[at]) if "delta" in threshold else abs(float(ratios[at]) - 1)
         within = exact - torch.finfo(dtype).eps
         own = log_probs[at : at + 1], rollout[at : at + 1], advantage
-        masks = [bool(judged(preset(name, **{threshold: value}), *own)[2]) for value in (exact, within)]
+        masks = [bool(masked(preset(name, **{threshold: value}), *own)[2]) for value in (exact, within)]
         assert masks == [True, False], (at, exact)

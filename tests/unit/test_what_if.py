@@ -1,4 +1,4 @@
-"""What is asked of kept mini-batches, and how they are judged."""
+"""What is asked of kept mini-batches, and how they are answered."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
 from megatron_dppo.analysis.what_if.question import parse_sweeps, question_of
-from megatron_dppo.analysis.what_if.variants import Variant, judge, require_inputs, variants
+from megatron_dppo.analysis.what_if.variants import Variant, evaluate_variants, require_inputs, variants
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
 
@@ -32,8 +32,8 @@ def tokens(num: int = 400) -> PolicyLossInputs:
 
 
 def test_each_variant_masks_what_policy_loss_masks() -> None:
-    judged = variants(BASE, ["grpo", "dppo_binary_kl", "dppo_topk_tv"], {"delta": [0.05, 0.3], "top_k": [2]})
-    assert [variant.name for variant in judged] == [
+    asked = variants(BASE, ["grpo", "dppo_binary_kl", "dppo_topk_tv"], {"delta": [0.05, 0.3], "top_k": [2]})
+    assert [variant.name for variant in asked] == [
         "dppo_topk_tv top_k=4",
         "grpo",
         "dppo_binary_kl delta=0.05",
@@ -42,9 +42,9 @@ def test_each_variant_masks_what_policy_loss_masks() -> None:
         "dppo_topk_tv delta=0.3 top_k=2",
     ]
     inputs = tokens()
-    rows = judge(judged, {"live": inputs})
+    rows = evaluate_variants(asked, {"live": inputs})
     own = policy_loss(preset("dppo_topk_tv", top_k=4), inputs).mask
-    for variant, row in zip(judged, rows, strict=True):
+    for variant, row in zip(asked, rows, strict=True):
         out = policy_loss(variant.objective, inputs)
         negative = inputs.advantages < 0
         assert row["masked_fraction_negative"] == pytest.approx(float((~out.mask)[negative].double().mean()))
@@ -56,8 +56,8 @@ def test_each_variant_masks_what_policy_loss_masks() -> None:
 
 
 def test_a_variant_that_is_the_runs_own_comes_once() -> None:
-    judged = variants(BASE, [], {"delta": [0.2, 0.4]})
-    assert [variant.name for variant in judged] == ["dppo_topk_tv top_k=4", "dppo_topk_tv top_k=4 delta=0.4"]
+    asked = variants(BASE, [], {"delta": [0.2, 0.4]})
+    assert [variant.name for variant in asked] == ["dppo_topk_tv top_k=4", "dppo_topk_tv top_k=4 delta=0.4"]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_what_no_preset_can_do_is_refused(presets: list[str], sweeps: dict, mess
 
 
 def test_variants_without_their_inputs_are_refused_together() -> None:
-    judged = [Variant("dppo_topk_kl"), Variant("minirl")]
+    asked = [Variant("dppo_topk_kl"), Variant("minirl")]
     with pytest.raises(ConfigError, match="at most the 8 that were kept") as caught:
-        require_inputs(judged, num_columns=8, has_old_log_probs=False)
+        require_inputs(asked, num_columns=8, has_old_log_probs=False)
     assert "--before" in str(caught.value)
 
 

@@ -47,7 +47,7 @@ from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, write_json
 from tools.benchmarks.loss_baselines import baselines
 from tools.benchmarks.loss_cases import SHARDS, Case, Shape
 from tools.benchmarks.loss_contenders import ours_and_floors
-from tools.benchmarks.loss_goals import FLOOR, Verdict, judge_goals
+from tools.benchmarks.loss_goals import FLOOR, GoalResult, goal_results
 from tools.benchmarks.loss_rounds import Row, measure
 
 DEAD_SHARES = (0.0, 0.3)
@@ -77,7 +77,7 @@ class Figures:
     dead_share: float
     copy_bytes_per_s: float
     rows: tuple[Row, ...]
-    goals: tuple[Verdict, ...]
+    goals: tuple[GoalResult, ...]
 
     @property
     def byte_floor_s(self) -> float:
@@ -162,7 +162,7 @@ def benchmark(shape: Shape, dead_share: float, effort: Effort) -> Figures:
     seconds = {(row.form, row.name): row.median_s for row in rows if row.median_s is not None}
     seconds["logits", FLOOR] = floor_bytes(shape, dead_share) / speed
     extra = {(row.form, row.name): row.extra_bytes for row in rows if row.extra_bytes is not None}
-    goals = judge_goals(seconds, extra, is_gpu=device.type == "cuda")
+    goals = goal_results(seconds, extra, is_gpu=device.type == "cuda")
     return Figures(shape, dead_share, speed, tuple(rows), tuple(goals))
 
 
@@ -193,7 +193,7 @@ def show(figures: Figures) -> None:
     typer.echo("\ngoals")
     for goal in figures.goals:
         figure = "" if goal.figure is None else f": {goal.figure:.2f}"
-        typer.echo(f"  {goal.verdict:<13} {goal.goal}{figure}")
+        typer.echo(f"  {goal.outcome:<13} {goal.goal}{figure}")
 
 
 def cells_of(row: Row, ours: float | None) -> list[str]:

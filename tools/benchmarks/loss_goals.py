@@ -29,12 +29,12 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GoalResult:
     """What became of a goal on one case."""
 
     goal: str
     figure: float | None
-    verdict: Literal["met", "missed", "not measured"]
+    outcome: Literal["met", "missed", "not measured"]
 
 
 GOALS: tuple[Goal, ...] = (
@@ -53,17 +53,17 @@ GOALS: tuple[Goal, ...] = (
 )
 
 
-def judge_goals(
+def goal_results(
     seconds: Mapping[tuple[str, str], float], extra_bytes: Mapping[tuple[str, str], int], *, is_gpu: bool
-) -> Sequence[Verdict]:
-    """Each goal's figure and verdict.
+) -> Sequence[GoalResult]:
+    """Return each goal's figure, and whether it was met.
 
     Args:
         seconds: Median of each (form, name) that was measured; that of the byte floor under FLOOR.
         extra_bytes: Peak beside the inputs, of each that it was measured of.
-        is_gpu: Without one, nothing is judged.
+        is_gpu: Without one, no goal is measured.
     """
-    verdicts: list[Verdict] = []
+    results: list[GoalResult] = []
     for goal in GOALS:
         ours, other = (goal.form, goal.ours), (goal.form, goal.against)
         figure: float | None = None
@@ -73,8 +73,8 @@ def judge_goals(
             pair = (seconds[other], seconds[ours]) if goal.is_speedup else (seconds[ours], seconds[other])
             figure = pair[0] / pair[1]
         if figure is None:
-            verdicts.append(Verdict(goal.words, None, "not measured"))
+            results.append(GoalResult(goal.words, None, "not measured"))
             continue
         is_met = figure >= goal.limit if goal.is_speedup else figure <= goal.limit
-        verdicts.append(Verdict(goal.words, figure, "met" if is_met else "missed"))
-    return verdicts
+        results.append(GoalResult(goal.words, figure, "met" if is_met else "missed"))
+    return results

@@ -1,4 +1,4 @@
-"""What judging other presets beside the one that trains adds to a gradient step: with over without, in turns.
+"""What other presets, evaluated beside the one that trains, add to a gradient step: with over without.
 
     python -m tools.benchmarks.shadow
     python -m tools.benchmarks.shadow --rounds 11 --top-k 0
@@ -6,9 +6,9 @@
 Two real actors with the same random weights and the quickstart's sizes take the same step on one packed
 micro-batch of random samples: one with tracking.shadow, one without; every other round in reverse order. The
 smaller the model the dearer its shadows are beside it, and no smaller one is trained here. With --top-k the
-batch carries Top-K log-probs, and Top-K presets are judged too. A round's ratio is with over without; shown are
-medians over the rounds and the range, of seconds on the clock and of this process's CPU seconds, which other
-programs disturb less. One process, one thread.
+batch carries Top-K log-probs, and Top-K presets are evaluated too. A round's ratio is with over without; shown
+are medians over the rounds and the range, of seconds on the clock and of this process's CPU seconds, which
+other programs disturb less. One process, one thread.
 """
 
 import statistics

@@ -7,18 +7,22 @@ from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.analysis.report.plots import Panel, Section, by_mini_step, finite_mean, over_rollouts
 from megatron_dppo.run_folder.reader import Run
 
-_JUDGED = re.compile(r"shadow/(.+)/masked_fraction$")
+_EVALUATED = re.compile(r"shadow/(.+)/masked_fraction$")
 
 
 def shadow_presets(runs: Sequence[Run]) -> list[str]:
     """Return the presets that some run evaluated as shadows and that can mask a token, in registry order."""
-    judged = {
-        found[1] for run in runs for row in run.steps for name in row.values if (found := _JUDGED.match(name))
+    evaluated = {
+        found[1]
+        for run in runs
+        for row in run.steps
+        for name in row.values
+        if (found := _EVALUATED.match(name))
     }
     maskless = {name for name, objective in PRESETS.items() if objective.rule == "none"}
     order = list(PRESETS)
     return sorted(
-        judged - maskless, key=lambda name: (order.index(name) if name in PRESETS else len(order), name)
+        evaluated - maskless, key=lambda name: (order.index(name) if name in PRESETS else len(order), name)
     )
 
 
@@ -58,6 +62,6 @@ def _cell(run: Run, name: str) -> dict[str, str]:
 
     agreement, masked, mass = (mean(name) for name in ("agreement", "masked_fraction", "dropped_mass_fraction"))
     if agreement is None or masked is None:
-        return {"text": "–", "why": "this run was not judged by it"}
+        return {"text": "–", "why": "this run did not evaluate it"}
     of_mass = "" if mass is None else f" and drop {mass:.2%} of the gradient's weight"
     return {"text": f"{agreement:.2%}", "why": f"would mask {masked:.2%} of the tokens{of_mass}"}

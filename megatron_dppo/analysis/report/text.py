@@ -110,13 +110,13 @@ def _seeds(runs: Sequence[Run]) -> str:
             "tables say nothing about another model to start from."
         )
     seeds = "one seed" if fewest == 1 else f"as few as {fewest} seeds"
-    verdict = (
+    limit = (
         "it says nothing about how much another seed would differ"
         if len(runs) == 1
         else "a difference between two curves may be chance, and this report ranks nothing"
     )
     return (
-        f"There is {seeds} per setting: {verdict}. "
+        f"There is {seeds} per setting: {limit}. "
         f"To claim that a setting learns better, or collapses, takes {SEEDS_FOR_A_CLAIM} seeds or more of each."
     )
 
@@ -212,7 +212,7 @@ def _routing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     if all(run.option("rollout.routing_replay") != "replay" for run in runs):
         return texts
     texts.append(
-        "Replay (R3) mainly cuts the tail: judge it by KL and by both ends of the ratio, not by mean |π − μ| "
+        "Replay (R3) mainly cuts the tail: read it by KL and by both ends of the ratio, not by mean |π − μ| "
         "alone, and never by a single mini-batch."
     )
     if any(paired_kl_k3(run)[2] for run in runs):

@@ -15,7 +15,7 @@ from megatron_dppo.actor.actor import Actor
 from megatron_dppo.algorithms import PolicyLossInputs
 from megatron_dppo.analysis.what_if.plot import write_plot
 from megatron_dppo.analysis.what_if.question import Question
-from megatron_dppo.analysis.what_if.variants import TokensByRoutes, judge, mismatch_by_routes
+from megatron_dppo.analysis.what_if.variants import TokensByRoutes, evaluate_variants, mismatch_by_routes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.kept_batches import read_share
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
@@ -38,7 +38,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
         runtime: This process.
 
     Returns:
-        What `what_if.json` holds: `rows` of `judge`, `mismatch` by way of routing, and what they are of.
+        What `what_if.json` holds: `rows` of `evaluate_variants`, `mismatch` by routes, and their source.
 
     Raises:
         DataError: A rollout was not kept, or cannot be shared out over these processes.
@@ -64,7 +64,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
         "rollouts": list(question.rollouts),
         "num_tokens": tokens[kinds[0]].log_probs.numel(),
         "mismatch": mismatch_by_routes(tokens),
-        "rows": judge(question.variants, tokens),
+        "rows": evaluate_variants(question.variants, tokens),
     }
 
 

@@ -12,7 +12,7 @@ _HEIGHT_OF_ROW = 26  # pixels
 
 
 def write_plot(file: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Write the page from the rows of `variants.judge`."""
+    """Write the page from the rows of `variants.evaluate_variants`."""
     file.write_text(plotly.io.to_html(figure(rows, title), include_plotlyjs=True, full_html=True), "utf-8")
 
 

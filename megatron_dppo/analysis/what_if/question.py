@@ -14,7 +14,7 @@ from megatron_dppo.config.schema import Config, ParallelConfig
 from megatron_dppo.data.batches.kept_batches import group_files, kept_inputs, kept_rollouts
 from megatron_dppo.errors import ConfigError, Problem, writing_to
 
-# What a forward of kept tokens needs; the rest judges sampling and training.
+# What a forward of kept tokens needs; the rest is about sampling and training.
 _RULES = (
     "preset",
     "preset_fields",

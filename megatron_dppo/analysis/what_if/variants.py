@@ -67,14 +67,14 @@ def _swept(chosen: Sequence[Variant], sweeps: Mapping[str, Sequence[Value]]) -> 
             yield Variant(variant.preset, {**variant.fields, **dict(zip(own, values, strict=True))})
 
 
-def require_inputs(judged: Sequence[Variant], *, num_columns: int, has_old_log_probs: bool) -> None:
+def require_inputs(asked: Sequence[Variant], *, num_columns: int, has_old_log_probs: bool) -> None:
     """Refuse variants whose inputs the kept tokens lack, before any model loads.
 
     Raises:
         ConfigError: With every problem.
     """
     problems: list[Problem] = []
-    for variant in judged:
+    for variant in asked:
         objective = variant.objective
         if objective.needs_topk and objective.top_k > num_columns:
             found = f"{variant.name}, which uses {objective.top_k} columns of the rollout's top-K"
@@ -88,7 +88,7 @@ def require_inputs(judged: Sequence[Variant], *, num_columns: int, has_old_log_p
         raise ConfigError(problems)
 
 
-def judge(judged: Sequence[Variant], tokens: TokensByRoutes) -> list[dict[str, Any]]:
+def evaluate_variants(asked: Sequence[Variant], tokens: TokensByRoutes) -> list[dict[str, Any]]:
     """Evaluate the masks: one row for each variant and way of routing; the first variant is the run's own.
 
     Fractions are over tokens with A > 0, A < 0, or either. `agreement` is the share of learning tokens on which
@@ -99,7 +99,7 @@ def judge(judged: Sequence[Variant], tokens: TokensByRoutes) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     for routes, inputs in tokens.items():
         own: Tensor | None = None
-        for variant in judged:
+        for variant in asked:
             out = policy_loss(variant.objective, inputs)
             own = out.mask if own is None else own
             row: dict[str, Any] = {"variant": variant.name, "preset": variant.preset, **variant.fields}

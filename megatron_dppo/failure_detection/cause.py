@@ -41,7 +41,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobFailure:
     """Message and exit code with which the job ends."""
 
     text: str
@@ -58,7 +58,7 @@ def first_cause(reports: Sequence[Report]) -> Report:
     return first if first.kind == "died" else min(alike, key=lambda report: report.rank)
 
 
-def judge(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> Verdict:
+def job_failure(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> JobFailure:
     """Write the message over all reports, in order of arrival; `now` by the clock of `Rank.since`."""
     cause = first_cause(reports)
     rank, others = ranks[cause.rank], [report for report in reports if report.rank != cause.rank]
@@ -78,7 +78,7 @@ def judge(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> V
     before = [f"{_listed(numbers)} had left before, with {how}." for how, numbers in left.items()]
     if cause.kind in ("raised", "repeated", "died"):
         before += _consequences(cause, others)
-    return Verdict("\n".join([*before, text]), cause.exit_code)
+    return JobFailure("\n".join([*before, text]), cause.exit_code)
 
 
 def _consequences(cause: Report, others: Sequence[Report]) -> list[str]:

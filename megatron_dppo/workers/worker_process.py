@@ -1,4 +1,4 @@
-"""The trainer's end of one worker: pipes that never block, deadlines, and how it ended."""
+"""Starts and drives one worker process: pipes that never block, deadlines, and how it ended."""
 
 import contextlib
 import os
@@ -8,59 +8,41 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Event
-from typing import IO, Generic, TypeVar
+from typing import IO, Generic
 
-from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.base import RewardFault, RewardFaultKind
-from megatron_dppo.rewards.wire import read_hello
+from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
+from megatron_dppo.workers.wire import read_answer, read_hello, request_line
 
 _START_TIMEOUT_S = 300.0  # a user's module may import much else, from a slow disk
 _END_TIMEOUT_S = 1.0  # from closing its pipes to being gone
-_CHECK_EVERY_S = 0.1  # whether the caller has given up
+_CHECK_EVERY_S = 0.1  # whether the caller still waits
 _MAX_REPLY = 1 << 20  # bytes
-_MAX_WORDS = 4096  # bytes of stderr that are kept
+_MAX_PRINTED = 4096  # bytes of stderr that are kept
 
 
-Q = TypeVar("Q")  # what a worker is asked
-A = TypeVar("A")  # what it answers
+class WorkerLostError(Exception):
+    """The worker did not answer and is lost; `printed` is the end of what a dead one printed."""
 
-
-@dataclass(frozen=True)
-class Service(Generic[Q, A]):
-    """A kind of worker: its program, and the lines that the program reads and writes."""
-
-    module: str  # run as `python -m MODULE NAME MEMORY_MB`
-    key: str  # of the config, which holds the name
-    noun: str  # what the name is of, in words
-    request_line: Callable[[int, Q], bytes]  # of a numbered request
-    read_verdict: Callable[[bytes, int], A | RewardFault]  # ValueError where a line is no answer to that number
-
-
-class LostError(Exception):
-    """The worker did not answer and is lost; `said` is the end of what a dead one printed."""
-
-    def __init__(self, kind: RewardFaultKind, message: str, said: str = "") -> None:
+    def __init__(self, kind: WorkerFaultKind, message: str, printed: str = "") -> None:
         super().__init__(message)
-        self.kind: RewardFaultKind = kind
-        self.said = said
+        self.kind: WorkerFaultKind = kind
+        self.printed = printed
 
 
-class GivenUpError(Exception):
+class CallCancelledError(Exception):
     """The caller no longer waits for an answer."""
 
 
 class WorkerProcess(Generic[Q, A]):
     """One process of a service, with a process group of its own; one thread at a time drives it."""
 
-    def __init__(self, service: Service[Q, A], name: str, memory_mb: int, given_up: Event) -> None:
+    def __init__(self, service: Service[Q, A], name: str, memory_mb: int, cancelled: Event) -> None:
         """Start the process, and wait until it has loaded `name`.
 
         Raises:
-            RewardError: It could not.
-            GivenUpError: `given_up` was set first.
+            MegatronDppoError: It could not; the service's own kind of error.
+            CallCancelledError: `cancelled` was set first.
         """
         self._service = service
         command = [sys.executable, "-m", service.module, name, str(memory_mb)]
@@ -70,24 +52,25 @@ class WorkerProcess(Generic[Q, A]):
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
             )
         except OSError as error:
-            action = "Free memory or processes on this machine, or lower data.reward_workers."
+            option = f"{service.option_prefix}workers"
+            action = f"Free memory or processes on this machine, or lower {option}."
             found = f"{service.noun} worker: found {error}; expected a new process. {action}"
-            raise RewardError(found) from error
+            raise service.error(found) from error
         self._in, self._out, self._err = (
             _unblocked(pipe) for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
         )
         self._poll = select.poll()
         self._poll.register(self._out, select.POLLIN)
         self._poll.register(self._err, select.POLLIN)
-        self._unsent, self._received, self._words = memoryview(b""), bytearray(), b""
+        self._unsent, self._received, self._printed = memoryview(b""), bytearray(), b""
         try:
-            problem = self._hello(name, given_up)
+            problem = self._hello(name, cancelled)
         except BaseException:
             self.kill()
             raise
         if problem is not None:
             self.kill()
-            raise RewardError(f"{problem}{self._said()}")
+            raise service.error(f"{problem}{self._last_printed()}")
 
     @property
     def is_writable(self) -> bool:
@@ -97,22 +80,23 @@ class WorkerProcess(Generic[Q, A]):
     def send(self, number: int, request: Q) -> None:
         """Send a request; bytes that the pipe does not take now go while an answer is awaited."""
         assert self.is_writable, "one request at a time is on its way into the pipe"
-        self._unsent = memoryview(self._service.request_line(number, request))
+        self._unsent = memoryview(request_line(number, self._service.encode_request(request)))
         self._poll.register(self._in, select.POLLOUT)
         self._write()
 
-    def receive(self, number: int, timeout_s: float, given_up: Event) -> A | RewardFault:
+    def receive(self, number: int, timeout_s: float, cancelled: Event) -> A | WorkerFault:
         """Return the answer to request `number`, the oldest without one.
 
         Raises:
-            LostError: There was none in time, or at all.
-            GivenUpError: `given_up` was set first.
+            WorkerLostError: There was none in time, or at all.
+            CallCancelledError: `cancelled` was set first.
         """
-        line = self._line(timeout_s, given_up)
+        line = self._line(timeout_s, cancelled)
         try:
-            return self._service.read_verdict(line, number)
+            answer = read_answer(line, number)
+            return answer if isinstance(answer, WorkerFault) else self._service.decode_answer(answer)
         except ValueError as error:
-            raise LostError("reward_failed", f"its worker sent {error}") from error
+            raise WorkerLostError("failed", f"its worker sent {error}") from error
 
     def ask_to_end(self) -> None:
         """Let an idle worker end by itself."""
@@ -131,52 +115,52 @@ class WorkerProcess(Generic[Q, A]):
             subprocess.TimeoutExpired
         ):  # it hangs inside the kernel, and dies when that ends
             self._process.wait(_END_TIMEOUT_S)
-        self._read_words()
+        self._read_printed()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
 
-    def _hello(self, name: str, given_up: Event) -> str | None:
+    def _hello(self, name: str, cancelled: Event) -> str | None:
         try:
-            return read_hello(self._line(_START_TIMEOUT_S, given_up))
-        except (LostError, ValueError) as error:
+            return read_hello(self._line(_START_TIMEOUT_S, cancelled))
+        except (WorkerLostError, ValueError) as error:
             self.kill()
             command = f"python -m {self._service.module} {shlex.quote(name)} 0 </dev/null"
-            raise RewardError(
+            raise self._service.error(
                 f"{self._service.key}: found that {name!r} did not start: {error}; expected its worker "
-                f"to load the {self._service.noun}. Try: {command}{self._said()}"
+                f"to load the {self._service.noun}. Try: {command}{self._last_printed()}"
             ) from error
 
-    def _line(self, timeout_s: float, given_up: Event) -> bytes:
+    def _line(self, timeout_s: float, cancelled: Event) -> bytes:
         deadline = time.monotonic() + timeout_s
         while (end := self._received.find(b"\n")) < 0:
-            self._exchange(deadline, timeout_s, given_up)
+            self._exchange(deadline, timeout_s, cancelled)
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         return line
 
-    def _exchange(self, deadline: float, timeout_s: float, given_up: Event) -> None:
+    def _exchange(self, deadline: float, timeout_s: float, cancelled: Event) -> None:
         """Wait for any pipe, and read and write as far as possible: each pipe may be full."""
-        if given_up.is_set():
-            raise GivenUpError
+        if cancelled.is_set():
+            raise CallCancelledError
         wait_s = min(max(deadline - time.monotonic(), 0.0), _CHECK_EVERY_S)
         ready = {pipe for pipe, _ in self._poll.poll(wait_s * 1000)}
         if self._err in ready:
-            self._read_words()
+            self._read_printed()
         if self._in in ready:
             self._write()
         if self._out in ready:
             self._read()
         elif time.monotonic() >= deadline:
-            raise LostError("reward_timed_out", f"found no answer within {timeout_s:g} s")
+            raise WorkerLostError("timed_out", f"found no answer within {timeout_s:g} s")
 
     def _read(self) -> None:
         data = os.read(self._out, 1 << 16)
         if not data:
-            raise LostError("reward_failed", f"its worker {self._how_it_ended()}", self._said())
+            raise WorkerLostError("failed", f"its worker {self._how_it_ended()}", self._last_printed())
         self._received += data
         if len(self._received) > _MAX_REPLY and b"\n" not in self._received:
-            raise LostError("reward_failed", f"its worker sent more than {_MAX_REPLY} bytes in one line")
+            raise WorkerLostError("failed", f"its worker sent more than {_MAX_REPLY} bytes in one line")
 
     def _write(self) -> None:
         try:
@@ -188,22 +172,22 @@ class WorkerProcess(Generic[Q, A]):
         if not self._unsent:
             self._poll.unregister(self._in)
 
-    def _read_words(self) -> None:
+    def _read_printed(self) -> None:
         """Read the worker's output, and keep its end."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._err, 1 << 16)
-            self._words = (self._words + data)[-_MAX_WORDS:]
+            self._printed = (self._printed + data)[-_MAX_PRINTED:]
             if not data:
                 with contextlib.suppress(KeyError):
                     self._poll.unregister(self._err)
 
-    def _said(self) -> str:
-        words = self._words.decode(errors="replace").strip()
-        return f"\nThe last that it printed:\n{words}" if words else ""
+    def _last_printed(self) -> str:
+        text = self._printed.decode(errors="replace").strip()
+        return f"\nThe last that it printed:\n{text}" if text else ""
 
     def _how_it_ended(self) -> str:
         status = self._status(_END_TIMEOUT_S)
-        self._read_words()
+        self._read_printed()
         if status is None:
             return "closed its pipes"
         if status.si_code == os.CLD_EXITED:

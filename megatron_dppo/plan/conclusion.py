@@ -14,7 +14,7 @@ WHEN = {
 }
 
 
-def verdict_of(job: Job, memory: Memory) -> str:
+def conclusion_of(job: Job, memory: Memory) -> str:
     """Return one sentence about a layout that `train` admits."""
     worst, machine, engine = memory.worst, job.machine, memory.engine
     components = worst.moments[worst.worst_moment]

@@ -2,13 +2,14 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
+from tqdm import tqdm
 
 from megatron_dppo.cli_options import show_table, user_errors
 from megatron_dppo.plan.units import parse_bytes
@@ -162,11 +163,10 @@ def verify(
     """Compare two checkpoints bit for bit by Hugging Face name; ends with 1 where they differ."""
     with user_errors():
         from megatron_dppo.conversion.compare import compare
-        from megatron_dppo.conversion.progress import showing_progress
         from megatron_dppo.conversion.sources import source_of
 
         pair = source_of(first), source_of(second)
-        with showing_progress(pair[0], 1) as on_bytes:
+        with _progress(pair[0], 1) as on_bytes:
             found = compare(*pair, on_bytes)
     for name in found.only_first:
         typer.echo(f"only in {first}: {name}")
@@ -267,11 +267,23 @@ def _process() -> Iterator[runtime.Runtime]:
 
 
 @contextmanager
+def _progress(source: "Source", num_sharers: int) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar of bytes with the remaining time, and yield the function that advances it.
+
+    Args:
+        source: What is converted or compared.
+        num_sharers: Processes that share the work: the bar is of one process's share. With 0 there is no bar.
+    """
+    total = sum(tensor.nbytes for tensor in source.outline().values()) // max(num_sharers, 1)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=source.folder.name, disable=not num_sharers) as bar:
+        yield bar.update
+
+
+@contextmanager
 def _options(
     source: "Source", this: runtime.Runtime, dtype: str | None, shard_size: str, writers: int
 ) -> Iterator["Options"]:
     from megatron_dppo.conversion.options import Options, dtype_of
-    from megatron_dppo.conversion.progress import showing_progress
 
-    with showing_progress(source, this.world_size if this.is_main else 0) as on_bytes:
+    with _progress(source, this.world_size if this.is_main else 0) as on_bytes:
         yield Options(dtype_of(dtype), parse_bytes(shard_size, "--shard-size"), writers, on_bytes)

@@ -1,6 +1,7 @@
 """Exceptions for users. Each message says what was found, what was expected, and what to do."""
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,19 @@ class Problem:
     def __str__(self) -> str:
         sentence = f"{self.where}: found {self.found}; expected {self.expected}. {self.action}"
         return f"{sentence}\n{self.details}" if self.details else sentence
+
+
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str, spelt: Callable[[str], str] = repr) -> str:
+    """Return an action: ask whether the choice that `word` resembles was meant, or say what to do otherwise.
+
+    Args:
+        word: What was found.
+        choices: What is known.
+        otherwise: The action where no choice is similar.
+        spelt: Spells a choice as the user would write it.
+    """
+    close = difflib.get_close_matches(word, list(choices), n=1)
+    return f"Did you mean {spelt(close[0])}?" if close else otherwise
 
 
 class MegatronDppoError(Exception):

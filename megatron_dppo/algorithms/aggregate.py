@@ -1,13 +1,12 @@
 """Aggregation modes: the weight of each token's loss in the mini-batch."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 
 def _token_mean(lengths: Tensor, num_sequences: Tensor, response_length: int) -> Tensor:
@@ -62,8 +61,7 @@ def sequence_weights(mode: str, lengths: Tensor | Sequence[int], response_length
     That of a sequence without a learning token is no number, and stands for nothing.
     """
     if mode not in AGGREGATIONS:
-        close = difflib.get_close_matches(mode, AGGREGATIONS, n=1)
-        action = f"Did you mean {close[0]!r}?" if close else "Choose one of these."
+        action = did_you_mean(mode, AGGREGATIONS, "Choose one of these.")
         options = "one of " + ", ".join(AGGREGATIONS)
         raise ConfigError(Problem("algorithm.aggregation", repr(mode), options, action))
     counts = _counts(lengths)

@@ -1,13 +1,12 @@
 """The named objectives: the paper's variants, with its thresholds (sections 5, 6 and App. D, F)."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from megatron_dppo.algorithms.objective import DELTAS, Objective
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 
 def _ratio(name: str, eps_low: float, eps_high: float, **others: Any) -> Objective:
@@ -58,6 +57,9 @@ OVERRIDABLE: tuple[str, ...] = (
 """What may be set of a preset: the fields of `Objective` that do not make another rule of it, and `delta`."""
 
 
+_OTHERWISE = "Choose from that list, or leave it out."
+
+
 def overrides_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of [algorithm] that override a preset's fields, as keywords of `preset`."""
     return {name: settings[name] for name in OVERRIDABLE if settings.get(name) is not None}
@@ -73,22 +75,18 @@ def preset(name: str, **overrides: Any) -> Objective:
     """
     if name not in PRESETS:
         options = "one of " + ", ".join(PRESETS)
-        raise ConfigError(Problem("preset", repr(name), options, _suggestion(name, PRESETS)))
+        raise ConfigError(Problem("preset", repr(name), options, did_you_mean(name, PRESETS, _OTHERWISE)))
     objective = PRESETS[name]
     usable = objective.fields_in_use
     unusable = [field for field in overrides if field not in usable]
     if unusable:
         expected = f"the fields that {name} uses: " + ", ".join(usable)
         problems = [
-            Problem(f"{name}.{f}", repr(overrides[f]), expected, _suggestion(f, usable)) for f in unusable
+            Problem(f"{name}.{f}", repr(overrides[f]), expected, did_you_mean(f, usable, _OTHERWISE))
+            for f in unusable
         ]
         raise ConfigError(problems)
     if "delta" in overrides:
         delta = overrides.pop("delta")
         overrides = {**{side: delta for side in DELTAS if side != "delta"}, **overrides}
     return replace(objective, **overrides)
-
-
-def _suggestion(word: str, options: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(options), n=1)
-    return f"Did you mean {close[0]!r}?" if close else "Choose from that list, or leave it out."

@@ -32,6 +32,7 @@ from megatron_dppo.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = "megatron"
 LATEST = "latest"
 SUMS = "SHA256SUMS"
 STATE = "state.json"
@@ -67,6 +68,11 @@ class Retention:
         if self.keep_every:
             stays |= {kept.folder for kept in checkpoints if kept.rollout % self.keep_every == 0}
         return [kept.folder for kept in checkpoints if kept.folder not in stays]
+
+
+def is_megatron_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a complete Megatron checkpoint of ours, of a run or converted."""
+    return (folder / WEIGHTS / "metadata.json").is_file()
 
 
 def name_of(step: int) -> str:

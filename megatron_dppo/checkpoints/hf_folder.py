@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,6 +169,22 @@ class HFWeights:
         return self.folder / self._stored[name].file
 
 
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder to write in, which gets the name `out` when the body has ended without an error.
+
+    Raises:
+        ConversionError: `out` exists already.
+    """
+    if out.exists():
+        raise ConversionError(f"{out} exists. Give a new folder, or remove that one first.")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    unfinished.rename(out)
+
+
 def write_hf_checkpoint(
     weights: Iterable[tuple[str, Tensor]], out: Path, template: Path, shard_bytes: int = 2 << 30
 ) -> None:
@@ -184,15 +201,10 @@ def write_hf_checkpoint(
     Raises:
         ConversionError: `out` exists already, or a tensor comes twice.
     """
-    if out.exists():
-        raise ConversionError(f"{out} exists. Give a new folder, or remove that one first.")
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    copy_model_files(template, unfinished)
     file_of: dict[str, str] = {}
     total = 0
-    with ThreadPoolExecutor(1) as pool:
+    with whole_folder(out) as unfinished, ThreadPoolExecutor(1) as pool:
+        copy_model_files(template, unfinished)
         underway: Future[None] | None = None
         for index, shard in enumerate(_shards(weights, out, shard_bytes), 1):
             file = f"model-{index:05d}.safetensors"
@@ -204,9 +216,8 @@ def write_hf_checkpoint(
             del shard
         if underway is not None:
             underway.result()
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-    (unfinished / INDEX).write_text(json.dumps(content, indent=1))
-    unfinished.rename(out)
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (unfinished / INDEX).write_text(json.dumps(content, indent=1))
 
 
 def _shards(weights: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: int) -> Iterator[dict[str, Tensor]]:

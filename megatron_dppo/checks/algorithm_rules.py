@@ -10,9 +10,8 @@ from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
-from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.kernels.encoding import require_compiled
 from megatron_dppo.runtime.process import has_gpu
 
@@ -22,8 +21,7 @@ def _preset(config: Config, facts: Facts) -> Iterator[Problem]:
     """The preset exists."""
     name = config.algorithm.preset
     if name not in PRESETS:
-        guess = did_you_mean(name, list(PRESETS))
-        action = f"Did you mean {guess!r}?" if guess else "Choose one of these."
+        action = did_you_mean(name, PRESETS, "Choose one of these.")
         yield Problem("algorithm.preset", repr(name), f"one of {', '.join(PRESETS)}", action)
 
 
@@ -175,8 +173,7 @@ def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
     objective = _objective(config)
     for name in config.tracking.shadow_presets:
         if name not in PRESETS:
-            guess = did_you_mean(name, list(PRESETS))
-            action = f"Did you mean {guess!r}?" if guess else "Choose from these."
+            action = did_you_mean(name, PRESETS, "Choose from these.")
             yield Problem("tracking.shadow_presets", repr(name), f"names among {', '.join(PRESETS)}", action)
         elif PRESETS[name].needs_topk and not config.rollout.num_topk_log_probs:
             found = f"{name!r} with rollout.num_topk_log_probs = 0"

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files
 from megatron_dppo.checks.registry import rule
-from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, detect, has
 from megatron_dppo.data.prompts.survey import Survey
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.rewards import REWARDS, RewardChoice, answer_form, problems_with
 from megatron_dppo.types import AnswerForm
 
@@ -37,8 +36,7 @@ def _missing_columns(config: Config, source: str, columns: list[str]) -> Iterato
     prompt, answer = config.data.prompt_column, config.data.answer_column
     for key, name in {"data.prompt_column": prompt, "data.answer_column": answer}.items():
         if name is not None and not has(columns, name):
-            guess = did_you_mean(name, columns)
-            action = f"Did you mean {guess!r}?" if guess else f"Set {key} to one of them."
+            action = did_you_mean(name, columns, f"Set {key} to one of them.")
             yield Problem(key, f"{name!r}, which {source} lacks", f"one of {columns}", action)
     if answer is None and has(columns, prompt) and detect(columns, TRAINING_SCHEMAS, prompt) is None:
         expected = " or ".join(schema.answer for schema in TRAINING_SCHEMAS)

@@ -6,9 +6,8 @@ from megatron_dppo.architectures.registry import FAMILIES, family_of
 from megatron_dppo.architectures.weight_map import linears_of
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
-from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import Problem, did_you_mean
 
 
 @rule("lora_targets")
@@ -24,8 +23,7 @@ def _lora_targets(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("lora.targets", "an empty list", expected, "Name one, or set lora.rank to 0.")
     for name in config.lora.targets:
         if name not in known:
-            guess = did_you_mean(name, known)
-            action = f"Did you mean {guess!r}?" if guess else "Remove it."
+            action = did_you_mean(name, known, "Remove it.")
             yield Problem("lora.targets", f"{name!r}, which matches nothing", expected, action)
 
 

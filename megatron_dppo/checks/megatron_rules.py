@@ -19,9 +19,8 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
-from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.runtime.cache import cache_folder, write_json
 
 _PRINT_FIELDS = """
@@ -122,8 +121,7 @@ def _megatron_names(config: Config, facts: Facts) -> Iterator[Problem]:
     known = megatron_fields() if config.megatron else None
     for key in config.megatron:
         if known is not None and key not in known:
-            guess = did_you_mean(key, sorted(known - _OWNED.keys()))
-            action = f"Did you mean megatron.{guess}?" if guess else "Remove it."
+            action = did_you_mean(key, sorted(known - _OWNED.keys()), "Remove it.", "megatron.{}".format)
             yield Problem(f"megatron.{key}", key, "a field of Megatron's TransformerConfig", action)
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
-from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.settings import flat
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.rollout.evaluation import evaluation_sets
 
 
@@ -65,10 +64,8 @@ def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
         return
     measured = [name for each in evaluation_sets(config) for name in each.metric_names]
     if checkpoint.best_metric not in measured:
-        guess = did_you_mean(checkpoint.best_metric, measured)
-        action = (
-            f"Did you mean {guess!r}?" if guess else "Add the set to evaluation.sets, or name another metric."
-        )
+        otherwise = "Add the set to evaluation.sets, or name another metric."
+        action = did_you_mean(checkpoint.best_metric, measured, otherwise)
         yield Problem("checkpoint.best_metric", repr(checkpoint.best_metric), "a metric of this run", action)
 
 

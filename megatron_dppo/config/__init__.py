@@ -1,6 +1,6 @@
 """The config's schema, and how TOML files become a `Config`."""
 
-from megatron_dppo.config.load import did_you_mean, dump_config, load_config
+from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -29,7 +29,6 @@ __all__ = [
     "RunConfig",
     "TrackingConfig",
     "TransformersEngineConfig",
-    "did_you_mean",
     "dump_config",
     "load_config",
 ]

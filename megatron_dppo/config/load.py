@@ -4,7 +4,6 @@ Layers are merged left to right: tables key by key, anything else (lists include
 in a file mean what they would mean on the command line: they start at the current directory, not at the file.
 """
 
-import difflib
 import json
 import re
 import tomllib
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 Table = dict[str, Any]
 KeyPath = tuple[str, ...]
@@ -72,12 +71,6 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 def dump_config(config: Config) -> str:
     """Return the resolved config as TOML that `load_config` reads back, without fields that are none."""
     return tomli_w.dumps(_as_toml(config.model_dump()))
-
-
-def did_you_mean(word: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that `word` looks like a misspelling of, if any."""
-    matches = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    return matches[0] if matches else None
 
 
 def _read_toml(path: Path) -> Table | Problem:
@@ -198,10 +191,9 @@ def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
     owners = [f"{owner}.{name}" for owner in Config.model_fields if _has_field(owner, name)]
     if owners:
         return Problem(where, found, expected, f"Did you mean {' or '.join(owners)}?")
-    guess = did_you_mean(name, known)
-    if guess is not None:
-        return Problem(where, found, expected, f"Did you mean {'.'.join((*parents, guess))}?")
-    return Problem(where, found, expected, "Remove it, or use one of these keys.")
+    otherwise = "Remove it, or use one of these keys."
+    action = did_you_mean(name, known, otherwise, lambda key: ".".join((*parents, key)))
+    return Problem(where, found, expected, action)
 
 
 def _has_field(section_name: str, field_name: str) -> bool:

@@ -24,7 +24,7 @@ class Comparison:
         return not (self.only_first or self.only_second or self.different)
 
 
-def compare(first: Source, second: Source, on_bytes: Callable[[int], None] = lambda _: None) -> Comparison:
+def compare(first: Source, second: Source, on_bytes: Callable[[int], object] = lambda _: None) -> Comparison:
     """Compare every tensor bit for bit, one group at a time.
 
     Args:
@@ -49,7 +49,7 @@ def compare(first: Source, second: Source, on_bytes: Callable[[int], None] = lam
             num_different = _num_different(tensor, theirs.pop(name))
             if num_different:
                 different.append(f"{name}: {num_different} of {tensor.numel()} elements")
-            on_bytes(tensor.numel() * tensor.itemsize)
+            on_bytes(tensor.nbytes)
     return Comparison(
         len(common) - len(different),
         tuple(sorted(outlines[0].keys() - common)),

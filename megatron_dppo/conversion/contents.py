@@ -8,9 +8,10 @@ from torch import Tensor
 
 from megatron_dppo.architectures.sizes import architecture_of
 from megatron_dppo.architectures.weight_map import is_adapter
+from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.description import read_convertible_config
-from megatron_dppo.conversion.sources import WEIGHTS, HuggingFaceSource
+from megatron_dppo.conversion.sources import HuggingFaceSource
 from megatron_dppo.conversion.stored_tensors import StoredTensors
 
 _OPTIMIZER = "optimizer."
@@ -29,7 +30,7 @@ def contents_of(folder: Path, *, is_listing: bool = False) -> Iterator[str]:
         ConfigError: config.json is missing, or describes a model that we would compute wrongly.
     """
     hf = read_convertible_config(folder)
-    is_megatron = (folder / WEIGHTS / "metadata.json").is_file()
+    is_megatron = is_megatron_checkpoint(folder)
     kind = "Megatron checkpoint" if is_megatron else "Hugging Face folder"
     yield f"{folder}: {kind} of {architecture_of(hf)}"
     if is_megatron:
@@ -55,7 +56,7 @@ def _is_beside(key: str) -> bool:
 def _counted(what: str, tensors: Mapping[str, Tensor]) -> str:
     dtypes = Counter(_dtype(tensor) for tensor in tensors.values())
     elements = sum(tensor.numel() for tensor in tensors.values())
-    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    size = sum(tensor.nbytes for tensor in tensors.values())
     kinds = ", ".join(f"{number} {dtype}" for dtype, number in dtypes.most_common())
     return f"{what}: {len(tensors)} tensors ({kinds}), {elements:,} elements, {size / 1e9:.3f} GB"
 

@@ -22,7 +22,7 @@ class Options:
     dtype: torch.dtype | None = None
     file_bytes: int = 4 << 30
     num_writers: int = 1
-    on_bytes: Callable[[int], None] = lambda _: None
+    on_bytes: Callable[[int], object] = lambda _: None
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

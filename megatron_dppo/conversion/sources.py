@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX
+from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.pieces import Piece, pieces_of
 from megatron_dppo.conversion.stored_tensors import StoredTensors
 from megatron_dppo.errors import CheckpointError, ConversionError
 
-WEIGHTS = "megatron"
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -103,7 +103,7 @@ class MegatronSource:
             CheckpointError: It is torn, of another model, or holds code.
             ConfigError: The config is of no supported model.
         """
-        if not (folder / WEIGHTS / "metadata.json").is_file():
+        if not is_megatron_checkpoint(folder):
             raise CheckpointError(
                 f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from "
                 "megatron-dppo convert or from a run's checkpoints/; check the path."
@@ -188,8 +188,7 @@ class MegatronSource:
 
 def source_of(folder: Path) -> Source:
     """Return the source for a Megatron checkpoint or a Hugging Face folder, by what the folder holds."""
-    is_megatron = (folder / "megatron" / "metadata.json").is_file()
-    return MegatronSource(folder) if is_megatron else HuggingFaceSource(HFWeights(folder))
+    return MegatronSource(folder) if is_megatron_checkpoint(folder) else HuggingFaceSource(HFWeights(folder))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.registry import read_hf_config
-from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.pieces import pieces_of
-from megatron_dppo.conversion.sources import WEIGHTS, HuggingFaceSource, MegatronSource
+from megatron_dppo.conversion.sources import source_of
 from megatron_dppo.runtime.process import Runtime
 
 
@@ -36,8 +35,7 @@ class StoredWeights:
             ConversionError: A Hugging Face folder that is torn.
         """
         self._hf, self._dtype, self._runtime = read_hf_config(folder), dtype, runtime
-        is_megatron = (folder / WEIGHTS / "metadata.json").is_file()
-        self._source = MegatronSource(folder) if is_megatron else HuggingFaceSource(HFWeights(folder))
+        self._source = source_of(folder)
 
     @property
     def identity(self) -> str:

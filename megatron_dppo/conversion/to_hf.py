@@ -124,5 +124,5 @@ class _ShardWriter:
             for name, tensor in self._source.read(group):
                 own = tensor.to(self._options.dtype or tensor.dtype, copy=True)
                 tensors[name] = own.contiguous()
-                self._options.on_bytes(own.numel() * own.itemsize)
+                self._options.on_bytes(own.nbytes)
         self._output.write(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))

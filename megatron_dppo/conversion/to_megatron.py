@@ -12,11 +12,12 @@ from torch import Tensor
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
+from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS
 from megatron_dppo.conversion.description import write_description
 from megatron_dppo.conversion.jobs import run_jobs
 from megatron_dppo.conversion.options import Options
 from megatron_dppo.conversion.pieces import Piece, pieces_of
-from megatron_dppo.conversion.sources import WEIGHTS, Source
+from megatron_dppo.conversion.sources import Source
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.mcore import cpu, fixes
@@ -157,7 +158,7 @@ class _FileWriter:
         output: UnfinishedOutput,
         save: StreamedSave,
         tensor_of: Callable[[Block], Tensor],
-        on_bytes: Callable[[int], None],
+        on_bytes: Callable[[int], object],
     ) -> None:
         self._output, self._save, self._tensor_of, self._on_bytes = output, save, tensor_of, on_bytes
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from megatron_dppo.checkpoints.checkpoint_folder import sync
 from megatron_dppo.errors import ConversionError
 
 _PLAN = "conversion.json"
@@ -74,17 +74,16 @@ class UnfinishedOutput:
         partial = file.with_name(f"{file.name}.partial")
         with disk_errors(file):
             write(partial)
-            sync(partial)
+            sync([partial])
             partial.rename(file)
 
     def publish(self) -> None:
         """Rename the folder to the output's name."""
         (self.folder / _PLAN).unlink()
         refuse_existing(self.out)
-        for folder in {file.parent for file in self.folder.rglob("*")}:
-            sync(folder)
+        sync({file.parent for file in self.folder.rglob("*")})
         self.folder.rename(self.out)
-        sync(self.out.parent)
+        sync([self.out.parent])
 
 
 @contextmanager
@@ -111,15 +110,6 @@ def refuse_existing(out: Path) -> None:
     """
     if out.exists():
         raise ConversionError(f"--out: {out} exists. Give a new folder, or remove that one first.")
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fingerprint(files: Iterable[Path]) -> str:

@@ -1,6 +1,5 @@
 """The tasks of Gem (extra `gem`): `rollout.environment = "gem:rg:arc_1d"`, or another of its registry."""
 
-import difflib
 import importlib
 import random
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_dppo.environments.base import Maker, Observation, Turn, opened, register
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.types import FinishReason, Prompt
 
 T = TypeVar("T")
@@ -63,9 +62,8 @@ def gem_task(task: str) -> Maker:
         expected, action = "the package gem-llm", "Install it: pip install 'megatron_dppo[gem]'."
         raise ConfigError(Problem(where, f"'gem:{task}', and {error}", expected, action)) from error
     if task not in registry:
-        close = difflib.get_close_matches(task, registry, n=1)
         all_of_them = "python -c 'import gem; gem.print_envs()' lists them."
-        action = f"Did you mean 'gem:{close[0]}'?" if close else all_of_them
+        action = did_you_mean(task, registry, all_of_them, "'gem:{}'".format)
         raise ConfigError(Problem(where, f"'gem:{task}'", f"one of Gem's {len(registry)} tasks", action))
     return lambda: GemEnvironment(gem, task)
 

@@ -1,9 +1,7 @@
 """What the kernels compute, in plain PyTorch: the operators on CPU tensors, and what kernels are compared with.
 
 `row_statistics`, `combine` and `logits_gradient` do what the CUDA kernels of those names do, in float32
-(float64 for float64); masks and divergences are those of `algorithms`. `policy_loss_from_logits` is the same
-loss the long way, by log-softmax and autograd over the whole vocabulary: it shares nothing with them but
-`algorithms`.
+(float64 for float64); masks and divergences are those of `algorithms`.
 """
 
 import math
@@ -13,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import Objective, PolicyLossInputs, PolicyLossOutput, TopKLogProbs, policy_loss
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.algorithms.loss import token_updates
-from megatron_dppo.types import Microbatch
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
@@ -251,28 +248,6 @@ def logits_gradient(
         gradient[((by_own == 0) & (by_its_entropy == 0))[:, 0]] = 0.0
         out[block, :num_columns] = gradient
     out[:, num_columns:] = 0.0
-
-
-def policy_loss_from_logits(
-    logits: Tensor, microbatch: Microbatch, objective: Objective, temperature: float = 1.0
-) -> tuple[PolicyLossOutput, TokenLogProbs]:
-    """The policy loss of a packed micro-batch over the whole vocabulary, by autograd.
-
-    Args:
-        logits: [T, V] of the policy being trained.
-        microbatch: Targets, rollout policy, advantages and weights of the same T positions.
-        objective: What to optimise.
-        temperature: The rollout's sampling temperature; gradients carry 1 / temperature.
-    """
-    all_log_probs = (_widened(logits) / temperature).log_softmax(dim=-1)
-    log_probs = all_log_probs.gather(1, microbatch.targets[:, None])[:, 0]
-    entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
-    topk = microbatch.topk
-    at_topk = None
-    if topk is not None:
-        at_topk = all_log_probs.gather(1, topk.ids.long().clamp(min=0)).masked_fill(topk.ids < 0, -math.inf)
-    inputs = PolicyLossInputs.of(microbatch, log_probs, topk_log_probs=at_topk, entropy=entropy)
-    return policy_loss(objective, inputs), TokenLogProbs(log_probs, entropy, at_topk)
 
 
 def _widened(logits: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Exports LoRA's adapters under Hugging Face names, and as a folder that peft reads."""
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_dppo.checkpoints.hf_folder import whole_folder
 from megatron_dppo.config.schema import LoraConfig
-from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.lora import Adapter, adapters
 
 
@@ -71,11 +70,6 @@ def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, ba
     Raises:
         ConversionError: `out` exists already.
     """
-    if out.exists():
-        raise ConversionError(f"{out} exists. Give a new folder, or remove that one first.")
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -87,7 +81,7 @@ def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, ba
         "bias": "none",
         "inference_mode": True,
     }
-    (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-    save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
-    unfinished.rename(out)
+    with whole_folder(out) as unfinished:
+        (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
+        save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})

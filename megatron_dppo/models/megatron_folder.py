@@ -1,7 +1,6 @@
 """Megatron checkpoint folders: `megatron/`, a distributed checkpoint, and `hf/`, config and tokenizer."""
 
 import queue
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,25 +19,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import is_adapter
-from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files
+from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
+from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files, whole_folder
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.mcore.fixes import plan_save, refuse_newer
 from megatron_dppo.models.convert import load_hf_weights
 
-WEIGHTS = "megatron"
 HF = "hf"
 # What torch and Megatron raise on a torn file, or on tensors that are absent or of another shape.
 _LOAD_ERRORS = (
     *(CheckpointingException, CheckpointException, UnpicklingError),
     *(OSError, RuntimeError, ValueError, KeyError, EOFError),
 )
-
-
-def is_megatron_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a complete Megatron checkpoint of ours."""
-    return (folder / WEIGHTS / "metadata.json").is_file()
 
 
 def hf_files(folder: Path) -> Path:
@@ -97,16 +91,12 @@ def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
         template: Hugging Face folder whose config and tokenizer go into `hf/`.
 
     Raises:
-        CheckpointError: `out` exists already.
+        ConversionError: `out` exists already.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists. Give a new folder, or remove that one first.")
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    (unfinished / WEIGHTS).mkdir(parents=True)
-    copy_model_files(template, unfinished / HF)
-    save_sharded(model_states(chunks), unfinished / WEIGHTS)
-    unfinished.rename(out)
+    with whole_folder(out) as unfinished:
+        (unfinished / WEIGHTS).mkdir()
+        copy_model_files(template, unfinished / HF)
+        save_sharded(model_states(chunks), unfinished / WEIGHTS)
 
 
 def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:

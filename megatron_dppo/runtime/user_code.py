@@ -1,6 +1,5 @@
 """Imports a user's own functions and classes when they are asked for, and describes what they raise."""
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -12,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 
 def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] = ()) -> Problem | None:
@@ -26,9 +25,8 @@ def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] 
     """
     module, colon, attribute = name.partition(":")
     if not colon:
-        close = difflib.get_close_matches(name, registered, n=1)
         own = f"name your own {path.rpartition(':')[2].lower()}"
-        action = f"Did you mean {close[0]!r}?" if close else f"Choose one of these, or {own}."
+        action = did_you_mean(name, registered, f"Choose one of these, or {own}.")
         expected = f"one of {sorted(registered)}, or {path!r}" if registered else repr(path)
         return Problem(key, repr(name), expected, action if registered else "Correct the name.")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):

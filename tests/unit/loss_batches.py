@@ -1,11 +1,14 @@
-"""Micro-batches for the losses: logits of many scales, padding columns, and tokens of every kind."""
+"""Micro-batches for the losses, of many scales and with padding, and the loss the long way to compare with."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, PolicyLossOutput, policy_loss
+from megatron_dppo.kernels.reference import TokenLogProbs
 from megatron_dppo.types import Microbatch, RolloutTopK
 
 
@@ -92,3 +95,26 @@ def make_batch(
         old_log_probs=old_log_probs.to(dtype),
     )
     return Batch(hidden.to(dtype), weight.to(dtype), vocab_size, 0.7, microbatch)
+
+
+def policy_loss_from_logits(
+    logits: Tensor, microbatch: Microbatch, objective: Objective, temperature: float = 1.0
+) -> tuple[PolicyLossOutput, TokenLogProbs]:
+    """The policy loss of a packed micro-batch over the whole vocabulary, by log-softmax and autograd.
+
+    Args:
+        logits: [T, V] of the policy being trained.
+        microbatch: Targets, rollout policy, advantages and weights of the same T positions.
+        objective: What to optimise.
+        temperature: The rollout's sampling temperature; gradients carry 1 / temperature.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    all_log_probs = (wide / temperature).log_softmax(dim=-1)
+    log_probs = all_log_probs.gather(1, microbatch.targets[:, None])[:, 0]
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(dim=-1)
+    topk = microbatch.topk
+    at_topk = None
+    if topk is not None:
+        at_topk = all_log_probs.gather(1, topk.ids.long().clamp(min=0)).masked_fill(topk.ids < 0, -math.inf)
+    inputs = PolicyLossInputs.of(microbatch, log_probs, topk_log_probs=at_topk, entropy=entropy)
+    return policy_loss(objective, inputs), TokenLogProbs(log_probs, entropy, at_topk)

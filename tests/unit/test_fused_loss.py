@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from loss_batches import Batch, make_batch
+from loss_batches import Batch, make_batch, policy_loss_from_logits
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_metrics, fused_policy_loss, linear_log_probs
-from megatron_dppo.kernels.reference import policy_loss_from_logits
 
 VARIANTS: dict[str, Objective] = {
     **PRESETS,

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from kernel_host import combined, random_tokens, shards_of, statistics_of
-from loss_batches import make_batch
+from loss_batches import make_batch, policy_loss_from_logits
 from torch import Tensor
 
 from megatron_dppo.algorithms import DIVERGENCES, RULES, Divergence, Objective, preset
@@ -23,7 +23,7 @@ from megatron_dppo.kernels.arguments import LOGITS_DTYPES, MAX_TOP_K
 from megatron_dppo.kernels.build import CSRC
 from megatron_dppo.kernels.encoding import COMPILED, FLAGS, IDS, decode, encode
 from megatron_dppo.kernels.library import KernelLibrary
-from megatron_dppo.kernels.reference import ROWS, policy_loss_from_logits
+from megatron_dppo.kernels.reference import ROWS
 
 PREFIXES = {"DppoRule": "DPPO_RULE_", "DppoRelax": "DPPO_RELAX_"}  # of the others: DPPO_
 PYTHON: dict[str, Mapping[str, int]] = {

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.conversion.unfinished import sync
+from megatron_dppo.checkpoints.checkpoint_folder import sync
 
 GB = 10**9
 WRITERS = 2
@@ -50,7 +50,7 @@ class Watch:
         self._peak, started = memory_gb("RssAnon"), time.perf_counter()
         yield
         for file in written.rglob("*") if written is not None else ():
-            sync(file)
+            sync([file])
         seconds = time.perf_counter() - started
         self.parts[name] = {"seconds": seconds, "anonymous_gb": self._peak}
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_dppo.errors import DataError, Problem
+from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.runtime.jsonl import each_line, read_jsonl
 from megatron_dppo.types import Message
 
@@ -102,8 +102,7 @@ def _bad_prompt(where: str, found: str) -> DataError:
 
 def missing_column(where: str, column: str, columns: Sequence[str]) -> DataError:
     """Return the error for a missing column, with the closest existing name."""
-    close = difflib.get_close_matches(column, columns, n=1)
-    action = f"Did you mean {close[0]!r}?" if close else "Set data.prompt_column and data.answer_column."
+    action = did_you_mean(column, columns, "Set data.prompt_column and data.answer_column.")
     return fault(where, f"columns {list(columns)}", f"a column {column!r}", action)
 
 

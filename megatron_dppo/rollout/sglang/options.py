@@ -14,9 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.load import did_you_mean
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.rollout import sglang
 from megatron_dppo.runtime.cache import cache_folder, write_json
 
@@ -123,8 +122,7 @@ def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> 
         if name == PYTHON or name in OWNED:
             continue
         if name not in options:
-            guess = did_you_mean(name, sorted(options.keys() - OWNED.keys()))
-            action = f"Did you mean sglang.{guess}?" if guess else "Remove it."
+            action = did_you_mean(name, sorted(options.keys() - OWNED.keys()), "Remove it.", "sglang.{}".format)
             yield Problem(where, name, "an argument of SGLang's server", action)
         elif (expected := _expected(value, options[name])) is not None:
             yield Problem(where, repr(value), expected, f"It becomes {options[name].flag} of the server.")

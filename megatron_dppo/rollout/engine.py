@@ -36,6 +36,8 @@ class Completion:
     weight_versions: tuple[WeightVersionSpan, ...]
     num_moves: int = 0  # times that it was asked of another server, since one had failed
     num_retractions: int = 0  # times that the engine dropped its cache and computed it, with its routes, again
+    num_cached_tokens: int = 0  # of the inputs of its requests, those that the engine did not compute again
+    routes_fault: str | None = None  # why routes that were asked for are absent
     loss_mask: Tensor | None = None  # [R] bool: the tokens that were sampled; none: all of them
     episode: Episode | None = None  # what its environment made of it; none where there is none
 

@@ -68,8 +68,8 @@ def joined(partial: Completion, rest: Completion) -> Completion:
     """Join the tokens sampled before with those of `rest` into one completion; it ends as `rest` does.
 
     Top-K and routes that either of them lacks are left out of the whole. The routes of `rest` begin with the
-    first row that `partial` lacks. Moves and retractions are those of both: a response that was retracted once
-    stays so, however often it is resumed.
+    first row that `partial` lacks. Moves, retractions and cached tokens are those of both: a response that was
+    retracted once stays so, however often it is resumed.
     """
     topk = routes = None
     if partial.topk is not None and rest.topk is not None:
@@ -89,6 +89,7 @@ def joined(partial: Completion, rest: Completion) -> Completion:
         weight_versions=_joined_spans(partial, rest),
         num_moves=partial.num_moves + rest.num_moves,
         num_retractions=partial.num_retractions + rest.num_retractions,
+        num_cached_tokens=partial.num_cached_tokens + rest.num_cached_tokens,
         loss_mask=None if partial.loss_mask is None else torch.cat([partial.loss_mask, mask_of(rest)]),
     )
 

@@ -4,17 +4,15 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
-from megatron_dppo.rollout.partials import aborted, input_tokens
-from megatron_dppo.rollout.sglang.client import CallCounts, Patience, SglangClient
-from megatron_dppo.rollout.sglang.dispatcher import Dispatcher, Link, RequestOutcome, other_weights
-from megatron_dppo.rollout.sglang.protocol import Reply, ServedModel, ServerFacts
+from megatron_dppo.rollout.sglang.client import Patience, SglangClient
+from megatron_dppo.rollout.sglang.dispatcher import Dispatcher, Link, other_weights
+from megatron_dppo.rollout.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.rollout.sglang.refusals import refuse_requests
 
 logger = logging.getLogger(__name__)
@@ -149,13 +147,12 @@ class SglangEngine:
                 may_go_on = is_enough is not None or any(request.partial for request in requests)
                 refuse_requests(requests, params, self._model, facts, is_aborted=may_go_on)
             dispatcher = Dispatcher(links, self._model, self._weight_version, self._max_concurrent)
-            outcomes = await dispatcher.run(requests, params, is_enough)
-            self._counts += _count([client.counts for client in clients], requests, outcomes)
-        answers = [each.answer for each in outcomes]
-        lost = [answer for answer in answers if isinstance(answer, ServerError)]
-        if lost and len(lost) == len(answers):
+            completions = await dispatcher.run(requests, params, is_enough)
+            self._counts = sum((client.counts for client in clients), self._counts + dispatcher.counts)
+        lost = [error for error in dispatcher.errors.values() if isinstance(error, ServerError)]
+        if lost and len(lost) == len(requests):
             raise lost[0]
-        return [_completion(request, each) for request, each in zip(requests, outcomes, strict=True)]
+        return completions
 
     async def _links(self, clients: Sequence[SglangClient]) -> dict[str, Link]:
         """Return the admitted servers that answer and hold the weights, by URL.
@@ -187,31 +184,3 @@ def _common_version(facts: Sequence[ServerFacts]) -> int:
     """Return the weight version that all servers hold; servers that differ wait for a push."""
     versions = {each.weight_version for each in facts}
     return versions.pop() if len(versions) == 1 else _NO_VERSION
-
-
-def _count(
-    calls: Sequence[CallCounts], requests: Sequence[Request], outcomes: Sequence[RequestOutcome]
-) -> EngineCounts:
-    """Count retries, faults and tokens of one `generate`."""
-    answers = [each.answer for each in outcomes]
-    replies = [answer for answer in answers if isinstance(answer, Reply)]
-    asked = zip(requests, answers, strict=True)
-    return EngineCounts(
-        num_retries=sum(each.num_retries for each in calls),
-        num_maybe_sampled_twice=sum(each.num_maybe_sampled_twice for each in calls),
-        num_timed_out=sum(each.num_timed_out for each in calls),
-        num_unanswered=sum(isinstance(answer, ServerError) for answer in answers),
-        num_refused_answers=sum(isinstance(answer, ReplyError) for answer in answers),
-        num_requeued=sum(each.num_moves for each in outcomes),
-        num_retractions=sum(reply.num_retractions for reply in replies),
-        num_without_routes=sum(reply.routes_fault is not None for reply in replies),
-        num_prompt_tokens=sum(len(input_tokens(request)) for request, a in asked if isinstance(a, Reply)),
-        num_cached_tokens=sum(reply.num_cached_tokens for reply in replies),
-    )
-
-
-def _completion(request: Request, outcome: RequestOutcome) -> Completion:
-    """Return the completion of a request; an aborted one where the answer is missing or unusable."""
-    answer = outcome.answer
-    completion = answer.completion if isinstance(answer, Reply) else aborted(request)
-    return replace(completion, num_moves=completion.num_moves + outcome.num_moves)

@@ -5,7 +5,7 @@ over ranks and then calls `refuse_if_too_many_dropped`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,24 +14,11 @@ import torch
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker, OpenGroup, sample
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, sample
 from megatron_dppo.rollout.partials import mask_of
-from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Scorer, Tokenizer, as_text
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """One rank's share of a rollout. Samples have rewards, and no advantages yet."""
-
-    groups: tuple[SampleGroup, ...]
-    counts: RolloutCounts
-
-    @property
-    def samples(self) -> list[Sample]:
-        """All samples, group by group."""
-        return [sample for group in self.groups for sample in group.samples]
 
 
 def answers(
@@ -41,7 +28,7 @@ def answers(
     params: SamplingParams,
     rollout: int,
     places: Sequence[tuple[int, Prompt]],
-) -> list["ScoredGroup"]:
+) -> list[PromptGroup]:
     """Sample and score responses to prompts; prompts that are too long are dropped.
 
     Args:
@@ -56,64 +43,34 @@ def answers(
     return score_groups(scorer, sample(engine, groups, params, len(groups)))
 
 
-def write_samples(path: Path, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
+def write_samples(path: Path, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
     """Write the samples as text, one JSON object per line, whole or not at all."""
-    rows = (_readable(group.prompt, sample, tokenizer) for group in batch.groups for sample in group.samples)
+    rows = (_readable(group.prompt, sample, tokenizer) for group in groups for sample in group.samples)
     write_jsonl(path, rows)
 
 
-@dataclass(frozen=True)
-class ScoredGroup:
-    """A group whose responses were scored, or found faulty."""
-
-    index: int  # the prompt's place in the rollout that trains on it, over all ranks
-    prompt: Prompt
-    answers: Sequence[tuple[Request, Completion]]
-    scored: Sequence[Sample | Fault]  # each answer with its reward, or why it has none
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """Samples of the group that can be trained on."""
-        return tuple(each for each in self.scored if isinstance(each, Sample))
-
-    @property
-    def faults(self) -> list[Fault]:
-        """Faults of the samples that cannot be trained on."""
-        return [each for each in self.scored if isinstance(each, Fault)]
-
-    @property
-    def has_zero_variance(self) -> bool:
-        """Whether all rewards are equal, so that no sample learns."""
-        return len({sample.reward for sample in self.samples}) == 1
-
-
-def score_groups(scorer: Scorer, groups: Sequence[OpenGroup]) -> list[ScoredGroup]:
+def score_groups(scorer: Scorer, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
     """Score whole groups, all at once."""
-    answers = [group.answers for group in groups]
-    pairs = zip(groups, answers, strict=True)
     samples = [
         (group.drawn.prompt, _sample(request, completion), completion.episode)
-        for group, own in pairs
-        for request, completion in own
+        for group in groups
+        for request, completion in group.answers
     ]
     scored = iter(scorer(samples))
-    return [
-        ScoredGroup(group.index, group.drawn.prompt, own, list(islice(scored, len(own))))
-        for group, own in zip(groups, answers, strict=True)
-    ]
+    return [replace(group, scored=tuple(islice(scored, len(group.answers)))) for group in groups]
 
 
-def batch_of(
-    scored: Sequence[ScoredGroup],
-    replaced: Sequence[ScoredGroup],
+def usable_groups(
+    scored: Sequence[PromptGroup],
+    replaced: Sequence[PromptGroup],
     smallest_group: int,
     *,
     num_too_long: int,
     weight_version: int,
-    rest: Sequence[OpenGroup] = (),
+    rest: Sequence[PromptGroup] = (),
     keeps_rest: bool = True,
-) -> RolloutBatch:
-    """Return the rollout batch: the groups to train on, and counts of everything that was sampled.
+) -> tuple[list[SampleGroup], RolloutCounts]:
+    """Return the groups to train on, without advantages yet, and counts of everything that was sampled.
 
     Args:
         scored: Groups to train on, once they are large enough.
@@ -148,7 +105,7 @@ def batch_of(
         num_dropped={reason: sum(fault.reason == reason for fault in faults) for reason in DROP_REASONS},
         example=str(faults[0]) if faults else None,
     )
-    return RolloutBatch(tuple(SampleGroup(group.prompt, group.samples, group.index) for group in kept), counts)
+    return [SampleGroup(group.drawn.prompt, group.samples, group.index) for group in kept], counts
 
 
 def _num_old_tokens(completion: Completion, weight_version: int) -> int:

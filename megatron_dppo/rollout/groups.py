@@ -25,18 +25,19 @@ from megatron_dppo.rollout.engine import (
     SamplingParams,
 )
 from megatron_dppo.rollout.partials import aborted
-from megatron_dppo.rollout.scoring import Tokenizer
-from megatron_dppo.types import Prompt
+from megatron_dppo.rollout.scoring import Fault, Tokenizer
+from megatron_dppo.types import Prompt, Sample
 
 
 @dataclass(frozen=True)
-class OpenGroup:
-    """A prompt and its requested responses, some of which may have been sampled."""
+class PromptGroup:
+    """A prompt and the responses requested for it: open until each was sampled or given up, then scored."""
 
     drawn: Drawn
-    index: int  # the prompt's place in the rollout that began it, over all ranks
+    index: int  # the prompt's place, over all ranks, in the rollout that began it, or trains on it
     requests: tuple[Request, ...]  # those of aborted responses hold what there is of them
     completions: tuple[Completion | None, ...]  # one for each; none while it is to be sampled
+    scored: tuple[Sample | Fault, ...] = ()  # of each completion: its sample, or why it cannot be trained on
 
     @property
     def is_whole(self) -> bool:
@@ -60,6 +61,21 @@ class OpenGroup:
         """Number of responses that were aborted after some tokens."""
         return sum(request.partial is not None for request in self.missing)
 
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Samples that can be trained on."""
+        return tuple(each for each in self.scored if isinstance(each, Sample))
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Faults of the samples that cannot be trained on."""
+        return [each for each in self.scored if isinstance(each, Fault)]
+
+    @property
+    def has_zero_variance(self) -> bool:
+        """Whether all rewards are equal, so that no sample learns."""
+        return len({sample.reward for sample in self.samples}) == 1
+
 
 @dataclass(frozen=True)
 class GroupMaker:
@@ -71,7 +87,7 @@ class GroupMaker:
     seed: int
     environments: Environments = field(default_factory=lambda: InProcess(SingleTurn))
 
-    def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[OpenGroup]:
+    def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[PromptGroup]:
         """Make groups of requests for prompts and their places in the rollout; prompts too long are dropped.
 
         A group whose environment does not begin is whole at once, of samples that were given up.
@@ -83,7 +99,7 @@ class GroupMaker:
             return ()
         return prompt_tokens(self.tokenizer, opening.text, opening.messages)
 
-    def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[OpenGroup]:
+    def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[PromptGroup]:
         trajectories = [Trajectory(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
         for (index, drawn), opening in zip(places, self.environments.reset(trajectories), strict=True):
             fault = opening if isinstance(opening, EnvironmentFault) else None
@@ -94,12 +110,12 @@ class GroupMaker:
                 if isinstance(opening, Observation) and opening.messages is not None:
                     requests = [replace(request, is_chat=True) for request in requests]
                 completions = [_lost(request, fault) if fault else None for request in requests]
-                yield OpenGroup(drawn, index, tuple(requests), tuple(completions))
+                yield PromptGroup(drawn, index, tuple(requests), tuple(completions))
 
 
 def sample(
-    engine: RolloutEngine, groups: Sequence[OpenGroup], params: SamplingParams, num_wanted: int
-) -> list[OpenGroup]:
+    engine: RolloutEngine, groups: Sequence[PromptGroup], params: SamplingParams, num_wanted: int
+) -> list[PromptGroup]:
     """Sample until `num_wanted` groups are whole, and return all groups in their order.
 
     Raises:
@@ -130,7 +146,7 @@ def sample(
 class _Enough:
     """Counts down the groups that are still to become whole; a part of `sample`."""
 
-    def __init__(self, groups: Sequence[OpenGroup], num_missing: int) -> None:
+    def __init__(self, groups: Sequence[PromptGroup], num_missing: int) -> None:
         self.told: set[str] = set()  # requests that were answered, or given up, before it was enough
         self._num_missing = num_missing
         self._group_of = {request.id: at for at, group in enumerate(groups) for request in group.missing}
@@ -145,11 +161,11 @@ class _Enough:
 
 
 def _updated(
-    groups: Sequence[OpenGroup], finished: Mapping[str, Completion], partials: Mapping[str, Completion]
-) -> list[OpenGroup]:
+    groups: Sequence[PromptGroup], finished: Mapping[str, Completion], partials: Mapping[str, Completion]
+) -> list[PromptGroup]:
     """Return the groups with the finished completions, and the partial ones to resume."""
 
-    def update(group: OpenGroup) -> OpenGroup:
+    def update(group: PromptGroup) -> PromptGroup:
         old = zip(group.requests, group.completions, strict=True)
         requests = [replace(r, partial=partials.get(r.id, r.partial)) for r in group.requests]
         completions = [completion or finished.get(request.id) for request, completion in old]

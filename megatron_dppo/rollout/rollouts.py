@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
-from megatron_dppo.rollout.collect import RolloutBatch
+from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
@@ -30,7 +30,7 @@ from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.server import API_KEY, require_registered
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.routing_replay.capture import validate_routes
-from megatron_dppo.types import DataCursor, ModelRouting
+from megatron_dppo.types import DataCursor, ModelRouting, SampleGroup
 
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> RolloutEngine:
@@ -148,11 +148,15 @@ class Rollouts:
         self._scheduler.forget()
         self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
 
-    def next(self, rollout: int) -> RolloutBatch:
-        """Sample and score this rank's share of the next rollout; call `settle` after it."""
+    def next(self, rollout: int) -> tuple[list[SampleGroup], RolloutCounts]:
+        """Sample and score this rank's share of the next rollout; call `settle` after it.
+
+        Returns:
+            Groups whose samples have rewards, and no advantages yet; and counts of all that was sampled.
+        """
         before = self._engine.counts
-        batch = self._scheduler.run(rollout, self._stream)
-        return replace(batch, counts=replace(batch.counts, engine=self._engine.counts - before))
+        groups, counts = self._scheduler.run(rollout, self._stream)
+        return groups, replace(counts, engine=self._engine.counts - before)
 
     def settle(self, all_gather: Callable[[RankPlaces], Sequence[RankPlaces]]) -> DataCursor:
         """Return the cursor after a rollout, the same on every rank; all call it together, after `next`."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.rollout.collect import RolloutBatch, ScoredGroup, batch_of, score_groups
+from megatron_dppo.rollout.collect import score_groups, usable_groups
+from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker, OpenGroup, sample
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, sample
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.types import DataCursor
+from megatron_dppo.types import DataCursor, SampleGroup
 
 _SMALLEST_GROUP = 2  # one sample has nothing to compare with
 
@@ -53,10 +54,10 @@ class RolloutScheduler:
         """
         self._options, self._share, self._engine = options, share, engine
         self._maker, self._scorer, self._params = maker, scorer, params
-        self._kept: list[OpenGroup] | None = None  # none before the first rollout, and where nothing is kept
+        self._kept: list[PromptGroup] | None = None  # none before the first rollout, and where nothing is kept
         self._out_of_turn: list[int] = []
 
-    def run(self, rollout: int, stream: PromptStream) -> RolloutBatch:
+    def run(self, rollout: int, stream: PromptStream) -> tuple[list[SampleGroup], RolloutCounts]:
         """Sample this rank's share of a rollout; draws from `stream`, which is the same on every rank."""
         options, (rank, size) = self._options, self._share
         groups, num_too_long = self._begin(rollout, stream)
@@ -64,7 +65,7 @@ class RolloutScheduler:
         whole, rest = self._sample(groups, num_wanted)
         if options.over_sampling > 1:  # which groups are whole first is chance, and so is their place
             whole = [replace(group, index=rank + size * i) for i, group in enumerate(whole)]
-        scored, replaced = score_groups(self._scorer, whole), list[ScoredGroup]()
+        scored, replaced = score_groups(self._scorer, whole), list[PromptGroup]()
         for _ in range(options.max_refills if options.refill_zero_variance else 0):
             equal = [at for at, group in enumerate(scored) if group.has_zero_variance]
             if not equal:
@@ -76,7 +77,7 @@ class RolloutScheduler:
                 replaced.append(scored[at])
                 scored[at] = replace(group, index=scored[at].index)
         self._kept = rest if options.keep_partials else None
-        return batch_of(
+        return usable_groups(
             scored,
             replaced,
             min(_SMALLEST_GROUP, self._maker.samples_per_prompt),
@@ -106,7 +107,7 @@ class RolloutScheduler:
         self._out_of_turn = []
         return stream.cursor_with(place for rank in ranks for place in rank.open)
 
-    def _begin(self, rollout: int, stream: PromptStream) -> tuple[list[OpenGroup], int]:
+    def _begin(self, rollout: int, stream: PromptStream) -> tuple[list[PromptGroup], int]:
         """Return the groups to sample, kept ones first, and the number of new prompts that were too long."""
         options, (rank, size) = self._options, self._share
         self._num_ahead, num_drawn = 0, options.prompts_per_rollout
@@ -117,7 +118,7 @@ class RolloutScheduler:
         fresh = self._maker.begin(rollout, own)
         return [*(self._kept or ()), *fresh], len(own) - len(fresh)
 
-    def _ahead(self, rollout: int, stream: PromptStream, count: int) -> list[OpenGroup]:
+    def _ahead(self, rollout: int, stream: PromptStream, count: int) -> list[PromptGroup]:
         """Begin groups of this rank's next prompts, out of order; prompts too long are dropped."""
         rank, size = self._share
         distances = [rank + size * (self._num_ahead + i) for i in range(count)]
@@ -127,7 +128,9 @@ class RolloutScheduler:
         first = math.ceil(self._options.over_sampling * self._options.prompts_per_rollout)
         return self._maker.begin(rollout, [(first + d, each) for d, each in zip(distances, drawn, strict=True)])
 
-    def _sample(self, groups: Sequence[OpenGroup], num_wanted: int) -> tuple[list[OpenGroup], list[OpenGroup]]:
+    def _sample(
+        self, groups: Sequence[PromptGroup], num_wanted: int
+    ) -> tuple[list[PromptGroup], list[PromptGroup]]:
         """Sample until enough groups are whole; return the first wanted ones, and the others."""
         sampled = sample(self._engine, groups, self._params, num_wanted)
         whole = [at for at, group in enumerate(sampled) if group.is_whole][:num_wanted]

@@ -5,13 +5,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from collecting import collect
+from collecting import Collected, collect
 from samples import InProcessScorer
 from sglang_stand_in import MODEL, ROUTING, StandIn, answer
 from test_collect import PROMPTS, TOKENIZER, dropped
 
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.partials import with_observation
@@ -24,7 +23,7 @@ PARAMS = SamplingParams(6, capture_routes=True)
 RETRACTED = {"rollout0/a/0+1": 1, "rollout0/b/4+0": 3, "rollout0/b/4+2": 1}
 
 
-def _collected(engine: SglangEngine, params: SamplingParams) -> RolloutBatch:
+def _collected(engine: SglangEngine, params: SamplingParams) -> Collected:
     return collect(
         engine,
         PROMPTS,

@@ -1,7 +1,6 @@
 """The training loop: rollout, reward, advantages, batches, train, sync."""
 
 from contextlib import closing
-from dataclasses import replace
 from typing import Self
 
 from megatron_dppo.actor.actor import Actor
@@ -75,12 +74,11 @@ class Training(RunParts):
         """Sample the next rollout, score it, and make its gradient steps."""
         rollout, timer = self.state.rollout, self.state.restart_timer()
         with timer.time("rollout"):
-            batch = self.sampled(lambda: self.rollouts.next(rollout))
+            groups, counts = self.sampled(lambda: self.rollouts.next(rollout))
             self.weight_sync.release_engine()
-        self.logger.describe_rollout(batch)
-        groups = with_advantages(batch.groups, self.config.algorithm.normalize_advantage_std)
-        self.logger.write_samples(rollout, replace(batch, groups=tuple(groups)), self.rollouts.tokenizer)
-        del batch  # its samples are freed as they are packed, or sent to those who train on them
+        self.logger.describe_rollout(groups, counts)
+        groups = with_advantages(groups, self.config.algorithm.normalize_advantage_std)
+        self.logger.write_samples(rollout, groups, self.rollouts.tokenizer)
         with timer.time("batch"):
             steps, report = gradient_steps(
                 groups, rollout, self.config, self.actor.data_parallel, routing=self.actor.captured_routing

@@ -11,10 +11,8 @@ import torch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.rewards import RewardChoice
-from megatron_dppo.rollout.collect import ScoredGroup, answers
 from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.reward_pools import RewardPools
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, answers
 from megatron_dppo.rollout.scores import (
     PromptScore,
     metric_names,
@@ -23,7 +21,7 @@ from megatron_dppo.rollout.scores import (
     score_of,
     set_metrics,
 )
-from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Fault, RewardPools, Scorer, Tokenizer, as_text
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
 from megatron_dppo.types import Prompt
@@ -157,7 +155,7 @@ def _part(responses: Path, share: tuple[int, int]) -> Path:
     return responses.with_name(f".{responses.name}.rank_{share[0]}_of_{share[1]}")
 
 
-def _rows(groups: Sequence[ScoredGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
+def _rows(groups: Sequence[PromptGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
     """Yield every response as text, with its reward, or the reason why it has none."""
     for group in groups:
         pairs = zip(group.answers, group.scored, strict=True)
@@ -165,11 +163,11 @@ def _rows(groups: Sequence[ScoredGroup], tokenizer: Tokenizer) -> Iterable[dict[
             is_dropped = isinstance(scored, Fault)
             yield {
                 "index": group.index,
-                "prompt_id": group.prompt.id,
+                "prompt_id": group.drawn.prompt.id,
                 "sample": number,
                 "prompt": as_text(tokenizer, torch.tensor(request.prompt_tokens), has_special_tokens=True),
                 "response": as_text(tokenizer, completion.tokens, has_special_tokens=True),
-                "answer": group.prompt.answer,
+                "answer": group.drawn.prompt.answer,
                 "reward": None if is_dropped else scored.reward,
                 "reward_info": {} if is_dropped else dict(scored.reward_info),
                 "dropped": scored.reason if is_dropped else None,

@@ -7,7 +7,7 @@ from math import comb
 
 import numpy as np
 
-from megatron_dppo.rollout.collect import ScoredGroup
+from megatron_dppo.rollout.groups import PromptGroup
 
 _CORRECT_ABOVE = 0.5  # between wrong and right, of rewards of 0 and 1 as of those of -1 and 1
 _BLOCK, _NUM_BLOCKS = 100, 20  # resamples that are in memory at once, and how often
@@ -33,7 +33,7 @@ def is_correct(reward: float) -> bool:
     return reward > _CORRECT_ABOVE
 
 
-def score_of(group: ScoredGroup) -> PromptScore:
+def score_of(group: PromptGroup) -> PromptScore:
     """Return the score of one prompt's responses."""
     rewards = [float(sample.reward or 0.0) for sample in group.samples]
     completions = [completion for _, completion in group.answers]

@@ -27,9 +27,9 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import without_lone_age
 from megatron_dppo.metrics.noise import noise_warning
 from megatron_dppo.models.megatron_folder import hf_files
-from megatron_dppo.rollout.collect import RolloutBatch, write_samples
-from megatron_dppo.rollout.counts import refuse_if_too_many_dropped
+from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
+from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.rollout.scores import PromptScore, over_ranks
 from megatron_dppo.rollout.scoring import Tokenizer
 from megatron_dppo.run_folder.folder import RunFolder
@@ -37,7 +37,7 @@ from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
-from megatron_dppo.types import TrainBatch
+from megatron_dppo.types import SampleGroup, TrainBatch
 
 T = TypeVar("T")
 
@@ -186,21 +186,23 @@ class RunLogger:
         """Add each rank's statistics to the row of the current rollout."""
         self._rollout_metrics |= self._merged(metrics)
 
-    def describe_rollout(self, batch: RolloutBatch) -> None:
+    def describe_rollout(self, groups: Sequence[SampleGroup], counts: RolloutCounts) -> None:
         """Add rewards and dropped samples to the row, from each rank's share of the rollout.
 
         Raises:
             RolloutError: More samples were dropped than rollout.max_dropped_fraction.
         """
-        metrics, counts = Metrics(), batch.counts
-        for group in batch.groups:
+        metrics = Metrics()
+        for group in groups:
             rewards = [float(sample.reward or 0.0) for sample in group.samples]
             metrics.add_mean("reward/mean", sum(rewards), len(rewards))
             for sample in group.samples:
                 for name, value in sample.reward_info.items():
                     metrics.add_mean(f"reward/{name}_mean", value, 1)
             add_group_means(metrics, group)
-        metrics.add_max("memory/rollout_bytes", bytes_of_samples(batch.samples))
+        metrics.add_max(
+            "memory/rollout_bytes", bytes_of_samples(sample for group in groups for sample in group.samples)
+        )
         self.add_to_rollout(metrics)
         total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
         self._rollout_metrics |= total.metrics()
@@ -224,12 +226,12 @@ class RunLogger:
         metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
         self.add_to_rollout(metrics)
 
-    def write_samples(self, rollout: int, batch: RolloutBatch, tokenizer: Tokenizer) -> None:
+    def write_samples(self, rollout: int, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
         """Write rank 0's samples as text, every `tracking.samples_every` rollouts."""
         every = self._config.tracking.samples_every
         if every and rollout % every == 0:
             self._on_main(
-                lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", batch, tokenizer)
+                lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", groups, tokenizer)
             )
 
     def keep_batches(self, rollout: int, steps: Sequence[TrainBatch]) -> None:

@@ -8,9 +8,9 @@ import pytest
 from serving import KEY, MAX_TOKENS, MODEL, Served
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.engine import Request, SamplingParams
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.protocol import Generation, Reply, ServerFacts
+from megatron_dppo.rollout.sglang.protocol import Generation, ServerFacts
 
 PROMPT = (5, 6, 7, 8, 40, 41)
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)
@@ -27,7 +27,7 @@ def _run(served: Served, use: Use) -> Any:
 
 async def _sample(
     client: SglangClient, generation: Generation, request: Request, params: SamplingParams
-) -> Reply:
+) -> Completion:
     body = await client.generate(generation.generate_body(request, params, MODEL))
     return generation.read_reply(body, request, params, MODEL)
 
@@ -65,7 +65,7 @@ def test_the_limits_are_those_that_the_server_keeps(served: Served) -> None:
 def test_an_aborted_request_keeps_what_it_has(served: Served) -> None:
     params = SamplingParams(400, num_topk_log_probs=5, capture_routes=True)
 
-    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Reply]:
+    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Completion]:
         requests = [Request(f"abort/{i}", PROMPT, (0, 0, i)) for i in range(8)]
         tasks = [asyncio.create_task(_sample(client, generation, request, params)) for request in requests]
         await asyncio.sleep(0.08)
@@ -73,8 +73,8 @@ def test_an_aborted_request_keeps_what_it_has(served: Served) -> None:
             await client.abort(request.id)
         return await asyncio.gather(*tasks)
 
-    replies = _run(served, use)
-    aborted = [reply.completion for reply in replies if reply.completion.finish_reason == "abort"]
+    completions: list[Completion] = _run(served, use)
+    aborted = [completion for completion in completions if completion.finish_reason == "abort"]
     assert aborted  # whichever did not end by itself before
     for completion in aborted:
         assert completion.tokens.numel() == completion.log_probs.numel() < 400
@@ -86,13 +86,13 @@ def test_an_aborted_request_keeps_what_it_has(served: Served) -> None:
 def test_many_requests_at_once(served: Served) -> None:
     params = SamplingParams(8, num_topk_log_probs=20, capture_routes=True)
 
-    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Reply]:
+    async def use(client: SglangClient, generation: Generation, facts: ServerFacts) -> list[Completion]:
         requests = [Request(f"many/{i}", (5 + i, *PROMPT), (0, 0, i)) for i in range(64)]
         return await asyncio.gather(*(_sample(client, generation, request, params) for request in requests))
 
-    replies = _run(served, use)
-    assert [reply.completion.request_id for reply in replies] == [f"many/{i}" for i in range(64)]
-    assert all(reply.routes_fault is None for reply in replies)
+    completions: list[Completion] = _run(served, use)
+    assert [completion.request_id for completion in completions] == [f"many/{i}" for i in range(64)]
+    assert all(completion.routes_fault is None for completion in completions)
 
 
 def test_without_the_key_the_server_refuses(served: Served) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import collect
+from collecting import Collected, collect
 from comparing import FULL, PARITY, Lengths, Letters, compare, requests_of
 from serving import CHUNK, KEY, MAX_TOKENS, MODEL, Served, served_config
 from tiny import VOCAB, write_model
@@ -17,8 +17,7 @@ from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.rollouts import build_engine
-from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
@@ -121,12 +120,12 @@ def test_over_sampling_leaves_groups_half_done_and_goes_on_with_them(
     )
     letters = "abcdefghijklmnopqrstuvwxyz"
     stream = PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False)
-    batches = [scheduler.run(0, stream)]
+    batches = [Collected(*scheduler.run(0, stream))]
     kept = set(scheduler.places.open)
     assert batches[0].counts.num_continued == 0 < batches[0].counts.num_kept_partials
     while kept & set(scheduler.places.open):  # each rollout brings open responses nearer to their end
         assert len(scheduler.places.open) == 6
-        batches.append(scheduler.run(len(batches), stream))
+        batches.append(Collected(*scheduler.run(len(batches), stream)))
     for batch in batches:
         assert [len(group.samples) for group in batch.groups] == [4, 4]
         assert batch.counts.num_dropped_samples == 0

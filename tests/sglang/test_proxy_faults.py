@@ -8,14 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from collecting import collect
+from collecting import Collected, collect
 from comparing import PARITY, Lengths, Letters
 from fault_proxy import Fault, FaultProxy, of_routes
 from serving import KEY, LAYERS, MODEL, Served
 from tiny import EXPERTS, TOP_K
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.sglang.client import Patience
@@ -92,7 +91,7 @@ def proxy(served: Served) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def _collected(engine: SglangEngine, rollout: int) -> RolloutBatch:
+def _collected(engine: SglangEngine, rollout: int) -> Collected:
     assert MODEL.routing is not None
     return collect(
         engine,

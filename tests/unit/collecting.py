@@ -1,13 +1,26 @@
 """Scored groups of samples from prompts in one call, without a run around it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
-from megatron_dppo.rollout.collect import RolloutBatch, answers, batch_of
+from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.groups import GroupMaker, answers, usable_groups
 from megatron_dppo.rollout.scoring import RewardScorer, RouteValidator, Scorer, Tokenizer
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import Prompt, Sample, SampleGroup
+
+
+class Collected(NamedTuple):
+    """One rank's share of a rollout."""
+
+    groups: list[SampleGroup]
+    counts: RolloutCounts
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, group by group."""
+        return [sample for group in self.groups for sample in group.samples]
 
 
 def collect(
@@ -25,7 +38,7 @@ def collect(
     smallest_group: int = 2,
     validate_routes: RouteValidator | None = None,
     environments: Environments | None = None,
-) -> RolloutBatch:
+) -> Collected:
     """Sample and score `samples_per_prompt` responses to each prompt.
 
     A sample that cannot be trained on is dropped, counted by reason, and leaves its group. A group left with
@@ -59,4 +72,5 @@ def collect(
     scored = answers(engine, maker, sample_scorer, params, rollout, list(zip(places, prompts, strict=True)))
     smallest = min(smallest_group, samples_per_prompt)
     num_too_long = len(prompts) - len(scored)
-    return batch_of(scored, [], smallest, num_too_long=num_too_long, weight_version=engine.weight_version)
+    version = engine.weight_version
+    return Collected(*usable_groups(scored, [], smallest, num_too_long=num_too_long, weight_version=version))

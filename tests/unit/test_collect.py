@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import collect
+from collecting import Collected, collect
 from samples import InProcessScorer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from megatron_dppo.data.prompts.sanity_task import VOCABULARY
 from megatron_dppo.errors import RolloutError, RoutingReplayError
 from megatron_dppo.rewards import RewardResult, arithmetic_reward
-from megatron_dppo.rollout.collect import RolloutBatch, write_samples
 from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, EngineCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.types import (
     FinishReason,
     Message,
@@ -82,7 +82,7 @@ def collect_with(
     prompts: Sequence[Prompt] = PROMPTS,
     params: SamplingParams = PARAMS,
     **changes: Any,
-) -> RolloutBatch:
+) -> Collected:
     keywords: dict[str, Any] = {"samples_per_prompt": 4, "max_prompt_tokens": 7, "seed": 1, "rollout": 2}
     reward = changes.pop("reward", arithmetic_reward)
     return collect(
@@ -98,7 +98,7 @@ def faulty(fault_at: Sequence[int], **fault: Any) -> Callable[[int, Request], Co
     return lambda i, request: complete(request, RIGHT, **(fault if i in fault_at else {}))
 
 
-def dropped(batch: RolloutBatch) -> dict[DropReason, int]:
+def dropped(batch: Collected) -> dict[DropReason, int]:
     return {reason: n for reason, n in batch.counts.num_dropped.items() if n}
 
 
@@ -146,7 +146,7 @@ def test_messages_go_through_the_chat_template() -> None:
 
 def test_prompts_that_are_too_long_are_counted_and_stop_a_run_that_has_no_others() -> None:
     batch = collect_with(right_or_wrong, max_prompt_tokens=6)
-    assert batch.groups == ()
+    assert batch.groups == []
     counts = batch.counts
     assert (counts.num_prompts, counts.num_prompts_too_long, counts.num_samples) == (3, 3, 0)
     with pytest.raises(RolloutError, match="found 3 prompts, all longer than"):
@@ -323,9 +323,8 @@ def test_samples_are_written_as_text(tmp_path: Path) -> None:
     scored = tuple(
         dataclasses.replace(s, advantage=s.reward - 0.5) for s in group.samples if s.reward is not None
     )
-    batch = dataclasses.replace(batch, groups=(dataclasses.replace(group, samples=scored),))
     path = tmp_path / "samples" / "rollout2.jsonl"
-    write_samples(path, batch, TOKENIZER)
+    write_samples(path, [dataclasses.replace(group, samples=scored)], TOKENIZER)
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
     assert first["prompt"] == "<bos> 2 1 * 4 3 =" and first["response"] == RIGHT
     assert (first["reward"], first["advantage"]) == (1.0, 0.5)

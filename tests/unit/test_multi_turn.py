@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import collect
+from collecting import Collected, collect
 from samples import InProcessScorer, assert_same
 from test_transformers_engine import engine_of, moe_config, reference_model, requests_of, teacher_forced
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -16,7 +16,6 @@ from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.environments import Environment, InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.embedded.sampling import draw, sampling_noise
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
@@ -102,7 +101,7 @@ def asked(lengths: Sequence[int]) -> list[Request]:
 
 def rolled_out(
     engine: Any, texts: Sequence[str] = ("<bos> t5 t6", "<bos> t7"), environment: Any = Scripted, **changes: Any
-) -> RolloutBatch:
+) -> Collected:
     limits = {key: changes.pop(key) for key in ("max_turns", "max_turn_tokens") if key in changes}
     multi_turn = multi_turn_engine(engine, environment, **limits)
     prompts = changes.pop("prompts", None)

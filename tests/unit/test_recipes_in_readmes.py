@@ -25,9 +25,8 @@ from megatron_dppo.kernels import fused_policy_loss
 from megatron_dppo.metrics import means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rewards import RewardRequest, RewardResult
-from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
-from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
+from megatron_dppo.rollout.scoring import RewardPools, training_reward
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.process import start, stop
@@ -165,7 +164,7 @@ def test_the_metrics_stand_in_metrics_jsonl(tmp_path: Path, recipe: dict[str, An
     try:
         with RunFolder.open(config.run.folder, config.model_dump(mode="json"), False) as folder:
             run_logger = RunLogger(config, runtime, folder)
-            run_logger.describe_rollout(RolloutBatch(groups, counts))
+            run_logger.describe_rollout(groups, counts)
             run_logger.write_step(0, 0, of_step)
             run_logger.write_rollout(0, {"total": 1.0})
     finally:

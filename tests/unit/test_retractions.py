@@ -5,16 +5,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from collecting import collect
+from collecting import Collected, collect
 from samples import InProcessScorer
 from sglang_stand_in import MODEL, ROUTING, StandIn, answer
 from test_collect import PROMPTS, TOKENIZER, dropped
 
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import with_observation
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, with_observation
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.protocol import GENERATIONS
@@ -24,7 +22,7 @@ PARAMS = SamplingParams(6, capture_routes=True)
 RETRACTED = {"rollout0/a/0+1": 1, "rollout0/b/4+0": 3, "rollout0/b/4+2": 1}
 
 
-def _collected(engine: SglangEngine, params: SamplingParams) -> RolloutBatch:
+def _collected(engine: SglangEngine, params: SamplingParams) -> Collected:
     return collect(
         engine,
         PROMPTS,
@@ -62,7 +60,7 @@ def test_a_retracted_sample_is_dropped_where_its_routes_were_captured(captures: 
 def _read(request: Request, **of_answer: Any) -> Completion:
     generation = GENERATIONS["0.5.21"]
     body = answer(generation.generate_body(request, PARAMS, MODEL), **of_answer)
-    return generation.read_reply(body, request, PARAMS, MODEL).completion
+    return generation.read_reply(body, request, PARAMS, MODEL)
 
 
 FRESH = Request("g+0", (1, 2), (0, 0, 0))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from collecting import Collected
 from samples import InProcessScorer
 from test_collect import TOKENIZER, complete
 from torch import Tensor
@@ -11,11 +12,10 @@ from torch import Tensor
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.rewards import Reward, RewardResult
-from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.rollout.rollouts import RolloutScheduler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import FinishReason, Prompt
 
@@ -89,20 +89,20 @@ class Run:
         ]
         self.cursors: list[Any] = []
 
-    def next(self) -> list[RolloutBatch]:
+    def next(self) -> list[Collected]:
         pairs = list(zip(self.schedulers, self.streams, strict=True))
-        batches = [scheduler.run(self.num_rollouts, stream) for scheduler, stream in pairs]
+        batches = [Collected(*scheduler.run(self.num_rollouts, stream)) for scheduler, stream in pairs]
         told = [scheduler.places for scheduler in self.schedulers]
         self.cursors = [scheduler.settle(stream, told) for scheduler, stream in pairs]
         self.num_rollouts += 1
         return batches
 
 
-def _ids(batches: Sequence[RolloutBatch]) -> list[str]:
+def _ids(batches: Sequence[Collected]) -> list[str]:
     return [group.prompt.id for batch in batches for group in batch.groups]
 
 
-def _places(batches: Sequence[RolloutBatch]) -> list[int]:
+def _places(batches: Sequence[Collected]) -> list[int]:
     return sorted(group.index for batch in batches for group in batch.groups)
 
 

@@ -11,8 +11,9 @@ import torch
 from megatron_dppo.errors import ReplyError, ServerError
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.sglang import dispatcher
-from megatron_dppo.rollout.sglang.dispatcher import Dispatcher, Link, RequestOutcome
-from megatron_dppo.rollout.sglang.protocol import Reply, ServedModel
+from megatron_dppo.rollout.sglang.dispatcher import Dispatcher, Link
+from megatron_dppo.rollout.sglang.protocol import ServedModel
+from megatron_dppo.types import WeightVersionSpan
 
 MODEL = ServedModel(97, 3, (0,), None)
 Answer = Callable[["Fake", str], Any]
@@ -54,27 +55,27 @@ class Fake:
     def generate_body(self, request: Request, *_: Any) -> dict[str, Any]:
         return {"rid": request.id}
 
-    def read_reply(self, body: dict[str, Any], *_: Any) -> Reply:
-        completion = Completion(
-            body["rid"], torch.ones(1).long(), torch.zeros(1), body["finish"], None, None, ()
-        )
-        return Reply(completion, 0, 0, None, frozenset({body["version"]}))
+    def read_reply(self, body: dict[str, Any], *_: Any) -> Completion:
+        spans = (WeightVersionSpan(0, 1, body["version"]),)
+        return Completion(body["rid"], torch.ones(1).long(), torch.zeros(1), body["finish"], None, None, spans)
 
 
 def _dispatch_all(
     names: Sequence[str], answers: Mapping[str, Answer], limit: int = 2, is_enough: IsEnough | None = None
-) -> tuple[list[RequestOutcome], dict[str, Fake]]:
+) -> tuple[list[Completion], Dispatcher, dict[str, Fake]]:
     fakes = {url: Fake(answer) for url, answer in answers.items()}
     links = {url: Link(cast(Any, fake), cast(Any, fake), cast(Any, None)) for url, fake in fakes.items()}
     requests = [Request(name, (1,), (0, 0, 0)) for name in names]
 
-    async def run() -> list[RequestOutcome]:
-        return await Dispatcher(links, MODEL, 0, limit).run(requests, SamplingParams(4), is_enough)
+    async def run() -> tuple[list[Completion], Dispatcher]:
+        used = Dispatcher(links, MODEL, 0, limit)
+        return await used.run(requests, SamplingParams(4), is_enough), used
 
-    outcomes = asyncio.run(run())
-    for request, each in zip(requests, outcomes, strict=True):
-        assert not isinstance(each.answer, Reply) or each.answer.completion.request_id == request.id
-    return outcomes, fakes
+    completions, used = asyncio.run(run())
+    assert [each.request_id for each in completions] == list(names)
+    assert used.counts.num_unanswered == len(used.errors)
+    assert used.counts.num_requeued == sum(each.num_moves for each in completions)
+    return completions, used, fakes
 
 
 def _sound(fake: Fake, rid: str) -> int:
@@ -95,26 +96,27 @@ NAMES = [f"g{group}+{k}" for group in range(10) for k in range(2)]
 
 
 def test_what_a_dead_server_had_goes_to_others() -> None:
-    outcomes, fakes = _dispatch_all(NAMES, {"a": _dies_at_third, "b": _sound})
-    assert all(isinstance(each.answer, Reply) for each in outcomes)
-    assert sum(each.num_moves for each in outcomes) in (1, 2)
+    completions, used, fakes = _dispatch_all(NAMES, {"a": _dies_at_third, "b": _sound})
+    assert all(each.finish_reason == "stop" for each in completions)
+    assert used.counts.num_requeued in (1, 2)
     assert fakes["a"].num_asked in (3, 4)
-    assert sum(fake.num_asked for fake in fakes.values()) == len(NAMES) + sum(
-        each.num_moves for each in outcomes
-    )
+    assert sum(fake.num_asked for fake in fakes.values()) == len(NAMES) + used.counts.num_requeued
 
 
 def test_a_request_that_ends_servers_does_not_end_them_all() -> None:
-    outcomes, fakes = _dispatch_all(["poison+0", *NAMES], dict.fromkeys("abcd", _dies_of_poison), limit=1)
-    assert isinstance(outcomes[0].answer, ServerError)
+    names = ["poison+0", *NAMES]
+    completions, used, fakes = _dispatch_all(names, dict.fromkeys("abcd", _dies_of_poison), limit=1)
+    assert used.errors.keys() == {"poison+0"} and isinstance(used.errors["poison+0"], ServerError)
+    assert (completions[0].finish_reason, completions[0].tokens.numel()) == ("abort", 0)
     assert sum(fake.is_dead for fake in fakes.values()) == 3
-    assert all(isinstance(each.answer, Reply) for each in outcomes[1:])
+    assert all(each.finish_reason == "stop" for each in completions[1:])
 
 
 def test_a_server_that_came_back_with_other_weights_is_drained() -> None:
-    outcomes, fakes = _dispatch_all(NAMES, {"a": lambda fake, rid: int(fake.num_asked > 3), "b": _sound})
-    assert all(isinstance(each.answer, Reply) and each.answer.new_versions == {0} for each in outcomes)
-    assert 0 < sum(each.num_moves for each in outcomes) <= 2
+    answers: dict[str, Answer] = {"a": lambda fake, rid: int(fake.num_asked > 3), "b": _sound}
+    completions, used, fakes = _dispatch_all(NAMES, answers)
+    assert all(each.weight_versions == (WeightVersionSpan(0, 1, 0),) for each in completions)
+    assert 0 < used.counts.num_requeued <= 2
     assert fakes["a"].num_asked <= 5
 
 
@@ -126,15 +128,13 @@ def test_where_no_server_is_left_the_reason_is_told() -> None:
 def test_an_abort_that_came_too_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_ABORT_AGAIN_S", 0.01)
     names = ["quick+0", "long+0", "long+1", "never+0"]
-    outcomes, fakes = _dispatch_all(
+    completions, used, fakes = _dispatch_all(
         names,
         {"a": lambda fake, rid: 0 if rid.startswith("quick") else "endless"},
         limit=3,
         is_enough=lambda completion: True,
     )
-    reasons = [
-        each.answer.completion.finish_reason if isinstance(each.answer, Reply) else None for each in outcomes
-    ]
-    assert reasons[:3] == ["stop", "abort", "abort"]
-    assert outcomes[3] == RequestOutcome(None, 0)  # it was not sent
+    assert [each.finish_reason for each in completions] == ["stop", "abort", "abort", "abort"]
+    assert [each.tokens.numel() for each in completions] == [1, 1, 1, 0]  # the last was not sent
+    assert not used.errors and used.counts.num_prompt_tokens == 3
     assert {name: fakes["a"].aborts[name] >= 2 for name in names[1:3]} == {"long+0": True, "long+1": True}

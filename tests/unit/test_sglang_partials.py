@@ -8,8 +8,8 @@ import torch
 from sglang_stand_in import MODEL as STAND_IN_MODEL
 from sglang_stand_in import StandIn
 
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import aborted, joined
+from megatron_dppo.rollout.counts import EngineCounts
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted, joined
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
@@ -51,10 +51,10 @@ def test_old_and_new_are_one() -> None:
     assert spans == [(0, 1, 4), (1, 3, 5), (3, 5, 6)]
 
 
-def test_moves_and_retractions_of_both_parts_are_counted() -> None:
-    old = dataclasses.replace(OLD, num_moves=2, num_retractions=1)
-    whole = joined(old, dataclasses.replace(NEW, num_retractions=3))
-    assert (whole.num_moves, whole.num_retractions) == (3, 4)
+def test_moves_retractions_and_cached_tokens_of_both_parts_are_counted() -> None:
+    old = dataclasses.replace(OLD, num_moves=2, num_retractions=1, num_cached_tokens=2)
+    whole = joined(old, dataclasses.replace(NEW, num_retractions=3, num_cached_tokens=5))
+    assert (whole.num_moves, whole.num_retractions, whole.num_cached_tokens) == (3, 4, 7)
 
 
 def test_spans_of_one_version_become_one() -> None:
@@ -69,12 +69,17 @@ def test_what_a_part_lacks_the_whole_lacks() -> None:
 
 
 def test_an_engine_adds_to_what_happened_to_the_part_before() -> None:
-    part = dataclasses.replace(OLD, num_moves=2, num_retractions=1)
+    part = dataclasses.replace(OLD, num_moves=2, num_retractions=1, num_cached_tokens=3)
     request = dataclasses.replace(REQUEST, partial=dataclasses.replace(part, topk=None))
     params = dataclasses.replace(PARAMS, num_topk_log_probs=0)
     with StandIn(num_retractions=lambda rid: 1).running() as server:
-        (whole,) = SglangEngine(server.url, STAND_IN_MODEL).generate([request], params)
+        engine = SglangEngine(server.url, STAND_IN_MODEL)
+        (whole,) = engine.generate([request], params)
     assert (whole.tokens.numel(), whole.num_moves, whole.num_retractions) == (10, 2, 2)
+    assert whole.num_cached_tokens == 3 + 1
+    assert engine.counts == EngineCounts(
+        num_retractions=1, num_without_routes=1, num_prompt_tokens=2 + 3, num_cached_tokens=1
+    )
 
 
 @pytest.mark.parametrize("version", GENERATIONS)
@@ -93,8 +98,8 @@ def test_an_answer_from_the_queue_leaves_what_there_was(version: str) -> None:
         "output_ids": [],
         "meta_info": {"id": "g+0", "finish_reason": {"type": "abort"}, "completion_tokens": 0},
     }
-    assert GENERATIONS[version].read_reply(body, REQUEST, PARAMS, MODEL).completion is OLD
+    assert GENERATIONS[version].read_reply(body, REQUEST, PARAMS, MODEL) is OLD
     fresh = dataclasses.replace(REQUEST, partial=None)
-    nothing = GENERATIONS[version].read_reply(body, fresh, PARAMS, MODEL).completion
+    nothing = GENERATIONS[version].read_reply(body, fresh, PARAMS, MODEL)
     assert (nothing.finish_reason, nothing.tokens.numel(), nothing.topk) == ("abort", 0, None)
     assert aborted(fresh).tokens.dtype == torch.int64

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
-from megatron_dppo.rollout.engine import Request, SamplingParams
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.sglang.decoding import decode_routes
 from megatron_dppo.rollout.sglang.protocol import (
     GENERATIONS,
-    Reply,
     ServedModel,
     generation_of,
 )
@@ -36,7 +35,7 @@ def _recorded(name: str) -> tuple[Request, SamplingParams, dict[str, Any]]:
     return request, SamplingParams(**case["params"]), case["body"]
 
 
-def _read(name: str, corrupt: Corruption = lambda body: None) -> Reply:
+def _read(name: str, corrupt: Corruption = lambda body: None) -> Completion:
     request, params, body = _recorded(name)
     body = copy.deepcopy(body)
     corrupt(body)
@@ -46,15 +45,14 @@ def _read(name: str, corrupt: Corruption = lambda body: None) -> Reply:
 @pytest.mark.parametrize("name", ["plain", "topk_and_routes", "stop", "greedy", "abort"])
 def test_recorded_answers_are_read(name: str) -> None:
     request, params, body = _recorded(name)
-    reply = _read(name)
-    completion, meta = reply.completion, body["meta_info"]
+    completion, meta = _read(name), body["meta_info"]
     assert completion.request_id == request.id
     assert completion.tokens.tolist() == body["output_ids"]
     assert completion.tokens.dtype == torch.int64
     assert completion.log_probs.tolist() == pytest.approx([row[0] for row in meta["output_token_logprobs"]])
     assert completion.finish_reason == meta["finish_reason"]["type"]
     assert completion.weight_versions == (WeightVersionSpan(0, len(body["output_ids"]), 0),)
-    assert reply.routes_fault is None
+    assert completion.routes_fault is None
     assert (completion.topk is None) == (params.num_topk_log_probs == 0)
     assert (completion.routed_experts is None) == (not params.capture_routes)
 
@@ -65,15 +63,14 @@ def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool) -> None:
     request, params, body = _recorded("retracted")
     assert body["meta_info"]["num_retractions"] == 1 and body["meta_info"]["routed_experts"]
     params = replace(params, capture_routes=captures)
-    reply = generation_of("0.5.21").read_reply(body, request, params, MODEL)
-    completion = reply.completion
-    assert reply.num_retractions == completion.num_retractions == 1
+    completion = generation_of("0.5.21").read_reply(body, request, params, MODEL)
+    assert completion.num_retractions == 1
     assert completion.tokens.tolist() == body["output_ids"] and completion.topk is not None
     assert completion.routed_experts is None
-    assert (reply.routes_fault is not None) == captures
+    assert (completion.routes_fault is not None) == captures
     if captures:
         assert "the server retracted the request, so that its routes are recomputed ones" in str(
-            reply.routes_fault
+            completion.routes_fault
         )
 
 
@@ -84,7 +81,7 @@ def test_an_answer_that_does_not_say_how_often_it_was_retracted_is_refused() -> 
 
 def test_topk_and_routes_are_those_of_the_answer() -> None:
     request, _, body = _recorded("topk_and_routes")
-    completion = _read("topk_and_routes").completion
+    completion = _read("topk_and_routes")
     assert completion.topk is not None
     assert completion.routed_experts is not None
     entries = body["meta_info"]["output_top_logprobs"][3]
@@ -173,14 +170,14 @@ def test_what_is_no_object_is_refused(body: object) -> None:
 
 
 def test_a_log_prob_that_is_null_is_kept_for_validation() -> None:
-    reply = _read("plain", lambda body: body["meta_info"]["output_token_logprobs"][2].__setitem__(0, None))
-    assert math.isnan(reply.completion.log_probs[2])
+    completion = _read("plain", lambda body: body["meta_info"]["output_token_logprobs"][2].__setitem__(0, None))
+    assert math.isnan(completion.log_probs[2])
 
 
 def test_two_versions_of_the_weights_are_kept_apart() -> None:
     spans = [{"version": "3", "start": 0, "end": 5}, {"version": "4", "start": 5, "end": 8}]
-    reply = _read("plain", _meta(weight_versions=spans))
-    assert reply.completion.weight_versions == (WeightVersionSpan(0, 5, 3), WeightVersionSpan(5, 8, 4))
+    completion = _read("plain", _meta(weight_versions=spans))
+    assert completion.weight_versions == (WeightVersionSpan(0, 5, 3), WeightVersionSpan(5, 8, 4))
 
 
 def _routes(change: Callable[[np.ndarray], object] = lambda routes: None) -> str:
@@ -211,9 +208,9 @@ def _routes(change: Callable[[np.ndarray], object] = lambda routes: None) -> str
     ],
 )
 def test_routes_that_do_not_fit_cost_the_sample_its_routes(payload: object, message: str) -> None:
-    reply = _read("topk_and_routes", _meta(routed_experts=payload))
-    assert reply.completion.routed_experts is None
-    assert reply.routes_fault is not None
+    completion = _read("topk_and_routes", _meta(routed_experts=payload))
+    assert completion.routed_experts is None
+    assert completion.routes_fault is not None
     with pytest.raises(RoutingReplayError, match=message):
         decode_routes(payload, 13, 3, ROUTING, "answer")
 

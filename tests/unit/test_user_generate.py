@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import collect
+from collecting import Collected, collect
 from samples import InProcessScorer
 from test_multi_turn import TOKENIZER, WORDS, words_of
 from test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
 from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.collect import RolloutBatch
 from megatron_dppo.rollout.engine import Completion, SamplingParams
-from megatron_dppo.rollout.user_generate import Generate, UserGenerate
+from megatron_dppo.rollout.trajectories import Generate, UserGenerate
 from megatron_dppo.runtime.user_code import imported
 from megatron_dppo.types import Prompt
 
@@ -27,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dppo.environments import Episode
-from megatron_dppo.rollout.partials import with_observation
+from megatron_dppo.rollout.engine import with_observation
 
 
 def twice(engine, requests, params):
@@ -48,7 +47,7 @@ def model() -> Any:
     return reference_model(moe_config())
 
 
-def collected(model: Any, function: Generate) -> RolloutBatch:
+def collected(model: Any, function: Generate) -> Collected:
     engine = UserGenerate("own:function", function, engine_of(model), VOCAB)
     scorer = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(float(len(response.split()))))
     prompts = [Prompt(str(i), "", "test", text="<bos> t5") for i in range(2)]

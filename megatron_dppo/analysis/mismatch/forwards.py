@@ -65,11 +65,11 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
     num_samples = config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
     logger.info("sampling %d responses with the %s engine", num_samples, config.rollout.engine)
     with closing(rollouts), timer.time("rollout"):
-        batch = rollouts.next(0)
-    counts = _require_responses(batch.counts, config, runtime)
+        groups, own_counts = rollouts.next(0)
+    counts = _require_responses(own_counts, config, runtime)
     logger.info("%d tokens in %.1f s", counts.num_response_tokens, timer.seconds["rollout"])
-    steps = _steps(with_advantages(batch.groups, normalize_std=False), config, actor)
-    del batch
+    steps = _steps(with_advantages(groups, normalize_std=False), config, actor)
+    del groups
     kinds: list[Routes] = ["live"] if config.rollout.routing_replay == "off" else ["live", "replayed"]
     with timer.time("forward"):
         responses, agreement = _forwarded(actor, steps, kinds, runtime)

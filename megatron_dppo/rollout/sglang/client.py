@@ -22,6 +22,7 @@ from typing import Any
 import httpx2
 
 from megatron_dppo.errors import ReplyError, ServerError
+from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.sglang.protocol import Generation, ServerFacts, generation_of
 from megatron_dppo.rollout.sglang.update_calls import Call
 
@@ -42,27 +43,18 @@ class Patience:
     first_pause_s: float = 0.5  # before the second attempt; then doubled, and each shortened by chance
 
 
-@dataclass
-class CallCounts:
-    """Counts of retries and time-outs since the client was made."""
-
-    num_retries: int = 0
-    num_maybe_sampled_twice: int = 0  # responses asked for again that the server may have sampled before
-    num_timed_out: int = 0  # responses given up
-
-
 class SglangClient:
     """Calls one server, within one event loop: `async with` opens and closes its connections."""
 
     def __init__(self, url: str, patience: Patience | None = None, *, api_key: str | None = None) -> None:
-        """Keep the address; sends no request.
+        """Keep the address; sends no request. `counts` is of the retries and time-outs since.
 
         Args:
             url: "http://host:port" of the server.
             patience: Time-outs and retries.
             api_key: Sent with each call; what the server was started with.
         """
-        self.url, self.counts = url, CallCounts()
+        self.url, self.counts = url, EngineCounts()
         self._patience = patience or Patience()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http: httpx2.AsyncClient | None = None
@@ -147,7 +139,7 @@ class SglangClient:
         found = ""
         for attempt in range(patience.max_attempts):
             if attempt:
-                self.counts.num_retries += 1
+                self.counts += EngineCounts(num_retries=1)
                 await asyncio.sleep(self._pause_s(attempt))
             try:
                 answer = await self._send(method, path, body, timeout_s)
@@ -161,13 +153,14 @@ class SglangClient:
             except httpx2.TimeoutException:
                 found, was_done = f"no answer within {timeout_s:g} s", True
                 if rid is not None:
-                    self.counts.num_timed_out += 1
+                    self.counts += EngineCounts(num_timed_out=1)
                     await self._give_up(rid)
                     break
             except (httpx2.TransportError, ReplyError) as error:
                 found, was_done = f"a broken answer ({error or type(error).__name__})", True
             if was_done and rid is not None:
-                self.counts.num_maybe_sampled_twice += attempt + 1 < patience.max_attempts
+                is_asked_again = attempt + 1 < patience.max_attempts
+                self.counts += EngineCounts(num_maybe_sampled_twice=is_asked_again)
                 await self._give_up(rid)
         raise ServerError(
             f"{method} {self.url}{path}: found {found}; expected 200 within {patience.max_attempts} attempts. "

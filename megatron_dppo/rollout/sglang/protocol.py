@@ -5,7 +5,7 @@ are checked against what was asked for before anything is made of them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, cast, get_args
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import (
+from megatron_dppo.rollout.engine import (
+    Completion,
+    Request,
+    SamplingParams,
     aborted,
     first_route_row,
     input_tokens,
@@ -59,17 +61,6 @@ class ServerFacts:
     num_ranks: int  # processes that hold a part of the weights each
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One answered request."""
-
-    completion: Completion
-    num_cached_tokens: int  # of the prompt; their routes are those of the request that came first
-    num_retractions: int  # of this request, whose cache was dropped and computed again; a partial has its own
-    routes_fault: str | None  # why routes that were asked for are absent from the completion
-    new_versions: frozenset[int]  # of the weights that sampled what is new; a partial's are older
-
-
 class Generation(Protocol):
     """Protocol adapter for servers of some versions."""
 
@@ -77,12 +68,14 @@ class Generation(Protocol):
         """Return the JSON of one POST to /generate."""
         ...
 
-    def read_reply(self, body: object, request: Request, params: SamplingParams, model: ServedModel) -> Reply:
-        """Parse the body of a 200 from /generate.
+    def read_reply(
+        self, body: object, request: Request, params: SamplingParams, model: ServedModel
+    ) -> Completion:
+        """Parse the body of a 200 from /generate; the tokens of a partial come before those of the body.
 
         Raises:
             ReplyError: Anything but the answer to this request, whole and consistent. Faults of the routes
-                alone are told in the reply: they cost the sample its routes.
+                alone cost the completion its routes, and become its `routes_fault`.
         """
         ...
 
@@ -150,7 +143,9 @@ class Generation0521:
             "stream": False,
         }
 
-    def read_reply(self, body: object, request: Request, params: SamplingParams, model: ServedModel) -> Reply:
+    def read_reply(
+        self, body: object, request: Request, params: SamplingParams, model: ServedModel
+    ) -> Completion:
         """See `Generation.read_reply`."""
         where = f"answer to {request.id}"
         if not isinstance(body, Mapping):
@@ -159,7 +154,7 @@ class Generation0521:
         _require(meta, {"id": request.id, "completion_tokens": len(ids)}, where)
         finish = read_finish_reason(meta, ids, num_tokens_left(request, params), model, where)
         if not ids and finish == "abort":  # while it waited: such an answer says little more
-            return Reply(aborted(request), 0, 0, None, frozenset())
+            return aborted(request)
         _require(meta, {"prompt_tokens": len(input_tokens(request))}, where)
         tokens = decode_tokens(ids, model.vocab_size, where)
         log_probs = decode_log_probs(field(meta, "output_token_logprobs", list, where), tokens, where)
@@ -169,16 +164,19 @@ class Generation0521:
             topk = decode_topk(rows, tokens, log_probs, columns, model.vocab_size, where)
         num_retractions = field(meta, "num_retractions", int, where)
         routes, fault = _routes(meta, request, len(ids), params, model, where)
-        spans = decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
-        completion = Completion(request.id, tokens, log_probs, finish, topk, routes, spans)
-        completion = replace(completion, num_retractions=num_retractions)
-        return Reply(
-            joined(request.partial, completion) if request.partial else completion,
-            num_cached_tokens=field(meta, "cached_tokens", int, where),
+        completion = Completion(
+            request.id,
+            tokens,
+            log_probs,
+            finish,
+            topk,
+            routes,
+            decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where),
             num_retractions=num_retractions,
+            num_cached_tokens=field(meta, "cached_tokens", int, where),
             routes_fault=fault,
-            new_versions=frozenset(span.version for span in spans),
         )
+        return joined(request.partial, completion) if request.partial else completion
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
         """See `Generation.score_body`. From position 0, the prompt is computed anew whatever is cached."""

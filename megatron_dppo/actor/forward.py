@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_dppo.models.packed_sequences import PackedSequences
 from megatron_dppo.types import Microbatch
 
 # From the logits [T, V] of a micro-batch: (sum of the loss, number of learning tokens, what to report).
@@ -60,7 +60,8 @@ def forward_packed(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
     is_context_split = parallel_state.get_context_parallel_world_size() > 1
     # Transformer Engine's attention over several ranks asks for both, though nothing lies between sequences.
     padded = microbatch.cu_seqlens if is_context_split else None
-    packing = PackedSeqParams(
+    packing = PackedSequences(
+        position_ids=microbatch.position_ids,
         qkv_format="thd",
         cu_seqlens_q_padded=padded,  # type: ignore[arg-type]  # none by default
         cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]

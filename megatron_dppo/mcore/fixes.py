@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from packaging.version import Version
 
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
+from megatron_dppo.mcore import exact_combine, rotary
 
 _TESTED = ("0.16.1", "0.19.2")
 
@@ -40,6 +41,8 @@ def apply() -> None:
             )
         )
     _define_missing_te_gemm()
+    exact_combine.install()
+    rotary.install()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _restore_adam_step()
 

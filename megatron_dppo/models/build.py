@@ -13,6 +13,7 @@ from megatron_dppo.architectures.registry import family_of, model_sizes
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.mcore.rotary import PackedRotary
 from megatron_dppo.models.fusions import fusions
 from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
 from megatron_dppo.runtime.process import gpu_libraries
@@ -91,7 +92,7 @@ def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spe
     sizes = model_sizes(hf)
     rotary_base: Any = sizes.rope_theta  # annotated as int, and used as any number
     rope_factor = rope_scaling_factor(hf)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=-(-sizes.vocab_size // ranks) * ranks,
@@ -106,3 +107,6 @@ def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spe
         rope_scaling_factor=rope_factor or 1.0,
         vp_stage=stage,
     )
+    if not config.apply_rope_fusion:
+        setattr(model, "rotary_pos_emb", PackedRotary(model.rotary_pos_emb))  # noqa: B010 - annotated as Megatron's
+    return model

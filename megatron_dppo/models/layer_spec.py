@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.kernels.grouped_product import grouped_product
 from megatron_dppo.models.attention import PackedAttention
 
 
@@ -77,14 +78,15 @@ class GroupedExperts(torch.nn.Module):
         Returns:
             [N, H], and no bias.
         """
-        ends = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
+        # The dispatcher copied the counts to page-locked memory: copying them back needs no wait.
+        ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate, up = self._product("fc1_weight", hidden, ends).chunk(2, dim=-1)
         activated = (F.silu(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
         return self._product("fc2_weight", activated, ends), None
 
     def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply `rows` [N, in], sorted by expert and ending at `ends`, to [N, out]."""
-        output = F.grouped_mm(rows, getattr(self, name).transpose(1, 2), offs=ends)
+        output = grouped_product(rows, getattr(self, name), ends)
         update = self.updates.get(name)
         return output if update is None else output + update(rows, ends)
 

@@ -35,6 +35,7 @@ from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX, WeightEntry, WeightRule, linears_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.kernels.grouped_product import grouped_product
 
 
 class Pair(torch.nn.Module):
@@ -188,8 +189,8 @@ class ExpertAdapter(Adapter):
                 lora_a = _with_summed_gradient(lora_a, self._group)
             elif self._group.size() > 1:
                 lora_b = _with_summed_gradient(lora_b, self._group)
-            low = F.grouped_mm(rows, lora_a.transpose(1, 2), offs=ends)
-            outputs[name] = F.grouped_mm(low, lora_b.transpose(1, 2), offs=ends)
+            low = grouped_product(rows, lora_a, ends)
+            outputs[name] = grouped_product(low, lora_b, ends)
         return self._fused(outputs)
 
     def sharded_state_dict(

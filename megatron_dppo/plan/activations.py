@@ -105,12 +105,11 @@ class LayerModel:
         return self.tokens.attended * (columns - shared * is_kept_by_norm) * self.dtype_bytes
 
     def attention(self) -> int:
-        """Return the bytes of norm, qkv's input, head norms, rotary tables and the projection's input."""
+        """Return the bytes of norm, qkv's input, head norms and the projection's input."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
-        rotary = 0 if self.spec == "te" else 4 * sizes.head_dim * e  # cos and sin, of queries and of keys
         result = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim * e
         norm = self.norm(self.tokens.sequence, sizes.hidden_size) + self.hidden_bytes
-        return norm + self.head_norms() + rows * (rotary + result)
+        return norm + self.head_norms() + rows * result
 
     def dense_mlp(self) -> int:
         """Return the bytes inside the feed-forward: fc1's result, and the gated activation."""
@@ -139,6 +138,10 @@ class LayerModel:
         if is_moe:
             return kept + (0 if "moe" in dropped else self.experts())
         return kept + (0 if "mlp" in dropped else self.dense_mlp())
+
+    def shared(self) -> int:
+        """Return the bytes that all layers keep together: the rotary table, cosines and sines in float32."""
+        return self.tokens.attended * 2 * self.shape.sizes.head_dim * FLOAT
 
     def working(self) -> int:
         """Return the temporary bytes of one layer's backward: gradients of its widest activations."""
@@ -180,17 +183,18 @@ def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Ke
     if not kinds:
         return Kept(0, 0)
     size = {kind: model.layer(kind) for kind in set(kinds)}
-    whole = [size[kind] for kind in kinds]
+    whole, shared = [size[kind] for kind in kinds], model.shared()
     if recompute.granularity == "none":
-        return Kept(sum(whole), 0)
+        return Kept(shared + sum(whole), 0)
     if recompute.granularity == "selective":
         reduced = {kind: model.layer(kind, recompute.modules) for kind in set(kinds)}
-        return Kept(sum(reduced[kind] for kind in kinds), max(size[kind] - reduced[kind] for kind in size))
+        held = shared + sum(reduced[kind] for kind in kinds)
+        return Kept(held, max(size[kind] - reduced[kind] for kind in size))
     if recompute.method == "block":
         num = min(
             recompute.num_layers, len(kinds)
         )  # the first ones; backward comes to them when the rest is freed
-        inputs, rest = num * model.hidden_bytes, sum(whole[num:])
+        inputs, rest = shared + num * model.hidden_bytes, sum(whole[num:])
         return Kept(inputs + rest, max(max(whole[:num]) - rest, 0))
     groups = [whole[i : i + recompute.num_layers] for i in range(0, len(whole), recompute.num_layers)]
-    return Kept(len(groups) * model.hidden_bytes, max(map(sum, groups)))
+    return Kept(shared + len(groups) * model.hidden_bytes, max(map(sum, groups)))

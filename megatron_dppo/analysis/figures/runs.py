@@ -9,11 +9,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron_dppo.algorithms import Objective, preset
-from megatron_dppo.analysis.figures.clipped import clipped_curves
 from megatron_dppo.analysis.figures.style import LOOKS, objective_label
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
 from megatron_dppo.analysis.report.text import distinct_names, settings_of
-from megatron_dppo.analysis.token_files import step_files
+from megatron_dppo.analysis.token_files import clipped_curves, step_files
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run, read_run
 

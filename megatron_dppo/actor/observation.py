@@ -17,10 +17,10 @@ from megatron_dppo.metrics.mismatch import (
     add_mismatch,
     add_mismatch_by_age,
     add_noise,
+    add_shadow_masks,
     add_topk_tv,
     add_trust_region,
 )
-from megatron_dppo.metrics.shadow import add_shadow_masks
 from megatron_dppo.types import Microbatch
 
 

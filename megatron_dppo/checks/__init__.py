@@ -8,19 +8,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import get_args
 
-from megatron_dppo.checks import (
+from megatron_dppo.checks import (  # which registers their rules, in this order
     algorithm_rules,
     data_rules,
     disk_rules,
     evaluation_rules,
-    layer_spec_rules,
-    lora_rules,
+    layer_rules,
     megatron_rules,
-    memory_rules,
     model_rules,
     run_rules,
     sampling_rules,
-    sglang_rules,
     trial_rules,
 )
 from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
@@ -43,10 +40,8 @@ __all__ = [
     "disk_rules",
     "evaluation_rules",
     "gather_facts",
-    "layer_spec_rules",
-    "lora_rules",
+    "layer_rules",
     "megatron_rules",
-    "memory_rules",
     "model_facts",
     "model_rules",
     "not_checked",
@@ -55,26 +50,8 @@ __all__ = [
     "require_valid",
     "run_rules",
     "sampling_rules",
-    "sglang_rules",
     "trial_rules",
 ]
-
-assert all(
-    (
-        *(
-            disk_rules,
-            algorithm_rules,
-            data_rules,
-            layer_spec_rules,
-            lora_rules,
-            megatron_rules,
-            memory_rules,
-            model_rules,
-        ),
-        *(run_rules, sampling_rules, sglang_rules, evaluation_rules, trial_rules),
-    )
-), "importing them registers rules"
-
 
 AT_ONCE: tuple[Need, ...] = ("config", "machine")
 """What every rank finds out by itself, before it joins the others."""

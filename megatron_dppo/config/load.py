@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.settings import to_toml
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 Table = dict[str, Any]
@@ -70,7 +70,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 def dump_config(config: Config) -> str:
     """Return the resolved config as TOML that `load_config` reads back, without fields that are none."""
-    return tomli_w.dumps(_as_toml(config.model_dump()))
+    return to_toml(config.model_dump())
 
 
 def _read_toml(path: Path) -> Table | Problem:
@@ -199,12 +199,3 @@ def _unknown_key(where: str, keys: KeyPath, found: str) -> Problem:
 def _has_field(section_name: str, field_name: str) -> bool:
     section = _section((section_name,))
     return section is not None and field_name in section.model_fields
-
-
-def _as_toml(value: Any) -> Any:
-    if isinstance(value, dict):
-        table = cast(Table, value)
-        return {key: _as_toml(item) for key, item in table.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_as_toml(item) for item in cast(Sequence[Any], value)]
-    return str(value) if isinstance(value, Path) else value

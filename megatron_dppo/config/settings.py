@@ -1,7 +1,10 @@
-"""Flattens settings to dotted keys, and formats their values."""
+"""Flattens settings to dotted keys, and formats them as text and TOML."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
+
+import tomli_w
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -24,3 +27,18 @@ def shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(shown, cast("list[Any]", value)))
     return str(value)
+
+
+def to_toml(settings: Mapping[str, Any]) -> str:
+    """Return nested settings as TOML, without those that are none."""
+    return tomli_w.dumps(_for_toml(settings))
+
+
+def _for_toml(value: Any) -> Any:
+    """Convert a value to what TOML can hold: no None, and paths as strings."""
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, Any]", value)
+        return {str(key): _for_toml(item) for key, item in table.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_for_toml(item) for item in cast("list[Any]", value)]
+    return str(value) if isinstance(value, Path) else value

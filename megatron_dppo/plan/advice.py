@@ -157,13 +157,9 @@ def _synchronous_checkpoints(job: Job) -> Change | None:
     return "write checkpoints without a copy on the host", {"checkpoint.asynchronous": False}
 
 
-def _has_colocated_sglang(job: Job) -> bool:
-    return job.config.rollout.engine == "sglang" and job.config.rollout.sglang.colocated
-
-
 def _smaller_engine(job: Job) -> Change | None:
     """Propose SGLang with the largest share of the GPU that leaves room in a rollout."""
-    if not _has_colocated_sglang(job):
+    if not job.has_colocated_sglang:
         return None
     own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
     for percent in range(90, int(SMALLEST_FRACTION * 100) - 1, -5):
@@ -177,7 +173,7 @@ def _smaller_engine(job: Job) -> Change | None:
 def _wider_engine(job: Job) -> Change | None:
     """Propose SGLang's weights split over all GPUs of a node."""
     size = min(job.machine.num_gpus, job.machine.gpus_per_node)
-    if not _has_colocated_sglang(job) or job.config.sglang.get("tp_size", 1) == size:
+    if not job.has_colocated_sglang or job.config.sglang.get("tp_size", 1) == size:
         return None
     return f"split the engine over {counted(size, 'GPU')}", {"sglang.tp_size": size}
 

@@ -1,15 +1,16 @@
 """Estimates the memory of a layout: every pipeline stage, the engine and the host."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.plan.engine import EngineMemory, engine_memory
-from megatron_dppo.plan.host import HostMemory, host_memory
 from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.machine import PROCESS_HOST_BYTES
 from megatron_dppo.plan.moments import MOMENTS, Components, stage_moments
 from megatron_dppo.plan.options import Options
-from megatron_dppo.plan.states import rank_states
+from megatron_dppo.plan.states import RankStates, rank_states
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,19 @@ class StageMemory:
     def peak(self) -> int:
         """Most bytes at any moment."""
         return self.total(self.worst_moment)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes that the ranks of one node take of its memory."""
+
+    per_rank: Mapping[str, int]  # of the rank that takes most
+    ranks_per_node: int
+
+    @property
+    def per_node(self) -> int:
+        """Bytes of all ranks of a node, were each like the largest."""
+        return sum(self.per_rank.values()) * self.ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,27 @@ def memory_of(job: Job, layout: Layout) -> Memory:
             for part, own in zip(parts, states, strict=True)
         ),
         engine=engine,
-        host=host_memory(job, layout, states, engine),
+        host=_host_memory(job, layout, states, engine),
         num_microbatches=job.workload.num_microbatches(layout.data),
         microbatch_tokens=job.workload.microbatch_tokens(layout.data),
     )
+
+
+def _host_memory(job: Job, layout: Layout, stages: Sequence[RankStates], engine: EngineMemory) -> HostMemory:
+    """Return the host memory of a rank of the pipeline stage that needs most."""
+    candidates = [_of_stage(job, layout, states, engine) for states in stages]
+    largest = max(candidates, key=lambda components: sum(components.values()))
+    return HostMemory(largest, job.machine.ranks_per_node)
+
+
+def _of_stage(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) -> dict[str, int]:
+    routing = job.shape.sizes.routing if job.config.rollout.routing_replay != "off" else None
+    leaves_gpu = job.config.rollout.release_trainer or not (engine.is_resident or engine.is_separate)
+    components = {
+        "process": PROCESS_HOST_BYTES,
+        "rollout data": rollout_bytes_bound(job.config, layout.world_size, layout.data, routing),
+        "optimizer": states.optimizer_on_host,
+        "trainer during rollout": (states.parameters + states.optimizer_between) * leaves_gpu,
+        "checkpoint in flight": (states.parameters + states.optimizer) * job.config.checkpoint.asynchronous,
+    }
+    return {name: num_bytes for name, num_bytes in components.items() if num_bytes}

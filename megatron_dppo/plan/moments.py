@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.plan.engine import EngineMemory, largest_gathered_bytes
-from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.job import BATCH_BYTES, Job
 from megatron_dppo.plan.machine import ENGINE_RESIDUE_BYTES, FRAGMENTATION, RESERVE_BYTES
 from megatron_dppo.plan.partition import StagePart
 from megatron_dppo.plan.stage_activations import stage_activations
@@ -67,7 +67,7 @@ def _training(
         "routes": on_device * work.routes_bytes
         + current * work.routed_layers * work.routed_experts * EXPERT_ID_BYTES,
         "top-K": on_device * work.topk_bytes,
-        "batch": on_device * work.batch_bytes,
+        "batch": on_device * BATCH_BYTES,
     }
     kept = stage_activations(job, layout, part)
     held = kept.held + kept.passed

@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import Chunk, ModelShape, Tensor, chunk_tensors
-from megatron_dppo.plan.stages import chunks_of
 
 ALIGN_START, ALIGN_END = 64, 128  # elements, of megatron.core's parameter and gradient buffers
 
@@ -46,6 +45,22 @@ class StagePart:
     def shard(self) -> int:
         """Number of elements whose optimizer states the rank owns."""
         return self.dense.shard + self.expert.shard
+
+
+def chunks_of(stage: int, layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
+    """Return the model chunks of a stage, in order, of equally many layers; one without interleaving.
+
+    Args:
+        stage: 0-based.
+        layout: The layout's pipeline and virtual_pipeline are read; their product divides the layers.
+        num_layers: Of the model.
+    """
+    of_chunk, rest = divmod(num_layers, layout.pipeline * layout.virtual_pipeline)
+    assert not rest, "layouts that do not divide the layers are refused before they are planned"
+    starts = [(index * layout.pipeline + stage) * of_chunk for index in range(layout.virtual_pipeline)]
+    return tuple(
+        Chunk(range(start, start + of_chunk), start == 0, start + of_chunk == num_layers) for start in starts
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -19,13 +19,12 @@ from megatron_dppo.data.batches.kept_batches import write_group
 from megatron_dppo.data.batches.memory import bytes_of_samples
 from megatron_dppo.errors import TrainingError
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
-from megatron_dppo.metrics.alarms import AlarmWatch, write_alarms
+from megatron_dppo.metrics.alarms import AlarmWatch, noise_warning, write_alarms
 from megatron_dppo.metrics.bound import bound_terms
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.means import add_group_means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import without_lone_age
-from megatron_dppo.metrics.noise import noise_warning
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file

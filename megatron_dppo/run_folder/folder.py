@@ -26,9 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import tomli_w
-
 from megatron_dppo.config.resuming import SettingChange, change_table, setting_changes
+from megatron_dppo.config.settings import to_toml
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.run_folder.trackers import Backend, open_backends
 from megatron_dppo.run_folder.versions import versions
@@ -83,7 +82,7 @@ class RunFolder:
                 (path / name).mkdir(parents=True, exist_ok=True)
             earlier = _earlier_config(path / "config.toml")
             _log_changes(earlier, config)
-            _write_keeping_earlier(path / "config.toml", tomli_w.dumps(_without_none(config)))
+            _write_keeping_earlier(path / "config.toml", to_toml(config))
             ran_with = versions() | dict(decisions or {})
             _write_keeping_earlier(path / "versions.json", json.dumps(ran_with, indent=2) + "\n")
             return cls(path, opened, earlier)
@@ -247,15 +246,6 @@ def json_number(value: float) -> float | int | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _without_none(value: Any) -> Any:
-    """Convert a value to what TOML can hold: no None, and paths as strings."""
-    if isinstance(value, Mapping):
-        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_without_none(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _refuse_unusable(path: Path, resume: bool) -> None:

@@ -20,9 +20,8 @@ from megatron_dppo.checks import model_facts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan.activations import Assumptions
 from megatron_dppo.plan.job import Job
-from megatron_dppo.plan.logits import FLOAT, ROWS
 from megatron_dppo.plan.machine import Machine
-from megatron_dppo.plan.stage_activations import StageActivations, stage_activations
+from megatron_dppo.plan.stage_activations import FLOAT, ROWS, StageActivations, stage_activations
 from megatron_dppo.plan.states import optimizer_bytes, rank_states
 from megatron_dppo.runtime.process import Runtime
 

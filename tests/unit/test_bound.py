@@ -8,10 +8,10 @@ import torch
 from exact_bounds import performance_bound
 from torch import Tensor
 
+from megatron_dppo.metrics.alarms import NOISE_LIMIT, noise_warning
 from megatron_dppo.metrics.bound import add_bound_of_responses, add_bound_of_tokens, bound_terms
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import add_noise
-from megatron_dppo.metrics.noise import NOISE_LIMIT, noise_warning
 from megatron_dppo.types import Microbatch
 
 HORIZON = 3

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from megatron_dppo.algorithms import PRESETS, preset
 from megatron_dppo.analysis.contrasts import estimate
 from megatron_dppo.analysis.figures.canvas import NARROW, Drawing, build
-from megatron_dppo.analysis.figures.catalogue import KINDS
-from megatron_dppo.analysis.figures.command import Written, draw_figures
+from megatron_dppo.analysis.figures.command import KINDS, Written, draw_figures
 from megatron_dppo.analysis.figures.curves import mean_intervals
 from megatron_dppo.analysis.figures.engine_differences import MOST_TOKENS, drawn_tokens
 from megatron_dppo.analysis.figures.mask_regions import kept, region, surrogate

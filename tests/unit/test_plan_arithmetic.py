@@ -30,12 +30,11 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
 from megatron_dppo.plan.engine import engine_memory
-from megatron_dppo.plan.logits import LossTokens, chunk_tokens, loss_bytes
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
-from megatron_dppo.plan.partition import partition
+from megatron_dppo.plan.partition import chunks_of, partition
 from megatron_dppo.plan.settings import as_overrides, with_settings
-from megatron_dppo.plan.stages import chunks_in_flight, chunks_of
+from megatron_dppo.plan.stage_activations import LossTokens, chunk_tokens, chunks_in_flight, loss_bytes
 from megatron_dppo.plan.states import optimizer_bytes
 from megatron_dppo.plan.units import GIB, parse_bytes
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.analysis.contrasts import contrast, estimate
-from megatron_dppo.analysis.report.report import compare
+from megatron_dppo.analysis.report.report import Toggle, compare, looks, title, toggles
 from megatron_dppo.analysis.report.seeds import seed_tables
-from megatron_dppo.analysis.report.toggles import Toggle, looks, title, toggles
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import read_run

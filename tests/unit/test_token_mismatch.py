@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.analysis.mismatch.table import in_words
+from megatron_dppo.analysis.mismatch.measure import in_words
 from megatron_dppo.analysis.report.mismatch_plot import NUM_BINS, token_counts, write_plot
 from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,

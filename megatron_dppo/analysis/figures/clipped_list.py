@@ -8,11 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from megatron_dppo.analysis.figures.canvas import Drawing
-from megatron_dppo.analysis.figures.clipped import own_rows
 from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
 from megatron_dppo.analysis.figures.runs import RunCurves
 from megatron_dppo.analysis.figures.style import look
-from megatron_dppo.analysis.token_files import ClippedRow
+from megatron_dppo.analysis.token_files import ClippedRow, own_rows
 
 MOST_TOKENS = 20  # of each sign
 _SIGNS = {"+": "tokens with A > 0", "-": "tokens with A < 0"}

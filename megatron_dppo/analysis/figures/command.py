@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.analysis.figures import (
+    broader,
+    clipped_list,
+    engine_differences,
+    mask_regions,
+    stability,
+)
 from megatron_dppo.analysis.figures.canvas import NARROW, Drawing, Format, build, render
-from megatron_dppo.analysis.figures.catalogue import KINDS
-from megatron_dppo.analysis.figures.gallery import Picture, gallery
-from megatron_dppo.analysis.figures.material import Lacking, Material
+from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
 from megatron_dppo.analysis.figures.runs import experiments_of, read_curves
 from megatron_dppo.analysis.figures.tokens import TOKENS, read_token_pairs
+from megatron_dppo.analysis.pages import page_templates
 from megatron_dppo.errors import ConfigError, Problem, writing_to
 
 FORMATS: tuple[Format, ...] = ("png", "svg")
+
+KINDS: tuple[Kind, ...] = (
+    Kind("01_mask_regions", "the left of Figure 1", mask_regions.draw, needs_runs=False),
+    Kind("02_engine_differences", "Figure 2", engine_differences.draw),
+    Kind("03_stability", "Figure 3", stability.draw_stability),
+    Kind("04_anchor", "Figure 4", stability.draw_anchor),
+    Kind("05_bad_updates", "Figure 5", stability.draw_bad_updates),
+    Kind("06_relaxation_threshold", "Figure 6", stability.draw_relaxation_threshold),
+    Kind("07_relaxation_side", "Figure 7", stability.draw_relaxation_side),
+    Kind("08_replay", "Figure 8, and the right of Figure 1", broader.draw_replay),
+    Kind("09_models", "Figure 9", broader.draw_models),
+    Kind("10_topk_scores", "Figure 10 (11 since version 3)", broader.draw_topk_scores),
+    Kind("11_metrics", "Figures 11 to 15 (13 to 17 since version 3)", broader.draw_metrics),
+    Kind("16_topk_metrics", "Figure 16 (18 since version 3)", broader.draw_topk_metrics),
+    Kind("17_tasks", "Figure 17 (20 since version 3)", broader.draw_tasks),
+    Kind("thresholds", "Figure 19 of version 3", broader.draw_sensitivity),
+    Kind("clipped_tokens", "the lists of Appendix E (D since version 3)", clipped_list.draw),
+)
+"""All figures. Numbers are those of arXiv 2602.04879: README.md says where they are established."""
 
 
 def formats_of(names: Sequence[str]) -> tuple[Format, ...]:
@@ -27,6 +53,16 @@ def formats_of(names: Sequence[str]) -> tuple[Format, ...]:
         action = "Leave --format out for both."
         raise ConfigError(Problem("--format", ", ".join(unknown), f"one of {', '.join(FORMATS)}", action))
     return tuple(name for name in FORMATS if name in names or not names)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its files and caption in the gallery."""
+
+    drawing: Drawing
+    wide: bytes  # PNG
+    narrow: bytes  # PNG, for screens of a telephone's width
+    files: tuple[str, ...]  # beside the gallery
 
 
 @dataclass(frozen=True)
@@ -100,3 +136,15 @@ def caption_lines(drawing: Drawing, title: str = "") -> Iterator[str]:
         yield f"{title}."
     yield f"{drawing.title}. After arXiv 2602.04879, {drawing.paper}."
     yield from drawing.caption
+
+
+def gallery(pictures: Sequence[Picture], not_drawn: Sequence[str], title: str) -> str:
+    """Return the page of all figures, which needs no other file: light or dark, and on a telephone as well."""
+    environment = page_templates("megatron_dppo.analysis.figures")
+    environment.filters["data_url"] = _data_url
+    page = environment.get_template("gallery.html.j2")
+    return page.render(pictures=pictures, not_drawn=not_drawn, title=title)
+
+
+def _data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

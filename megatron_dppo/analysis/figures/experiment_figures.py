@@ -48,6 +48,14 @@ def six(experiment: Experiment) -> list[CurvePanel]:
     return [*plain(lines, REWARD), *scores(lines), *plain(lines, MISMATCH, LENGTH, ENTROPY)]
 
 
+def narrowed(
+    experiments: Iterable[Experiment], keeps: Callable[[Line], bool], shows: Callable[[Line], bool]
+) -> list[Experiment]:
+    """Return the experiments that have a line that `shows`, with no other lines than those that `keeps`."""
+    kept = [replace(each, lines=tuple(filter(keeps, each.lines))) for each in experiments]
+    return [each for each in kept if any(map(shows, each.lines))]
+
+
 def per_experiment(
     kind: Kind,
     experiments: Sequence[Experiment],

@@ -9,11 +9,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron_dppo.algorithms import Objective, preset
-from megatron_dppo.analysis.figures.clipped import clipped_curves
 from megatron_dppo.analysis.figures.style import LOOKS, objective_label
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
-from megatron_dppo.analysis.report.text import distinct_names, settings_of
-from megatron_dppo.analysis.token_files import step_files
+from megatron_dppo.analysis.report.text import differing_keys, distinct_names, places_of_equal, settings_of
+from megatron_dppo.analysis.token_files import clipped_curves, step_files
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run, read_run
 
@@ -112,10 +111,7 @@ def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
     Of two runs with the same settings and the same seed the later one counts.
     """
     settings = [_settings(run) for run in runs]
-    grouped: dict[str, list[int]] = {}
-    for index, own in enumerate(settings):
-        grouped.setdefault(repr(sorted(own.items())), []).append(index)
-    members = list(grouped.values())
+    members = places_of_equal(settings)
     labels = _labels([settings[indices[0]] for indices in members], [[runs[i] for i in m] for m in members])
     return [
         Experiment(label, words, tuple(_lines([runs[index] for index in indices])))
@@ -135,8 +131,7 @@ def _labels(
     settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[RunCurves]]
 ) -> list[tuple[str, str]]:
     """Return a short label and all differing settings for each experiment."""
-    keys = sorted({key for own in settings for key in own})
-    differing = [key for key in keys if len({own.get(key) for own in settings}) > 1]
+    differing = differing_keys(settings)
     usual: dict[str, str | None] = {}
     for key in differing:
         (value, count), *others = Counter(own.get(key) for own in settings).most_common()

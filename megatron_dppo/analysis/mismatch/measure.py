@@ -1,22 +1,52 @@
 """Measures, writes and shows the mismatch of engine and trainer."""
 
+import asyncio
 import json
+import math
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from megatron_dppo.analysis.mismatch.forwards import Measurement, measure
-from megatron_dppo.analysis.mismatch.servers import require_usable_servers
-from megatron_dppo.analysis.mismatch.table import show
+from megatron_dppo.analysis.mismatch.settings import FILES
 from megatron_dppo.analysis.report.mismatch_plot import write_plot
+from megatron_dppo.cli_options import show_table
 from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.metrics.token_mismatch import token_rows
+from megatron_dppo.rollout.sglang.client import SglangClient
 from megatron_dppo.rollout.sglang.own_servers import own_servers
+from megatron_dppo.rollout.sglang.protocol import ServerFacts
+from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_number
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime
+
+_ROWS: Sequence[tuple[str, str, str]] = (
+    ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),
+    ("  99.9th percentile", "tv_p999", "{:.3e}"),
+    ("  largest", "tv_max", "{:.3e}"),
+    ("TV over the rollout's top-K, mean", "topk_tv_mean", "{:.3e}"),
+    ("  largest", "topk_tv_max", "{:.3e}"),
+    ("KL(mu || pi), k1", "kl_k1", "{:+.3e}"),
+    ("  k3", "kl_k3", "{:.3e}"),
+    ("|log pi - log mu|, mean", "log_prob_diff_mean", "{:.3e}"),
+    ("  largest", "log_prob_diff_max", "{:.3e}"),
+    ("pi / mu, smallest", "ratio_min", "{:.6g}"),
+    ("  0.1th percentile", "ratio_p001", "{:.6g}"),
+    ("  1st percentile", "ratio_p01", "{:.6g}"),
+    ("  median", "ratio_p50", "{:.6g}"),
+    ("  99th percentile", "ratio_p99", "{:.6g}"),
+    ("  99.9th percentile", "ratio_p999", "{:.6g}"),
+    ("  largest", "ratio_max", "{:.6g}"),
+    ("experts agreed on, all layers", "agreement_mean", "{:.4%}"),
+)
 
 
 def run(config: Config, folder: Path) -> None:
@@ -29,11 +59,11 @@ def run(config: Config, folder: Path) -> None:
         runtime.on_main(lambda: _begin(config, folder))
         with own_servers(config, runtime):
             if config.rollout.engine == "sglang":
-                runtime.on_main(lambda: require_usable_servers(config))
+                runtime.on_main(lambda: _require_usable_servers(config))
             found = measure(config, runtime)
         runtime.on_main(lambda: _write(folder, config, found, runtime))
         if runtime.is_main:
-            show(found, folder)
+            _show(found, folder)
 
 
 def _begin(config: Config, folder: Path) -> None:
@@ -60,3 +90,69 @@ def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime) -
         "config": config.model_dump(mode="json"),
     }
     (folder / "mismatch.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _require_usable_servers(config: Config) -> None:
+    """Require servers that hold the weights of model.load and capture the routes asked for.
+
+    Raises:
+        ConfigError: A server serves another folder, was given other weights since, or captures no routes.
+        ServerError: One does not answer.
+    """
+    problems: list[Problem] = []
+    for record in registered(config.run.folder / "servers"):
+        facts = asyncio.run(_facts(record.url))
+        where = f"server {record.name} at {record.url}"
+        if Path(facts.model_path).resolve() != config.model.load.resolve():
+            action = "Start a server with this config, or name the folder that it serves."
+            problems.append(Problem(where, facts.model_path, f"model.load, {config.model.load}", action))
+        if facts.weight_version != 0:
+            found, action = f"weights of version {facts.weight_version}", "Restart it; a run has pushed others."
+            problems.append(Problem(where, found, "those of model.load, version 0", action))
+        if config.rollout.routing_replay != "off" and not facts.captures_routes:
+            action = "Restart it with rollout.routing_replay = 'measure'."
+            problems.append(Problem(where, "no capture of routes", "one", action))
+    if problems:
+        raise ConfigError(problems)
+
+
+async def _facts(url: str) -> ServerFacts:
+    async with SglangClient(url, api_key=os.environ.get(API_KEY)) as client:
+        return (await client.connect())[1]
+
+
+def _show(found: Measurement, folder: Path) -> None:
+    """Print the table, and one sentence on replay."""
+    kinds = list(found.statistics)
+    layers = sorted(
+        (name for name in found.statistics["live"] if name.startswith("agreement_layer_")),
+        key=lambda name: int(name.rpartition("_")[2]),
+    )
+    rows = [*_ROWS, *((f"  layer {name.rpartition('_')[2]}", name, "{:.4%}") for name in layers)]
+    table = [
+        [label, *(form.format(found.statistics[routes][name]) for routes in kinds)]
+        for label, name, form in rows
+        if name in found.statistics["live"]
+    ]
+    num_tokens = int(found.statistics["live"]["num_tokens"])
+    title = f"{num_tokens:,} tokens of {len(found.responses):,} responses"
+    show_table(title, ["", *(f"{routes} routes" for routes in kinds)], table)
+    typer.echo("\n" + in_words(found.statistics))
+    typer.echo(f"wrote {', '.join(FILES)} to {folder}")
+
+
+def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
+    """Return one sentence on the effect of replaying the routes."""
+    if "replayed" not in statistics:
+        return "The model has no experts: there are no routes to replay."
+    live, replayed = (statistics[routes]["kl_k3"] for routes in ("live", "replayed"))
+    if not (math.isfinite(live) and math.isfinite(replayed)):
+        return f"The KL (k3) is not finite: {live} with live routes, {replayed} with replayed ones."
+    if live == 0:
+        return (
+            f"With live routes the KL (k3) is 0: nothing is left for replay, with which it is {replayed:.3e}."
+        )
+    verb = "lowers" if replayed <= live else "raises"
+    return (
+        f"Replaying the rollout's routes {verb} the KL (k3) by {abs(1 - replayed / live):.0%} on these tokens."
+    )

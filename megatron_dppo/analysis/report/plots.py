@@ -127,7 +127,7 @@ def figure(
 ) -> dict[str, Any] | None:
     """Return a plotly figure without the panels that no run has data for; None without any panel.
 
-    `looks` number the runs' colours and dashes, as in `report_toggles`.
+    `looks` number the runs' colours and dashes, as `report.looks` gives them.
     """
     drawn = [
         (panel, traces) for panel in section.panels if (traces := _panel_traces(panel, runs, names, looks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from megatron_dppo.analysis.report.sections import sections
 from megatron_dppo.analysis.report.seeds import seed_tables
 from megatron_dppo.analysis.report.shadow import agreement_table
 from megatron_dppo.analysis.report.summary import ROWS, SummaryRow, formatted, paired_kl_k3, summary
-from megatron_dppo.analysis.report.text import caveats, changes_of, differences, distinct_names, why_missing
-from megatron_dppo.analysis.report.toggles import FEW, looks, title, toggles
+from megatron_dppo.analysis.report.text import (
+    caveats,
+    changes_of,
+    differences,
+    distinct_names,
+    places_of_equal,
+    settings_of,
+    why_missing,
+)
 from megatron_dppo.analysis.report.tokens import token_lists
 from megatron_dppo.errors import ConfigError, Problem, writing_to
 from megatron_dppo.metrics.clipped_tokens import TOP
@@ -29,6 +37,9 @@ from megatron_dppo.run_folder.reader import Run, read_run
 from megatron_dppo.runtime.jsonl import write_whole
 
 __all__ = ["compare", "summary"]
+
+FEW = 4  # runs that are each named in the title, and toggled one by one
+_SEED = re.compile(r"[/_.-]*(seed)?[/_.-]*\d+$")
 
 
 def compare(runs: Sequence[Path], out: Path) -> None:
@@ -150,3 +161,45 @@ def _has(run: Run, metric: str) -> bool:
 def _for_script(value: Any) -> str:
     """Return JSON that cannot end the script element around it."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+
+
+@dataclass(frozen=True)
+class Toggle:
+    """Runs that one button hides or shows; its index is its colour and dash."""
+
+    label: str
+    runs: tuple[int, ...]  # places in the report's order
+
+
+def toggles(runs: Sequence[Run], names: Sequence[str]) -> list[Toggle]:
+    """Return one toggle for each run; of many runs of several settings, one for each setting."""
+    by_setting = places_of_equal([settings_of(run) for run in runs])
+    if len(by_setting) == 1 or len(runs) <= FEW:
+        return [Toggle(name, (index,)) for index, name in enumerate(names)]
+    labels = [_label([names[i] for i in of]) for of in by_setting]
+    return [
+        Toggle(label if labels.count(label) == 1 else f"{names[of[0]]} ×{len(of)}", tuple(of))
+        for label, of in zip(labels, by_setting, strict=True)
+    ]
+
+
+def looks(toggled: Sequence[Toggle]) -> list[int]:
+    """Return the index of each run's toggle."""
+    place_of = {run: place for place, toggle in enumerate(toggled) for run in toggle.runs}
+    return [place_of[run] for run in range(len(place_of))]
+
+
+def title(names: Sequence[str], toggled: Sequence[Toggle]) -> str:
+    """Return all names where they are few, else their number."""
+    if len(names) <= FEW:
+        return " · ".join(names)
+    settings = "" if len(toggled) == len(names) else f" of {len(toggled)} settings"
+    return f"{len(names)} runs{settings}"
+
+
+def _label(names: Sequence[str]) -> str:
+    """Return the common part of the names but for a seed at their end, and their number."""
+    if len(names) == 1:
+        return names[0]
+    common = {_SEED.sub("", name) for name in names} - {""}
+    return f"{common.pop() if len(common) == 1 else names[0]} ×{len(names)}"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from megatron_dppo.analysis.contrasts import Contrast, Estimate, contrast, estimate
 from megatron_dppo.analysis.report.summary import LAST, formatted, summary
-from megatron_dppo.analysis.report.text import settings_of
+from megatron_dppo.analysis.report.text import differing_keys, settings_of
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run
 
-# Keys of `report_summary.summary`.
+# Keys of `summary.summary`.
 _FIGURES: Mapping[str, str] = {
     "reward_last": f"reward, last {LAST}",
     "response_length_last": f"response length, last {LAST}",
@@ -62,8 +62,7 @@ def seed_tables(runs: Sequence[Run]) -> SeedTables | None:
 def _settings(runs: Sequence[Run]) -> list[Setting]:
     """Return each setting under the values of the keys on which settings differ."""
     configs = [settings_of(run) for run in runs]
-    keys = sorted({key for config in configs for key in config})
-    differing = [key for key in keys if len({shown(config.get(key)) for config in configs}) > 1]
+    differing = differing_keys(configs)
     grouped: dict[str, dict[str, Mapping[str, float | None]]] = {}
     for run, config in zip(runs, configs, strict=True):
         values = (f"{key.rpartition('.')[2]} {shown(config.get(key))}" for key in differing)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.analysis.report.plots import over_rollouts
 from megatron_dppo.analysis.report.summary import LAST, paired_kl_k3, summary
 from megatron_dppo.config.settings import flat, shown
-from megatron_dppo.metrics.noise import NOISE_LIMIT
+from megatron_dppo.metrics.alarms import NOISE_LIMIT
 from megatron_dppo.run_folder.reader import Run
 
 PAIRED = ("mismatch_live/", "mismatch_replayed/")
@@ -42,9 +42,25 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
 def differences(runs: Sequence[Run]) -> list[Difference]:
     """Return config keys and versions with different values across runs, without bookkeeping."""
     of_runs = [flat(run.config) | flat(run.versions, "versions.") for run in runs]
-    keys = sorted({key for values in of_runs for key in values} - set(BOOKKEEPING))
-    rows = [Difference(key, tuple(shown(values.get(key)) for values in of_runs)) for key in keys]
-    return [row for row in rows if len(set(row.values)) > 1]
+    return [
+        Difference(key, tuple(shown(values.get(key)) for values in of_runs))
+        for key in differing_keys(of_runs)
+        if key not in BOOKKEEPING
+    ]
+
+
+def differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values, as text, are not the same in all settings."""
+    keys = sorted({key for own in settings for key in own})
+    return [key for key in keys if len({shown(own.get(key)) for own in settings}) > 1]
+
+
+def places_of_equal(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the indices of equal settings, group by group, in the order in which groups begin."""
+    groups: dict[str, list[int]] = {}
+    for index, own in enumerate(settings):
+        groups.setdefault(repr(sorted(own.items())), []).append(index)
+    return list(groups.values())
 
 
 def changes_of(run: Run) -> list[str]:
@@ -100,23 +116,22 @@ def caveats(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 def _seeds(runs: Sequence[Run]) -> str:
     """Return a note on runs that differ in the seed alone, which repeat one setting."""
-    seeds_of: dict[str, set[str]] = {}
-    for run in runs:
-        seeds_of.setdefault(repr(sorted(settings_of(run).items())), set()).add(shown(run.option("run.seed")))
-    fewest = min(map(len, seeds_of.values()))
+    seeds = [shown(run.option("run.seed")) for run in runs]
+    alike = places_of_equal([settings_of(run) for run in runs])
+    fewest = min(len({seeds[index] for index in indices}) for indices in alike)
     if fewest >= SEEDS_FOR_A_CLAIM:
         return (
             f"Each setting has {fewest} seeds or more; curves are single runs, and the intervals of the "
             "tables say nothing about another model to start from."
         )
-    seeds = "one seed" if fewest == 1 else f"as few as {fewest} seeds"
+    as_few = "one seed" if fewest == 1 else f"as few as {fewest} seeds"
     limit = (
         "it says nothing about how much another seed would differ"
         if len(runs) == 1
         else "a difference between two curves may be chance, and this report ranks nothing"
     )
     return (
-        f"There is {seeds} per setting: {limit}. "
+        f"There is {as_few} per setting: {limit}. "
         f"To claim that a setting learns better, or collapses, takes {SEEDS_FOR_A_CLAIM} seeds or more of each."
     )
 

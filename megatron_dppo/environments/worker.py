@@ -9,7 +9,7 @@ from megatron_dppo.environments import environment
 from megatron_dppo.environments.host import Host
 from megatron_dppo.environments.wire import decode_trajectory, encode_answer
 from megatron_dppo.workers.service import Fields
-from megatron_dppo.workers.worker import Answer, main
+from megatron_dppo.workers.worker import Answer, run_worker
 
 
 def load_environment(name: str) -> Answer:
@@ -24,4 +24,4 @@ def load_environment(name: str) -> Answer:
 
 
 if __name__ == "__main__":
-    main("rollout.environment", load_environment, sys.argv[1], int(sys.argv[2]))
+    run_worker("rollout.environment", load_environment, sys.argv[1], int(sys.argv[2]))

@@ -8,7 +8,7 @@ import sys
 from megatron_dppo.rewards.base import checked
 from megatron_dppo.rewards.choice import RewardChoice, chosen
 from megatron_dppo.rewards.wire import decode_request, encode_result
-from megatron_dppo.workers.worker import Answer, main
+from megatron_dppo.workers.worker import Answer, run_worker
 
 
 def load_reward(name: str) -> Answer:
@@ -18,4 +18,4 @@ def load_reward(name: str) -> Answer:
 
 
 if __name__ == "__main__":
-    main("data.reward", load_reward, sys.argv[1], int(sys.argv[2]))
+    run_worker("data.reward", load_reward, sys.argv[1], int(sys.argv[2]))

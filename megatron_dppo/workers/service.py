@@ -27,7 +27,7 @@ class Service(Generic[Q, A]):
     """A kind of worker.
 
     Attributes:
-        module: The program, run as `python -m MODULE NAME MEMORY_MB`; it calls `worker.main`.
+        module: The program, run as `python -m MODULE NAME MEMORY_MB`; it calls `worker.run_worker`.
         key: The config key that holds the name of the user's code.
         noun: What that code is, for messages.
         option_prefix: What `workers`, `timeout_s` and `memory_mb` have before them in the config.

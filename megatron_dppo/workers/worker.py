@@ -39,7 +39,7 @@ the worker too; a MemoryError is reported as such.
 """
 
 
-def main(key: str, load: Callable[[str], Answer], name: str, memory_mb: int) -> None:
+def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: int) -> None:
     """Serve until stdin ends, or the process that started this one is gone.
 
     Args:

@@ -129,7 +129,7 @@ _PLAIN_COUNTS = tuple(field.name for field in dataclasses.fields(RolloutCounts) 
 def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> None:
     """Raise where too many samples were dropped, or all prompts were too long.
 
-    Judge totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
+    Check totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
 
     Raises:
         RolloutError: More than `max_fraction` of the samples were dropped for a fault of their own, or every

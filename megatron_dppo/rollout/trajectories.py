@@ -159,7 +159,7 @@ class TrajectorySampler:
 
         Raises:
             EnvironmentFailedError: It does not begin with this prompt, or does not answer.
-            RewardError: It cannot be loaded.
+            EnvironmentFailedError: It cannot be loaded.
         """
         if self._pool is not None:
             try_environment(self._pool, first)
@@ -184,7 +184,7 @@ def try_environment(environments: Environments, prompt: Prompt) -> None:
 
     Raises:
         EnvironmentFailedError: The environment does not begin, or does not answer.
-        RewardError: It cannot be loaded.
+        EnvironmentFailedError: It cannot be loaded.
     """
     trajectory = Trajectory("trial", prompt)
     (opening,) = environments.reset([trajectory])

@@ -19,9 +19,9 @@ from megatron_dppo.conversion.stored_weights import StoredWeights
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
-from megatron_dppo.rollout.reward_pools import RewardPools
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
+from megatron_dppo.rollout.scoring import RewardPools
 from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.run.session import joined_processes

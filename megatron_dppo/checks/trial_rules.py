@@ -11,7 +11,7 @@ from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError
 from megatron_dppo.rewards import RewardChoice, problems_with
 from megatron_dppo.rollout.evaluation import evaluation_sets
-from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
+from megatron_dppo.rollout.scoring import RewardPools, training_reward
 from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
 

@@ -45,7 +45,7 @@ class Reward(Protocol):
     """Scores one response to one prompt.
 
     It must be a pure function of its arguments: the same rollout scored again, on another rank or after a
-    resume, gives the same values. It may raise; `rollout.collect` drops and counts the sample then, as it does
+    resume, gives the same values. It may raise; `rollout.scoring` drops and counts the sample then, as it does
     where the value is not finite.
     """
 

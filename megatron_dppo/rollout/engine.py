@@ -1,9 +1,18 @@
-"""Defines the interface between training and any engine that samples responses."""
+"""The interface between training and any engine that samples responses, and the records that pass through it.
 
+A response may be sampled in parts: it was aborted, or it is at an environment's next turn. The engine computes
+prompt and old tokens again, by the weights that it holds now. What is old stays as it was sampled: its
+log-probs, its top-K and its routes. Only the last old token has no routes yet, since a token's routes come with
+its forward, and neither has an observation that came behind it: they are the first rows that are asked of the
+engine.
+"""
+
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_dppo.environments import Episode
@@ -111,3 +120,99 @@ class InterruptibleEngine(RolloutEngine, Protocol):
             RolloutError: As `generate` does.
         """
         ...
+
+
+def input_tokens(request: Request) -> list[int]:
+    """Return the prompt and the response tokens sampled before, which the next call forwards."""
+    return [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
+
+
+def num_tokens_left(request: Request, params: SamplingParams) -> int:
+    """Return the number of response tokens that may still be sampled for this request."""
+    left = params.max_response_tokens - (request.partial.tokens.numel() if request.partial else 0)
+    return left if params.max_turn_tokens is None else min(left, params.max_turn_tokens)
+
+
+def first_route_row(request: Request) -> int:
+    """Return the index of the first token whose routes are still missing."""
+    if request.partial is None:
+        return 0
+    routes = request.partial.routed_experts
+    return len(input_tokens(request)) - 1 if routes is None else routes.indices.shape[0]
+
+
+def aborted(request: Request) -> Completion:
+    """Return the completion of an unanswered request: the tokens sampled before, or none."""
+    if request.partial is not None:
+        return request.partial
+    nothing = torch.zeros(0)
+    return Completion(request.id, nothing.long(), nothing, "abort", None, None, ())
+
+
+def with_observation(completion: Completion, tokens: Tensor) -> Completion:
+    """Append an environment's observation `[N]` int64 to a completion, for the request of the next turn.
+
+    Observations do not learn: their `loss_mask` is False, their log-probs are zeros that nobody reads, and
+    their top-K is padding. Their routes come with the next turn.
+    """
+    topk, nothing = completion.topk, torch.zeros(tokens.numel())
+    if topk is not None:
+        num_columns = topk.ids.shape[1]
+        padding = topk.ids.new_full((tokens.numel(), num_columns), -1)
+        improbable = topk.log_probs.new_full(padding.shape, -torch.inf)
+        topk = RolloutTopK(torch.cat([topk.ids, padding]), torch.cat([topk.log_probs, improbable]))
+    return dataclasses.replace(
+        completion,
+        tokens=torch.cat([completion.tokens, tokens]),
+        log_probs=torch.cat([completion.log_probs, nothing]),
+        loss_mask=torch.cat([mask_of(completion), nothing.bool()]),
+        topk=topk,
+        finish_reason="abort",
+    )
+
+
+def joined(partial: Completion, rest: Completion) -> Completion:
+    """Join the tokens sampled before with those of `rest` into one completion; it ends as `rest` does.
+
+    Top-K and routes that either of them lacks are left out of the whole. The routes of `rest` begin with the
+    first row that `partial` lacks. Moves, retractions and cached tokens are those of both: a response that was
+    retracted once stays so, however often it is resumed.
+    """
+    topk = routes = None
+    if partial.topk is not None and rest.topk is not None:
+        topk = RolloutTopK(
+            torch.cat([partial.topk.ids, rest.topk.ids]),
+            torch.cat([partial.topk.log_probs, rest.topk.log_probs]),
+        )
+    if partial.routed_experts is not None and rest.routed_experts is not None:
+        indices = torch.cat([partial.routed_experts.indices, rest.routed_experts.indices])
+        routes = dataclasses.replace(rest.routed_experts, indices=indices)
+    return dataclasses.replace(
+        rest,
+        tokens=torch.cat([partial.tokens, rest.tokens]),
+        log_probs=torch.cat([partial.log_probs, rest.log_probs]),
+        topk=topk,
+        routed_experts=routes,
+        weight_versions=_joined_spans(partial, rest),
+        num_moves=partial.num_moves + rest.num_moves,
+        num_retractions=partial.num_retractions + rest.num_retractions,
+        num_cached_tokens=partial.num_cached_tokens + rest.num_cached_tokens,
+        loss_mask=None if partial.loss_mask is None else torch.cat([partial.loss_mask, mask_of(rest)]),
+    )
+
+
+def mask_of(completion: Completion) -> Tensor:
+    """Return the mask of a completion's sampled tokens, `[R]` bool."""
+    if completion.loss_mask is not None:
+        return completion.loss_mask
+    return torch.ones(completion.tokens.numel(), dtype=torch.bool)
+
+
+def _joined_spans(partial: Completion, rest: Completion) -> tuple[WeightVersionSpan, ...]:
+    offset, spans = partial.tokens.numel(), list(partial.weight_versions)
+    for span in rest.weight_versions:
+        start, stop = span.start + offset, span.stop + offset
+        if spans and (spans[-1].version, spans[-1].stop) == (span.version, start):
+            start = spans.pop().start
+        spans.append(WeightVersionSpan(start, stop, span.version))
+    return tuple(spans)

@@ -11,10 +11,8 @@ import torch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.rewards import RewardChoice
-from megatron_dppo.rollout.collect import answers
 from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
-from megatron_dppo.rollout.reward_pools import RewardPools
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, answers
 from megatron_dppo.rollout.scores import (
     PromptScore,
     metric_names,
@@ -23,7 +21,7 @@ from megatron_dppo.rollout.scores import (
     score_of,
     set_metrics,
 )
-from megatron_dppo.rollout.scoring import Fault, Scorer, Tokenizer, as_text
+from megatron_dppo.rollout.scoring import Fault, RewardPools, Scorer, Tokenizer, as_text
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.runtime.jsonl import read_jsonl, write_jsonl
 from megatron_dppo.types import Prompt

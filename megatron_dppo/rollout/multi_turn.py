@@ -22,8 +22,8 @@ from megatron_dppo.rollout.engine import (
     Request,
     RolloutEngine,
     SamplingParams,
+    with_observation,
 )
-from megatron_dppo.rollout.partials import with_observation
 from megatron_dppo.rollout.scoring import Tokenizer, as_text
 
 

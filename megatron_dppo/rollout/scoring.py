@@ -1,18 +1,21 @@
-"""Validates and scores samples; a sample that cannot be used is dropped with a reason, never repaired."""
+"""Validates samples, and scores them with the run's reward workers.
+
+A sample that cannot be used is dropped with a reason, never repaired.
+"""
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from megatron_dppo.config.schema import Config, DataConfig
 from megatron_dppo.environments import Episode
-from megatron_dppo.errors import RoutingReplayError
-from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
+from megatron_dppo.errors import RewardError, RoutingReplayError
+from megatron_dppo.rewards import RewardChoice, RewardFault, RewardPool, RewardRequest, RewardResult
 from megatron_dppo.rollout.counts import DropReason
-from megatron_dppo.rollout.overlong import OverlongShaping
 from megatron_dppo.types import Prompt, Sample
 
 RouteValidator = Callable[[Sample], None]
@@ -55,6 +58,26 @@ class RewardScorer(Protocol):
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
         """Return a result for each request, in order."""
         ...
+
+
+@dataclass(frozen=True)
+class OverlongShaping:
+    """Penalises responses that reach the last tokens of the limit (DAPO, arXiv:2503.14476, equation 13).
+
+    Attributes:
+        max_response_tokens: Where responses are cut.
+        buffer_tokens: How many tokens before that cost, fewer than `max_response_tokens`.
+        penalty: What all of them together cost.
+    """
+
+    max_response_tokens: int
+    buffer_tokens: int
+    penalty: float
+
+    def __call__(self, num_tokens: int) -> float:
+        """Return the addend to the reward of a response of `num_tokens`: 0.0 down to -penalty, linearly."""
+        num_over = num_tokens - (self.max_response_tokens - self.buffer_tokens)
+        return -min(num_over / self.buffer_tokens, 1.0) * self.penalty if num_over > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -144,3 +167,65 @@ def _has_usable_log_probs(sample: Sample) -> bool:
     """Whether log-probs are finite where tokens learn; -inf is allowed among the top-K."""
     is_finite = bool(sample.rollout_log_probs[sample.loss_mask].isfinite().all())
     return is_finite and (sample.topk is None or bool((sample.topk.log_probs < math.inf).all()))
+
+
+def training_reward(config: Config) -> str:
+    """Return the reward that a run learns from, as `RewardChoice.text`."""
+    data = config.data
+    return RewardChoice(data.reward, data.reward_values, data.thinking).text
+
+
+class EnvironmentAlone:
+    """Scores no response: every reward must come from the environment; implements `scoring.RewardScorer`."""
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return a fault for each request: it gets only responses that no environment rewarded."""
+        found = "no reward of its environment"
+        action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
+        message = f"found {found}; expected one, since data.reward = 'environment'. {action}"
+        return [RewardFault("reward_failed", f"prompt {each.prompt.id}: {message}") for each in requests]
+
+
+class RewardPools:
+    """Reward pools by name, for the life of a run; workers start with the first request."""
+
+    def __init__(self, options: DataConfig, rewards: Iterable[str]) -> None:
+        """Create a pool for each of `rewards`, texts of `RewardChoice`s, with the limits of [data]."""
+        self._pools = {
+            reward: RewardPool(
+                reward,
+                num_workers=options.reward_workers,
+                timeout_s=options.reward_timeout_s,
+                memory_mb=options.reward_memory_mb,
+            )
+            for reward in dict.fromkeys(rewards)
+            if not RewardChoice.read(reward).is_environment
+        }
+
+    def of(self, reward: str) -> RewardScorer:
+        """Return the scorer of a named reward."""
+        return EnvironmentAlone() if RewardChoice.read(reward).is_environment else self._pools[reward]
+
+    def start(self, first: Mapping[str, Prompt]) -> None:
+        """Score one response with each reward, so that a faulty one stops the run before a model loads.
+
+        The response is the reference answer itself, whatever it earns.
+
+        Args:
+            first: A prompt for each reward.
+
+        Raises:
+            RewardError: A reward cannot be loaded, or gives no number.
+        """
+        for reward, pool in self._pools.items():
+            (result,) = pool.score([RewardRequest(first[reward], first[reward].answer, "stop")])
+            if isinstance(result, RewardFault):
+                said = result.message
+                raise RewardError(
+                    f"data.reward: {reward!r} scores no response, not even the reference answer: {said}"
+                )
+
+    def close(self) -> None:
+        """End the workers."""
+        for pool in self._pools.values():
+            pool.close()

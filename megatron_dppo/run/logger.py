@@ -27,9 +27,9 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import without_lone_age
 from megatron_dppo.metrics.noise import noise_warning
 from megatron_dppo.models.megatron_folder import hf_files
-from megatron_dppo.rollout.collect import write_samples
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
+from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.rollout.scores import PromptScore, over_ranks
 from megatron_dppo.rollout.scoring import Tokenizer
 from megatron_dppo.run_folder.folder import RunFolder

@@ -30,7 +30,7 @@ _SYNC = "weight_sync"
 _SERVED: dict[str, Any] = {"scenario": "served"}
 _WORKER = "rewards.worker_process:WorkerProcess.__init__"
 _SCORE = "rewards.pool:RewardPool.score"
-_OVERLONG = "rollout.overlong:OverlongShaping.__call__"
+_OVERLONG = "rollout.scoring:OverlongShaping.__call__"
 _CLIENT = f"{_SGLANG}.client:SglangClient.__init__"
 
 _DATA = [
@@ -73,7 +73,7 @@ _ROLLOUT = [
     ),
     Seam(
         "rollout.prompts_per_rollout",
-        "rollout.scheduler:RolloutScheduler._begin",
+        "rollout.rollouts:RolloutScheduler._begin",
         lambda call: len(call.result[0]),
     ),
     plain("rollout.samples_per_prompt", "rollout.groups:_requests", "count", where=is_training),
@@ -123,13 +123,13 @@ _ROLLOUT = [
     ),
     plain(
         "rollout.generate",
-        "rollout.user_generate:UserGenerate.generate",
+        "rollout.trajectories:UserGenerate.generate",
         "self._name",
         scenario="resumed",
     ),
     Seam(
         "rollout.max_turns",
-        "rollout.collect:_sample",
+        "rollout.groups:_sample",
         lambda call: call.completion.episode.num_turns,
         "turns",
         fold=max,
@@ -137,14 +137,14 @@ _ROLLOUT = [
     Seam("rollout.max_turn_tokens", f"{BATCH}:num_tokens_left", given("result"), "turns", fold=max),
     Seam(
         "rollout.refill_zero_variance",
-        "rollout.scheduler:RolloutScheduler._ahead",
+        "rollout.rollouts:RolloutScheduler._ahead",
         given("rollout"),
         "resumed",
         fold=called,
     ),
     Seam(
         "rollout.max_refills",
-        "rollout.scheduler:RolloutScheduler._ahead",
+        "rollout.rollouts:RolloutScheduler._ahead",
         given("rollout"),
         "resumed",
         fold=lambda rollouts: rollouts.count(0),

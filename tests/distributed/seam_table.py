@@ -48,7 +48,7 @@ _RUN = [
     plain("run.seed", f"{_SYNC}.factory:Probe.__init__", "seed", **_SERVED),
     Seam(
         "run.num_rollouts",
-        "rollout.scheduler:RolloutScheduler.run",
+        "rollout.rollouts:RolloutScheduler.run",
         given("rollout"),
         fold=list,
         expected=lambda config: list(range(config.run.num_rollouts)),

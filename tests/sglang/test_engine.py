@@ -17,8 +17,7 @@ from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.rollouts import build_engine
-from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
-from megatron_dppo.rollout.collect import answers, usable_groups
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.groups import GroupMaker, answers, usable_groups
 from megatron_dppo.rollout.scoring import RewardScorer, RouteValidator, Scorer, Tokenizer
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from megatron_dppo.data.prompts.sanity_task import VOCABULARY
 from megatron_dppo.errors import RolloutError, RoutingReplayError
 from megatron_dppo.rewards import RewardResult, arithmetic_reward
-from megatron_dppo.rollout.collect import write_samples
 from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, EngineCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.types import (
     FinishReason,
     Message,

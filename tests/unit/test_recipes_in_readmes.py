@@ -26,7 +26,7 @@ from megatron_dppo.metrics import means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rewards import RewardRequest, RewardResult
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
-from megatron_dppo.rollout.reward_pools import RewardPools, training_reward
+from megatron_dppo.rollout.scoring import RewardPools, training_reward
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.process import start, stop

@@ -12,8 +12,7 @@ from test_collect import PROMPTS, TOKENIZER, dropped
 
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import with_observation
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, with_observation
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.protocol import GENERATIONS

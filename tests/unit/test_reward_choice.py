@@ -17,9 +17,7 @@ from megatron_dppo.environments import Episode
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
 from megatron_dppo.rewards.choice import after_thinking, chosen
-from megatron_dppo.rollout.overlong import OverlongShaping
-from megatron_dppo.rollout.reward_pools import RewardPools
-from megatron_dppo.rollout.scoring import Fault, Scorer
+from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, Scorer
 from megatron_dppo.types import FinishReason, Prompt, Sample
 
 PROMPT = Prompt("p", "34", "test", text="What is it?")

@@ -15,7 +15,7 @@ from megatron_dppo.rewards import Reward, RewardResult
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
-from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.rollout.rollouts import RolloutScheduler
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.types import FinishReason, Prompt
 

@@ -9,8 +9,7 @@ from sglang_stand_in import MODEL as STAND_IN_MODEL
 from sglang_stand_in import StandIn
 
 from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import aborted, joined
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted, joined
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan

@@ -16,7 +16,7 @@ from test_transformers_engine import VOCAB, engine_of, moe_config, reference_mod
 from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.engine import Completion, SamplingParams
-from megatron_dppo.rollout.user_generate import Generate, UserGenerate
+from megatron_dppo.rollout.trajectories import Generate, UserGenerate
 from megatron_dppo.runtime.user_code import imported
 from megatron_dppo.types import Prompt
 
@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dppo.environments import Episode
-from megatron_dppo.rollout.partials import with_observation
+from megatron_dppo.rollout.engine import with_observation
 
 
 def twice(engine, requests, params):

@@ -9,8 +9,15 @@ from torch import Tensor
 
 from megatron_dppo.rollout.embedded.sampling import draw, most_probable, sampling_log_probs, sampling_noise
 from megatron_dppo.rollout.embedded.slot_decoder import SlotDecoder
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import first_route_row, input_tokens, joined, num_tokens_left
+from megatron_dppo.rollout.engine import (
+    Completion,
+    Request,
+    SamplingParams,
+    first_route_row,
+    input_tokens,
+    joined,
+    num_tokens_left,
+)
 from megatron_dppo.types import RolloutTopK, RoutedExperts, WeightVersionSpan
 
 

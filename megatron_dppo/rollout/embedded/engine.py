@@ -15,8 +15,7 @@ from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.rollout.embedded.slot_decoder import SlotDecoder
 from megatron_dppo.rollout.embedded.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import input_tokens, num_tokens_left
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, input_tokens, num_tokens_left
 
 EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
 _FORMATS: dict[str, WeightFormat] = {"modelopt_fp8": "fp8", "modelopt_nvfp4": "nvfp4"}

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.partials import (
+from megatron_dppo.rollout.engine import (
+    Completion,
+    Request,
+    SamplingParams,
     aborted,
     first_route_row,
     input_tokens,

@@ -5,7 +5,7 @@ observation is tokenised alone and appended. A turn is one request, whose prompt
 question with one answer is a trajectory of one turn.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -25,6 +25,7 @@ from megatron_dppo.rollout.engine import (
     with_observation,
 )
 from megatron_dppo.rollout.scoring import Tokenizer, as_text
+from megatron_dppo.types import FinishReason
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,14 @@ class MultiTurnEngine:
             RolloutError: As the engine does.
         """
         params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
-        trajectories = [_OpenTrajectory(request) for request in requests]
-        still_open = trajectories
-        while still_open:
-            completions = self._engine.generate([trajectory.next for trajectory in still_open], params)
-            answered = [
-                trajectory
-                for trajectory, completion in zip(still_open, completions, strict=True)
-                if trajectory.add_response(completion, self._turn_tokenizer)
-            ]
-            turns = self._environments.step([trajectory.so_far for trajectory in answered])
-            still_open = [
-                trajectory
-                for trajectory, turn in zip(answered, turns, strict=True)
-                if trajectory.add_turn(turn, self._limits, params, self._turn_tokenizer)
-            ]
-        return [trajectory.completion for trajectory in trajectories]
+        states, ended = _states(requests), dict[str, Completion]()
+        while requests:
+            completions = self._engine.generate(requests, params)
+            after = self._take_turns(states, requests, completions, params)
+            pairs = zip(requests, after, strict=True)
+            ended |= {request.id: each for request, each in pairs if isinstance(each, Completion)}
+            requests = [each for each in after if isinstance(each, Request)]
+        return [ended[name] for name in states]
 
     def generate_until(
         self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
@@ -103,85 +96,94 @@ class MultiTurnEngine:
             )
         params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
         engine = cast(InterruptibleEngine, self._engine)  # checks.sampling_rules demands it
-        trajectories = [_OpenTrajectory(request) for request in requests]
         completions = engine.generate_until(requests, params, is_enough)
-        pairs = zip(trajectories, completions, strict=True)
+        after = self._take_turns(_states(requests), requests, completions, params)
+        return [cast(Completion, each) for each in after]  # a trajectory of one turn has no next request
+
+    def _take_turns(
+        self,
+        states: Mapping[str, "_TrajectoryState"],
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        params: SamplingParams,
+    ) -> list[Completion | Request]:
+        """Answer each response with its environment's turn; return the request for the next, or the whole.
+
+        Completions that the engine aborted are returned as they are.
+        """
+        after: dict[str, Completion | Request] = {
+            request.id: completion for request, completion in zip(requests, completions, strict=True)
+        }
         answered = [
-            trajectory
-            for trajectory, completion in pairs
-            if trajectory.add_response(completion, self._turn_tokenizer)
+            (request, completion, states[request.id])
+            for request, completion in zip(requests, completions, strict=True)
+            if completion.finish_reason != "abort"
         ]
-        for trajectory, turn in zip(
-            answered, self._environments.step([t.so_far for t in answered]), strict=True
-        ):
-            trajectory.add_turn(turn, self._limits, params, self._turn_tokenizer)
-        return [trajectory.completion for trajectory in trajectories]
+        for request, completion, state in answered:
+            # Before the first turn, a partial is the beginning of the same response.
+            earlier = request.partial if state.trajectory.responses else None
+            start = earlier.tokens.numel() if earlier is not None else 0
+            state.add(self._turn_tokenizer.text(completion.tokens[start:]), completion.finish_reason)
+        turns = self._environments.step([state.trajectory for _, _, state in answered])
+        for (request, completion, state), turn in zip(answered, turns, strict=True):
+            after[request.id] = self._after(state, request, completion, turn, params)
+        return list(after.values())
+
+    def _after(
+        self,
+        state: "_TrajectoryState",
+        request: Request,
+        completion: Completion,
+        turn: Turn | EnvironmentFault,
+        params: SamplingParams,
+    ) -> Completion | Request:
+        """Return the request for the next response after a turn; the completion, where there is none."""
+        if isinstance(turn, EnvironmentFault):
+            return replace(completion, episode=state.episode(fault=turn.message))
+        state.reward_turn(turn)
+        if turn.done:
+            return replace(completion, episode=state.episode())
+        assert turn.observation is not None, "a turn that does not end the trajectory has an observation"
+        last_token = int(completion.tokens[-1])
+        tokens = self._turn_tokenizer.observation(turn.observation, last_token, is_chat=request.is_chat)
+        num_tokens, num_turns = completion.tokens.numel() + tokens.numel(), len(state.trajectory.responses)
+        if num_turns == self._limits.max_turns or num_tokens >= params.max_response_tokens:
+            return replace(completion, finish_reason="length", episode=state.episode())
+        return replace(request, partial=with_observation(completion, tokens))
 
 
 @dataclass
-class _OpenTrajectory:
-    """Tracks one trajectory, from its request to its completion."""
+class _TrajectoryState:
+    """What was said and earned in one trajectory so far; its tokens are in its requests and completions."""
 
-    request: Request
-    next: Request = field(init=False)  # what the engine is asked for
-    completion: Completion = field(init=False)  # all tokens after the prompt
-    responses: tuple[Response, ...] = ()
+    trajectory: Trajectory
     reward: float | None = None
     info: dict[str, float] = field(default_factory=dict[str, float])
 
-    def __post_init__(self) -> None:
-        self.next = self.request
+    def add(self, text: str, finish_reason: FinishReason) -> None:
+        """Add a response of the policy."""
+        responses = (*self.trajectory.responses, Response(text, finish_reason))
+        self.trajectory = replace(self.trajectory, responses=responses)
 
-    @property
-    def so_far(self) -> Trajectory:
-        """The trajectory so far, in the form that environments receive."""
-        assert self.request.prompt is not None, "requests of groups name their prompts"
-        return Trajectory(self.request.id, self.request.prompt, self.responses)
-
-    def add_response(self, completion: Completion, turn_tokenizer: "TurnTokenizer") -> bool:
-        """Add the sampled tokens; return whether they form a response."""
-        self.completion = completion
-        if completion.finish_reason == "abort":
-            return False
-        # Before the first turn, a partial is the beginning of the same response.
-        earlier = self.next.partial if self.responses else None
-        start = earlier.tokens.numel() if earlier is not None else 0
-        text = turn_tokenizer.text(completion.tokens[start:])
-        self.responses = (*self.responses, Response(text, completion.finish_reason))
-        return True
-
-    def add_turn(
-        self,
-        turn: Turn | EnvironmentFault,
-        limits: TurnLimits,
-        params: SamplingParams,
-        turn_tokenizer: "TurnTokenizer",
-    ) -> bool:
-        """Add the environment's turn; return whether there is a next one."""
-        if isinstance(turn, EnvironmentFault):
-            self._end(fault=turn.message)
-            return False
+    def reward_turn(self, turn: Turn) -> None:
+        """Add what a turn of the environment gives."""
         if turn.reward is not None:
             self.reward = (self.reward or 0.0) + turn.reward
         self.info |= turn.info
-        if turn.done:
-            self._end()
-            return False
-        assert turn.observation is not None, "a turn that does not end the trajectory has an observation"
-        last_token = int(self.completion.tokens[-1])
-        tokens = turn_tokenizer.observation(turn.observation, last_token, is_chat=self.request.is_chat)
-        num_tokens = self.completion.tokens.numel() + tokens.numel()
-        if len(self.responses) == limits.max_turns or num_tokens >= params.max_response_tokens:
-            self.completion = replace(self.completion, finish_reason="length")
-            self._end()
-            return False
-        self.next = replace(self.request, partial=with_observation(self.completion, tokens))
-        return True
 
-    def _end(self, fault: str | None = None) -> None:
-        last = self.responses[-1].text
-        episode = Episode(last, len(self.responses), self.reward, self.info, fault)
-        self.completion = replace(self.completion, episode=episode)
+    def episode(self, fault: str | None = None) -> Episode:
+        """Return the outcome."""
+        responses = self.trajectory.responses
+        return Episode(responses[-1].text, len(responses), self.reward, self.info, fault)
+
+
+def _states(requests: Sequence[Request]) -> dict[str, _TrajectoryState]:
+    states: dict[str, _TrajectoryState] = {}
+    for request in requests:
+        assert request.prompt is not None, "requests of groups name their prompts"
+        states[request.id] = _TrajectoryState(Trajectory(request.id, request.prompt))
+    assert len(states) == len(requests), "ids of requests differ"
+    return states
 
 
 class TurnTokenizer:

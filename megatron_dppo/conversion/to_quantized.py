@@ -13,7 +13,7 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.quantize import Quantization, calibrated, export
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, fingerprint
 from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
-from megatron_dppo.run_folder.folder import json_number
+from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.types import Prompt
 
@@ -155,7 +155,7 @@ def _measured(
     content = {
         "prompts": len(tokens),
         "max_response_tokens": max_tokens,
-        "statistics": {name: json_number(value) for name, value in found.items()},
+        "statistics": json_values(found),
         "versions": versions(),
     }
     output.write(MISMATCH, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))

@@ -248,6 +248,15 @@ def json_number(value: float) -> float | int | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+def json_values(value: Any) -> Any:
+    """Return nested mappings and lists as JSON has them, each number as in `json_number`."""
+    if isinstance(value, Mapping):
+        return {str(key): json_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(item) for item in value]
+    return json_number(value) if isinstance(value, float) else value
+
+
 def _refuse_unusable(path: Path, resume: bool) -> None:
     """Raise where the path is no folder, holds another run, or half of one."""
     if path.exists() and not path.is_dir():

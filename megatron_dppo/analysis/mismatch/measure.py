@@ -23,7 +23,7 @@ from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.rollout.sglang.protocol import ServerFacts
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.run.session import joined_processes
-from megatron_dppo.run_folder.folder import json_number
+from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime
@@ -82,10 +82,7 @@ def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime) -
         "num_responses": len(found.responses),
         "rollout": {name.removeprefix("rollout/"): value for name, value in found.counts.metrics().items()},
         "seconds": found.seconds,
-        **{
-            routes: {name: json_number(value) for name, value in values.items()}
-            for routes, values in found.statistics.items()
-        },
+        **json_values(found.statistics),
         "versions": versions(),
         "config": config.model_dump(mode="json"),
     }

@@ -23,7 +23,7 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.token_mismatch import Routes
 from megatron_dppo.models.megatron_folder import load_weights
 from megatron_dppo.run.session import joined_processes
-from megatron_dppo.run_folder.folder import json_number
+from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, TrainBatch
@@ -71,7 +71,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
 def write(folder: Path, found: Mapping[str, Any]) -> None:
     """Write `what_if.json` and `what_if.html` of an answer; the page opens without a network."""
     write_plot(folder / "what_if.html", found["rows"], f"{found['run']}: rollouts {found['rollouts']}")
-    content = _as_json({**found, "versions": versions()})
+    content = json_values({**found, "versions": versions()})
     (folder / "what_if.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -131,14 +131,6 @@ def _joined(parts: Sequence[Any]) -> Any:
         else:
             values[field.name] = torch.cat(own) if isinstance(own[0], Tensor) else _joined(own)
     return replace(parts[0], **values)
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    return json_number(value) if isinstance(value, float) else value
 
 
 def run(config: Config, question: Question, folder: Path) -> None:

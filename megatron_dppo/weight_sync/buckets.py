@@ -20,13 +20,6 @@ class Bucket:
         """The name of the type in torch, such as "bfloat16"."""
         return str(self.flat.dtype).removeprefix("torch.")
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Views of the buffer by name."""
-        parts = self.flat.split([torch.Size(shape).numel() for shape in self.shapes])
-        return [
-            (name, part.view(shape)) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
-        ]
-
 
 class Buffer:
     """The memory of buckets, kept from one push to the next."""

@@ -14,6 +14,7 @@ from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
+from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Transport, WeightOwner, WeightSync
@@ -57,6 +58,7 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
         colocated=options.colocated,
         timeout_s=options.sync_timeout_s,
         api_key=key,
+        nccl=nccl_settings(config),
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dppo.errors import ServerError, WeightSyncError
 from megatron_dppo.rollout.sglang.engine import SglangEngine
@@ -39,6 +39,7 @@ class SglangSync:
         colocated: bool,
         timeout_s: float,
         api_key: str | None,
+        nccl: Mapping[str, str],
     ) -> None:
         """Store the settings, and call no server.
 
@@ -52,10 +53,12 @@ class SglangSync:
             colocated: Servers gave their memory to the trainer, see `release_engine`.
             timeout_s: For each call to a server.
             api_key: What servers were started with.
+            nccl: Settings that servers must share, see `nccl_settings`.
         """
         self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
         self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
         self._is_colocated, self._timeout_s, self._api_key = colocated, timeout_s, api_key
+        self._nccl = nccl
         self._released: frozenset[Member] = frozenset()
 
     def push(self, version: int) -> dict[str, float]:
@@ -116,7 +119,8 @@ class SglangSync:
         members: list[Member] = []
         absent: dict[str, str] = {}
         for record in self._servers():
-            if (found := differences(record.nccl)) is not None:  # before any call: its update would stay open
+            found = differences(self._nccl, record.nccl)
+            if found is not None:  # before any call: its update would stay open
                 absent[record.url] = found
                 continue
             try:

@@ -1,13 +1,13 @@
-"""Weight sync by handle: servers on the trainer's devices map its memory."""
+"""Weight sync by handle: servers on the trainer's devices map its memory, a whole bucket with one handle."""
 
 import base64
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 
 import torch.multiprocessing
-from torch import Tensor
 
 from megatron_dppo.rollout.sglang.update_calls import Call
 from megatron_dppo.runtime.process import Runtime
@@ -55,7 +55,7 @@ class TensorTransport:
     def _handles(self, bucket: Bucket, num_receivers: int) -> list[str]:
         """Return a handle for each receiver, from the rank beside it; a handle may be opened only once."""
         rank, size = self._runtime.rank, self._runtime.world_size
-        own = {number: _pickled(bucket.tensors()) for number in range(rank, num_receivers, size)}
+        own = {number: _pickled(bucket) for number in range(rank, num_receivers, size)}
         of_ranks = self._runtime.all_gather(own)
         return [of_ranks[number % size][number] for number in range(num_receivers)]
 
@@ -69,6 +69,22 @@ def _showing(members: Sequence[Member], handles: Sequence[str], version: int | N
     return member.calls.from_tensors(handles[first : first + member.num_ranks], version)
 
 
-def _pickled(tensors: list[tuple[str, Tensor]]) -> str:
-    """Return names and handles, pickled, in base64."""
-    return base64.b64encode(ForkingPickler.dumps(tensors)).decode()
+def _pickled(bucket: Bucket) -> str:
+    """Return one handle for the whole bucket and where its tensors lie, pickled, in base64."""
+    content = {"flattened_tensor": bucket.flat.view(torch.uint8), "metadata": _places(bucket)}
+    return base64.b64encode(ForkingPickler.dumps(content)).decode()
+
+
+def _places(bucket: Bucket) -> list[SimpleNamespace]:
+    """Return each tensor's place in bytes, as SGLang's `FlattenedTensorMetadata` (0.5.21) has it.
+
+    SGLang copies the fields into its own type, and lets no class of others into its unpickler.
+    """
+    places: list[SimpleNamespace] = []
+    start, item = 0, bucket.flat.element_size()
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        size = torch.Size(shape).numel() * item
+        whole = {"name": name, "shape": torch.Size(shape), "dtype": bucket.flat.dtype}
+        places.append(SimpleNamespace(**whole, start_idx=start, end_idx=start + size, numel=size))
+        start += size
+    return places

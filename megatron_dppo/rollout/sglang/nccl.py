@@ -23,11 +23,14 @@ def nccl_settings(config: Config) -> dict[str, str]:
     return {name: "1" if is_on else os.environ.get(name, "0") for name, is_on in arguments.items()}
 
 
-def differences(of_server: Mapping[str, str]) -> str | None:
-    """Return where a server's settings differ from this process's, for a message; none where they are equal."""
+def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | None:
+    """Return where a server's settings differ from the trainer's own, for a message; none where they are equal.
+
+    A server of an older version registered none, and is taken at its word.
+    """
     found = [
-        f"{name}={value} there and {os.environ.get(name, 'unset')} in the trainer"
-        for name, value in of_server.items()
-        if os.environ.get(name) != value
+        f"{name}={of_server[name]} there and {value} in the trainer"
+        for name, value in own.items()
+        if of_server.get(name, value) != value
     ]
     return f"{' and '.join(found)}; export the same values on every node" if found else None

@@ -71,8 +71,8 @@ class UpdateCalls0521:
         return Call("/update_weights_from_distributed", body | _last(version))
 
     def from_tensors(self, pickles: Sequence[str], version: int | None) -> Call:
-        """Take tensors by their handles: one pickled list of (name, tensor) for each rank of the server."""
-        body = {"serialized_named_tensors": list(pickles)}
+        """Take a bucket by its handle: for each rank of the server one pickle of flat tensor and parts."""
+        body = {"serialized_named_tensors": list(pickles), "load_format": "flattened_bucket"}
         return Call("/update_weights_from_tensor", body | _last(version))
 
     def release(self, *what: str) -> Call:

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_dppo.actor.data_parallel import bad_gradients, complete_parameters, wrap_for_data_parallelism
-from megatron_dppo.actor.forward import run_microbatches, to_device
+from megatron_dppo.actor.forward import run_microbatches
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.actor.offload import TrainerMemory
 from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
@@ -347,8 +347,8 @@ class Actor:
                 replay.follow(replace(routes, indices=routes.indices[rows]), counted[rows], chunk)
 
         own = [self._slice(m).local(m) for m in self._filled_up(microbatches)]
-        on_device = [to_device(m, self._runtime.device) for m in own]
-        run_microbatches(self._ddp, on_device, loss, before_forward=follow, forward_only=forward_only)
+        options: dict[str, Any] = dict(before_forward=follow, forward_only=forward_only)
+        run_microbatches(self._ddp, own, loss, device=self._runtime.device, **options)
 
     def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Append placeholders up to a multiple of the stages, as interleaved stages require."""

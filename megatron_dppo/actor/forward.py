@@ -21,6 +21,7 @@ def run_microbatches(
     microbatches: Sequence[Microbatch],
     loss_function: LossFunction,
     *,
+    device: torch.device,
     before_forward: Callable[[int, Microbatch], None] | None = None,
     forward_only: bool = False,
 ) -> None:
@@ -28,21 +29,25 @@ def run_microbatches(
 
     Args:
         chunks: This rank's part of the Megatron model, wrapped for data parallelism: one per virtual stage.
-        microbatches: This rank's tokens of each, on the model's device; as many on every rank.
+        microbatches: This rank's tokens of each, on the host; as many on every rank.
         loss_function: Called with the logits of each micro-batch, on the last pipeline stage.
+        device: The model's.
         before_forward: Called with a chunk's index and a micro-batch before that chunk forwards it.
         forward_only: No gradients.
     """
 
     def forward_step(
-        data: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module
+        data: Iterator[tuple[int, Microbatch, PackedSequences]], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
-        index, microbatch = next(data)
+        index, microbatch, packing = next(data)
         if before_forward is not None:
             before_forward(index, microbatch)
-        return forward_packed(chunk, microbatch), lambda output: loss_function(output.squeeze(0), microbatch)
+        return forward_packed(chunk, microbatch, packing), lambda output: loss_function(
+            output.squeeze(0), microbatch
+        )
 
-    iterators = [iter([(index, m) for m in microbatches]) for index in range(len(chunks))]
+    moved = [(to_device(m, device), packing_of(m, device)) for m in microbatches]
+    iterators = [iter([(index, *each) for each in moved]) for index in range(len(chunks))]
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -54,22 +59,20 @@ def run_microbatches(
     )
 
 
-def forward_packed(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
-    """Return [1, T, V] logits of packed sequences (this rank's columns), or the next stage's hidden states."""
-    longest = microbatch.max_seqlen
-    is_context_split = parallel_state.get_context_parallel_world_size() > 1
-    # Transformer Engine's attention over several ranks asks for both, though nothing lies between sequences.
-    padded = microbatch.cu_seqlens if is_context_split else None
-    packing = PackedSequences(
-        position_ids=microbatch.position_ids,
-        qkv_format="thd",
-        cu_seqlens_q_padded=padded,  # type: ignore[arg-type]  # none by default
-        cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]
-        cu_seqlens_q=microbatch.cu_seqlens,
-        cu_seqlens_kv=microbatch.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def packing_of(microbatch: Microbatch, device: torch.device) -> PackedSequences:
+    """Return what the layers need to know of a micro-batch's packing, made on the host, on `device`."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    return _move(PackedSequences.of(microbatch, rank, size), device)
+
+
+def forward_packed(
+    chunk: torch.nn.Module, microbatch: Microbatch, packing: PackedSequences | None = None
+) -> Tensor:
+    """Return [1, T, V] logits of packed sequences (this rank's columns), or the next stage's hidden states.
+
+    `packing` is that of `packing_of`, made here where it is not given.
+    """
+    packing = packing or packing_of(microbatch, microbatch.tokens.device)
     output: Tensor = chunk(
         microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing
     )
@@ -84,6 +87,8 @@ def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
 def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(_move(each, device) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
     return value

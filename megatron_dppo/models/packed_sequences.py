@@ -1,13 +1,41 @@
-"""What all layers need to know of the packing of a micro-batch."""
+"""What the layers need to know of the packing of a micro-batch: made once, on the host, for all of them."""
 
 from dataclasses import dataclass
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_dppo.models.padded_attention import PaddedBatches
+from megatron_dppo.types import Microbatch
+
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """Megatron's parameters of packed sequences, with positions."""
+    """Megatron's parameters of packed sequences, with positions and the index tensors of attention."""
 
-    position_ids: Tensor  # [T] int64, from 0 in each sequence, of this rank's tokens
+    position_ids: Tensor  # [T'] int64, from 0 in each sequence, of this rank's tokens
+    attention: PaddedBatches
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, rank: int, size: int) -> "PackedSequences":
+        """Return the packing of this rank's part of a micro-batch, on the host.
+
+        Args:
+            microbatch: With the `cu_seqlens` of the whole.
+            rank: This rank's place in its context-parallel group.
+            size: Of that group.
+        """
+        cu_seqlens, longest = microbatch.cu_seqlens.cpu(), microbatch.max_seqlen
+        # Transformer Engine's attention over several ranks asks for it, though nothing lies between sequences.
+        padded = cu_seqlens if size > 1 else None
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q_padded=padded,  # type: ignore[arg-type]  # none by default
+            cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            position_ids=microbatch.position_ids,
+            attention=PaddedBatches.of(cu_seqlens, rank, size),
+        )

@@ -83,16 +83,15 @@ class LayerModel:
         return kept + rows * rest * e
 
     def core_attention(self) -> int:
-        """Return the bytes of queries, keys, values, result and log-sum-exp; the torch spec pads them."""
+        """Return the bytes of queries, keys, values, result and log-sum-exp; ours keeps them padded."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
         queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
         keys = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim * self.layout.context
         statistics = rows * sizes.num_attention_heads // self.layout.tensor * FLOAT
         if self.spec == "te":
             return rows * (queries + 2 * keys) * e + statistics
-        unpadded = rows * (queries + 2 * keys + queries) * e + 2 * rows * INDEX
         padded = rows * (queries + 2 * keys + queries) * e + statistics
-        return int(unpadded + padded * self.assumptions.attention_padding)
+        return int(padded * self.assumptions.attention_padding)
 
     def core_attention_inputs(self) -> int:
         """Return the bytes kept when core attention is recomputed: its inputs, values as a view of qkv."""
@@ -140,8 +139,9 @@ class LayerModel:
         return kept + (0 if "mlp" in dropped else self.dense_mlp())
 
     def shared(self) -> int:
-        """Return the bytes that all layers keep together: the rotary table, cosines and sines in float32."""
-        return self.tokens.attended * 2 * self.shape.sizes.head_dim * FLOAT
+        """Return the bytes that all layers keep together: rotary tables in float32, and rows of the padding."""
+        rows = INDEX * (1 + self.layout.context)
+        return self.tokens.attended * (2 * self.shape.sizes.head_dim * FLOAT + rows)
 
     def working(self) -> int:
         """Return the temporary bytes of one layer's backward: gradients of its widest activations."""

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_dppo.errors import RoutingReplayError
-from megatron_dppo.routing_replay.agreement import overlap
+from megatron_dppo.routing_replay.agreement import num_shared
 from megatron_dppo.types import RoutedExperts
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -27,13 +27,13 @@ class _RouterTap:
     """The hook of one router: returns the rollout's experts, and counts how often the router's own agree."""
 
     num_experts: int
+    top_k: int
     is_replaying: bool
     is_measuring: bool
     rollout: Tensor | None = None  # [T, top_k], of the next forward pass
     counted: Tensor | None = None  # [T] bool: positions that enter the agreement
     forwarded: deque[Tensor] = field(default_factory=deque[Tensor])  # `rollout` of passes not yet recomputed
-    sum_overlap: float = 0.0
-    num_counted: int = 0
+    totals: Tensor | None = None  # [2] int64 so far: experts in common, and positions
 
     def get_replay_topk(
         self,
@@ -66,10 +66,12 @@ class _RouterTap:
         return default_compute_topk(scores, topk, num_groups, group_topk)
 
     def _measure(self, own: Tensor, rollout: Tensor) -> None:
+        """Add to the totals, on the device: reading them here would make the host wait in each layer."""
         assert self.counted is not None
-        agreement = overlap(own, rollout, self.num_experts)[self.counted]
-        self.sum_overlap += float(agreement.sum())
-        self.num_counted += agreement.numel()
+        counted = self.counted.long()
+        shared = num_shared(own, rollout, self.num_experts) * counted
+        added = torch.stack([shared.sum(), counted.sum()])
+        self.totals = added if self.totals is None else self.totals + added
 
 
 def _is_in_backward() -> bool:
@@ -108,7 +110,13 @@ class Replay:
     def agreement(self) -> dict[int, tuple[float, int]]:
         """Return the sum of overlaps and the number of positions, for each MoE layer of this rank."""
         taps = {layer: tap for chunk in self.chunks for layer, tap in chunk.items()}
-        return {layer: (tap.sum_overlap, tap.num_counted) for layer, tap in taps.items()}
+        totals = {layer: tap.totals for layer, tap in taps.items() if tap.totals is not None}
+        found: dict[int, tuple[float, int]] = dict.fromkeys(taps, (0.0, 0))
+        if totals:
+            read = torch.stack(list(totals.values())).tolist()  # the one wait for all layers
+            for layer, (shared, num) in zip(totals, read, strict=True):
+                found[layer] = (shared / taps[layer].top_k, num)
+        return found
 
 
 def routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
@@ -136,7 +144,10 @@ def replaying(
     replay = Replay()
     try:
         for chunk in own:
-            taps = {n: _RouterTap(int(r.num_experts), is_replaying, is_measuring) for n, r in chunk.items()}
+            taps = {
+                layer: _RouterTap(int(router.num_experts), int(router.topk), is_replaying, is_measuring)
+                for layer, router in chunk.items()
+            }
             replay.chunks.append(taps)
             for layer, router in chunk.items():
                 router.router_replay = taps[layer]

@@ -119,9 +119,9 @@ class DotProductAttention(_Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, cu_seqlens_q: Tensor, **_: Any
     ) -> Tensor:
-        from megatron_dppo.models.attention import packed_causal_attention
+        from megatron_dppo.models.padded_attention import PaddedBatches
 
-        return packed_causal_attention(query, key, value, cu_seqlens_q, None).flatten(1)
+        return PaddedBatches.of(cu_seqlens_q).attend(query, key, value, None).flatten(1)
 
 
 def install() -> None:

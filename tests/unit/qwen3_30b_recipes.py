@@ -55,6 +55,7 @@ RECIPES = (
         response_tokens=8192,
         prompts=(32, 8),
         needs=("offload", "recompute"),
+        spared=("recompute",),
     ),
     Recipe(
         "slime, two nodes",
@@ -75,8 +76,7 @@ RECIPES = (
         response_tokens=8192,
         prompts=(4, 4),
         engine={"tp_size": 8, "mem_fraction_static": 0.8},
-        needs=("offload", "recompute"),
-        spared=("recompute",),
+        needs=("offload",),
     ),
     Recipe(
         "miles, one node",

@@ -189,9 +189,8 @@ def _layer(layout: Layout, spec: Any = "torch", tokens: int = 8192, **sizes: Any
 def test_tensor_and_context_parallelism_divide_activations() -> None:
     whole = _layer(layout_of(1)).layer(is_moe=True)
     split = _layer(layout_of(4, tensor=4)).layer(is_moe=True)
-    # Indices of packed tokens are every rank's too.
     assert split == pytest.approx(whole / 4, rel=0.01)
-    keys = 2 * 2 * 8192 * 4 * 128 * 2  # a context-parallel rank keeps all keys and values, twice in our spec
+    keys = 2 * 8192 * 4 * 128 * 2  # a context-parallel rank keeps all keys and values
     assert _layer(layout_of(2, context=2)).layer(True) == pytest.approx((whole + keys) / 2, rel=0.01)
 
 

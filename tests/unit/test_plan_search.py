@@ -202,7 +202,8 @@ def _follows(job: Job, advice: Advice) -> bool:
 
 
 def test_advice_that_is_followed_makes_the_run_fit() -> None:
-    job = job_of(settings=SPLIT | {"rollout.max_response_tokens": 16384}, num_gpus=16)
+    long = {"rollout.max_response_tokens": 16384, "parallel.max_tokens_per_microbatch": 24576}
+    job = job_of(settings=SPLIT | long, num_gpus=16)
     advice = _advice(job)
     assert advice.text.startswith("Recompute activations: ")
     assert advice.settings == RECOMPUTED

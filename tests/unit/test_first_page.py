@@ -1,0 +1,79 @@
+"""The first page and the guides: links lead somewhere, the configuration is a run, and the commands exist."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dppo.checks import check
+from megatron_dppo.cli import app
+from megatron_dppo.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+
+
+def section(title: str) -> str:
+    return README.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_it_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in {heading.lower().replace(" ", "-") for heading in headings}, link
+
+
+def test_each_guide_is_listed() -> None:
+    listed = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "examples/guides/README.md").read_text()))
+    assert listed == {page.name for page in (ROOT / "examples/guides").glob("*.md")} - {"README.md"}
+
+
+def test_the_configuration_is_a_run_but_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (toml,) = re.findall(r"```toml\n(.*?)```", section("A run"), re.DOTALL)
+    assert len(toml.splitlines()) <= 15
+    monkeypatch.chdir(tmp_path)
+    problems = check(Config.model_validate(tomllib.loads(toml)), 16)
+    assert {problem.where for problem in problems} == {"data.prompts", "model.load"}
+
+
+def test_each_command_has_the_options_that_are_shown() -> None:
+    table = re.findall(r"`(?:\S.*-m )?megatron[-_]dppo ([^`]+)`", section("A run"))
+    shown = [shlex.split(command) for command in table]
+    commands = {words[0] for words in shown}
+    assert commands >= {"check", "plan", "train", "evaluate", "compare", "what-if", "convert", "quantize"}
+    for words in shown:
+        path = words[:2] if words[0] in {"convert", "prepare-data"} else words[:1]
+        printed = CliRunner().invoke(app, [*path, "--help"]).output
+        options = {word for word in words if word.startswith("-")}
+        assert options <= set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", printed)), words
+
+
+def test_its_figures_are_the_quickstarts() -> None:
+    rows = {
+        cells[0]: cells[1:]
+        for line in (ROOT / "examples/quickstart/README.md").read_text().splitlines()
+        if line.startswith("| ") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 4
+    }
+    pairs = {
+        "reward of the first rollout": "reward of rollout 0",
+        "reward, mean of the last ten": "reward, mean of the last 10",
+        "k3 KL of trainer and engine, mean": "k3 KL, mean over rollouts",
+    }
+    for ours, theirs in pairs.items():
+        (off, on) = re.findall(rf"^\| {ours} \| (.*) \| (.*) \|$", section("Try it"), re.MULTILINE)[0]
+        expected = [cell.split(" / ") for cell in rows[theirs]]
+        assert off.split(", ") == [pair[0] for pair in expected]
+        assert on.split(", ") == [pair[1] for pair in expected]

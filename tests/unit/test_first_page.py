@@ -1,9 +1,11 @@
 """The first page and the guides: links lead somewhere, the configuration is a run, and the commands exist."""
 
+import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,10 +13,15 @@ from typer.testing import CliRunner
 from megatron_dppo.checks import check
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
+from megatron_dppo.rollout.sglang.options import shipped_options
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+
+
+def guide(name: str) -> str:
+    return (ROOT / "examples" / "guides" / name).read_text()
 
 
 def section(title: str) -> str:
@@ -59,6 +66,25 @@ def test_each_command_has_the_options_that_are_shown() -> None:
         printed = CliRunner().invoke(app, [*path, "--help"]).output
         options = {word for word in words if word.startswith("-")}
         assert options <= set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", printed)), words
+
+
+def test_the_guide_from_other_frameworks_names_settings_that_exist() -> None:
+    rows = [line.split("|")[4] for line in guide("from_verl_or_slime.md").splitlines() if line.startswith("| ")]
+    keys = re.findall(r"`((?:[a-z]+\.)+[a-z_]+)(?: = ([^`]+))?`", " ".join(rows))
+    assert len(keys) > 40
+    for key, value in keys:
+        if key.startswith("sglang."):
+            assert key.removeprefix("sglang.") in shipped_options("0.5.21")
+            continue
+        *path, field = key.split(".")
+        section: Any = Config
+        for name in path:
+            section = section.model_fields[name].annotation
+        assert field in section.model_fields, key
+        if value:  # of the right kind
+            section.__pydantic_validator__.validate_assignment(
+                section.model_construct(), field, json.loads(value)
+            )
 
 
 def test_its_figures_are_the_quickstarts() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from megatron_dppo.checks import check
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
+from megatron_dppo.metrics.alarms import RULES
 from megatron_dppo.rollout.sglang.options import shipped_options
 
 ROOT = Path(__file__).parents[2]
@@ -68,23 +69,46 @@ def test_each_command_has_the_options_that_are_shown() -> None:
         assert options <= set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", printed)), words
 
 
+def require_setting(key: str, value: str | None) -> None:
+    """Resolve a setting, and a value shown of it, in the schema."""
+    if key.startswith("sglang."):
+        assert key.removeprefix("sglang.") in shipped_options("0.5.21")
+        return
+    *path, field = key.split(".")
+    section: Any = Config
+    for name in path:
+        section = section.model_fields[name].annotation
+    assert field in section.model_fields, key
+    if value:
+        section.__pydantic_validator__.validate_assignment(section.model_construct(), field, json.loads(value))
+
+
+SETTING = r"`((?:[a-z]+\.)+[a-z_]+)(?: = ([^`]+))?`"
+
+
 def test_the_guide_from_other_frameworks_names_settings_that_exist() -> None:
     rows = [line.split("|")[4] for line in guide("from_verl_or_slime.md").splitlines() if line.startswith("| ")]
-    keys = re.findall(r"`((?:[a-z]+\.)+[a-z_]+)(?: = ([^`]+))?`", " ".join(rows))
+    keys = re.findall(SETTING, " ".join(rows))
     assert len(keys) > 40
     for key, value in keys:
-        if key.startswith("sglang."):
-            assert key.removeprefix("sglang.") in shipped_options("0.5.21")
-            continue
-        *path, field = key.split(".")
-        section: Any = Config
-        for name in path:
-            section = section.model_fields[name].annotation
-        assert field in section.model_fields, key
-        if value:  # of the right kind
-            section.__pydantic_validator__.validate_assignment(
-                section.model_construct(), field, json.loads(value)
-            )
+        require_setting(key, value)
+
+
+def test_the_guide_of_troubles_names_what_there_is() -> None:
+    """Its settings, metrics, messages and alarms are those of the package."""
+    text, package = guide("when_it_goes_wrong.md"), ROOT / "megatron_dppo"
+    sources = " ".join(path.read_text() for path in package.rglob("*.py"))
+    messages = re.sub(r'"\s+f?"', "", sources)
+    settings = [(key, value) for key, value in re.findall(SETTING, text) if not key.endswith((".toml", ".log"))]
+    assert len(settings) > 20
+    for key, value in settings:
+        require_setting(key, value)
+    for name in re.findall(r"`(?:[a-z]+)/([a-z_0-9]+)(?:_<reason>)?`", text):
+        assert name.removeprefix("dropped_") in sources, name  # one for each reason
+    for words in re.findall(r'(?<!= )"([a-zA-Z][^"]+)"', text):
+        assert words in messages or words == "roll_back", words
+    for alarm in re.findall(r"alarm `(\w+)`", text):
+        assert alarm in RULES
 
 
 def test_its_figures_are_the_quickstarts() -> None:

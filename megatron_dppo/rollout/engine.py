@@ -122,6 +122,27 @@ class InterruptibleEngine(RolloutEngine, Protocol):
         ...
 
 
+class EngineWrapper:
+    """Base of an engine that samples with another one, whose weights and counts are its own."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    @property
+    def weight_version(self) -> int:
+        """See `RolloutEngine.weight_version`."""
+        return self._engine.weight_version
+
+    @property
+    def counts(self) -> EngineCounts:
+        """See `RolloutEngine.counts`."""
+        return self._engine.counts
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """See `RolloutEngine.load_weights`."""
+        return self._engine.load_weights(weights, version)
+
+
 def input_tokens(request: Request) -> list[int]:
     """Return the prompt and the response tokens sampled before, which the next call forwards."""
     return [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]

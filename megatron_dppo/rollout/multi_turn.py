@@ -5,7 +5,7 @@ observation is tokenised alone and appended. A turn is one request, whose prompt
 question with one answer is a trajectory of one turn.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import (
     Completion,
+    EngineWrapper,
     InterruptibleEngine,
     IsEnough,
     Request,
@@ -36,7 +36,7 @@ class TurnLimits:
     max_turn_tokens: int | None = None  # sampled in one turn; none: as many as the response may have
 
 
-class MultiTurnEngine:
+class MultiTurnEngine(EngineWrapper):
     """Samples whole trajectories with an engine; implements `rollout.engine.InterruptibleEngine`.
 
     All open trajectories take a turn together: one call of the engine, then one of the environments. A
@@ -46,22 +46,9 @@ class MultiTurnEngine:
     def __init__(
         self, engine: RolloutEngine, environments: Environments, tokenizer: Tokenizer, limits: TurnLimits
     ) -> None:
-        self._engine, self._environments, self._limits = engine, environments, limits
+        super().__init__(engine)
+        self._environments, self._limits = environments, limits
         self._turn_tokenizer = TurnTokenizer(tokenizer)
-
-    @property
-    def weight_version(self) -> int:
-        """See `RolloutEngine.weight_version`."""
-        return self._engine.weight_version
-
-    @property
-    def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
-        return self._engine.counts
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """See `RolloutEngine.load_weights`."""
-        return self._engine.load_weights(weights, version)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Sample one trajectory per request, with its `episode`; see `RolloutEngine.generate`.

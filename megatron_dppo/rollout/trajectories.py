@@ -1,12 +1,11 @@
 """Builds the trajectory sampler: an engine with environments, or with the user's own `rollout.generate`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from megatron_dppo.config.schema import DataConfig, RolloutConfig
@@ -20,8 +19,7 @@ from megatron_dppo.environments import (
     Trajectory,
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.rollout.engine import Completion, EngineWrapper, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine, TurnLimits
 from megatron_dppo.runtime.user_code import described, imported
 from megatron_dppo.types import FinishReason, Prompt
@@ -37,7 +35,7 @@ where it hangs.
 """
 
 
-class UserGenerate:
+class UserGenerate(EngineWrapper):
     """An engine that samples as a user's function says; implements `rollout.engine.RolloutEngine`."""
 
     def __init__(self, name: str, function: Generate, engine: RolloutEngine, vocab_size: int) -> None:
@@ -49,21 +47,8 @@ class UserGenerate:
             engine: What it is given.
             vocab_size: Of the model.
         """
-        self._name, self._function, self._engine, self._vocab_size = name, function, engine, vocab_size
-
-    @property
-    def weight_version(self) -> int:
-        """See `RolloutEngine.weight_version`."""
-        return self._engine.weight_version
-
-    @property
-    def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
-        return self._engine.counts
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """See `RolloutEngine.load_weights`."""
-        return self._engine.load_weights(weights, version)
+        super().__init__(engine)
+        self._name, self._function, self._vocab_size = name, function, vocab_size
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Return the function's completions after checking that they fit; see `RolloutEngine.generate`.

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 LEAVE = """
-import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_dppo.runtime import process
@@ -13,7 +14,20 @@ process.start()
 import torch.distributed.checkpoint  # as commands do: Megatron is imported after the process group exists
 
 process.stop()
-print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())])
+
+
+def threads_of_gloo():
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text())
+    return [name for name in names if "gloo" in name]
+
+
+deadline = time.monotonic() + 20
+while threads_of_gloo() and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(threads_of_gloo())
 """
 
 

@@ -22,17 +22,17 @@ help:
 	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment)"
-	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); for GPUs where nvidia-smi finds one"
+	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
 	@echo "make lint        ruff, pyright, import-linter, shellcheck, size limits"
-	@echo "make bench       tokens/s of rollout and training, where the time goes, and training speed by layout"
+	@echo "make bench       tokens/s of rollout and training, where the time goes, training speed by layout, and the host's path of a 30B"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
 	@echo "make bench-sglang  weights pushed to a real SGLang server, and responses read from it, against copies and plain HTTP"
 	@echo "make bench-save  the pause that an asynchronous save costs, against a synchronous one"
 	@echo "make bench-convert  conversion of a 3 GB model beside a copy of the files and mbridge (own environment)"
 	@echo "make bench-trl   the same task with TRL's GRPOTrainer, interleaved (own environment)"
-	@echo "make gpu         the tests and benchmarks that need a GPU"
-	@echo "make gpu-sglang  pushes to an SGLang server on the trainer's GPU, and their benchmark; installs SGLang for GPUs"
+	@echo "make gpu         all that needs a GPU, on one: each step with a time limit, and a table; GPU_FLAGS=--rehearse tries it"
+	@echo "make gpu-sglang  the same with an SGLang server on the trainer's GPU; installs SGLang for GPUs"
 	@echo "make venv        only the environment, .venv; PYTHON=python3.11 picks the interpreter"
 
 venv: $(VENV)/.stamp
@@ -56,7 +56,7 @@ quickstart-short: venv
 study-short: venv
 	$(RUN) examples/miniature_study/run.py --short
 
-test test-recipes test-slow layouts test-py312 test-sglang test-slurm faults gpu: export OMP_NUM_THREADS := 1
+test test-recipes test-slow layouts test-py312 test-sglang test-slurm faults: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
@@ -80,17 +80,35 @@ $(VENV312)/.stamp: setup.py constraints.txt Makefile | python312
 	$(VENV312)/bin/python -m pip install --quiet -c $(VENV312)/constraints.txt -e '.[dev]'
 	@touch $@
 
-# The test runner is ours; the servers that it starts run in SGLang's environment.
-test-sglang: venv sglang-venv
+# The test runner is ours; the servers that it starts run in SGLang's environment, on a CPU.
+test-sglang: venv
+	$(MAKE) sglang-venv SGLANG_FOR=cpu
 	$(RUN) -m pytest tests/sglang
 
-sglang-venv: $(SGLANG_VENV)/.stamp
+# For GPUs or for a CPU: as SGLANG_FOR says, else by nvidia-smi. A login node of a cluster must be told.
+ifndef SGLANG_FOR
+SGLANG_FOR := $(shell if nvidia-smi >/dev/null 2>&1; then echo gpu; elif command -v sbatch >/dev/null; then echo unknown; else echo cpu; fi)
+SGLANG_WHY := nvidia-smi says so
+else
+SGLANG_WHY := it was asked for
+endif
 
+sglang-venv: $(SGLANG_VENV)/.stamp-$(SGLANG_FOR)
+	@echo "$(SGLANG_VENV) is for $(SGLANG_FOR): $(SGLANG_WHY). make sglang-venv SGLANG_FOR=gpu or SGLANG_FOR=cpu chooses."
+
+# Each kind has a stamp, and there is one environment: one of the other kind is removed, never added to.
 # On a CPU: what serving needs, and a .pth file that makes tests/sglang/cpu_shim part of the environment.
-$(SGLANG_VENV)/.stamp: tests/sglang/requirements-cpu.txt Makefile
+$(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu.txt Makefile
+	@case "$(SGLANG_FOR)" in gpu|cpu) ;; \
+	  unknown) echo "found sbatch and no GPU: a login node? Expected to be told what SGLang is for: make sglang-venv SGLANG_FOR=gpu for" \
+	    "a cluster's GPUs (here or in a job), SGLANG_FOR=cpu for this machine's CPU." >&2; exit 1 ;; \
+	  *) echo "SGLANG_FOR: found $(SGLANG_FOR); expected gpu or cpu." >&2; exit 1 ;; esac
+	@if [ "$(SGLANG_FOR)" = gpu ]; then other=$$(find $(SGLANG_VENV)/lib -name sglang_on_cpu.pth 2>/dev/null); \
+	  else other=$$(find $(SGLANG_VENV)/.stamp-gpu 2>/dev/null); fi; \
+	  [ -z "$$other" ] || { echo "$(SGLANG_VENV) is not for $(SGLANG_FOR): it is made anew"; rm -rf $(SGLANG_VENV); }
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0
-	if nvidia-smi >/dev/null 2>&1; then \
+	if [ "$(SGLANG_FOR)" = gpu ]; then \
 	  $(SGLANG_VENV)/bin/python -m pip install --quiet sglang==$(SGLANG); \
 	else \
 	  $(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements-cpu.txt && \
@@ -125,12 +143,14 @@ lint: venv
 bench: venv
 	$(RUN) -m tools.benchmarks.loop
 	$(RUN) -m tools.benchmarks.layouts
+	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.host
 
 bench-loss: venv
 	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.loss
 
 bench-sglang: venv sglang-venv
 	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.sglang_transfer
+	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.decoding
 
 bench-save: venv
 	OMP_NUM_THREADS=1 $(RUN) -m tools.benchmarks.save
@@ -148,6 +168,7 @@ $(MBRIDGE_VENV)/.stamp: setup.py constraints.txt Makefile
 
 bench-trl: venv $(TRL_VENV)/.stamp
 	$(RUN) -m tools.benchmarks.trl_comparison --trl-python $(TRL_VENV)/bin/python
+	$(RUN) -m tools.benchmarks.trl_comparison --trl-python $(TRL_VENV)/bin/python --workload mixed
 
 $(TRL_VENV)/.stamp: Makefile
 	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
@@ -155,19 +176,14 @@ $(TRL_VENV)/.stamp: Makefile
 	$(TRL_VENV)/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 transformers==5.23.0 datasets==5.2.0 accelerate==1.15.0
 	@touch $@
 
+# What needs a GPU, each step with its own time limit: GPU_FLAGS='--only tests --within-s 600', or --rehearse on a CPU.
 gpu: venv
-	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU, and torch sees none here")'
-	$(RUN) -m pytest tests/gpu -m gpu
-	$(RUN) -m tools.benchmarks.loss
-	$(RUN) -m tools.benchmarks.gpu_step
-	$(RUN) -m tools.benchmarks.loop
-	$(RUN) -m tools.benchmarks.save
+	$(RUN) -m tools.gpu_machine $(GPU_FLAGS)
 
 # As make gpu, with SGLang's GPU packages, which need a network.
-gpu-sglang: venv sglang-venv
-	@$(RUN) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-sglang needs a GPU, and torch sees none here")'
-	$(RUN) -m pytest tests/gpu/test_sglang_on_gpu.py -m gpu
-	$(RUN) -m tools.benchmarks.sglang_transfer
+gpu-sglang: venv
+	$(MAKE) sglang-venv SGLANG_FOR=gpu
+	$(RUN) -m tools.gpu_machine --sglang $(GPU_FLAGS)
 
 # The report is tested in a real browser.
 chromium:

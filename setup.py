@@ -75,8 +75,10 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
     package_data={
+        "megatron_dppo.analysis": ["vendored/*"],
         "megatron_dppo.analysis.report": ["templates/*"],
         "megatron_dppo.analysis.figures": ["templates/*"],
+        "megatron_dppo.analysis.what_if": ["templates/*"],
         "megatron_dppo.kernels": ["csrc/*"],
         "megatron_dppo.rollout.sglang": ["arguments_*.json"],
     },
@@ -101,6 +103,7 @@ setup(
         "jinja2>=3.1",
         "plotly>=7.1",
         "httpx2>=2.16",
+        "msgspec>=0.19",
         "datasets>=5.2",
         "math-verify[antlr4_13_2]>=0.9",
         "matplotlib>=3.11",
@@ -109,6 +112,8 @@ setup(
         "dev": [
             "hypothesis>=6.170",
             "import-linter>=2.16",
+            # Reads the kernels' machine code; any version of the compiler's major one or later does.
+            "nvidia-cuda-nvdisasm>=13.2; sys_platform == 'linux'",
             # What LoRA is compared with.
             "peft>=0.21",
             "pyright>=1.1.414",

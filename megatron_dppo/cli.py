@@ -11,12 +11,36 @@ from typing import Annotated, NoReturn
 import typer
 
 from megatron_dppo import __version__, cli_analysis, cli_checkpoints, cli_data
-from megatron_dppo.checks import gather_facts, not_checked, problems_of, require_evaluable, require_valid
+from megatron_dppo.checks import (
+    gather_facts,
+    not_checked,
+    problems_of,
+    remarks,
+    require_evaluable,
+    require_valid,
+)
 from megatron_dppo.checks.summary import lines_of, summary
-from megatron_dppo.cli_options import AcceptChanges, Configs, Overrides, user_errors
+from megatron_dppo.cli_options import (
+    AcceptChanges,
+    Assumptions,
+    Configs,
+    MeasuredRun,
+    Overrides,
+    SplitGpus,
+    user_errors,
+)
 from megatron_dppo.config.load import dump_config, load_config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan import Machine, as_json, as_text, make_plan, parse_bytes
+from megatron_dppo.plan import (
+    Machine,
+    as_json,
+    as_text,
+    divide,
+    make_plan,
+    parse_bytes,
+    split_as_json,
+    split_as_text,
+)
 from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
 
 app = typer.Typer(
@@ -138,6 +162,8 @@ def check(
     notes = not_checked(config)
     for note in notes:
         typer.echo(f"not checked: {note}", err=True)
+    for remark in remarks(config):
+        typer.echo(f"note: {remark}", err=True)
     if problems:
         _exit_with_problems(problems)
     typer.echo(f"no problems found{' in what was checked' if notes else ''}", err=True)
@@ -159,6 +185,16 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
     proposals: Annotated[int, typer.Option(min=0, help="Layouts to show of those that fit.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
+    is_traced: Annotated[
+        bool,
+        typer.Option("--trace", help="Also run the worst rank's gradient step, with tensors without data."),
+    ] = False,
+    trace_layers: Annotated[
+        int | None, typer.Option(min=1, help="Trace with fewer layers, and extrapolate. [default: all]")
+    ] = None,
+    split: SplitGpus = None,
+    measured: MeasuredRun = None,
+    assume: Assumptions = None,
 ) -> None:
     """Say whether train admits a run on so many GPUs, whether it fits, and which layouts do.
 
@@ -174,17 +210,41 @@ def plan(
     while weights go to the engine. Layouts that fit are listed with the --set that makes them; where none fits,
     the fewest GPUs that are enough. Times are estimates.
 
+    --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
+    data: a few minutes on a CPU for a model of any size, without weights. It prints what is live at each peak,
+    by source line, beside what is planned, and how often a layer launches a kernel or waits for the GPU:
+
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --trace --trace-layers 8
+
+    --split says how many of so many GPUs should serve and how many train, and what sampling beside training
+    (rollout.max_staleness) would gain, from rates that a run measured, or that you give:
+
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --measured runs/short
+
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --assume serving_rate=2000
+
     Exits with 0 when the configured run is admitted and fits, with 1 when not, and with 2 for errors in what
-    you gave.
+    you gave. Neither a trace that finds other than the plan nor a split changes the status.
     """
     with user_errors():
         config = load_config(configs, overrides or ())
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
         machine = Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node)
         made = make_plan(config, machine)
-    typer.echo(
-        json.dumps(as_json(made, proposals), indent=2) if is_json else as_text(made, proposals), nl=is_json
-    )
+        shown, text = as_json(made, proposals), as_text(made, proposals)
+        if split is not None:
+            found = divide(made.job, split, measured, assume or ())
+            shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
+        elif measured is not None or assume:
+            given = "--assume" if measured is None else "--measured"
+            raise ConfigError(Problem(given, "no --split", "one", "Add --split 32, the number of all GPUs."))
+        if is_traced or trace_layers is not None:
+            quiet_library_warnings()
+            from megatron_dppo import trace
+
+            traced = trace.trace_run(made, lambda line: typer.echo(f"trace: {line}", err=True), trace_layers)
+            shown, text = shown | {"trace": trace.as_json(traced)}, f"{text}\n{trace.as_text(traced)}"
+    typer.echo(json.dumps(shown, indent=2) if is_json else text, nl=is_json)
     if not made.fits:
         raise typer.Exit(1)
 
@@ -246,7 +306,8 @@ def evaluate(
             raise ConfigError(Problem("--checkpoint", "--model too", "one of them", "Run the command twice."))
         folder = checkpoint or model
         load = [] if folder is None else [f"model.load={json.dumps(str(folder))}"]
-        config = load_config(configs, [*(overrides or ()), *load])
+        # 0 turns off the evaluation of training; this command was asked to evaluate.
+        config = load_config(configs, [*(overrides or ()), *load, "evaluation.every=1"])
         require_evaluable(config, world_size_from_launcher())
         quiet_library_warnings()
         gpu_libraries()

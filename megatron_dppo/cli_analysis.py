@@ -15,17 +15,29 @@ app = typer.Typer()
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, one or more.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The report to write.")] = Path("report.html"),
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Rewrite the report until the runs have ended, or Ctrl-C.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two looks of --watch.")] = 10.0,
 ) -> None:
     """Overlay several runs in one HTML report.
 
-    It needs nothing but the run folders, and opens in a browser without a network:
+    It opens with findings, which are printed as well: one sentence for each question that the runs can answer,
+    and whether they decide it. It needs nothing but the run folders, and opens in a browser without a network:
 
         megatron-dppo compare runs/no_replay runs/replay -o report.html
+
+        megatron-dppo compare runs/no_replay runs/replay --watch
+
+    With --watch the page in the browser reloads itself, and stays where it was scrolled to.
     """
     with user_errors():
         from megatron_dppo.analysis.report.report import compare as write_report
+        from megatron_dppo.analysis.report.watch import watch as write_reports
 
-        write_report(runs, out)
+        found = write_reports(runs, out, every, typer.echo) if watch else write_report(runs, out)
+    for sentence in found:
+        typer.echo(f"- {sentence}")
     typer.echo(f"wrote {out}")
 
 
@@ -58,8 +70,9 @@ def figures(
         from megatron_dppo.analysis.figures.command import draw_figures, formats_of
 
         written = draw_figures(folders, out, formats_of(formats or ()), title)
-    for sentence in written.not_drawn:
-        typer.echo(f"not drawn: {sentence}", err=True)
+    if written.not_drawn:
+        names = ", ".join(sentence.partition(" ")[0] for sentence in written.not_drawn)
+        typer.echo(f"not drawn, for want of data: {names} (index.html says what to set)", err=True)
     typer.echo(f"wrote {len(written.names)} figures and index.html to {out}")
 
 
@@ -74,11 +87,19 @@ def what_if(
         typer.Option(metavar="DIR", help="Weights that sampled the rollouts, for anchor = recomputed."),
     ] = None,
     rollouts: Annotated[
-        list[int] | None, typer.Option("--rollout", help="Of those kept; many times. [default: the last]")
+        list[str] | None,
+        typer.Option("--rollout", metavar="N|all", help="Of those kept; many times. [default: the last]"),
     ] = None,
     presets: Annotated[
-        list[str] | None, typer.Option("--preset", help="Another algorithm; many times. [default: the run's]")
+        list[str] | None,
+        typer.Option("--preset", help="A preset, or module:function; many times. [default: the run's]"),
     ] = None,
+    every_preset: Annotated[
+        bool, typer.Option("--all", help="All presets whose inputs were kept; the others are named.")
+    ] = False,
+    rule_options: Annotated[
+        str, typer.Option(metavar="NAME=VALUE,...", help="Of rules of your own. [default: the run's]")
+    ] = "",
     sweeps: Annotated[
         list[str] | None, typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Of the presets; many times.")
     ] = None,
@@ -87,32 +108,39 @@ def what_if(
         Path | None, typer.Option("-o", "--out", metavar="DIR", help="[default: RUN/what_if]")
     ] = None,
 ) -> None:
-    """Ask what other trust regions would have masked in a run's mini-batches.
+    """Compare trust regions on a run's mini-batches: what each masks, and what it leaves of the gradient.
 
     No engine samples: the tokens that tracking.batches_every kept are forwarded once with the weights of a
     checkpoint, with live and with replayed routes where the rollout has them, and each variant masks them:
 
         megatron-dppo what-if runs/r3 --preset grpo --preset dppo_topk_tv --sweep delta=0.05,0.1,0.2
 
-        megatron-dppo what-if runs/r3 --before runs/r3/checkpoints/step_00000040 --preset minirl
+        megatron-dppo what-if runs/r3 --all --rollout all --before runs/r3/checkpoints/step_00000040
+
+        megatron-dppo what-if runs/r3 --preset my_rules:fades_out --sweep rule_options.delta=0.1,0.2
+
+    A table is printed; what_if.json has all figures, what_if.html shows them in a browser. Options of a rule of
+    your own are --rule-options delta=0.2, or swept; its divergence is --sweep rule_divergence=topk_tv.
 
     One process reads the batches of any job; torchrun with the run's layout does, too.
     """
     with user_errors():
-        from megatron_dppo.analysis.what_if.question import question_of
+        from megatron_dppo.analysis.what_if.question import Asked, question_of
 
         folder = out or run / "what_if"
-        config, question = question_of(
+        asked = Asked(
             run,
+            folder,
             checkpoint=checkpoint,
             before=before,
             rollouts=rollouts or (),
             presets=presets or (),
+            is_all=every_preset,
             sweeps=sweeps or (),
+            rule_options=rule_options,
             overrides=overrides or (),
-            world_size=world_size_from_launcher(),
-            out=folder,
         )
+        config, question = question_of(asked, world_size_from_launcher())
         quiet_library_warnings()
         gpu_libraries()
         from megatron_dppo.analysis.what_if.answer import run as ask

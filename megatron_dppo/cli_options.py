@@ -25,6 +25,17 @@ AcceptChanges = Annotated[
         help="Resume the run with settings that make it another experiment; metrics.jsonl notes them.",
     ),
 ]
+SplitGpus = Annotated[
+    int | None,
+    typer.Option(metavar="GPUS", min=2, help="Also divide so many GPUs between servers and training."),
+]
+MeasuredRun = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="A run's folder, whose rates --split takes.")
+]
+Assumptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="A rate for --split, such as serving_rate=2000; many times."),
+]
 
 
 @contextmanager

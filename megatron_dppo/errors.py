@@ -133,3 +133,7 @@ class KernelBuildError(MegatronDppoError):
 
 class TrainingError(MegatronDppoError):
     """Training itself goes wrong: losses or gradients are not finite, step after step."""
+
+
+class TraceError(MegatronDppoError):
+    """A traced step needs values that a trace does not compute, or the process that ran it ended."""

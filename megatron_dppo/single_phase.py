@@ -22,7 +22,11 @@ def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False)
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
     """
-    _refuse_rollback(config)
+    _refuse_what_needs_both(config)
+    if config.rollout.max_staleness:
+        expected = "0: nothing is trained meanwhile, so that no weights are pushed to sample by"
+        found, action = str(config.rollout.max_staleness), "--set rollout.max_staleness=0"
+        raise ConfigError(Problem("rollout.max_staleness", found, expected, action))
     with (
         start_session(config, accepts_changes=accepts_changes) as session,
         own_servers(config, session.runtime),
@@ -43,7 +47,7 @@ def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -
         DataError: A rollout is not there, or was kept by another number of processes.
         Preempted: A signal asked the run to stop, and it has saved.
     """
-    _refuse_rollback(config)
+    _refuse_what_needs_both(config)
     with start_session(config, accepts_changes=accepts_changes) as session:
         _require_all(folder, config.run.num_rollouts, session.runtime)
         training = TrainOnly(config, session, Actor(config, session.runtime))
@@ -90,7 +94,7 @@ class TrainOnly(Training):
         self.state.restart_timer()
         folder = _of_rollout(self.folder, self.state.rollout)
         self.logger.add_values(json.loads((folder / _METRICS).read_text()))
-        self.state.begin_rollout(read_batches(_of_rank(folder, self.runtime)), {})
+        self.state.begin_rollout(read_batches(_of_rank(folder, self.runtime)))
 
     def sync(self) -> None:
         """Finish the rollout."""
@@ -105,7 +109,10 @@ def _of_rank(folder: Path, runtime: Runtime) -> Path:
     return folder / f"rank_{runtime.rank}_of_{runtime.world_size}.safetensors"
 
 
-def _refuse_rollback(config: Config) -> None:
+def _refuse_what_needs_both(config: Config) -> None:
+    if config.rollout.lag:
+        expected = "0: each half of the loop has the run's first weights alone, so nothing lags behind others"
+        raise ConfigError(Problem("rollout.lag", str(config.rollout.lag), expected, "--set rollout.lag=0"))
     if config.tracking.alarms == "roll_back":
         expected = "log, stop or off: half a loop meets the same rollouts again"
         raise ConfigError(Problem("tracking.alarms", "roll_back", expected, "--set tracking.alarms=log"))

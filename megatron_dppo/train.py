@@ -5,13 +5,12 @@ from typing import Self
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.rollout.sglang.own_servers import own_servers
-from megatron_dppo.run.parts import RunParts
+from megatron_dppo.run.sampling import SamplingParts
 from megatron_dppo.run.session import Session, start_session
-from megatron_dppo.weight_sync.factory import WeightSync, build_sync
+from megatron_dppo.weight_sync.factory import WeightSync, build_sync, release_servers
 
 
 def main(config: Config, *, accepts_changes: bool = False) -> None:
@@ -30,24 +29,25 @@ def main(config: Config, *, accepts_changes: bool = False) -> None:
             training.run()
 
 
-class Training(RunParts):
+class Training(SamplingParts):
     """The training loop. The modes of `single_phase` replace some of its phases."""
 
-    rollouts: Rollouts
     weight_sync: WeightSync
 
     @classmethod
     def prepare(cls, config: Config, session: Session) -> Self:
         """Load prompts, engine and model, and resume from the latest checkpoint."""
         runtime, folder = session.runtime, hf_files(config.model.load)
+        release_servers(config, runtime)  # they started with all of their memory
         engine = build_engine(config, folder, runtime.device)
         rollouts = Rollouts(config, folder, engine, share=(runtime.rank, runtime.world_size))
         training = cls(config, session, Actor(config, runtime))
         training.checkpoints.resume(rollouts.cursor, rollouts.prompts_digest)
         rollouts.seek(training.state.run_state.data_cursor)
         training.rollouts, training.weight_sync = rollouts, build_sync(config, training.actor, engine, runtime)
+        training.turns.sync = training.weight_sync
         if training.state.open_rollout is None:  # else the engine gets the weights that come of the open one
-            training.weight_sync.push(training.state.weight_version)
+            training.push(training.state.weight_version)
         return training
 
     def run(self) -> None:
@@ -67,31 +67,17 @@ class Training(RunParts):
         """Evaluate the policy where an evaluation is due."""
         rollout, folder = self.state.rollout, self.logger.evaluations
         if self.state.is_evaluation_due:
-            self.logger.write_evaluation(rollout, self.sampled(lambda: self.rollouts.evaluate(rollout, folder)))
+            with (timer := self.state.restart_timer()).time("evaluation"):
+                scores = self.sampled(lambda: self.rollouts.evaluate(rollout, folder))
+            self.logger.write_evaluation(rollout, scores, timer.seconds["evaluation"])
             self.state.finish_evaluation()
 
     def roll_out(self) -> None:
-        """Sample the next rollout, score it, and make its gradient steps."""
-        rollout, timer = self.state.rollout, self.state.restart_timer()
-        with timer.time("rollout"):
-            groups, counts = self.sampled(lambda: self.rollouts.next(rollout))
-            self.weight_sync.release_engine()
-        self.logger.describe_rollout(groups, counts)
-        groups = with_advantages(groups, self.config.algorithm.normalize_advantage_std)
-        self.logger.write_samples(rollout, groups, self.rollouts.tokenizer)
-        with timer.time("batch"):
-            steps, report = gradient_steps(
-                groups, rollout, self.config, self.actor.data_parallel, routing=self.actor.captured_routing
-            )
-        self.logger.describe_batches(report)
-        if self.state.is_paired_forward_due and steps:
-            with timer.time("paired_forward"):
-                self.logger.add_to_rollout(self.actor.paired_mismatch(steps[0]))
-        if self.actor.objective.anchor == "recomputed":
-            with timer.time("train"):
-                steps = [self.actor.with_old_log_probs(batch) for batch in steps]
-        self.logger.keep_batches(rollout, steps)
-        self.state.begin_rollout(steps, self.rollouts.settle(self.runtime.all_gather))
+        """Sample rollouts until `rollout.lag` wait behind the next one, and open that."""
+        self.state.restart_timer()
+        while (number := self.state.next_to_sample) is not None:
+            self.sample(number)
+        self.begin_rollout()
 
     def train(self) -> None:
         """Take the remaining gradient steps of the open rollout; save between them where that is due."""
@@ -111,8 +97,10 @@ class Training(RunParts):
         """Push the new weights to the engine, and finish the rollout; an alarm may roll the run back."""
         version = self.state.weight_version + 1
         with self.state.timer.time("sync"):
-            sync_metrics = self.weight_sync.push(version)
+            sync_metrics = self.push(version, num_finished=1)
         alarm = self.finish_rollout(version, sync_metrics)
         if alarm is not None:
             self.rollback.go_back(alarm)
-            self.weight_sync.push(self.state.weight_version)
+            if self.rollouts.is_ahead:  # what is open was sampled by weights that were taken back
+                self.rollouts.seek(self.state.run_state.data_cursor)
+            self.push(self.state.weight_version)

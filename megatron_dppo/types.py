@@ -150,6 +150,7 @@ class RolloutTokens:
     loss_mask: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] bool: which learn; none: all
     token_weights: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32; none: 1 everywhere
     old_log_probs: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32, for recomputed anchors
+    ref_log_probs: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32, for the reference KL
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
     def rows(self, which: Any) -> Self:
@@ -198,6 +199,14 @@ class TrainBatch:
     microbatches: tuple[Microbatch, ...]
     num_loss_tokens: int
     num_samples: int
+
+
+@dataclass(frozen=True)
+class SampledRollout:
+    """A sampled rollout that waits to be trained on, which every checkpoint must keep."""
+
+    steps: tuple[TrainBatch, ...]  # this rank's gradient steps
+    metrics: Mapping[str, float]  # of its row: what was measured when it was sampled, over all ranks
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Trust regions under pressure on a CPU: the grid of grid.toml, several seeds each, and a report.
 
-    python examples/miniature_study/run.py --short      # two cells, two seeds: does it work?
+    python examples/miniature_study/run.py --short      # four cells, two seeds: does it work?
     python examples/miniature_study/run.py --seeds 10   # the whole study takes hours: stop it, go on
 
 Everything goes to runs/miniature_study/. What is finished is kept: ask again
@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 from study_grid import Cell, Grid, read_grid
+from study_pictures import draw_against, draw_ranked
 from study_report import TITLE, write_report
 from study_results import CellResult, findings, read_results
 from study_runs import Task, run_all
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("examples/miniature_study")
 QUICKSTART = Path("examples/quickstart")
 MODEL = ("--layers", "2", "--experts", "8", "--experts-per-token", "2")
-SHORT = {"algorithms": ["dppo_binary_tv", "pg_is"], "settings": ["too_fast"]}
+SHORT = {"algorithms": ["dppo_binary_tv", "pg_is"], "settings": ["too_fast", "lag_2"]}
 _SHORT_ROLLOUTS, _SHORT_WARM_START = 3, 60
 
 Names = Annotated[list[str] | None, typer.Option(help="Only these; may be given many times.")]
@@ -43,7 +44,8 @@ def main(
     rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of each run.")] = 24,
     algorithm: Names = None,
     setting: Names = None,
-    short: Annotated[bool, typer.Option("--short", help="Two cells, two seeds, three rollouts each.")] = False,
+    block: Names = None,
+    short: Annotated[bool, typer.Option("--short", help="Four cells, two seeds, three rollouts each.")] = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="[default: runs/miniature_study, or ..._short]")
     ] = None,
@@ -61,7 +63,7 @@ def main(
         seeds, num_rollouts = 2, _SHORT_ROLLOUTS
         algorithm, setting = algorithm or SHORT["algorithms"], setting or SHORT["settings"]
     try:
-        grid = grid.only(algorithm or (), setting or ())
+        grid = grid.only(algorithm or (), setting or (), block or ())
     except MegatronDppoError as error:
         raise typer.BadParameter(str(error)) from None
     tasks = tasks_of(grid, folder, range(seeds), num_rollouts)
@@ -107,18 +109,23 @@ def report(grid: Grid, folder: Path, seeds: Sequence[int], num_rollouts: int, fa
     ]
     write_report(folder, grid, results, found, facts)
     (folder / "summary.json").write_text(json.dumps(summary(results), indent=1) + "\n")
-    draw(folder, results)
+    draw(grid, folder, results)
     for finding in found:
         typer.echo(f"- {finding.expectation.text}: {finding.outcome}")
     typer.echo(f"wrote report.html, report.md and summary.json to {folder}")
 
 
-def draw(folder: Path, results: Mapping[Cell, CellResult]) -> None:
-    """The paper's figures of the finished runs, in figures/; none where no run has finished."""
+def draw(grid: Grid, folder: Path, results: Mapping[Cell, CellResult]) -> None:
+    """The paper's figures of the finished runs and the blocks' own, in figures/; none without such runs."""
     runs = [cell.folder(folder, run.seed) for cell, result in results.items() for run in result.runs]
     if runs:
         written = draw_figures(runs, folder / "figures", title=TITLE)
         typer.echo(f"wrote {len(written.names)} figures and index.html to {folder / 'figures'}")
+    for block in grid.blocks:
+        if block.against is not None:
+            draw_against(block, block.against, grid, results, folder / "figures")
+        if block.is_ranked:
+            draw_ranked(block, results, folder / "figures")
 
 
 def summary(results: Mapping[Cell, CellResult]) -> dict[str, object]:

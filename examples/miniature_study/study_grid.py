@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Block:
     name: str
     title: str
     cells: tuple[Cell, ...]
+    against: str | None = None  # a number among the settings, by its dotted key, to draw figures against
+    is_ranked: bool = False  # draw the algorithms one below another, the best above
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,11 @@ class Grid:
         tables = (self.settings[cell.setting], self.algorithms[cell.algorithm])
         return [f"{key}={_as_toml(value)}" for table in tables for key, value in _flat(table)]
 
-    def only(self, algorithms: Sequence[str], settings: Sequence[str]) -> "Grid":
+    def number(self, setting: str, key: str) -> float:
+        """What a setting has for a dotted key; 0 where it does not name it."""
+        return float(dict(_flat(self.settings[setting])).get(key, 0))
+
+    def only(self, algorithms: Sequence[str], settings: Sequence[str], blocks: Sequence[str] = ()) -> "Grid":
         """The part of it that has these; an empty sequence means all.
 
         Raises:
@@ -77,6 +83,7 @@ class Grid:
         for option, given, known in (
             ("--algorithm", algorithms, self.algorithms),
             ("--setting", settings, self.settings),
+            ("--block", blocks, [block.name for block in self.blocks]),
         ):
             if unknown := [name for name in given if name not in known]:
                 expected = "one of " + ", ".join(known)
@@ -86,9 +93,11 @@ class Grid:
             is_asked = not algorithms or cell.algorithm in algorithms
             return is_asked and (not settings or cell.setting in settings)
 
-        blocks = [Block(b.name, b.title, tuple(filter(stays, b.cells))) for b in self.blocks]
-        asked = tuple(e for e in self.expectations if stays(e.above) and stays(e.below))
-        return Grid(self.algorithms, self.settings, tuple(block for block in blocks if block.cells), asked)
+        chosen = [block for block in self.blocks if not blocks or block.name in blocks]
+        parts = [replace(block, cells=tuple(filter(stays, block.cells))) for block in chosen]
+        cells = {cell for block in parts for cell in block.cells}
+        asked = tuple(e for e in self.expectations if e.above in cells and e.below in cells)
+        return Grid(self.algorithms, self.settings, tuple(block for block in parts if block.cells), asked)
 
 
 def read_grid(path: Path) -> Grid:
@@ -100,7 +109,13 @@ def read_grid(path: Path) -> Grid:
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     algorithms, settings = content["algorithms"], content["settings"]
     blocks = tuple(
-        Block(name, of["title"], tuple(Cell(s, a) for s in of["settings"] for a in of["algorithms"]))
+        Block(
+            name,
+            of["title"],
+            tuple(Cell(s, a) for s in of["settings"] for a in of["algorithms"]),
+            of.get("against"),
+            of.get("is_ranked", False),
+        )
         for name, of in content["blocks"].items()
     )
     expectations = tuple(

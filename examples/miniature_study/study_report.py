@@ -1,6 +1,7 @@
 """The study's report: tables and words in report.md, the same with curves in report.html."""
 
 import html
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import plotly.io
 from study_grid import Block, Cell, Grid
+from study_pictures import AGAINST
 from study_results import FIGURES, CellResult, Finding
 
 from megatron_dppo.analysis.contrasts import Estimate, estimate
@@ -49,7 +51,10 @@ def write_report(
     parts: list[tuple[str, Any]] = [("words", facts), ("heading", "What reproduced, and what did not")]
     parts += [("words", [_sentence(finding) for finding in found]), ("table", _of_findings(found))]
     for block in grid.blocks:
-        parts += [("heading", block.title), ("table", _of_block(block, results)), ("plot", (block, results))]
+        parts += [("heading", block.title), ("table", _of_block(block, results))]
+        parts += [("plot", figure(block, results))]
+        if block.against is not None:
+            parts += [("plot", figure_against(block, block.against, grid, results))]
     parts += [("words", _READING)]
     (out / "report.md").write_text(f"# {TITLE}\n\n" + "\n\n".join(_as_markdown(parts)) + "\n")
     body = "\n".join(_as_html(parts))
@@ -128,7 +133,7 @@ def _as_html(parts: Sequence[tuple[str, Any]]) -> Iterator[str]:
             body = "".join(f"<tr>{row}</tr>" for row in rows)
             yield f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
         else:
-            yield plotly.io.to_html(figure(*content), include_plotlyjs=not has_library, full_html=False)
+            yield plotly.io.to_html(content, include_plotlyjs=not has_library, full_html=False)
             has_library = True
 
 
@@ -136,36 +141,12 @@ def figure(block: Block, results: Mapping[Cell, CellResult]) -> dict[str, Any]:
     """Reward over rollouts: a panel for each setting, a line for each algorithm, a band of its interval."""
     settings = list(dict.fromkeys(cell.setting for cell in block.cells))
     algorithms = list(dict.fromkeys(cell.algorithm for cell in block.cells))
-    width = 1 / len(settings)
-    layout: dict[str, Any] = {
-        "template": "plotly_white",
-        "height": 420,
-        "legend": {"orientation": "h", "y": -0.2},
-        "annotations": [],
-    }
+    layout = _panels(settings, "rollout")
+    layout["yaxis"]["title"] = {"text": "reward"}
     data: list[dict[str, Any]] = []
     for place, setting in enumerate(settings):
-        axis = "" if place == 0 else str(place + 1)
-        layout[f"xaxis{axis}"] = {
-            "domain": [place * width, (place + 0.86) * width],
-            "title": {"text": "rollout"},
-            "anchor": f"y{axis}",
-        }
-        layout[f"yaxis{axis}"] = {
-            "range": [0, 1],
-            "anchor": f"x{axis}",
-            "title": {"text": "reward" if place == 0 else ""},
-        }
-        layout["annotations"].append(
-            {
-                "text": setting,
-                "x": (place + 0.43) * width,
-                "y": 1.08,
-                "xref": "paper",
-                "yref": "paper",
-                "showarrow": False,
-            }
-        )
+        axis = _axis(place)
+        layout[f"yaxis{axis}"]["range"] = [0, 1]
         for algorithm in algorithms:
             runs = results[Cell(setting, algorithm)].runs
             colour = _COLOURS[algorithms.index(algorithm) % len(_COLOURS)]
@@ -173,6 +154,75 @@ def figure(block: Block, results: Mapping[Cell, CellResult]) -> dict[str, Any]:
                 rewards = [run.rewards for run in runs]
                 data += _curve(rewards, algorithm, colour, axis, has_label=place == 0)
     return {"data": data, "layout": layout}
+
+
+def figure_against(block: Block, key: str, grid: Grid, results: Mapping[Cell, CellResult]) -> dict[str, Any]:
+    """Figures over a number of the settings: a panel for each figure, a line for each algorithm."""
+    algorithms = list(dict.fromkeys(cell.algorithm for cell in block.cells))
+    layout = _panels([FIGURES[name] for name in AGAINST], key)
+    data: list[dict[str, Any]] = []
+    for place, name in enumerate(AGAINST):
+        axis = _axis(place)
+        for algorithm, colour in zip(algorithms, itertools.cycle(_COLOURS), strict=False):
+            cells = [cell for cell in block.cells if cell.algorithm == algorithm and results[cell].runs]
+            points = sorted((grid.number(cell.setting, key), results[cell].figure(name)) for cell in cells)
+            means = [point.mean for _, point in points]
+            highs, lows = ([getattr(point, end) for _, point in points] for end in ("high", "low"))
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "x": [number for number, _ in points],
+                    "y": means,
+                    "error_y": {
+                        "type": "data",
+                        "symmetric": False,
+                        "array": [high - mean for high, mean in zip(highs, means, strict=True)],
+                        "arrayminus": [mean - low for low, mean in zip(lows, means, strict=True)],
+                    },
+                    "name": algorithm,
+                    "line": {"color": colour, "width": 2},
+                    "showlegend": place == 0,
+                    "legendgroup": algorithm,
+                    "xaxis": f"x{axis}",
+                    "yaxis": f"y{axis}",
+                }
+            )
+    return {"data": data, "layout": layout}
+
+
+def _panels(titles: Sequence[str], of_x: str) -> dict[str, Any]:
+    """The layout of panels side by side."""
+    width = 1 / len(titles)
+    layout: dict[str, Any] = {
+        "template": "plotly_white",
+        "height": 420,
+        "legend": {"orientation": "h", "y": -0.2},
+        "annotations": [],
+    }
+    for place, title in enumerate(titles):
+        axis = _axis(place)
+        layout[f"xaxis{axis}"] = {
+            "domain": [place * width, (place + 0.86) * width],
+            "title": {"text": of_x},
+            "anchor": f"y{axis}",
+        }
+        layout[f"yaxis{axis}"] = {"anchor": f"x{axis}"}
+        layout["annotations"].append(
+            {
+                "text": title,
+                "x": (place + 0.43) * width,
+                "y": 1.08,
+                "xref": "paper",
+                "yref": "paper",
+                "showarrow": False,
+            }
+        )
+    return layout
+
+
+def _axis(place: int) -> str:
+    return "" if place == 0 else str(place + 1)
 
 
 def _curve(

@@ -1,9 +1,10 @@
-"""The whole loop for real on a CPU: warm start, convert, train without and with R3, convert back, report.
+"""The whole loop for real, on a CPU or a GPU: warm start, convert, train without and with R3, convert, report.
 
     python examples/quickstart/run.py            # about 4 minutes on 2 cores
     python examples/quickstart/run.py --short    # the same steps with few rollouts, to see that they work
 
-Everything goes to runs/quickstart/. The warm start is kept from one call to the next; the two runs start anew.
+Two processes train; one where there is one GPU. Everything goes to runs/quickstart/. The warm start is kept
+from one call to the next; the two runs start anew.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_dppo.analysis.report.report import compare, summary
 
@@ -53,13 +56,16 @@ def main() -> None:
         python(HERE / "make_model.py", "--out", model, *steps)
     with step(seconds, "to_megatron", "2/5  Hugging Face -> Megatron"):
         python("-m", "megatron_dppo", "convert", "to-megatron", "--hf", model, "--out", OUT / "megatron")
+    num_processes = processes_here(torch.accelerator.device_count())
     overrides = [f"run.seed={options.seed}", f"data.prompts={str(model / 'prompts.jsonl')!r}"]
+    overrides.append(f"parallel.expert={num_processes}")
     if options.short:
         overrides += ["run.num_rollouts=4", "optimizer.warmup_steps=4", "tracking.paired_routing_every=1"]
     overrides += options.set
     for name, title in RUNS.items():
-        with step(seconds, name, f"3/5  DPPO-Binary-TV on 2 processes, {title}"):
-            train([HERE / "base.toml", HERE / f"{name}.toml"], overrides)
+        processes = "2 processes" if num_processes == 2 else "1 process"
+        with step(seconds, name, f"3/5  DPPO-Binary-TV on {processes}, {title}"):
+            train([HERE / "base.toml", HERE / f"{name}.toml"], overrides, num_processes)
     with step(seconds, "to_hf", "4/5  Megatron -> Hugging Face"):
         checkpoints = OUT / "replay" / "checkpoints"
         last = checkpoints / (checkpoints / "latest").read_text().strip()
@@ -87,22 +93,53 @@ def python(*arguments: Any) -> None:
     subprocess.run([sys.executable, *map(str, arguments)], check=True)
 
 
-def train(configs: list[Path], overrides: list[str]) -> None:
-    """`megatron-dppo train` under torchrun, on two processes of this machine."""
+def processes_here(num_devices: int) -> int:
+    """Two, each with half of the experts; one where there is one device: NCCL has no two ranks on it."""
+    return 1 if num_devices == 1 else 2
+
+
+def train(configs: list[Path], overrides: list[str], num_processes: int) -> None:
+    """`megatron-dppo train` under torchrun, on processes of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-addr=127.0.0.1"]
     sets = [part for override in overrides for part in ("--set", override)]
     environment = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     os.environ.update(environment)
     python(*launcher, f"--master-port={port}", "-m", "megatron_dppo", "train", *configs, *sets)
 
 
+def shown(key: str, value: float | None) -> str:
+    """A cell: shares and changes as percentages."""
+    if value is None:
+        return "-"
+    if key == "paired_kl_k3_change":
+        return f"{value:+.0%}".replace("%", " %")
+    return f"{value:.1%}".replace("%", " %") if key == "agreement_mean" else f"{value:.4g}"
+
+
+def closing(results: dict[str, dict[str, Any]]) -> str:
+    """One sentence on what these runs found, from their own figures; one seed is no comparison."""
+    rewards: list[str] = []
+    for name, words in (("measure", "without"), ("replay", "with")):
+        first, last = (results[name].get(f"reward_{end}") for end in ("first", "last"))
+        if first is not None and last is not None:
+            rewards.append(f"from {first:.2f} to {last:.2f} {words} R3")
+    sentence = f"Found: the reward went {' and '.join(rewards)}" if rewards else "Found: no reward"
+    change = results["replay"].get("paired_kl_k3_change")
+    if change is not None:
+        moved = "lowered" if change < 0 else "raised"
+        percent = f"{abs(change):.0%}".replace("%", " %")
+        sentence += f"; replaying the rollout's routes {moved} the KL of engine and trainer on equal samples "
+        sentence += f"by {percent}"
+    return f"{sentence}. One seed of a tiny model: --seed shows how far that goes."
+
+
 def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
     """The table, and what to try next."""
     rows = {
-        "reward of rollout 0": "reward_first",
+        "reward of rollout 1": "reward_first",
         "reward, mean of the last 10": "reward_last",
         "mean |pi - mu|": "abs_prob_diff_mean",
         "KL(mu||pi), k3": "kl_k3_mean",
@@ -120,7 +157,8 @@ def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
     log.info("\n%-30s%22s%22s", "", *RUNS.values())
     for title, key in rows.items():
         values = (results[name].get(key) for name in RUNS)
-        log.info("%-30s%22s%22s", title, *("-" if value is None else f"{value:.4g}" for value in values))
+        log.info("%-30s%22s%22s", title, *(shown(key, value) for value in values))
+    log.info("\n%s", closing(results))
     log.info(
         "\ndone in %.0f s. Look at %s in a browser; the figures are in %s, the trained model in %s.\n"
         "Try next:\n"

@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # What the job scripts require, and how they say what is missing. To be sourced in the repository's root.
 
-export PYTHON=${MEGATRON_DPPO_VENV:-.venv}/bin/python
-[[ -n ${MEGATRON_DPPO_VENV:-} || (-x $PYTHON && -z ${CONTAINER:-}) ]] || PYTHON=python3
+. examples/slurm/containers.sh
+PYTHON=$(python_in "$container_trainer")
+export PYTHON
 
 explain() { # found, expected, what to do
     printf 'found %s; expected %s. %s\n' "$@" >&2
@@ -28,11 +29,16 @@ require_algorithm() { # EXPERIMENT ALGORITHM.toml ...
         "These are the TOML files in examples/$1; further files and --set go after it."
 }
 
-require_nodes() { # engine_on, num_engine_nodes, num_trainer_nodes
-    (($3 > 0)) || explain "NUM_ENGINE_NODES=$2 in a job of $(($2 + $3)) nodes" \
-        "one node for the trainer at least" "Ask for more nodes: sbatch --nodes=N."
+require_engine_nodes() { # num_engine_nodes, nodes of the job: before the config is read
+    [[ $1 =~ ^(0|[1-9][0-9]*)$ ]] || explain "NUM_ENGINE_NODES='$1'" "a number of nodes" \
+        "It says how many of the job's nodes, the last ones, are for SGLang servers."
+    (($1 < $2)) || explain "NUM_ENGINE_NODES=$1 in a job of $2 node(s)" "one node for the trainer at least" \
+        "Ask for more nodes: sbatch --nodes=N, or for fewer servers."
+}
+
+require_place() { # engine_on, num_engine_nodes
     [[ $1 != nowhere || $2 == 0 ]] || explain "NUM_ENGINE_NODES=$2" "0, where no server is to be started" \
-        "Set rollout.engine = 'sglang' and no rollout.sglang.num_own_servers, or leave the variable out."
+        "Set rollout.engine = 'sglang' and no rollout.sglang.num_own_servers, or NUM_ENGINE_NODES=0."
     [[ $1 != elsewhere || $2 != 0 ]] || explain "servers that share no GPU with the trainer, and no node" \
         "NUM_ENGINE_NODES=N" "Or set rollout.sglang.colocated, or rollout.sglang.num_own_servers."
     [[ $1 != here || $2 == 0 ]] || explain "NUM_ENGINE_NODES=$2 and rollout.sglang.colocated" "one of them" \

@@ -5,19 +5,21 @@ set -euo pipefail
 . examples/slurm/arguments.sh
 require_job "$@"
 require_algorithm "$@"
+require_containers
 num_engine_nodes=${NUM_ENGINE_NODES:-0}
+require_engine_nodes "$num_engine_nodes" "$SLURM_JOB_NUM_NODES"
 num_trainer_nodes=$((SLURM_JOB_NUM_NODES - num_engine_nodes))
 export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 step=(srun --kill-on-bad-exit=1 --cpu-bind=none --overlap)
-[[ -z ${CONTAINER:-} ]] || step+=("--container-image=$CONTAINER" "--container-workdir=$PWD"
-    "--container-mounts=${CONTAINER_MOUNTS:-$PWD:$PWD}")
+mapfile -t in_trainer < <(container_options "$container_trainer")
+mapfile -t in_server < <(container_options "$container_server")
 
 arguments=("examples/$1/base.toml" "examples/$1/$2" "${@:3}")
 [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || arguments+=(--set "run.seed=$SLURM_ARRAY_TASK_ID")
-settings=$("${step[@]}" --nodes=1 --ntasks=1 "$PYTHON" examples/slurm/settings.py "${arguments[@]}" \
+settings=$("${step[@]}" "${in_trainer[@]}" --nodes=1 --ntasks=1 "$PYTHON" examples/slurm/settings.py "${arguments[@]}" \
     --world-size $((num_trainer_nodes * PROCESSES_PER_NODE)))
 read -r engine_on gpus_per_server folder <<<"$settings"
-require_nodes "$engine_on" "$num_engine_nodes" "$num_trainer_nodes"
+require_place "$engine_on" "$num_engine_nodes"
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
     folder+=/seed_$SLURM_ARRAY_TASK_ID
     arguments+=(--set "run.folder='$folder'")
@@ -52,13 +54,13 @@ if [[ $engine_on != nowhere ]]; then
     key=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     export MEGATRON_DPPO_SGLANG_API_KEY=${MEGATRON_DPPO_SGLANG_API_KEY:-$key}
     rm -f "$folder"/servers/node-*.json # of an attempt that was killed
-    "${step[@]}" "${nodes[@]}" "--ntasks=$num_servers" "--ntasks-per-node=$per_node" \
+    PYTHON=$(python_in "$container_server") "${step[@]}" "${in_server[@]}" "${nodes[@]}" "--ntasks=$num_servers" "--ntasks-per-node=$per_node" \
         "--output=$logs/engine.log" bash examples/slurm/server.sh "$gpus_per_server" "${arguments[@]}" &
     engine=$!
     wait_for_servers "$engine" "$folder/servers" "$num_servers" "$logs/engine.log"
 fi
 echo "attempt $attempt: $num_trainer_nodes x $PROCESSES_PER_NODE processes; logs in $logs"
-"${step[@]}" "--nodes=$num_trainer_nodes" "--ntasks=$num_trainer_nodes" --ntasks-per-node=1 \
+"${step[@]}" "${in_trainer[@]}" "--nodes=$num_trainer_nodes" "--ntasks=$num_trainer_nodes" --ntasks-per-node=1 \
     "--output=$logs/trainer.log" bash examples/slurm/node.sh "${arguments[@]}" &
 trainer=$!
 while :; do # a signal interrupts wait

@@ -67,6 +67,7 @@ class Actor:
             ConversionError: The checkpoint does not hold the model that its config.json describes.
         """
         kernels_for(runtime.device.type)  # may compile them: not after minutes of loading
+        runtime.gpu_ledger.takes("trainer")
         cpu.install()
         fixes.apply()
         self._config, self._runtime = config, runtime
@@ -100,8 +101,8 @@ class Actor:
         )
         self._ddp = wrap_for_data_parallelism(self.chunks, self._model_config, config)
         self.optimizer: Any = build_optimizer(self._ddp, config.optimizer, dtype)
-        is_offloading = config.optimizer.offload
-        self.memory = TrainerMemory(self.chunks, self.optimizer, runtime.device, is_offloading=is_offloading)
+        options: dict[str, Any] = dict(is_offloading=config.optimizer.offload, ledger=runtime.gpu_ledger)
+        self.memory = TrainerMemory(self.chunks, self.optimizer, runtime.device, **options)
         self.restart_schedule(num_done=0)
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
@@ -134,9 +135,14 @@ class Actor:
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights in Hugging Face names, or this pipeline stage's; see `export_hf_weights`."""
-        self.complete_parameters()
-        return export_hf_weights(self.chunks, self.hf, of_own_stage=of_own_stage, max_bytes=max_bytes)
+        """Yield all weights in Hugging Face names, or this pipeline stage's; see `export_hf_weights`.
+
+        Where the trainer is away from its GPU they come from the host, one parameter at a time.
+        """
+        if not self.memory.is_away:
+            self.complete_parameters()
+        options: dict[str, Any] = dict(of_own_stage=of_own_stage, max_bytes=max_bytes, read=self.memory.read)
+        return export_hf_weights(self.chunks, self.hf, **options)
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
         """Return the tensors of `weights` without data; every rank must call it."""
@@ -232,7 +238,7 @@ class Actor:
     def with_old_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with log-probs of the current weights, forwarded for "recomputed" anchors only."""
         is_replaying = self._config.rollout.routing_replay == "replay"
-        log_probs = self._forward_log_probs(batch.microbatches, is_replaying)
+        log_probs = self.forward_log_probs(batch.microbatches, is_replaying)
         pairs = zip(batch.microbatches, log_probs, strict=True)
         return replace(batch, microbatches=tuple(replace(m, old_log_probs=old) for m, old in pairs))
 
@@ -245,7 +251,7 @@ class Actor:
         filler = placeholder(0, self.routing)
         microbatches = [measured_part(m, filler) for m in batch.microbatches]
         for prefix, is_replaying in (("mismatch_live", False), ("mismatch_replayed", True)):
-            log_probs = self._forward_log_probs(microbatches, is_replaying)
+            log_probs = self.forward_log_probs(microbatches, is_replaying)
             if speaks_for_its_group():
                 for m, values in zip(microbatches, log_probs, strict=True):
                     add_mismatch(metrics, values, m.rollout_log_probs, m.loss_mask, prefix=prefix)
@@ -268,7 +274,9 @@ class Actor:
         is_scored = torch.cat([microbatch.loss_mask for microbatch in microbatches])
         return list(values[is_scored].split([len(tokens) - 1 for tokens in sequences]))
 
-    def token_log_probs(self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool) -> list[Tensor]:
+    def token_log_probs(
+        self, batch: TrainBatch, metrics: Metrics, *, is_replaying: bool, has_score_norms: bool = False
+    ) -> list[Tensor]:
         """Return the current weights' log-probs of the tokens of each micro-batch, without gradient.
 
         Every rank calls this together.
@@ -278,44 +286,41 @@ class Actor:
             metrics: Gets `routing/agreement_*` of this rank's live routers with the rollout's, where
                 rollout.routing_replay captures routes.
             is_replaying: Use the rollout's experts.
+            has_score_norms: Append a column, the norms of `OutputHead.log_probs`.
 
         Returns:
             [T, 1 + K] float32 each, of the whole micro-batch, on the CPU: log pi of the target, 0 where no
             token learns; then of the rollout's K most probable tokens, -inf where there is none.
         """
         is_measuring = self._config.rollout.routing_replay != "off"
+        options: dict[str, Any] = dict(has_topk=True, has_score_norms=has_score_norms)
         with torch.no_grad(), self._routes(is_replaying, is_measuring) as replay:
-            columns = self._forward_columns(batch.microbatches, replay, has_topk=True)
+            columns = self._forward_columns(batch.microbatches, replay, **options)
         if is_measuring and replay is not None:
             add_agreement(metrics, replay.agreement())
         return columns
 
-    def _forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
+    def forward_log_probs(self, microbatches: Sequence[Microbatch], is_replaying: bool) -> list[Tensor]:
         """Return [T] log pi(target) of each whole micro-batch, without gradient, on every rank's CPU."""
         with torch.no_grad(), self._routes(is_replaying, is_measuring=False) as replay:
             return [columns[:, 0] for columns in self._forward_columns(microbatches, replay, has_topk=False)]
 
     def _forward_columns(
-        self,
-        microbatches: Sequence[Microbatch],
-        replay: Replay | None,
-        *,
-        has_topk: bool,
-        temperature: float | None = None,
+        self, microbatches: Sequence[Microbatch], replay: Replay | None, *, has_topk: bool, **options: Any
     ) -> list[Tensor]:
-        """Forward as `token_log_probs` does; without `has_topk` K is 0."""
+        """Forward as `token_log_probs` does, with options of `OutputHead.log_probs`; no Top-K: K is 0."""
         collected: list[Tensor] = []
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            found = self._head.log_probs(output, microbatch, has_topk=has_topk, temperature=temperature)
-            topk = [] if found.topk_log_probs is None else [found.topk_log_probs]
-            collected.append(torch.cat([found.log_probs[:, None], *topk], dim=1))
+            found = self._head.log_probs(output, microbatch, has_topk=has_topk, **options)
+            collected.append(found.columns)
             return found.log_probs.sum(), microbatch.loss_mask.sum().int(), {}
 
         self._run(microbatches, keep, replay, forward_only=True)
         whole: list[Tensor] = []
         for index, m in enumerate(microbatches):
             width = 1 + (m.topk.ids.shape[1] if has_topk and m.topk is not None else 0)
+            width += options.get("has_score_norms", False)
             values = torch.zeros((m.tokens.numel(), width))
             if collected:
                 values = self._slice(m).scattered(collected[index].cpu())
@@ -339,6 +344,8 @@ class Actor:
         *,
         forward_only: bool = False,
     ) -> None:
+        assert not self.memory.is_away, "the trainer computes when it is on its GPU"
+
         def follow(chunk: int, microbatch: Microbatch) -> None:
             if replay is not None:
                 assert microbatch.routed_experts is not None, "checks.py asks for routes where they are used"
@@ -355,7 +362,8 @@ class Actor:
         stages = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
         first = microbatches[0]
         filler = placeholder(first.topk.ids.shape[1] if first.topk is not None else 0, self.routing)
-        filler = replace(filler, old_log_probs=torch.zeros_like(filler.advantages))
+        zeros = torch.zeros_like(filler.advantages)
+        filler = replace(filler, old_log_probs=zeros, ref_log_probs=zeros)
         return [*microbatches, *[filler] * (-len(microbatches) % stages)]
 
     def main_gradients(self) -> list[Tensor]:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dppo.models.packed_sequences import PackedSequences
+from megatron_dppo.models.packed_sequences import PackedSequences, attention_form
 from megatron_dppo.types import Microbatch
 
 # From the logits [T, V] of a micro-batch: (sum of the loss, number of learning tokens, what to report).
@@ -46,7 +47,7 @@ def run_microbatches(
             output.squeeze(0), microbatch
         )
 
-    moved = [(to_device(m, device), packing_of(m, device)) for m in microbatches]
+    moved = [(to_device(m, device), packing_of(m, chunks[0], device)) for m in microbatches]
     iterators = [iter([(index, *each) for each in moved]) for index in range(len(chunks))]
     get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -59,10 +60,18 @@ def run_microbatches(
     )
 
 
-def packing_of(microbatch: Microbatch, device: torch.device) -> PackedSequences:
-    """Return what the layers need to know of a micro-batch's packing, made on the host, on `device`."""
+def packing_of(microbatch: Microbatch, chunk: torch.nn.Module, device: torch.device) -> PackedSequences:
+    """Return what the layers need to know of a packing, made on the host, on `device`.
+
+    Args:
+        microbatch: With the `cu_seqlens` of the whole.
+        chunk: Of the model, whose dtype and head size decide how attention is computed.
+        device: The model's.
+    """
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    return _move(PackedSequences.of(microbatch, rank, size), device)
+    config = get_model_config(chunk)
+    form = attention_form(device.type, config.params_dtype, config.kv_channels)
+    return _move(PackedSequences.of(microbatch, rank, size, form), device)
 
 
 def forward_packed(
@@ -72,7 +81,7 @@ def forward_packed(
 
     `packing` is that of `packing_of`, made here where it is not given.
     """
-    packing = packing or packing_of(microbatch, microbatch.tokens.device)
+    packing = packing or packing_of(microbatch, chunk, microbatch.tokens.device)
     output: Tensor = chunk(
         microbatch.tokens[None], microbatch.position_ids[None], None, packed_seq_params=packing
     )

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, TopKLogProbs, shadow_masks
+from megatron_dppo.actor.output_head import packed_responses
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs, preset, shadow_masks
+from megatron_dppo.algorithms.presets import PAPER
 from megatron_dppo.algorithms.shadow import with_inputs
 from megatron_dppo.config.measuring import TrackingConfig
 from megatron_dppo.kernels import FusedPolicyLoss, fused_metrics
@@ -17,6 +19,7 @@ from megatron_dppo.metrics.mismatch import (
     add_mismatch,
     add_mismatch_by_age,
     add_noise,
+    add_ref_kl,
     add_shadow_masks,
     add_topk_tv,
     add_trust_region,
@@ -38,10 +41,11 @@ class Observer:
         self._objective = objective
         self.shadows: Mapping[str, Objective] = {}
         if tracking.shadow:
-            named = {name: PRESETS[name] for name in tracking.shadow_presets or PRESETS}
+            named = {name: preset(name) for name in tracking.shadow_presets or PAPER}
             self.shadows = with_inputs(
                 named, has_topk=num_topk_log_probs > 0, has_old_log_probs=objective.anchor == "recomputed"
             )
+        self._needs_responses = any(shadow.needs_responses for shadow in self.shadows.values())
 
     @property
     def topk_columns(self) -> int:
@@ -80,6 +84,8 @@ class Observer:
         )
         add_trust_region(metrics, counts)
         add_token_means(metrics, out, m)
+        if m.ref_log_probs is not None:
+            add_ref_kl(metrics, out.log_probs, m.ref_log_probs, m.loss_mask)
         add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
         measured = m.loss_mask if m.is_measured is None else m.loss_mask & m.is_measured
         add_mismatch(metrics, out.log_probs, m.rollout_log_probs, measured, prefix="drift")
@@ -89,7 +95,7 @@ class Observer:
             add_topk_tv(metrics, topk, *tokens, prefix="drift")
         if is_first:
             add_mismatch(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
-            add_noise(metrics, counts)
+            add_noise(metrics, out.mask, m.advantages, m.loss_mask, m.weight_versions, weight_version)
             if weight_version is not None and m.weight_versions is not None:
                 tokens = (out.log_probs, m.rollout_log_probs, measured, m.weight_versions)
                 add_mismatch_by_age(metrics, *tokens, weight_version)
@@ -123,8 +129,19 @@ class Observer:
     def _shadow_masks(self, out: FusedPolicyLoss, m: Microbatch) -> dict[str, Tensor]:
         if not self.shadows:
             return {}
-        inputs = PolicyLossInputs.of(m, out.log_probs, topk_log_probs=out.topk_log_probs)
-        return shadow_masks(self.shadows, inputs)
+        if not self._needs_responses:
+            return shadow_masks(
+                self.shadows, PolicyLossInputs.of(m, out.log_probs, topk_log_probs=out.topk_log_probs)
+            )
+        responses = packed_responses(m)
+        topk = None if out.topk_log_probs is None else responses.whole(out.topk_log_probs)
+        inputs = PolicyLossInputs.of(
+            responses.whole_record(m),
+            responses.whole(out.log_probs),
+            topk_log_probs=topk,
+            response_lengths=responses.lengths,
+        )
+        return {name: responses.own(mask) for name, mask in shadow_masks(self.shadows, inputs).items()}
 
 
 def _topk_of(out: FusedPolicyLoss, m: Microbatch) -> TopKLogProbs | None:

@@ -1,4 +1,4 @@
-"""Offloads trainer memory to the host: optimizer states between updates, all of it while sampling.
+"""Moves trainer memory to the host: optimizer states between updates, all of it while an engine samples.
 
 Tensors keep their identity, views and all: the memory under them goes to the host and comes back, bit for bit.
 """
@@ -10,19 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.runtime.gpu_ledger import GpuLedger
+
+PIECE_BYTES = 2**28
+"""Of one allocation on the host: PyTorch rounds page-locked ones up to a power of two, 22 GiB to 32."""
+
 
 class Residence:
     """Memory of some tensors: on the device, or on the host, page-locked where that helps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host: dict[int, Tensor] = {}  # kept from one departure to the next
-        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._host: dict[int, list[Tensor]] = {}  # pieces of each storage, kept from one departure to the next
+        self._away: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}  # bytes, and whether they come back
 
     @property
     def num_bytes_away(self) -> int:
         """Number of bytes that are not on the device now."""
-        return sum(num_bytes for _, num_bytes, _ in self._away)
+        return sum(num_bytes for _, num_bytes, _ in self._away.values())
 
     def leave(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
         """Free the device memory under these tensors until `come_back`.
@@ -32,29 +37,57 @@ class Residence:
             dropped: Come back as zeros.
         """
         for storage in _storages(kept):
-            bytes_on_device = _bytes_of(storage, self._device)
-            host = self._host.get(storage._cdata)
-            if host is None or host.numel() != storage.nbytes():
-                is_locked = self._device.type == "cuda"
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_locked)
-                self._host[storage._cdata] = host
-            host.copy_(bytes_on_device)
-            self._away.append((storage, storage.nbytes(), host))
+            for piece, part in zip(
+                self._pieces(storage), _bytes_of(storage, self._device).split(PIECE_BYTES), strict=True
+            ):
+                piece.copy_(part)
+            self._away[storage._cdata] = (storage, storage.nbytes(), True)
         for storage in _storages(dropped):
-            self._away.append((storage, storage.nbytes(), None))
-        for storage, _, _ in self._away:
+            self._away.setdefault(storage._cdata, (storage, storage.nbytes(), False))
+        for storage, _, _ in self._away.values():
             storage.resize_(0)
 
     def come_back(self) -> None:
         """Move everything back to the device."""
-        for storage, num_bytes, host in self._away:
+        for key, (storage, num_bytes, is_kept) in self._away.items():
             storage.resize_(num_bytes)
             bytes_on_device = _bytes_of(storage, self._device)
-            if host is None:
-                bytes_on_device.zero_()
+            if is_kept:
+                for piece, part in zip(self._host[key], bytes_on_device.split(PIECE_BYTES), strict=True):
+                    part.copy_(piece, non_blocking=True)
             else:
-                bytes_on_device.copy_(host)
+                bytes_on_device.zero_()
         self._away.clear()
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values on the device: itself, or a copy of those that are on the host.
+
+        Args:
+            tensor: Contiguous.
+        """
+        key = tensor.untyped_storage()._cdata
+        if key not in self._away:
+            return tensor
+        assert self._away[key][2] and tensor.is_contiguous(), "only what was kept can be read"
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        start, at = int(tensor.storage_offset()) * tensor.element_size(), 0
+        target = copy.view(-1).view(torch.uint8)
+        while at < target.numel():
+            index, within = divmod(start + at, PIECE_BYTES)
+            part = self._host[key][index][within : within + target.numel() - at]
+            target[at : at + part.numel()].copy_(part, non_blocking=True)
+            at += part.numel()
+        return copy
+
+    def _pieces(self, storage: torch.UntypedStorage) -> list[Tensor]:
+        """Return the host's memory for a storage, [n] uint8 each."""
+        pieces = self._host.get(storage._cdata, [])
+        if sum(piece.numel() for piece in pieces) != storage.nbytes():
+            sizes = [min(PIECE_BYTES, storage.nbytes() - at) for at in range(0, storage.nbytes(), PIECE_BYTES)]
+            is_locked = self._device.type == "cuda"
+            pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=is_locked) for size in sizes]
+            self._host[storage._cdata] = pieces
+        return pieces
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -75,7 +108,13 @@ class TrainerMemory:
     """Moves a trainer's parameters, gradients and optimizer states between device and host."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], optimizer: Any, device: torch.device, *, is_offloading: bool
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        device: torch.device,
+        *,
+        is_offloading: bool,
+        ledger: GpuLedger,
     ) -> None:
         """Begin with everything on the device.
 
@@ -84,10 +123,14 @@ class TrainerMemory:
             optimizer: Megatron's.
             device: This process's.
             is_offloading: Keep optimizer states in the host's memory outside of `states_here`.
+            ledger: Told when the trainer leaves and comes back.
         """
         self._parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._optimizer, self.is_offloading = optimizer, is_offloading
         self._states, self._all = Residence(device), Residence(device)
+        self._ledger = ledger
+        if is_offloading:  # the float32 master weights: the first forward pass comes before the first update
+            self._states.leave(self._optimizer_states())
 
     @contextmanager
     def states_here(self) -> Iterator[None]:
@@ -99,15 +142,28 @@ class TrainerMemory:
             if self.is_offloading:
                 self._states.leave(self._optimizer_states())
 
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        """Free the trainer's device memory inside the block; gradients come back as zeros."""
+    def leave(self) -> None:
+        """Free the trainer's device memory until `come_back`, where gradients come back as zeros.
+
+        What PyTorch's allocator keeps, of activations too, goes back to the driver for others to take.
+        """
         gradients = [p.main_grad for p in self._parameters if p.requires_grad]
         self._all.leave([*self._parameters, *self._optimizer_states()], dropped=gradients)
-        try:
-            yield
-        finally:
-            self._all.come_back()
+        self._ledger.leaves("trainer")
+
+    def come_back(self) -> None:
+        """Move the trainer's memory back to the device; nothing where it is there."""
+        self._ledger.takes("trainer")
+        self._all.come_back()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the trainer has left the device."""
+        return not self._ledger.holds("trainer")
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's values on the device: itself, or a copy where the trainer is away."""
+        return self._all.read(parameter)
 
     @property
     def num_bytes_away(self) -> int:

@@ -10,15 +10,19 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.data.batches.token_slices import zigzag
 from megatron_dppo.kernels import (
     FusedPolicyLoss,
     fused_log_probs,
     linear_log_probs,
+    linear_score_norms,
     packed_linear_policy_loss,
     packed_policy_loss,
+    score_norms,
 )
 from megatron_dppo.kernels.reference import TokenLogProbs
-from megatron_dppo.mcore.groups import vocab_shard
+from megatron_dppo.kernels.responses import PackedResponses
+from megatron_dppo.mcore.groups import context_parallel_group, vocab_shard
 from megatron_dppo.types import Microbatch, each_token
 
 
@@ -66,7 +70,7 @@ class OutputHead:
                 self._last.output_layer.forward = _hand_over
 
     def policy_loss(self, output: Tensor, microbatch: Microbatch) -> FusedPolicyLoss:
-        """Compute the loss of a micro-batch.
+        """Compute the loss of a micro-batch; one backward pass must follow where gradients are enabled.
 
         Args:
             output: [T, V/tp] logits, or the hidden states before them: [T, H], [T/tp, H] with sequence
@@ -76,16 +80,28 @@ class OutputHead:
         Raises:
             ConfigError: A learning token has what none may have.
         """
+        responses = packed_responses(microbatch) if self._objective.needs_responses else None
         topk = microbatch.topk if self._objective.needs_topk or self._reported_topk else None
         if topk is not None and not self._objective.needs_topk:
             topk = each_token(topk, lambda columns, _: columns[:, : self._reported_topk])
         tokens = replace(microbatch, topk=topk)
         if self._is_linear:
             return packed_linear_policy_loss(
-                output, self._weight, tokens, objective=self._objective, **self._vocabulary
+                output,
+                self._weight,
+                tokens,
+                objective=self._objective,
+                responses=responses,
+                loss_scale=self._loss_scale(output.device),
+                **self._vocabulary,
             )
         return packed_policy_loss(
-            output, tokens, objective=self._objective, inplace_backward=True, **self._vocabulary
+            output,
+            tokens,
+            objective=self._objective,
+            responses=responses,
+            inplace_backward=True,
+            **self._vocabulary,
         )
 
     def log_probs(
@@ -94,29 +110,56 @@ class OutputHead:
         microbatch: Microbatch,
         *,
         has_topk: bool = False,
+        has_score_norms: bool = False,
         temperature: float | None = None,
     ) -> TokenLogProbs:
         """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
 
-        Logits are divided by `temperature`, or by the sampler's. The others are as for `policy_loss`.
+        With `has_score_norms` also the norm of each target's score by the output layer's input, which takes the
+        logits once more. They are divided by `temperature`, or by the sampler's. The others are as for
+        `policy_loss`.
         """
         m = microbatch
         arguments: dict[str, Any] = dict(targets=m.targets, loss_mask=m.loss_mask, **self._vocabulary)
-        if has_topk and m.topk is not None:
-            arguments["topk_ids"] = m.topk.ids
         if temperature is not None:
             arguments["temperature"] = temperature
+        ids = m.topk.ids if has_topk and m.topk is not None else None
         if self._is_linear:
-            return linear_log_probs(output, self._weight, **arguments)
-        return fused_log_probs(output, **arguments)
+            found = linear_log_probs(output, self._weight, topk_ids=ids, **arguments)
+        else:
+            found = fused_log_probs(output, topk_ids=ids, **arguments)
+        if not has_score_norms:
+            return found
+        norms_of = linear_score_norms if self._is_linear else score_norms
+        return replace(found, score_norms=norms_of(output, self._weight, **arguments))
 
     def nothing(self, output: Tensor) -> Tensor:
         """Return a loss of 0 that reaches every parameter which a real one would."""
         return output.sum() * 0.0 + self._weight.sum() * 0.0
 
+    def _loss_scale(self, device: torch.device) -> Tensor:
+        """Return what Megatron's schedule multiplies the loss by before its backward pass."""
+        one = torch.ones((), device=device)
+        scale = self._last.config.grad_scale_func
+        return one if scale is None else scale(one)
+
     @property
     def _weight(self) -> Tensor:
         return output_weight(self._last)
+
+
+def packed_responses(microbatch: Microbatch) -> PackedResponses:
+    """Return where the responses of a micro-batch stand; of a context-parallel rank's, with all ranks' tokens.
+
+    A response is the learning tokens of a sequence: a conversation's turns are one.
+    """
+    rank_group = context_parallel_group()
+    lengths = microbatch.cu_seqlens.diff().long()
+    if rank_group is None:
+        return PackedResponses(lengths)
+    starts, size = lengths.cumsum(0) - lengths, rank_group.size()
+    order = torch.cat([zigzag(starts, lengths, rank, size) for rank in range(size)])
+    return PackedResponses(lengths, rank_group, order)
 
 
 def output_weight(chunk: Any) -> Tensor:

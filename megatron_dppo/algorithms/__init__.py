@@ -16,8 +16,10 @@ from megatron_dppo.algorithms.inputs import PolicyLossInputs
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.presets import PRESETS, preset
-from megatron_dppo.algorithms.shadow import shadow_masks
-from megatron_dppo.algorithms.trust_region import RULES, TrustRegionRule, TrustRegionTokens, trust_region_mask
+from megatron_dppo.algorithms.responses import Responses
+from megatron_dppo.algorithms.rules import RULES, trust_region_weight
+from megatron_dppo.algorithms.shadow import shadow_masks, shadow_weights
+from megatron_dppo.algorithms.trust_region import TrustRegionRule, TrustRegionTokens
 
 __all__ = [
     "AGGREGATIONS",
@@ -28,6 +30,7 @@ __all__ = [
     "Objective",
     "PolicyLossInputs",
     "PolicyLossOutput",
+    "Responses",
     "TopKLogProbs",
     "TrustRegionRule",
     "TrustRegionTokens",
@@ -38,9 +41,10 @@ __all__ = [
     "preset",
     "sequence_weights",
     "shadow_masks",
+    "shadow_weights",
     "token_weights",
     "topk_kl",
     "topk_partition",
     "topk_tv",
-    "trust_region_mask",
+    "trust_region_weight",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.objective import Objective
+from megatron_dppo.algorithms.responses import Responses, require_lengths
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens
 
@@ -27,10 +28,12 @@ class PolicyLossInputs:
     advantages: Tensor  # [T]
     loss_mask: Tensor | None = None  # [T] bool: the tokens that learn; none means all
     old_log_probs: Tensor | None = None  # [T] log pi'(y_t) before the step; read only for anchor = "recomputed"
+    ref_log_probs: Tensor | None = None  # [T] log-probs of the reference; read only where ref_kl_coef is not 0
     topk: TopKLogProbs | None = None  # [T, K'] each; read only by Top-K divergences
     targets: Tensor | None = None  # [T] integer ids y_t; read only by Top-K divergences
     token_weights: Tensor | None = None  # [T] >= 0: multiplies each token's loss; none means 1
     entropy: Tensor | None = None  # [T] with gradient; read only where entropy_coef is not 0
+    response_lengths: Tensor | None = None  # [B] int64, sums to T; read only by rules over whole responses
 
     @classmethod
     def of(
@@ -40,6 +43,7 @@ class PolicyLossInputs:
         *,
         topk_log_probs: Tensor | None = None,
         entropy: Tensor | None = None,
+        response_lengths: Tensor | None = None,
     ) -> "PolicyLossInputs":
         """Join the record of a rollout's tokens with what the policy gives them.
 
@@ -48,6 +52,7 @@ class PolicyLossInputs:
             log_probs: [T] log pi(y_t).
             topk_log_probs: [T, K'] log pi of the first K' columns of the rollout's Top-K; none: no Top-K.
             entropy: [T].
+            response_lengths: [B] packed tokens of each response.
         """
         shared = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS}
         mu = shared.pop("topk")
@@ -55,7 +60,8 @@ class PolicyLossInputs:
         if mu is not None and topk_log_probs is not None:
             used = slice(None, topk_log_probs.shape[1])
             topk = TopKLogProbs(mu.ids[:, used], mu.log_probs[:, used], topk_log_probs)
-        return cls(log_probs=log_probs, topk=topk, entropy=entropy, **shared)
+        of_policy = {"log_probs": log_probs, "topk": topk, "entropy": entropy}
+        return cls(**of_policy, response_lengths=response_lengths, **shared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +73,14 @@ class LearningTokens:
     log_probs: Tensor
     rollout_log_probs: Tensor
     anchor_log_probs: Tensor
+    ref_log_probs: Tensor | None
     advantages: Tensor
     token_weights: Tensor
     num_clamped: Tensor  # scalar: learning tokens with a log-prob above CLAMP_COUNTED_FROM
     topk: TopKLogProbs | None
     targets: Tensor | None
     entropy: Tensor | None
+    responses: Responses | None
 
 
 def learning_tokens(
@@ -88,6 +96,9 @@ def learning_tokens(
     """
     present = _inputs_read(objective, inputs)
     _check_shapes(present)
+    lengths = inputs.response_lengths if objective.needs_responses else None
+    if lengths is not None and not has_known_values:
+        require_lengths(lengths, inputs.log_probs.numel(), objective.name)
     dtype = torch.float64 if inputs.log_probs.dtype == torch.float64 else torch.float32
     is_learning = torch.ones_like(inputs.log_probs, dtype=torch.bool)
     if inputs.loss_mask is not None:
@@ -99,19 +110,21 @@ def learning_tokens(
     trained, rollout = clean(inputs.log_probs), clean(inputs.rollout_log_probs.detach())
     old = present.get("old_log_probs")
     anchor = rollout if old is None else clean(old.detach())
-    weights = inputs.token_weights
+    ref, weights = present.get("ref_log_probs"), inputs.token_weights
     tokens = LearningTokens(
         is_learning=is_learning,
         trained_log_probs=trained,
         log_probs=trained.detach(),
         rollout_log_probs=rollout,
         anchor_log_probs=anchor,
+        ref_log_probs=None if ref is None else clean(ref.detach()),
         advantages=clean(inputs.advantages.detach()),
         token_weights=clean(torch.ones_like(rollout) if weights is None else weights.detach()),
         num_clamped=(torch.stack([trained.detach(), rollout, anchor]) > CLAMP_COUNTED_FROM).any(0).sum(),
         topk=_clean_topk(objective, inputs.topk, is_learning, dtype) if "topk.ids" in present else None,
         targets=torch.where(is_learning, present["targets"].long(), 0) if "targets" in present else None,
         entropy=clean(present["entropy"]) if "entropy" in present else None,
+        responses=None if lengths is None else Responses(lengths.long(), is_learning),
     )
     if not has_known_values:
         _check_values(tokens)
@@ -156,6 +169,8 @@ def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Te
     }
     if objective.anchor == "recomputed":
         needed["old_log_probs"] = inputs.old_log_probs
+    if objective.ref_kl_coef != 0:
+        needed["ref_log_probs"] = inputs.ref_log_probs
     if objective.needs_topk:
         needed["targets"] = inputs.targets
         needed["topk.ids"] = None if topk is None else topk.ids
@@ -164,6 +179,8 @@ def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Te
     if objective.entropy_coef != 0:
         needed["entropy"] = inputs.entropy
     missing = dict.fromkeys(name.split(".")[0] for name, tensor in needed.items() if tensor is None)
+    if objective.needs_responses and inputs.response_lengths is None:
+        missing["response_lengths"] = None
     if missing:
         raise ConfigError([_missing(objective, name) for name in missing])
     optional = {"loss_mask": inputs.loss_mask, "token_weights": inputs.token_weights}
@@ -173,9 +190,11 @@ def _inputs_read(objective: Objective, inputs: PolicyLossInputs) -> dict[str, Te
 def _missing(objective: Objective, name: str) -> Problem:
     expected = {
         "old_log_probs": "a [T] tensor, because anchor = 'recomputed'",
+        "ref_log_probs": "a [T] tensor, because ref_kl_coef is not 0",
         "topk": f"a TopKLogProbs, because the divergence is {objective.divergence}",
         "targets": f"a [T] tensor of sampled ids, because the divergence is {objective.divergence}",
         "entropy": "a [T] tensor with gradient, because entropy_coef is not 0",
+        "response_lengths": "a [B] tensor of integers, because the rule looks at whole responses",
     }.get(name, "a [T] tensor")
     return Problem(f"PolicyLossInputs.{name} of {objective.name}", "none", expected, f"Pass {name}=...")
 
@@ -254,6 +273,10 @@ def _check_values(tokens: LearningTokens) -> None:
             "Make them with token_weights().",
         ),
     ]
+    if tokens.ref_log_probs is not None:
+        ref = tokens.ref_log_probs
+        expected, action = "finite log-probs", "Use a reference that gives every sampled token a probability."
+        faults.append(("ref_log_probs", ref, ~ref.isfinite(), expected, action))
     if tokens.topk is not None and tokens.targets is not None:
         topk = tokens.topk
         ids = topk.ids.sort(dim=1).values

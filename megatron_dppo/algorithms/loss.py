@@ -1,6 +1,6 @@
-"""The policy loss: one gradient for every algorithm (Eq. 23), masked by a trust region.
+"""The policy loss: one gradient for every algorithm (Eq. 23), weighted by a trust region.
 
-The divergence decides which tokens learn, the objective what they learn; the mask never enters the graph.
+The divergence decides which tokens learn, the objective what they learn; the weight never enters the graph.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ from torch import Tensor
 from megatron_dppo.algorithms.divergence import DIVERGENCES, topk_partition
 from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs, learning_tokens
 from megatron_dppo.algorithms.objective import Objective
-from megatron_dppo.algorithms.trust_region import TrustRegionTokens, trust_region_mask
+from megatron_dppo.algorithms.ref_kl import ref_kl_term
+from megatron_dppo.algorithms.rules import trust_region_weight
+from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 
 BAD_UPDATE = 0.5  # mu - pi of a negative token from which section 5.3 calls its update bad
 
@@ -20,13 +22,14 @@ BAD_UPDATE = 0.5  # mu - pi of a negative token from which section 5.3 calls its
 class TokenUpdates:
     """What the objective makes of each token.
 
-    Where `loss_mask` is False: mask False, divergence 0, ratio 1, coefficient 0.
+    Where `loss_mask` is False: weight 0, mask False, divergence 0, ratio 1, coefficient 0.
     """
 
-    mask: Tensor  # [T] bool: M, the tokens that learn
+    weight: Tensor  # [T] M, what the trust region leaves of the update: 0 or 1 of a mask, < 0 to reverse it
+    mask: Tensor  # [T] bool: M is not 0, the tokens that learn
     divergence: Tensor  # [T] of the policy from its anchor; Binary-TV where the objective has none
     ratio: Tensor  # [T] pi/mu, uncapped
-    coefficient: Tensor  # [T] M min(r, C) A, without token_weights
+    coefficient: Tensor  # [T] M min(r, C) A, without token_weights; r of the response where importance says so
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +45,16 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
 
     At C = inf that is the gradient of the surrogate of Eq. 11; above a finite cap it keeps C A grad log pi,
     which autograd through min(r, C) would drop. The value is not the surrogate: do not plot it as such. With
-    `entropy_coef` the weighted entropy of all learning tokens, masked ones included, is subtracted.
+    `entropy_coef` the weighted entropy of all learning tokens, masked ones included, is subtracted; with
+    `log_ratio_coef` their weighted (log pi/mu)^2 is added, with `ref_kl_coef` their term of `ref_kl_term`.
 
     Metrics are float64 and additive, over the tokens of `loss_mask`. Counts: `num_loss_tokens`; `num_positive`
     and `num_negative` (by sign of A); `num_masked_positive` and `num_masked_negative` (of those, M = 0);
-    `num_ratio_capped` (r > C); `num_bad_updates` (A < 0 and mu - pi >= .5, masked or not);
-    `num_bad_updates_kept` (of those, M = 1);
+    `num_ratio_capped` (pi/mu of the token > C); `num_bad_updates` (A < 0 and mu - pi >= .5, masked or not);
+    `num_bad_updates_kept` (of those, M not 0);
     `num_infinite_divergence`; `num_clamped_log_probs` (a log-prob was more than 1e-3 above 0). Sums:
-    `sum_divergence` (the finite ones), `sum_abs_prob_diff` (|pi - mu|).
+    `sum_divergence` (the finite ones), `sum_abs_prob_diff` (|pi - mu|); of a soft trust region also
+    `sum_weight_positive` and `sum_weight_negative` (M by sign of A).
 
     Raises:
         ConfigError: An input is missing, has the wrong shape or type, or holds what no learning token may have:
@@ -58,11 +63,8 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
     tokens = learning_tokens(objective, inputs)
     updates = token_updates(objective, tokens)
     return PolicyLossOutput(
-        loss_sum=_loss_sum(objective, tokens, updates.coefficient),
-        mask=updates.mask,
-        divergence=updates.divergence,
-        ratio=updates.ratio,
-        coefficient=updates.coefficient,
+        loss_sum=_loss_sum(objective, tokens, updates),
+        **vars(updates),
         metrics=update_metrics(
             objective,
             updates,
@@ -78,24 +80,46 @@ def policy_loss(objective: Objective, inputs: PolicyLossInputs) -> PolicyLossOut
 @torch.no_grad()
 def token_updates(objective: Objective, tokens: LearningTokens) -> TokenUpdates:
     """How far each token's policy has moved, whether it may learn, and with which weight."""
-    divergence = DIVERGENCES[objective.divergence].function(*compared_log_masses(objective, tokens))
+    log_masses = compared_log_masses(objective, tokens)
+    divergence = DIVERGENCES[objective.divergence].function(*log_masses)
+    weight = learning_weight(objective, tokens, log_masses, divergence)
     ratio = (tokens.log_probs - tokens.rollout_log_probs).exp()
-    mask = learning_mask(objective, tokens, divergence)
-    is_active = mask & (tokens.advantages != 0)
-    coefficient = torch.where(is_active, ratio.clamp(max=objective.ratio_cap) * tokens.advantages, 0.0)
-    return TokenUpdates(mask=mask, divergence=divergence, ratio=ratio, coefficient=coefficient)
+    importance = ratio
+    if objective.importance == "response":
+        assert tokens.responses is not None, "required inputs are checked first"
+        importance = tokens.responses.mean(tokens.log_probs - tokens.rollout_log_probs).exp()
+    is_active = (weight != 0) & (tokens.advantages != 0)
+    scaled = importance.clamp(max=objective.ratio_cap) * tokens.advantages * weight
+    coefficient = torch.where(is_active, scaled, 0.0)
+    return TokenUpdates(
+        weight=weight, mask=weight != 0, divergence=divergence, ratio=ratio, coefficient=coefficient
+    )
 
 
-def learning_mask(objective: Objective, tokens: LearningTokens, divergence: Tensor) -> Tensor:
-    """M, [T] bool, given the divergence [T] that the objective names; False where no token learns."""
+def learning_weight(
+    objective: Objective, tokens: LearningTokens, log_masses: tuple[Tensor, Tensor], divergence: Tensor
+) -> Tensor:
+    """Return M, [T]; 0 where no token learns, 1 where A = 0: nothing is there to drop.
+
+    Args:
+        objective: Whose trust region.
+        tokens: T of them.
+        log_masses: What the objective's divergence compares; see `compared_log_masses`.
+        divergence: [T], what it finds.
+    """
     seen = TrustRegionTokens(
         log_probs=tokens.log_probs,
         anchor_log_probs=tokens.anchor_log_probs,
         rollout_log_probs=tokens.rollout_log_probs,
         advantages=tokens.advantages,
         divergence=divergence,
+        loss_mask=tokens.is_learning,
+        log_masses=log_masses[0] if objective.needs_topk else None,
+        anchor_log_masses=log_masses[1] if objective.needs_topk else None,
+        responses=tokens.responses,
     )
-    return tokens.is_learning & trust_region_mask(objective, seen)
+    weight = torch.where(tokens.advantages == 0, 1.0, trust_region_weight(objective, seen))
+    return torch.where(tokens.is_learning, weight, 0.0)
 
 
 def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[Tensor, Tensor]:
@@ -114,15 +138,23 @@ def compared_log_masses(objective: Objective, tokens: LearningTokens) -> tuple[T
     )
 
 
-def _loss_sum(objective: Objective, tokens: LearningTokens, coefficient: Tensor) -> Tensor:
+def _loss_sum(objective: Objective, tokens: LearningTokens, updates: TokenUpdates) -> Tensor:
     """The only place with gradient. Rows of coefficient 0 leave the graph: their log pi may be -inf."""
     has_weight = tokens.token_weights != 0
-    is_live = (coefficient != 0) & has_weight
-    scale = torch.where(is_live, coefficient * tokens.token_weights, 0.0)
+    is_live = (updates.coefficient != 0) & has_weight
+    scale = torch.where(is_live, updates.coefficient * tokens.token_weights, 0.0)
     loss_sum = -(scale * torch.where(is_live, tokens.trained_log_probs, 0.0)).sum()
     if tokens.entropy is not None:
         entropy = torch.where(tokens.is_learning & has_weight, tokens.entropy, 0.0)
         loss_sum = loss_sum - objective.entropy_coef * (entropy * tokens.token_weights).sum()
+    if objective.log_ratio_coef != 0:
+        log_ratio = torch.where(has_weight, tokens.trained_log_probs - tokens.rollout_log_probs, 0.0)
+        loss_sum = loss_sum + objective.log_ratio_coef * (log_ratio.square() * tokens.token_weights).sum()
+    if objective.ref_kl_coef != 0:
+        values, by_log_prob = ref_kl_term(objective, tokens, updates.ratio)
+        moving = torch.where(by_log_prob != 0, tokens.trained_log_probs, 0.0)
+        values = values + by_log_prob * (moving - moving.detach())
+        loss_sum = loss_sum + torch.where(has_weight, values * tokens.token_weights, 0.0).sum()
     return loss_sum
 
 
@@ -140,7 +172,7 @@ def update_metrics(
     """The counts and sums that `policy_loss` documents, float64 scalars.
 
     Args:
-        objective: For its ratio cap.
+        objective: For its ratio cap, and whether its weights are more than a mask.
         updates: What became of the tokens.
         is_learning: [T] bool. Where False, log-probs and advantage must be 0.
         log_probs: [T] log pi <= 0.
@@ -165,4 +197,7 @@ def update_metrics(
         "sum_divergence": torch.where(is_infinite, 0.0, updates.divergence),
         "sum_abs_prob_diff": drop_in_prob.abs(),
     }
+    if objective.is_soft:
+        sums["sum_weight_positive"] = torch.where(is_positive, updates.weight, 0.0)
+        sums["sum_weight_negative"] = torch.where(is_negative, updates.weight, 0.0)
     return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}

@@ -1,22 +1,70 @@
 """An objective: which tokens learn, and how much each one weighs. Plain numbers; the tensors are `loss.py`'s.
 
 Every algorithm of the paper (arXiv 2602.04879) is one of these, for they share the gradient of Eq. 23,
-sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ in the mask M and the cap C alone.
+sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ in the mask M and the cap C alone. Others weigh tokens
+(M is a number), take the ratio of whole responses in the place of r, or add a term of their own.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES, SampledToken
+from megatron_dppo.algorithms.own_rule import Option, OwnRule
 from megatron_dppo.errors import ConfigError, Problem
 
-Rule = Literal["none", "ratio", "divergence", "negative"]
+Rule = Literal[
+    "none",
+    "ratio",
+    "divergence",
+    "negative",
+    "distance",
+    "linear",
+    "prediction",
+    "band",
+    "sigmoid",
+    "response_ratio",
+    "response_mismatch",
+    "response_divergence",
+    "prefix",
+    "own",
+]
+Importance = Literal["token", "response"]
 Relax = Literal["none", "high", "low", "both"]
 Anchor = Literal["rollout", "recomputed"]
+RefKl = Literal["k3", "k1"]
 
 DELTAS = ("delta", "delta_low", "delta_high")
-UNIVERSAL_FIELDS = ("ratio_cap", "anchor", "entropy_coef")
+_AT_LEAST_0 = (
+    *("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "rho_low", "rho_high"),
+    *("token_kl", "response_kl", "prefix_delta", "prefix_delta_max"),
+)
+_FINITE = ("entropy_coef", "log_ratio_coef", "ref_kl_coef", "tau_low", "tau_high", "late_weight")
+UNIVERSAL_FIELDS = ("ratio_cap", "anchor", "entropy_coef", "log_ratio_coef", "ref_kl_coef", "ref_kl")
+OWN_FIELDS = ("rule_divergence", "rule_over", "rule_options")
+_CLIP = ("eps_low", "eps_high")
+_OVER_RESPONSES: tuple[Rule, ...] = ("response_ratio", "response_mismatch", "response_divergence", "prefix")
+_SOFT: tuple[Rule, ...] = ("linear", "sigmoid", "own")
+_BY_RULE: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
+    {
+        "none": (),
+        "ratio": _CLIP,
+        "divergence": DELTAS,
+        "negative": ("delta", "delta_low"),
+        "distance": DELTAS,
+        "linear": DELTAS,
+        "prediction": DELTAS,
+        "band": (*_CLIP, "rho_low", "rho_high"),
+        "sigmoid": ("tau_low", "tau_high"),
+        "response_ratio": _CLIP,
+        "response_mismatch": (*_CLIP, "rho_low", "rho_high"),
+        "response_divergence": ("token_kl", "response_kl"),
+        "prefix": (*DELTAS, "prefix_delta", "prefix_delta_max", "late_weight"),
+        "own": OWN_FIELDS,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +73,8 @@ class Objective:
 
     Attributes:
         name: The preset it came from.
-        rule: The trust region: "none", "ratio" (PPO's clip), "divergence" (DPPO) or "negative" (section 5.3).
-        divergence: Name in DIVERGENCES; a diagnostic where `rule` is not "divergence".
+        rule: The trust region, a name in RULES: "none", "ratio" (PPO's clip), "divergence" (DPPO), ...
+        divergence: Name in DIVERGENCES; a diagnostic where `rule` does not read it.
         relax: Side of the ratio clip that is lifted where mu(a) < alpha.
         delta_low: Largest divergence where the advantage is negative.
         delta_high: Largest divergence where the advantage is positive.
@@ -34,11 +82,25 @@ class Objective:
         eps_high: Ratio clip above 1, for positive advantages.
         alpha: Tokens with mu below this are not clipped on the relaxed side.
         ratio_cap: C, the cap on the importance weight pi/mu.
+        rho_low: Smallest ratio of trainer to engine, of tokens or of whole responses.
+        rho_high: Largest such ratio.
+        token_kl: Largest divergence that a token of a response may have.
+        response_kl: Largest mean of them over a response.
+        tau_low: Steepness of the sigmoid where the advantage is negative.
+        tau_high: Steepness of the sigmoid where the advantage is positive.
+        prefix_delta: Mean divergence that a response may spend up to any of its tokens, at least.
+        prefix_delta_max: The same at most; between both, the 90th percentile of the response's own.
+        late_weight: Weight of a response's last token in that mean; the first has 1.
+        importance: Whose ratio pi/mu weighs a token: its own, or exp(mean log pi/mu) of its response.
         anchor: The policy that the mask compares with; the weight is pi/mu with either.
         top_k: Columns of mu that Top-K divergences use.
         include_other: Whether the mass outside the Top-K is an outcome (App. C); False is Eq. 15 as printed.
         sampled_token: How a sampled token outside the Top-K joins it.
         entropy_coef: Weight of an entropy bonus.
+        log_ratio_coef: Weight of (log pi/mu)^2, which is added for all learning tokens, masked ones included.
+        ref_kl_coef: Weight of the KL from the reference policy, of all learning tokens, masked ones included.
+        ref_kl: Its estimator, and with that its gradient; see `ref_kl.ref_kl_term`.
+        own: A user's own rule, where `rule` is "own".
 
     Raises:
         ConfigError: A field is out of range, or two of them contradict each other.
@@ -54,11 +116,25 @@ class Objective:
     eps_high: float = math.inf
     alpha: float = 0.0
     ratio_cap: float = math.inf
+    rho_low: float = 0.0
+    rho_high: float = math.inf
+    token_kl: float = math.inf
+    response_kl: float = math.inf
+    tau_low: float = 1.0
+    tau_high: float = 1.0
+    prefix_delta: float = math.inf
+    prefix_delta_max: float = math.inf
+    late_weight: float = 1.0
+    importance: Importance = "token"
     anchor: Anchor = "rollout"
     top_k: int = 20
     include_other: bool = True
     sampled_token: SampledToken = "union"
     entropy_coef: float = 0.0
+    log_ratio_coef: float = 0.0
+    ref_kl_coef: float = 0.0
+    ref_kl: RefKl = "k3"
+    own: OwnRule | None = None
 
     def __post_init__(self) -> None:
         problems = [*self._out_of_range(), *self._not_a_choice()]
@@ -83,25 +159,48 @@ class Objective:
         return DIVERGENCES[self.divergence].over == "topk"
 
     @property
+    def needs_responses(self) -> bool:
+        """Whether the loss needs to know which tokens make up a response."""
+        is_own_over_them = self.own is not None and self.own.over == "responses"
+        return self.rule in _OVER_RESPONSES or self.importance == "response" or is_own_over_them
+
+    @property
+    def rule_divergence(self) -> str:
+        """The divergence, as the setting of own rules names it."""
+        return self.divergence
+
+    @property
+    def rule_over(self) -> str:
+        """What an own rule sees, tokens or whole responses."""
+        return "tokens" if self.own is None else self.own.over
+
+    @property
+    def rule_options(self) -> dict[str, Option]:
+        """What the config gives to an own rule."""
+        return {} if self.own is None else dict(self.own.options)
+
+    @property
+    def is_soft(self) -> bool:
+        """Whether the trust region weighs tokens by other numbers than 0 and 1."""
+        return self.rule in _SOFT
+
+    @property
     def fields_in_use(self) -> tuple[str, ...]:
         """What `preset` lets a user override: the fields that change what this objective does."""
-        by_rule: dict[Rule, tuple[str, ...]] = {
-            "none": (),
-            "ratio": ("eps_low", "eps_high") + (() if self.relax == "none" else ("alpha",)),
-            "divergence": DELTAS + (("top_k", "include_other", "sampled_token") if self.needs_topk else ()),
-            "negative": ("delta", "delta_low"),
-        }
-        return by_rule[self.rule] + UNIVERSAL_FIELDS
+        relaxed = () if self.relax == "none" else ("alpha",)
+        of_topk = ("top_k", "include_other", "sampled_token") if self.needs_topk else ()
+        return _BY_RULE[self.rule] + relaxed + of_topk + UNIVERSAL_FIELDS
 
     def _out_of_range(self) -> list[Problem]:
         problems: list[Problem] = []
-        for field in ("delta_low", "delta_high", "eps_low", "eps_high", "alpha"):
+        for field in _AT_LEAST_0:
             if not _is_number(value := getattr(self, field)) or not value >= 0:
                 problems.append(self._problem(field, value, "a number >= 0"))
         if not _is_number(self.ratio_cap) or not self.ratio_cap > 0:
             problems.append(self._problem("ratio_cap", self.ratio_cap, "a number > 0, or inf for no cap"))
-        if not _is_number(self.entropy_coef) or not 0 <= self.entropy_coef < math.inf:
-            problems.append(self._problem("entropy_coef", self.entropy_coef, "a finite number >= 0"))
+        for field in _FINITE:
+            if not _is_number(value := getattr(self, field)) or not 0 <= value < math.inf:
+                problems.append(self._problem(field, value, "a finite number >= 0"))
         if not _is_integer(self.top_k) or self.top_k < 1:
             problems.append(self._problem("top_k", self.top_k, "an integer >= 1"))
         return problems
@@ -111,7 +210,9 @@ class Objective:
             "rule": get_args(Rule),
             "divergence": tuple(DIVERGENCES),
             "relax": get_args(Relax),
+            "importance": get_args(Importance),
             "anchor": get_args(Anchor),
+            "ref_kl": get_args(RefKl),
             "include_other": (True, False),
             "sampled_token": get_args(SampledToken),
         }
@@ -124,6 +225,19 @@ class Objective:
     def _contradictions(self) -> list[Problem]:
         divergence = DIVERGENCES[self.divergence]
         problems: list[Problem] = []
+        for low, high in (("rho_low", "rho_high"), ("prefix_delta", "prefix_delta_max")):
+            if getattr(self, low) > getattr(self, high):
+                expected = f"at most {high}, {getattr(self, high):g}"
+                problems.append(self._problem(low, getattr(self, low), expected))
+        if (self.rule == "own") != (self.own is not None):
+            problems.append(self._problem("own", self.own, "a function where rule = 'own', and none elsewhere"))
+        for field in ("delta_low", "delta_high"):
+            if self.rule == "linear" and getattr(self, field) == 0:  # which divides
+                problems.append(self._problem(field, getattr(self, field), "a number > 0"))
+        if self.rule == "prediction" and divergence.over != "topk":
+            problems.append(
+                self._problem("divergence", self.divergence, "a Top-K divergence, topk_tv or topk_kl")
+            )
         if divergence.over == "topk" and self.anchor == "recomputed":
             problems.append(
                 Problem(

@@ -1,12 +1,14 @@
-"""The named objectives: the paper's variants, with its thresholds (sections 5, 6 and App. D, F)."""
+"""The named objectives: the paper's variants with its thresholds (sections 5, 6; App. D, F), and others'."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from megatron_dppo.algorithms.objective import DELTAS, Objective
+from megatron_dppo.algorithms.objective import DELTAS, OWN_FIELDS, Objective, Rule
+from megatron_dppo.algorithms.own_rule import Option, Over, OwnRule
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
+from megatron_dppo.runtime.user_code import imported, problem_with_path
 
 
 def _ratio(name: str, eps_low: float, eps_high: float, **others: Any) -> Objective:
@@ -21,6 +23,41 @@ def _dppo(name: str, divergence: str, delta: float, **others: Any) -> Objective:
 def _negative(name: str, delta: float, **others: Any) -> Objective:
     return Objective(name, rule="negative", delta_low=delta, delta_high=delta, **others)
 
+
+def _clip(name: str, rule: Rule, **others: Any) -> Objective:
+    return Objective(name, rule=rule, eps_low=0.2, eps_high=0.2, anchor="recomputed", **others)
+
+
+def _prefix(name: str, divergence: str) -> Objective:
+    return Objective(
+        name,
+        rule="prefix",
+        divergence=divergence,
+        delta_low=0.15,
+        delta_high=0.15,
+        prefix_delta=0.02,
+        prefix_delta_max=0.04,
+        late_weight=0.8,
+    )
+
+
+# Of other papers and frameworks; token_rules.py and response_rules.py say where each was read. The thresholds
+# are published ones: those of gspo's paper's experiments; trm's .1 and .002 as arXiv 2606.10968 quotes them;
+# the predictive mask's .15 (and K of 20) of arXiv 2607.10848's experiments, by a summary of that paper.
+FIELD: tuple[Objective, ...] = (
+    Objective("ipo", rule="distance", delta_low=0.1, delta_high=0.1, log_ratio_coef=1e-3),
+    Objective("drpo", rule="linear", delta_low=12.5, delta_high=12.5),
+    _prefix("cppo", "binary_tv"),
+    _prefix("cppo_topk", "topk_tv"),
+    Objective("sapo", rule="sigmoid", tau_low=1.05, tau_high=1.0),
+    Objective("gspo", rule="response_ratio", importance="response", eps_low=3e-4, eps_high=4e-4),
+    _clip("icepop", "band", rho_low=0.5, rho_high=5.0),
+    _clip("mis", "response_mismatch", rho_low=0.999, rho_high=1.002),
+    Objective("trm", rule="response_divergence", divergence="topk_kl", token_kl=0.1, response_kl=0.002),
+    Objective(
+        "dppo_topk_kl_predictive", rule="prediction", divergence="topk_kl", delta_low=0.15, delta_high=0.15
+    ),
+)
 
 PRESETS: Mapping[str, Objective] = MappingProxyType(
     {
@@ -44,17 +81,38 @@ PRESETS: Mapping[str, Objective] = MappingProxyType(
             _ratio("relax_high", 0.2, 0.28, relax="high", alpha=0.1),
             _ratio("relax_low", 0.2, 0.28, relax="low", alpha=0.1),
             _ratio("relax_both", 0.2, 0.28, relax="both", alpha=0.1),
+            *FIELD,
         )
     }
 )
 
+PAPER: tuple[str, ...] = tuple(name for name in PRESETS if name not in {objective.name for objective in FIELD})
+"""Names of the presets of the paper's own comparison."""
 
-_OF_A_PRESET = ("name", "rule", "divergence", "relax")
+
+_OF_A_PRESET = ("name", "rule", "divergence", "relax", "importance", "own")
 OVERRIDABLE: tuple[str, ...] = (
     "delta",
+    *OWN_FIELDS,
     *(field.name for field in fields(Objective) if field.name not in _OF_A_PRESET),
 )
 """What may be set of a preset: the fields of `Objective` that do not make another rule of it, and `delta`."""
+
+
+def _own(
+    name: str,
+    *,
+    rule_divergence: str = "binary_tv",
+    rule_over: Over = "tokens",
+    rule_options: Mapping[str, Option] | None = None,
+) -> Objective:
+    """The objective of a user's own rule."""
+    problem = problem_with_path("algorithm.preset", name, "package.module:function")
+    if problem is not None:
+        raise ConfigError(problem)
+    options = tuple(sorted((rule_options or {}).items()))
+    rule = OwnRule(name, imported("algorithm.preset", name), options, rule_over)
+    return Objective(name, rule="own", divergence=rule_divergence, own=rule)
 
 
 _OTHERWISE = "Choose from that list, or leave it out."
@@ -68,15 +126,20 @@ def overrides_in(settings: Mapping[str, Any]) -> dict[str, Any]:
 def preset(name: str, **overrides: Any) -> Objective:
     """The preset of that name, with fields overridden by keyword.
 
-    `delta` sets both sides; a side's own wins.
+    `delta` sets both sides; a side's own wins. "package.module:function" is a rule of one's own: the function
+    is imported, and gets `rule_options`; `rule_divergence` names the divergence that it sees, and `rule_over`
+    says whether it sees whole responses.
 
     Raises:
-        ConfigError: There is no such preset, the preset has no use for a field, or a value is out of range.
+        ConfigError: There is no such preset or function, it has no use for a field, or a value is out of range.
     """
-    if name not in PRESETS:
+    if ":" in name:
+        objective = _own(name, **{field: overrides.pop(field) for field in OWN_FIELDS if field in overrides})
+    elif name not in PRESETS:
         options = "one of " + ", ".join(PRESETS)
         raise ConfigError(Problem("preset", repr(name), options, did_you_mean(name, PRESETS, _OTHERWISE)))
-    objective = PRESETS[name]
+    else:
+        objective = PRESETS[name]
     usable = objective.fields_in_use
     unusable = [field for field in overrides if field not in usable]
     if unusable:

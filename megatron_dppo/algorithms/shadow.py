@@ -1,4 +1,4 @@
-"""Shadow masks: the masks of other objectives on the tokens that one objective trains on."""
+"""Shadows: what other objectives would make of the tokens that one objective trains on."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,24 +9,39 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.divergence import DIVERGENCES
 from megatron_dppo.algorithms.inputs import LearningTokens, PolicyLossInputs, learning_tokens
-from megatron_dppo.algorithms.loss import compared_log_masses, learning_mask
+from megatron_dppo.algorithms.loss import compared_log_masses, learning_weight
 from megatron_dppo.algorithms.objective import Objective
 
 
 def with_inputs(
-    objectives: Mapping[str, Objective], *, has_topk: bool, has_old_log_probs: bool
+    objectives: Mapping[str, Objective],
+    *,
+    has_topk: bool,
+    has_old_log_probs: bool,
+    has_responses: bool = True,
 ) -> dict[str, Objective]:
-    """Return the objectives whose inputs exist: the rollout's Top-K, and recomputed log-probs."""
+    """Return the objectives whose inputs exist: the rollout's Top-K, recomputed log-probs, whole responses."""
     return {
         name: objective
         for name, objective in objectives.items()
-        if (has_topk or not objective.needs_topk) and (has_old_log_probs or objective.anchor != "recomputed")
+        if (has_topk or not objective.needs_topk)
+        and (has_old_log_probs or objective.anchor != "recomputed")
+        and (has_responses or not objective.needs_responses)
     }
 
 
 @torch.no_grad()
 def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Return the mask M of each objective, [T] bool, equal to `policy_loss(objective, inputs).mask`.
+    """Return the mask of each objective, [T] bool, equal to `policy_loss(objective, inputs).mask`.
+
+    Takes and raises what `shadow_weights` does.
+    """
+    return {name: weight != 0 for name, weight in shadow_weights(objectives, inputs).items()}
+
+
+@torch.no_grad()
+def shadow_weights(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Return the weight M of each objective, [T], equal to `policy_loss(objective, inputs).weight`.
 
     What objectives have in common is computed once: each divergence, and what it compares. Nothing here is of
     the vocabulary's size. Top-K objectives use the columns there are, at most their `top_k`: fewer make their
@@ -41,12 +56,17 @@ def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) 
         ConfigError: An input has another shape or type.
     """
     has_topk = inputs.topk is not None and inputs.targets is not None
-    evaluated = with_inputs(objectives, has_topk=has_topk, has_old_log_probs=inputs.old_log_probs is not None)
+    evaluated = with_inputs(
+        objectives,
+        has_topk=has_topk,
+        has_old_log_probs=inputs.old_log_probs is not None,
+        has_responses=inputs.response_lengths is not None,
+    )
     by_anchor = {
         anchor: _Shared([o for o in evaluated.values() if o.anchor == anchor], inputs)
         for anchor in {objective.anchor for objective in evaluated.values()}
     }
-    return {name: by_anchor[objective.anchor].mask(objective) for name, objective in evaluated.items()}
+    return {name: by_anchor[objective.anchor].weight(objective) for name, objective in evaluated.items()}
 
 
 class _Shared:
@@ -54,24 +74,29 @@ class _Shared:
 
     def __init__(self, objectives: Iterable[Objective], inputs: PolicyLossInputs) -> None:
         """Neutralise the tokens once, with as many Top-K columns as any objective uses."""
+        objectives = tuple(objectives)
         widest = max(objectives, key=lambda objective: objective.needs_topk * objective.top_k)
-        widest = replace(widest, entropy_coef=0.0)
+        if any(objective.needs_responses for objective in objectives):
+            widest = replace(widest, importance="response")
+        widest = replace(widest, entropy_coef=0.0, ref_kl_coef=0.0)
         self._tokens: LearningTokens = learning_tokens(widest, inputs, has_known_values=True)
         self._log_masses: dict[Any, tuple[Tensor, Tensor]] = {}
         self._divergences: dict[Any, Tensor] = {}
 
-    def mask(self, objective: Objective) -> Tensor:
-        """Return the mask M of one objective, [T] bool."""
-        return learning_mask(objective, self._tokens, self._divergence(objective))
+    def weight(self, objective: Objective) -> Tensor:
+        """Return the weight M of one objective, [T]."""
+        log_masses, divergence = self._compared(objective)
+        return learning_weight(objective, self._tokens, log_masses, divergence)
 
-    def _divergence(self, objective: Objective) -> Tensor:
+    def _compared(self, objective: Objective) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return what the objective's divergence compares, and what it finds, each made once."""
         partition = None
         if objective.needs_topk:
             partition = (objective.top_k, objective.sampled_token, objective.include_other)
         key = (objective.divergence, partition)
+        if partition not in self._log_masses:
+            self._log_masses[partition] = compared_log_masses(objective, self._tokens)
+        log_masses = self._log_masses[partition]
         if key not in self._divergences:
-            if partition not in self._log_masses:
-                self._log_masses[partition] = compared_log_masses(objective, self._tokens)
-            function = DIVERGENCES[objective.divergence].function
-            self._divergences[key] = function(*self._log_masses[partition])
-        return self._divergences[key]
+            self._divergences[key] = DIVERGENCES[objective.divergence].function(*log_masses)
+        return log_masses, self._divergences[key]

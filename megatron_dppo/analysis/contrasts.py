@@ -55,6 +55,33 @@ def contrast(values: Sequence[float], others: Sequence[float]) -> Contrast:
     return Contrast(mean, low, high, effect, differences.size)
 
 
+@dataclass(frozen=True)
+class PooledChange:
+    """The relative change of a weighted mean, and its 95 % bootstrap interval over pairs; -0.5 halves it."""
+
+    change: float
+    low: float
+    high: float
+    num_pairs: int
+
+
+def pooled_change(weights: Sequence[float], before: Sequence[float], after: Sequence[float]) -> PooledChange:
+    """Return the change from the weighted mean of `before` to that of `after`, measured on the same tokens.
+
+    Pairs are resampled whole. NaN where a weighted mean of `before` is 0; no interval with one pair.
+    """
+    w, a, b = (np.asarray(values, dtype=np.float64) for values in (weights, before, after))
+    assert w.size == a.size == b.size > 0, "a change is of pairs"
+    chosen = np.random.default_rng(_SEED).integers(w.size, size=(NUM_RESAMPLES, w.size))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = float((w @ b) / (w @ a) - 1)
+        resampled = (w * b)[chosen].sum(axis=1) / (w * a)[chosen].sum(axis=1) - 1
+    if w.size < 2 or not np.isfinite(resampled).all():
+        return PooledChange(change if math.isfinite(change) else math.nan, math.nan, math.nan, w.size)
+    low, high = np.percentile(resampled, _PERCENTS)
+    return PooledChange(change, float(low), float(high), w.size)
+
+
 def _interval(values: np.ndarray) -> tuple[float, float]:
     if values.size < 2 or not np.isfinite(values).all():
         return math.nan, math.nan

@@ -1,5 +1,7 @@
 """Renders pages of HTML from the templates of a package."""
 
+from importlib import resources
+
 import jinja2
 
 
@@ -12,3 +14,9 @@ def page_templates(package: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def plotly_basic() -> str:
+    """Return the JavaScript of plotly.js for scatter, bar and pie traces, to stand in a page."""
+    file = resources.files("megatron_dppo.analysis") / "vendored" / "plotly-basic.min.js"
+    return file.read_text(encoding="utf-8")

@@ -5,7 +5,7 @@
       step_00000320/
         megatron/                    weights and optimizer, as Megatron shards them
         rng/rank_00000.safetensors   random states of each rank
-        remaining/rank_00000.safetensors   gradient steps not yet taken, where the rollout was not finished
+        remaining/rank_00000.safetensors   gradient steps not yet taken, where a rollout is open or waits
         hf/                          config and tokenizer
         state.json                   where the run stands
         SHA256SUMS                   of every other file; `sha256sum -c SHA256SUMS` checks it by hand

@@ -22,8 +22,9 @@ def require_reshardable(
     """Refuse a checkpoint that cannot be moved from the layout in its state.json to this one.
 
     Raises:
-        CheckpointError: The checkpoint stands in the middle of a rollout, whose batches were made for its
-            layout; or optimizer states are not distributed, which Megatron stores by their place on a rank.
+        CheckpointError: The checkpoint stands in the middle of a rollout, or holds some sampled ahead, whose
+            batches were made for its layout; or optimizer states are not distributed, which Megatron stores by
+            their place on a rank.
     """
     saved = Layout(**content["layout"])
     found = f"{checkpoint} was saved on {saved}; this run has {layout}"
@@ -33,6 +34,11 @@ def require_reshardable(
             f"{found}, and it stands in the middle of a rollout whose batches were made for the former. Start "
             f"as it was until a rollout is finished and saved, name an earlier checkpoint in "
             f"{checkpoint.parent / 'latest'}, {weights_alone}"
+        )
+    if content.get("queue"):
+        raise CheckpointError(
+            f"{found}, and it holds {len(content['queue'])} rollouts sampled ahead (rollout.lag), whose "
+            f"batches were made for the former. Start as it was, {weights_alone}"
         )
     if not is_optimizer_distributed:
         raise CheckpointError(

@@ -16,10 +16,13 @@ from megatron_dppo.checks import (  # which registers their rules, in this order
     layer_rules,
     megatron_rules,
     model_rules,
+    reference_rules,
     run_rules,
     sampling_rules,
+    staleness_rules,
     trial_rules,
 )
+from megatron_dppo.checks.algorithm_rules import remarks
 from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
 from megatron_dppo.checks.registry import RULES, Need, Rule
 from megatron_dppo.config.schema import Config
@@ -46,10 +49,13 @@ __all__ = [
     "model_rules",
     "not_checked",
     "problems_of",
+    "reference_rules",
+    "remarks",
     "require_evaluable",
     "require_valid",
     "run_rules",
     "sampling_rules",
+    "staleness_rules",
     "trial_rules",
 ]
 
@@ -132,9 +138,10 @@ def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need
         unused.add("reward")
     rules = [rule for id, rule in RULES.items() if id.startswith(_EVALUATED) and id not in unused]
     problems = problems_of(config, replace(facts, columns=held_out), rules, needs)
-    if not config.evaluation.sets:
+    if not config.evaluation.used_sets:
+        found = "none" if config.evaluation.every else "evaluation.every = 0, which uses none"
         action = "Add a table [evaluation.sets.<name>] with its prompts."
-        problems.append(Problem("evaluation.sets", "none", "at least one set", action))
+        problems.append(Problem("evaluation.sets", found, "at least one set", action))
     if problems:
         raise ConfigError(problems)
 

@@ -7,20 +7,24 @@ from typing import Any
 
 from megatron_dppo.algorithms import DIVERGENCES, PRESETS, Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
+from megatron_dppo.algorithms.trial import try_objective
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
-from megatron_dppo.kernels.encoding import require_compiled
-from megatron_dppo.runtime.process import has_gpu
+from megatron_dppo.runtime.user_code import described, problem_with_path
 
 
 @rule("preset")
 def _preset(config: Config, facts: Facts) -> Iterator[Problem]:
     """The preset exists."""
     name = config.algorithm.preset
-    if name not in PRESETS:
+    if ":" in name:
+        problem = problem_with_path("algorithm.preset", name, "package.module:function")
+        if problem is not None:
+            yield problem
+    elif name not in PRESETS:
         action = did_you_mean(name, PRESETS, "Choose one of these.")
         yield Problem("algorithm.preset", repr(name), f"one of {', '.join(PRESETS)}", action)
 
@@ -35,6 +39,51 @@ def _preset_fields(config: Config, facts: Facts) -> Iterator[Problem]:
         yield from dict.fromkeys(problems)  # one `delta` sets two fields, and would be reported twice
 
 
+@rule("own_rule", needs="trial")
+def _own_rule(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Rules of the user's own, which train or are evaluated beside, weigh the tokens of a small batch."""
+    objective = _objective(config)
+    if isinstance(objective, Objective):
+        yield from problems_with_own_rule("algorithm.preset", objective)
+    for name in config.tracking.shadow_presets:
+        shadow = _named(name)
+        if isinstance(shadow, Objective):
+            action = "Ask what-if, with --sweep rule_over=responses: a rule beside another sees tokens alone."
+            yield from problems_with_own_rule("tracking.shadow_presets", shadow, over_action=action)
+
+
+def problems_with_own_rule(
+    key: str, objective: Objective, *, over_action: str | None = None
+) -> Iterator[Problem]:
+    """Yield what is wrong with what an own rule makes of a small batch.
+
+    Args:
+        key: Names the rule.
+        objective: With or without a rule of the user's own.
+        over_action: What to do about one that looks at whole responses and may not, where that is not the
+            setting `algorithm.rule_over`.
+    """
+    if objective.own is None:
+        return
+    try:
+        try_objective(objective)
+    except ConfigError as error:
+        for problem in error.problems:
+            if problem.where != "algorithm.rule_over":
+                yield replace(problem, where=key)
+            elif over_action is None:
+                yield problem
+            else:
+                yield replace(problem, where=key, action=over_action)
+    except Exception as error:  # noqa: BLE001  whatever the function raises
+        found = f"{objective.name!r}, which fails on a small batch: {described(error)}"
+        action = "Correct the function; megatron_dppo/algorithms/README.md shows one."
+        yield Problem(key, found, "a weight for each token", action)
+
+
+_MAY_BE_0 = ("prefix_delta",)  # then the budget is the response's own 90th percentile
+
+
 @rule("thresholds")
 def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
     """Each threshold of the trust region can act, and leaves something to learn; infinity turns one off."""
@@ -45,37 +94,58 @@ def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
     found: list[Problem] = []
     for field, limit in _reached(objective).items():
         value = getattr(objective, field)
-        if value == 0 or limit <= value < math.inf:
+        if (value == 0 and field not in _MAY_BE_0) or limit <= value < math.inf:
             effect = "drops whatever moved at all" if value == 0 else "never acts"
             expected = f"above 0 and below {limit:g}" if limit < math.inf else "above 0"
             usual = getattr(PRESETS[objective.name], field)
             action = f"Choose such a value, or inf to turn it off; the preset's own is {usual:g}."
             found.append(Problem(f"algorithm.{field}", f"{value:g}, which {effect}", expected, action))
+    found += _bands_without_1(objective)
     yield from dict.fromkeys(_where_written(problem, written) for problem in found)
+
+
+def _bands_without_1(objective: Objective) -> Iterator[Problem]:
+    """Yield bounds of pi'/mu that drop tokens on which trainer and engine agree."""
+    for field, is_beyond, expected in (
+        ("rho_low", objective.rho_low > 1, "at most 1"),
+        ("rho_high", 0 < objective.rho_high < 1, "at least 1"),
+    ):
+        if is_beyond:
+            found = f"{getattr(objective, field):g}, which drops what trainer and engine agree on"
+            action = f"Choose such a value; the preset's own is {getattr(PRESETS[objective.name], field):g}."
+            yield Problem(f"algorithm.{field}", found, expected, action)
 
 
 def _reached(objective: Objective) -> dict[str, float]:
     """Return the thresholds that the objective's rule reads, each with the bound of the compared value."""
-    if objective.rule == "divergence":
-        limit = DIVERGENCES[objective.divergence].at_most
+    limit = DIVERGENCES[objective.divergence].at_most
+    if objective.rule in ("divergence", "distance", "prediction"):
         return {"delta_low": limit, "delta_high": limit}
+    if objective.rule == "prefix":
+        return {"delta_low": limit, "delta_high": limit, "prefix_delta": limit}
+    if objective.rule == "linear":
+        return {"delta_low": math.inf, "delta_high": math.inf}
+    if objective.rule == "response_divergence":
+        return {"token_kl": limit, "response_kl": min(limit, objective.token_kl)}  # a mean is below its largest
     if objective.rule == "negative":
         return {"delta_low": 1.0}  # mu - pi
-    if objective.rule == "ratio":
+    if objective.rule in ("ratio", "response_ratio", "band", "response_mismatch"):
+        band = {"rho_high": math.inf} if objective.rule in ("band", "response_mismatch") else {}
         relaxed = {} if objective.relax == "none" else {"alpha": 1.0}  # mu
-        return {"eps_low": 1.0, "eps_high": math.inf} | relaxed  # 1 - pi/mu
+        return {"eps_low": 1.0, "eps_high": math.inf} | band | relaxed  # 1 - pi/mu
     return {}
 
 
-@rule("known_to_kernels", needs="machine")
-def _known_to_kernels(config: Config, facts: Facts) -> Iterator[Problem]:
-    """On a GPU, the compiled kernels know the objective's rule and divergence."""
-    objective = _objective(config)
-    if isinstance(objective, Objective) and has_gpu():
-        try:
-            require_compiled(objective)
-        except ConfigError as error:
-            yield from (replace(problem, where="algorithm.preset") for problem in error.problems)
+# The mean over responses of the means over their tokens, in the papers of these presets.
+_OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
+
+
+def remarks(config: Config) -> list[str]:
+    """Return what differs from the paper of the preset and is no problem, as sentences."""
+    preset, aggregation = config.algorithm.preset, config.algorithm.aggregation
+    if preset not in _OF_RESPONSE_MEANS or aggregation == "seq_mean_token_mean":
+        return []
+    return [f"algorithm.aggregation is {aggregation!r}; {preset} was published with 'seq_mean_token_mean'."]
 
 
 @rule("topk_log_probs")
@@ -172,14 +242,18 @@ def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
     """Presets that are evaluated beside the step exist, and the batches hold what they need."""
     objective = _objective(config)
     for name in config.tracking.shadow_presets:
-        if name not in PRESETS:
+        shadow = _named(name)
+        if shadow is None:
             action = did_you_mean(name, PRESETS, "Choose from these.")
-            yield Problem("tracking.shadow_presets", repr(name), f"names among {', '.join(PRESETS)}", action)
-        elif PRESETS[name].needs_topk and not config.rollout.num_topk_log_probs:
+            expected = f"names among {', '.join(PRESETS)}, or package.module:function"
+            yield Problem("tracking.shadow_presets", repr(name), expected, action)
+        elif isinstance(shadow, ConfigError):
+            yield from (replace(problem, where="tracking.shadow_presets") for problem in shadow.problems)
+        elif shadow.needs_topk and not config.rollout.num_topk_log_probs:
             found = f"{name!r} with rollout.num_topk_log_probs = 0"
-            action = f"Set rollout.num_topk_log_probs to {PRESETS[name].top_k}, or leave it out."
+            action = f"Set rollout.num_topk_log_probs to {shadow.top_k}, or leave it out."
             yield Problem("tracking.shadow_presets", found, "presets that need no Top-K", action)
-        elif PRESETS[name].anchor == "recomputed" and getattr(objective, "anchor", None) == "rollout":
+        elif shadow.anchor == "recomputed" and getattr(objective, "anchor", None) == "rollout":
             found = f"{name!r} with algorithm.preset = {config.algorithm.preset!r}"
             expected = "presets that need no log-probs recomputed before the step"
             action = "Train with anchor = 'recomputed', which recomputes them, or leave it out."
@@ -188,12 +262,20 @@ def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
 
 def _objective(config: Config) -> Objective | ConfigError | None:
     """Return the configured objective, or why there is none; None where the preset is unknown."""
-    if config.algorithm.preset not in PRESETS:
+    return _named(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
+
+
+def _named(name: str, **overrides: Any) -> Objective | ConfigError | None:
+    """Return an objective by its name, or why there is none; None where no preset and no function has it."""
+    if name not in PRESETS and problem_with_path("", name, "package.module:function") is not None:
         return None
     try:
-        return preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
+        return preset(name, **overrides)
     except ConfigError as error:
         return error
+    except Exception as error:  # noqa: BLE001  whatever the module raises
+        found, expected = f"{name!r}, which fails ({described(error)})", "what can be imported and called"
+        return ConfigError(Problem("algorithm.preset", found, expected, "Correct the module."))
 
 
 def _where_written(problem: Problem, written: Mapping[str, Any]) -> Problem:

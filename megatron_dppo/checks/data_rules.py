@@ -132,7 +132,7 @@ def gives_rewards(config: Config) -> bool:
 @rule("reward_reads_answers", needs="data")
 def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Prompts ask for an answer in the form that their reward reads."""
-    own = {f"evaluation.sets.{name}": each.reward for name, each in config.evaluation.sets.items()}
+    own = {f"evaluation.sets.{name}": each.reward for name, each in config.evaluation.used_sets.items()}
     for key, path, found in _surveyed(config, facts, is_once=False):
         where = "data.reward" if key == TRAINING else f"{key.removesuffix('.prompts')}.reward"
         reward = own.get(key.removesuffix(".prompts")) or config.data.reward

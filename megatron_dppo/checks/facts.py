@@ -129,7 +129,8 @@ def model_facts(config: Config, world_size: int) -> Facts:
 
 def prompt_files(config: Config) -> dict[str, Path]:
     """Return the files of prompts by the key that names one."""
-    held_out = {f"evaluation.sets.{name}.prompts": own.prompts for name, own in config.evaluation.sets.items()}
+    sets = config.evaluation.used_sets
+    held_out = {f"evaluation.sets.{name}.prompts": own.prompts for name, own in sets.items()}
     return {TRAINING: config.data.prompts, **held_out}
 
 

@@ -17,7 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @rule("rollout_memory")
 def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A rollout's data fits into the host memory set aside for it, even where every response is cut."""
+    """The data of rollouts fits into the host memory set aside for it, even where every response is cut."""
     sizes, parallel = facts.model_sizes, config.parallel
     if sizes is None:
         return
@@ -25,12 +25,15 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
     num_groups = max(facts.world_size // (parallel.tensor * parallel.pipeline * parallel.context), 1)
     bound = rollout_bytes_bound(config, facts.world_size, num_groups, routing) / (1 << 30)
     if bound > config.rollout.max_data_gib:
+        lag = config.rollout.lag
+        of = f"{lag + 1} rollouts, {lag} of them sampled ahead," if lag else "a rollout"
         yield Problem(
             "rollout.max_data_gib",
-            f"a rollout of up to {bound:.1f} GiB on each rank",
+            f"{of} of up to {bound:.1f} GiB on each rank",
             f"at most {config.rollout.max_data_gib:g} GiB",
-            "Lower rollout.prompts_per_rollout, samples_per_prompt, max_response_tokens or num_topk_log_probs, "
-            "use more data-parallel ranks, or raise the limit if the host has the memory.",
+            f"Lower {'rollout.lag, ' * bool(lag)}rollout.prompts_per_rollout, samples_per_prompt, "
+            "max_response_tokens or num_topk_log_probs, use more data-parallel ranks, or raise the limit if "
+            "the host has the memory.",
         )
 
 

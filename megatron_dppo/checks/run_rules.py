@@ -64,7 +64,9 @@ def _best_metric(config: Config, facts: Facts) -> Iterator[Problem]:
         return
     measured = [name for each in evaluation_sets(config) for name in each.metric_names]
     if checkpoint.best_metric not in measured:
+        switched_off = "Set evaluation.every to 1 or more, or name another metric."
         otherwise = "Add the set to evaluation.sets, or name another metric."
+        otherwise = otherwise if config.evaluation.every else switched_off
         action = did_you_mean(checkpoint.best_metric, measured, otherwise)
         yield Problem("checkpoint.best_metric", repr(checkpoint.best_metric), "a metric of this run", action)
 

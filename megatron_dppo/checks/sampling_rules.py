@@ -29,6 +29,28 @@ def _over_sampling(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("rollout.over_sampling", found, expected, action)
 
 
+@rule("lag")
+def _lag(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Rollouts sampled ahead are whole, are trained on in their order, and not all by the first weights."""
+    lag, key = config.rollout.lag, "rollout.lag"
+    if lag == 0:
+        return
+    if lag >= config.run.num_rollouts:
+        found = f"{lag} with run.num_rollouts = {config.run.num_rollouts}"
+        expected = "less than run.num_rollouts: else the first weights sample every rollout"
+        yield Problem(key, found, expected, "Lower it, or raise run.num_rollouts.")
+    if config.rollout.over_sampling > 1:
+        found = f"{lag} with rollout.over_sampling = {config.rollout.over_sampling:g}"
+        expected = (
+            "0, since over-sampling lets speed choose what is trained on, and lag is to change its age alone"
+        )
+        yield Problem(key, found, expected, "Set rollout.over_sampling = 1, or rollout.lag = 0.")
+    if config.tracking.alarms == "roll_back":
+        found = f"{lag} with tracking.alarms = 'roll_back'"
+        expected = "0, since rollouts ahead were sampled by weights that a roll back takes back"
+        yield Problem(key, found, expected, "Set tracking.alarms to 'log' or 'stop', or rollout.lag = 0.")
+
+
 @rule("environment", needs="machine")
 def _environment(config: Config, facts: Facts) -> Iterator[Problem]:
     """The environment is registered, or its package can be found; a user's module is not imported to check."""
@@ -47,10 +69,13 @@ def _turns(config: Config, facts: Facts) -> Iterator[Problem]:
             "1: one response ends it",
         )
         yield Problem("rollout.max_turns", found, expected, "Leave it out, or name an environment.")
-    if options.over_sampling > 1 and options.environment != "single_turn":
+    if options.over_sampling > 1 and options.environment != "single_turn" and not options.max_staleness:
         found = f"{options.environment!r} with rollout.over_sampling = {options.over_sampling:g}"
-        expected = "1, since what over-sampling leaves half done is not kept with its environment"
-        yield Problem("rollout.environment", found, expected, "Set rollout.over_sampling = 1.")
+        expected = (
+            "1: without max_staleness, what over-sampling leaves half done is not kept with its environment"
+        )
+        action = "Set rollout.over_sampling = 1, or rollout.max_staleness = 1 or more."
+        yield Problem("rollout.environment", found, expected, action)
 
 
 @rule("generate", needs="machine")
@@ -122,3 +147,11 @@ def _sglang_weight_sync(config: Config, facts: Facts) -> Iterator[Problem]:
             "'tensor' or 'disk': NCCL has no two ranks on one GPU",
             action,
         )
+
+
+@rule("release_trainer")
+def _release_trainer(config: Config, facts: Facts) -> Iterator[Problem]:
+    """One setting says whether trainer and engine take turns on the GPU."""
+    if config.rollout.release_trainer and config.rollout.engine == "sglang":
+        expected = "false: with SGLang, rollout.sglang.colocated says whether trainer and servers take turns"
+        yield Problem("rollout.release_trainer", "true with engine = 'sglang'", expected, "Remove it.")

@@ -68,6 +68,8 @@ def _evaluation(config: Config, facts: Facts) -> str:
         for key, found in facts.surveys.items()
         if key != TRAINING
     ]
+    if config.evaluation.sets and not config.evaluation.every:
+        return f"none: evaluation.every = 0 turns off {', '.join(config.evaluation.sets)}"
     if config.evaluation.sets:
         return "; ".join([*sets, f"after every {config.evaluation.every} rollouts"]) if sets else ""
     idle = sorted(config.evaluation.model_fields_set - {"sets"})

@@ -15,8 +15,8 @@ from megatron_dppo.rollout.scoring import RewardPools, training_reward
 from megatron_dppo.rollout.trajectories import environment_pool, try_environment
 from megatron_dppo.runtime.user_code import problem_with_import, problem_with_path
 
-_WHOLE = re.compile(r"found (.*?); expected (.*?)\. (.*)", re.DOTALL)
-"""A sentence of `Problem`, without where."""
+_WHOLE = re.compile(r"(.*?)found (.*?); expected (.*?)\. (.*)", re.DOTALL)
+"""A sentence of `Problem`, without where, and what may stand before it."""
 
 
 @rule("reward_trial", needs="trial")
@@ -71,4 +71,7 @@ def _told(where: str, key: str, error: Exception, expected: str, action: str) ->
     """Return what a worker said, which may say itself what was expected and what to do."""
     said = str(error).removeprefix(f"{key}: ")
     whole = _WHOLE.fullmatch(said)
-    return Problem(where, *whole.groups()) if whole is not None else Problem(where, said, expected, action)
+    if whole is None:
+        return Problem(where, said, expected, action)
+    before, found, expected, action = whole.groups()
+    return Problem(where, before + found, expected, action)

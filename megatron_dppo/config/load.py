@@ -2,6 +2,8 @@
 
 Layers are merged left to right: tables key by key, anything else (lists included) is replaced. Relative paths
 in a file mean what they would mean on the command line: they start at the current directory, not at the file.
+A layer takes settings of earlier ones away, so that their defaults count, by `--set section.key=none`, or with
+`unset = ["section.key"]` at the head of a file.
 """
 
 import json
@@ -21,6 +23,9 @@ from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 Table = dict[str, Any]
 KeyPath = tuple[str, ...]
 
+UNSET = "unset"  # the key at the head of a file that lists the settings to take away
+NONE = "none"  # the value of --set that takes a setting away; '"none"' in quotes is the string
+
 _EXPECTED = {
     "model_type": "a table",
     "dict_type": "a table",
@@ -37,7 +42,8 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
     Args:
         paths: TOML files; a later one wins.
-        overrides: `section.key=value`; the value is read as TOML, or as a string where it is none.
+        overrides: `section.key=value`; the value is read as TOML, or as a string where it is no TOML, and
+            `none` takes the setting away.
 
     Raises:
         ConfigError: With one `Problem` per fault in all files and overrides together.
@@ -50,11 +56,14 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
         if isinstance(layer, Problem):
             problems.append(layer)
         else:
+            problems.extend(_unset(merged, layer.pop(UNSET, []), str(path), origins))
             _merge(merged, layer, str(path), origins)
     for override in overrides:
         layer = _parse_override(override)
         if isinstance(layer, Problem):
             problems.append(layer)
+        elif (name := _taken_away(override)) is not None:
+            problems.extend(_unset(merged, [name], f"--set {override}", origins))
         else:
             _merge(merged, layer, f"--set {override}", origins, empties=True)
     try:
@@ -116,6 +125,43 @@ def _parse_override(override: str) -> Table | Problem:
     return cast(Table, value)
 
 
+def _taken_away(override: str) -> str | None:
+    """Return the setting that `section.key=none` takes away; none for any other override."""
+    name, _, text = override.partition("=")
+    return ".".join(key.strip() for key in name.split(".")) if text.strip() == NONE else None
+
+
+def _unset(merged: Table, names: object, origin: str, origins: dict[KeyPath, str]) -> list[Problem]:
+    """Remove settings from what earlier layers gave; one that they did not give is as it should be."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in cast(list[object], names)):
+        found = f"{json.dumps(names, default=str)} (set by {origin})"
+        return [
+            Problem(UNSET, found, "a list of settings, as strings", 'Write unset = ["data.reward_values"].')
+        ]
+    problems: list[Problem] = []
+    for name in cast(list[str], names):
+        keys = tuple(name.split("."))
+        if not _is_setting(keys):
+            problems.append(_unknown_key(name, keys, f"{NONE} (set by {origin})"))
+            continue
+        table: Any = merged
+        for key in keys[:-1]:
+            table = cast(Table, table).get(key) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            cast(Table, table).pop(keys[-1], None)
+        for path in [path for path in origins if path[: len(keys)] == keys]:
+            del origins[path]
+    return problems
+
+
+def _is_setting(keys: KeyPath) -> bool:
+    """Return whether the schema has a setting or a table of this name; tables with free keys have any."""
+    kind: Any = Config
+    for key in keys:
+        kind = _kind_of(kind, key)
+    return kind is not None
+
+
 def _merge(
     into: Table,
     layer: Table,
@@ -170,12 +216,16 @@ def _section(keys: KeyPath) -> type[BaseModel] | None:
     """Return the model of the table at `keys`, if any; tables by name, as in evaluation.sets, share one."""
     kind: Any = Config
     for key in keys:
-        if get_origin(kind) is dict:
-            kind = get_args(kind)[1]
-        else:
-            field = kind.model_fields.get(key) if _is_section(kind) else None
-            kind = field.annotation if field is not None else None
+        kind = _kind_of(kind, key)
     return kind if _is_section(kind) else None
+
+
+def _kind_of(kind: Any, key: str) -> Any:
+    """Return the type of a key in a table of this type; none where it has no such key."""
+    if get_origin(kind) is dict:
+        return get_args(kind)[1]
+    field = kind.model_fields.get(key) if _is_section(kind) else None
+    return field.annotation if field is not None else None
 
 
 def _is_section(kind: Any) -> bool:

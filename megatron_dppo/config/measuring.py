@@ -1,5 +1,6 @@
 """The sections [evaluation] and [tracking]."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -30,8 +31,8 @@ class EvaluationConfig(Section):
 
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
     """Tables [evaluation.sets.<name>], each with its prompts; without any there is no evaluation."""
-    every: PositiveInt = 10
-    """Evaluate after this many rollouts, before the first and after the last."""
+    every: NonNegativeInt = 10
+    """Evaluate after this many rollouts, before the first and after the last; 0 never."""
     samples_per_prompt: PositiveInt = 32
     """Responses to each prompt: n of avg@n."""
     temperature: NonNegativeFloat = 0.7
@@ -42,6 +43,11 @@ class EvaluationConfig(Section):
     """Longer responses are cut and counted as truncated; none: rollout.max_response_tokens."""
     pass_at: tuple[PositiveInt, ...] | None = None
     """k of pass@k; none: 1, 2, 4, ... up to a set's samples_per_prompt."""
+
+    @property
+    def used_sets(self) -> Mapping[str, EvaluationSetConfig]:
+        """The sets that are evaluated: without evaluation not even their files are read."""
+        return self.sets if self.every else {}
 
 
 class TrackingConfig(Section):
@@ -68,4 +74,4 @@ class TrackingConfig(Section):
     shadow: bool = True
     """Beside each gradient step, evaluate other presets on its tokens: what they would have masked."""
     shadow_presets: tuple[str, ...] = ()
-    """Names in megatron_dppo.algorithms.PRESETS; none: all that the batch has the inputs of."""
+    """Names in megatron_dppo.algorithms.PRESETS; none: the paper's, those that the batch has the inputs of."""

@@ -11,10 +11,11 @@ from megatron_dppo.config.settings import flat, shown
 
 _LENGTH = "run.num_rollouts"
 _SCHEDULE = "optimizer.schedule"
+_LAG = "rollout.lag"
 
 MAY_CHANGE: Mapping[str, str] = {
     "run.folder": "The run was moved.",
-    _LENGTH: f"The length of the run, as long as {_SCHEDULE} is constant: a decay ends with the run.",
+    _LENGTH: f"The length of the run, while {_SCHEDULE} is constant and {_LAG} is 0: both look at its end.",
     "run.num_threads": "CPU threads.",
     "run.timeout_s": "A time-out.",
     "parallel.*": "The layout; a checkpoint that cannot be resharded is refused when it is loaded.",
@@ -76,11 +77,13 @@ def setting_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Sett
 
 def experiment_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """Return the settings that differ and make another experiment: all that `MAY_CHANGE` does not name."""
-    schedules = {_with_defaults(settings)[_SCHEDULE] for settings in (was, now)}
+    sees_the_end = any(
+        of_run[_SCHEDULE] != "constant" or of_run[_LAG] != 0 for of_run in map(_with_defaults, (was, now))
+    )
     return [
         change
         for change in setting_changes(was, now)
-        if not _may_change(change.setting) or (change.setting == _LENGTH and schedules != {"constant"})
+        if not _may_change(change.setting) or (change.setting == _LENGTH and sees_the_end)
     ]
 
 

@@ -34,6 +34,8 @@ class ModelConfig(Section):
 
     load: Path = Path("model")
     """A Hugging Face folder or a Megatron checkpoint made by megatron-dppo convert."""
+    reference: Path | None = None
+    """Such a folder, of the policy that algorithm.ref_kl_coef holds on to; none: the weights of `load`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of the trainer; gradients and optimizer stay in float32."""
     layer_spec: Literal["auto", "torch", "transformer_engine"] = "auto"
@@ -128,7 +130,8 @@ class SglangEngineConfig(Section):
     max_attempts: PositiveInt = 4
     """Times that one call is made before it fails."""
     max_concurrent_requests: PositiveInt = 256
-    """Requests that each process of the trainer gives one server at a time."""
+    """Requests that each process of the trainer gives one server at a time; as many again while it evaluates
+    beside sampling (max_staleness)."""
     num_own_servers: NonNegativeInt = 0
     """Servers that `train` starts and stops itself, on the host of rank 0; 0: those of `serve`."""
     weight_sync: Literal["distributed", "disk", "tensor"] = "distributed"
@@ -140,7 +143,7 @@ class SglangEngineConfig(Section):
     probe_every: NonNegativeInt = 1
     """Compare the servers' log-probs with the trainer's after every so many pushes; 0 never."""
     colocated: bool = False
-    """Servers share the trainer's GPUs, and release their memory while it trains."""
+    """Servers share the trainer's GPUs: trainer and servers leave them to each other, turn by turn."""
 
 
 class RolloutConfig(Section):
@@ -177,21 +180,33 @@ class RolloutConfig(Section):
     max_dropped_fraction: float = Field(default=0.01, ge=0, le=1)
     """The run stops when more samples than this share of a rollout are dropped."""
     max_data_gib: PositiveFloat = 32.0
-    """Host memory that a rollout's samples and batches may take on each rank, at worst, in GiB."""
+    """Host memory that samples and batches, those of `lag` too, may take on each rank, at worst, in GiB."""
+    lag: NonNegativeInt = 0
+    """Sample this many rollouts ahead: rollout r is sampled by the weights of version max(r - lag, 0)."""
     over_sampling: float = Field(default=1.0, ge=1)
-    """sglang: prompts begun for each one wanted; once enough groups are whole, the rest is aborted."""
+    """sglang: prompts begun for each one wanted; once enough groups are whole, the rest is aborted. With
+    max_staleness, groups that may be open at once for each one that a rollout trains on, up to S + 1."""
+    max_staleness: NonNegativeInt = 0
+    """sglang: S. Sampling goes on while the trainer trains, and no token is trained on by weights that are more
+    than S versions newer than those that sampled it; 0: one after the other."""
     keep_partials: bool = True
-    """Go on with aborted groups in the next rollout; false drops and counts them."""
+    """sglang: resume aborted responses. Required by max_staleness; over_sampling without it needs false, and
+    drops and counts them."""
     refill_zero_variance: bool = False
     """Dynamic sampling: replace groups whose rewards are all equal by groups of new prompts."""
     max_refills: PositiveInt = 3
     """Times that a rollout replaces such groups; those that are left stay."""
     release_trainer: bool = False
-    """Free the device memory of parameters, gradients and optimizer states while responses are sampled."""
+    """transformers: trainer and engine take turns on the device; rollout.sglang.colocated says it of SGLang."""
     transformers: TransformersEngineConfig = TransformersEngineConfig()
     """Options of the embedded engine."""
     sglang: SglangEngineConfig = SglangEngineConfig()
     """Options of the sglang engine."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engine and trainer have the same GPUs, and leave them to each other."""
+        return self.sglang.colocated if self.engine == "sglang" else self.release_trainer
 
 
 class AlgorithmConfig(Section):
@@ -201,7 +216,13 @@ class AlgorithmConfig(Section):
     """
 
     preset: str = "dppo_binary_tv"
-    """Name in megatron_dppo.algorithms.PRESETS."""
+    """Name in megatron_dppo.algorithms.PRESETS, or a rule of one's own: "package.module:function"."""
+    rule_options: dict[str, bool | int | float | str] | None = None
+    """Own rules: what the function gets beside the tokens."""
+    rule_divergence: str | None = None
+    """Own rules: the divergence that the function sees, a name in megatron_dppo.algorithms.DIVERGENCES."""
+    rule_over: Literal["tokens", "responses"] | None = None
+    """Own rules: responses gives the function whole ones, at the price of making the logits twice."""
     delta: float | None = None
     """Divergence threshold for both signs of the advantage."""
     delta_low: float | None = None
@@ -224,8 +245,32 @@ class AlgorithmConfig(Section):
     """topk_*: count the mass outside the K tokens as one more outcome."""
     sampled_token: Literal["union", "replace"] | None = None
     """topk_*: how the sampled token joins the K."""
+    rho_low: float | None = None
+    """icepop, mis: smallest ratio of trainer to engine, of a token or of a whole response."""
+    rho_high: float | None = None
+    """icepop, mis: largest such ratio."""
+    token_kl: float | None = None
+    """trm: responses with a token above this divergence are left out."""
+    response_kl: float | None = None
+    """trm: responses with a mean divergence above this are left out."""
+    prefix_delta: float | None = None
+    """cppo: mean divergence that a response may spend up to any of its tokens, at least."""
+    prefix_delta_max: float | None = None
+    """cppo: the same at most; between both, the 90th percentile of the response's own divergences."""
+    late_weight: float | None = None
+    """cppo: weight of a response's last token in that mean; the first has 1."""
+    tau_low: float | None = None
+    """sapo: steepness of the weight where the advantage is negative."""
+    tau_high: float | None = None
+    """sapo: steepness of the weight where the advantage is positive."""
     entropy_coef: float | None = None
     """Weight of an entropy bonus."""
+    log_ratio_coef: float | None = None
+    """Weight of (log pi/mu)^2, which is added to the loss of every learning token."""
+    ref_kl_coef: float | None = None
+    """Weight of the KL from the reference policy, `model.reference`, of every learning token; 0 is off."""
+    ref_kl: Literal["k3", "k1"] | None = None
+    """k3: GRPO's estimator in the loss; k1: log pi/ref, weighted by pi/mu, as a penalty of the advantage."""
     aggregation: Literal[
         "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
     ] = "token_mean"
@@ -238,7 +283,7 @@ class AlgorithmConfig(Section):
     """Passes over each rollout."""
     loss_from: Literal["hidden_states", "logits"] = "hidden_states"
     """Whether the logits of a micro-batch exist some tokens at a time, or all at once."""
-    logits_chunk_bytes: PositiveInt = 2**29
+    logits_chunk_bytes: PositiveInt = 2**30
     """hidden_states: bytes of the logits that exist at once on a rank."""
     logits_dtype: Literal["model", "float32"] = "model"
     """hidden_states: float32 does not round the logits of a bfloat16 model."""

@@ -101,6 +101,10 @@ class Environments(Protocol):
         """Return the turn that answers each trajectory's last response, in order."""
         ...
 
+    async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
+        """Return the turn that answers one trajectory's last response, while others are answered."""
+        ...
+
 
 @dataclass(frozen=True)
 class Episode:

@@ -78,6 +78,10 @@ class InProcess:
         """See `Environments.step`."""
         return [self._answered(self._host.step, trajectory) for trajectory in trajectories]
 
+    async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
+        """See `Environments.answer`; the turn is there at once."""
+        return self._answered(self._host.step, trajectory)
+
     def _answered(self, ask: Any, trajectory: Trajectory) -> Any:
         try:
             return ask(trajectory)

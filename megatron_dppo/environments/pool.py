@@ -1,5 +1,6 @@
 """Environments in worker processes: one that hangs, dies or eats memory costs a sample, never the run."""
 
+import asyncio
 from collections.abc import Sequence
 
 from megatron_dppo.environments.base import EnvironmentFault, Observation, Trajectory, Turn
@@ -39,6 +40,11 @@ class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
     def step(self, trajectories: Sequence[Trajectory]) -> list[Turn | EnvironmentFault]:
         """See `Environments.step`."""
         return [answer if isinstance(answer, Turn) else _fault(answer) for answer in self.ask(trajectories)]
+
+    async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
+        """See `Environments.answer`."""
+        answer = await asyncio.wrap_future(self.submit(trajectory))
+        return answer if isinstance(answer, Turn) else _fault(answer)
 
 
 def _fault(answer: Observation | Turn | WorkerFault) -> EnvironmentFault:

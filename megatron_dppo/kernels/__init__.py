@@ -8,6 +8,7 @@ from megatron_dppo.kernels.loss import (
     fused_policy_loss,
     packed_policy_loss,
 )
+from megatron_dppo.kernels.score_norms import linear_score_norms, score_norms
 
 __all__ = [
     "FusedPolicyLoss",
@@ -16,6 +17,8 @@ __all__ = [
     "fused_metrics",
     "fused_policy_loss",
     "linear_log_probs",
+    "linear_score_norms",
     "packed_linear_policy_loss",
     "packed_policy_loss",
+    "score_norms",
 ]

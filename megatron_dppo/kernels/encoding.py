@@ -1,4 +1,4 @@
-"""An objective as plain numbers: what an operator's schema can carry, and a kernel can read.
+"""An objective that the kernels know as numbers: what an operator's schema can carry, and a kernel can read.
 
 Every number is written down, here or with the divergence or rule that it names, and none follows from an order:
 those that the compiled kernels read are those of `csrc/capi.h`.
@@ -30,6 +30,10 @@ COMPILED: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "divergence": {"binary_tv": 0, "binary_kl": 1, "topk_tv": 2, "topk_kl": 3},
     }
 )
+# What else the compiled kernels take for granted.
+OF_EVERY_COMPILED: Mapping[str, Any] = MappingProxyType(
+    {"importance": "token", "log_ratio_coef": 0.0, "ref_kl_coef": 0.0}
+)
 CHOICES = ("rule", "divergence", *IDS)
 NUMBERS = ("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "ratio_cap", "entropy_coef", "top_k")
 
@@ -44,7 +48,12 @@ def ids_of(field: str) -> Mapping[Any, int]:
 
 
 def encode(objective: Objective) -> list[float]:
-    """The objective without its name; `decode` inverts it."""
+    """The objective without its name, if `is_compiled`, for there are no numbers of more; `decode` inverts it.
+
+    Raises:
+        ConfigError: The compiled kernels do not know it.
+    """
+    require_compiled(objective)
     choices = [float(ids_of(field)[getattr(objective, field)]) for field in CHOICES]
     return choices + [float(getattr(objective, field)) for field in NUMBERS]
 
@@ -73,23 +82,35 @@ def flags_of(objective: Objective) -> int:
     return sum(FLAGS[name] for name in FLAGS if is_set[name])
 
 
+def is_compiled(objective: Objective) -> bool:
+    """Return whether the compiled kernels know all of an objective; `combine` runs in PyTorch otherwise."""
+    if any(getattr(objective, field) != known for field, known in OF_EVERY_COMPILED.items()):
+        return False
+    return all(
+        known.get(name := getattr(objective, field)) == ids_of(field)[name] for field, known in COMPILED.items()
+    )
+
+
 def require_compiled(objective: Objective) -> None:
-    """Refuses an objective that the compiled kernels do not know, by name and number.
+    """Refuses an objective that the compiled kernels do not know all of, by field, name and number.
 
     Raises:
-        ConfigError: Its rule or its divergence is not among COMPILED.
+        ConfigError: Its rule or its divergence is not among COMPILED, or it has a term that they lack.
     """
+    action = (
+        "Combine it in PyTorch, as the losses of kernels do, or add it to csrc/ and to COMPILED of "
+        "kernels/encoding.py."
+    )
     problems: list[Problem] = []
     for field, known in COMPILED.items():
         name = getattr(objective, field)
         if known.get(name) != (id := ids_of(field)[name]):
             expected = f"one that the compiled kernels know: {', '.join(known)}"
-            action = (
-                "Run it on CPU tensors, where the PyTorch reference computes it, or add it to csrc/ and to "
-                "COMPILED of kernels/encoding.py."
-            )
-            problems.append(
-                Problem(f"fused_policy_loss.objective.{field}", f"{name!r} (id {id})", expected, action)
-            )
+            found = f"{name!r} (id {id})"
+            problems.append(Problem(f"fused_policy_loss.objective.{field}", found, expected, action))
+    for field, known in OF_EVERY_COMPILED.items():
+        if (value := getattr(objective, field)) != known:
+            expected = f"{known!r}, all that the compiled kernels know"
+            problems.append(Problem(f"fused_policy_loss.objective.{field}", repr(value), expected, action))
     if problems:
         raise ConfigError(problems)

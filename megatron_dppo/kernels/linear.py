@@ -4,7 +4,8 @@ The gradients are made with the forward pass, chunk by chunk: three matrix produ
 thrown away and made again would cost four. Tokens that do not learn are left out of all three, tokens whose
 update is masked out of the two of the gradient. Chunks cut tokens and not the vocabulary: a chunk of columns
 would have to be made twice, for no gradient is known before the last of them. Each chunk waits once for its
-device: how many of its tokens have a gradient decides the shape of the products.
+device: how many of its tokens have a gradient decides the shape of the products. A rule over whole responses
+needs all log-probs before any gradient: then the logits are made twice, and four products are what it costs.
 """
 
 import math
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.loss import FusedPolicyLoss, combine_statistics, describe
+from megatron_dppo.kernels.loss import FusedPolicyLoss, combine_statistics, describe, responses_of
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.kernels.products import accumulate_product_
 from megatron_dppo.kernels.reference import ROWS, STATISTICS, TokenLogProbs, log_probs_of
+from megatron_dppo.kernels.responses import PackedResponses
 from megatron_dppo.kernels.tokens import check_values, checked_tokens, rollout_tokens
 from megatron_dppo.types import RolloutTokens
 
@@ -38,6 +40,8 @@ def fused_linear_policy_loss(
     topk_ids: Tensor | None = None,
     topk_rollout_log_probs: Tensor | None = None,
     old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    response_lengths: Tensor | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -49,7 +53,8 @@ def fused_linear_policy_loss(
 ) -> FusedPolicyLoss:
     """`fused_policy_loss` of the logits hidden @ weight.T, which are never whole in memory.
 
-    The weight's gradient is summed in float32, and added to `main_grad` where Megatron gave it one.
+    The weight's gradient is summed in float32 in a buffer of its own, and in the backward pass added to
+    `main_grad` where Megatron gave it one.
 
     Args:
         hidden: [T, H], the same on all ranks of `tp_group`, its gradient summed over them; with
@@ -64,6 +69,8 @@ def fused_linear_policy_loss(
         topk_ids: [T, K], as the next.
         topk_rollout_log_probs: [T, K].
         old_log_probs: [T].
+        ref_log_probs: [T].
+        response_lengths: [B]; rules that need them take a pass over the logits first, for log-probs alone.
         temperature: Divides the logits.
         vocab_start: Global id of the weight's first row.
         vocab_size: Of the model, without padding.
@@ -86,20 +93,19 @@ def fused_linear_policy_loss(
         loss_mask=loss_mask,
         token_weights=token_weights,
         old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
     )
+    layer: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size, tp_group=tp_group)
+    layer |= dict(sequence_parallel=sequence_parallel, chunk_bytes=chunk_bytes, logits_dtype=logits_dtype)
     return packed_linear_policy_loss(
         hidden,
         weight,
         tokens,
         objective,
+        responses=responses_of(objective, response_lengths, targets),
         temperature=temperature,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        chunk_bytes=chunk_bytes,
-        logits_dtype=logits_dtype,
         debug=debug,
+        **layer,
     )
 
 
@@ -109,6 +115,7 @@ def packed_linear_policy_loss(
     tokens: RolloutTokens,
     objective: Objective,
     *,
+    responses: PackedResponses | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -117,8 +124,29 @@ def packed_linear_policy_loss(
     chunk_bytes: int = CHUNK_BYTES,
     logits_dtype: torch.dtype | None = None,
     debug: bool = False,
+    loss_scale: Tensor | None = None,
 ) -> FusedPolicyLoss:
-    """`fused_linear_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same."""
+    """`fused_linear_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same.
+
+    Args:
+        hidden: As there, and all that is not explained here.
+        weight: As there.
+        tokens: All of their T.
+        objective: What to optimise.
+        responses: Of the tokens; may be split over context-parallel ranks, which then call this together.
+        temperature: Divides the logits.
+        vocab_start: Global id of the weight's first row.
+        vocab_size: Of the model, without padding.
+        tp_group: The ranks that hold the other rows of the weight.
+        sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
+        chunk_bytes: Of the logits that exist at once.
+        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; none: that type.
+        debug: Also check values, at the price of device synchronisations.
+        loss_scale: One number, the gradient of `loss_sum` that the backward pass will bring. Where it is
+            known beforehand, and the weight has a float32 `main_grad`, each chunk adds to that directly, and
+            no buffer of the weight's size is made. So this forward pass has an effect: exactly one backward
+            pass must follow, and fails with another gradient of `loss_sum`.
+    """
     layer = OutputLayer.of(
         hidden,
         weight,
@@ -134,7 +162,13 @@ def packed_linear_policy_loss(
     ready = checked_tokens(objective, tokens, layer.num_tokens, layer.shard.vocab_size, dtype)
     if debug:
         check_values(objective, ready, layer.shard, weight.shape[0])
-    results = _LinearPolicyLoss.apply(hidden, weight, layer, ready, objective, torch.is_grad_enabled())
+    is_training = torch.is_grad_enabled()
+    found = None
+    if objective.needs_responses:
+        topk_ids = None if ready.topk is None else ready.topk.ids
+        statistics = _all_statistics(layer, hidden, weight, ready.targets, ready.loss_mask, topk_ids)
+        found = combine_statistics(statistics, ready, objective, responses)
+    results = _LinearPolicyLoss.apply(hidden, weight, layer, ready, objective, found, loss_scale, is_training)
     return describe(*results, has_topk=tokens.topk is not None)
 
 
@@ -167,14 +201,28 @@ def linear_log_probs(
         logits_dtype=logits_dtype,
     )
     ids = None if topk_ids is None else topk_ids.to(torch.int32).contiguous()
-    width = STATISTICS + (0 if ids is None else ids.shape[1])
+    return log_probs_of(_all_statistics(layer, hidden, weight, targets, loss_mask, ids), ids, loss_mask)
+
+
+@torch.no_grad()
+def _all_statistics(
+    layer: OutputLayer,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss_mask: Tensor | None,
+    topk_ids: Tensor | None,
+) -> Tensor:
+    """Return [shards, T, 4+K] of all tokens, chunk by chunk; 0 where none learns."""
+    width = STATISTICS + (0 if topk_ids is None else topk_ids.shape[1])
     whole = layer.gathered(hidden)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     statistics = torch.zeros((layer.num_shards, layer.num_tokens, width), dtype=dtype, device=hidden.device)
     for which in layer.chunks(loss_mask):
         logits = layer.logits(whole[which], weight)
-        statistics[:, which] = layer.statistics(logits, targets[which], None if ids is None else ids[which])
-    return log_probs_of(statistics, ids, loss_mask)
+        ids = None if topk_ids is None else topk_ids[which]
+        statistics[:, which] = layer.statistics(logits, targets[which], ids)
+    return statistics
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
@@ -188,25 +236,34 @@ class _LinearPolicyLoss(torch.autograd.Function):
         layer: OutputLayer,
         tokens: RolloutTokens,
         objective: Objective,
+        found: tuple[Tensor, Tensor] | None,
+        loss_scale: Tensor | None,
         is_training: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         whole = layer.gathered(hidden)
         needs_hidden, needs_weight = (needed and is_training for needed in ctx.needs_input_grad[:2])
         by_hidden = torch.zeros_like(whole) if needs_hidden else None
         wide = torch.promote_types(weight.dtype, torch.float32)
-        by_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        rows, topk = _neutral_results(layer.num_tokens, tokens)
-        for which in layer.chunks(tokens.loss_mask):
+        total = getattr(weight, "main_grad", None) if loss_scale is not None else None
+        is_direct = needs_weight and total is not None and total.dtype == wide
+        scale = loss_scale.to(wide).reshape(()) if is_direct and loss_scale is not None else None
+        by_weight = None
+        if needs_weight:
+            by_weight = total if is_direct else torch.zeros_like(weight, dtype=wide)
+        rows, topk = found or _neutral_results(layer.num_tokens, tokens)
+        is_done = found is not None and by_hidden is None and by_weight is None
+        for which in () if is_done else layer.chunks(tokens.loss_mask):
             own = replace(tokens, loss_mask=None).rows(which)  # all of them learn
             inputs = whole[which]
             logits = layer.logits(inputs, weight)
-            statistics = layer.statistics(logits, own.targets, None if own.topk is None else own.topk.ids)
-            _, found, topk[which] = combine_statistics(
-                logits, statistics, own, objective, layer.shard, layer.temperature
-            )
-            rows[:, which] = found
+            if found is None:
+                statistics = layer.statistics(logits, own.targets, None if own.topk is None else own.topk.ids)
+                own_rows, topk[which] = combine_statistics(statistics, own, objective)
+                rows[:, which] = own_rows
+            else:
+                own_rows = rows[:, which].contiguous()
             if by_hidden is not None or by_weight is not None:
-                live = _write_gradient(logits, found, own.targets, objective, layer)
+                live = _write_gradient(logits, own_rows, own.targets, scale, objective, layer)
                 gradient = logits[: live.numel()].to(weight.dtype)
                 if by_hidden is not None:
                     by_hidden[_positions(which, live)] = gradient @ weight
@@ -215,18 +272,26 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 del gradient
             del logits, inputs  # before the next chunk's are made
         ctx.mark_non_differentiable(rows, topk)
-        ctx.save_for_backward(by_hidden, by_weight)  # which lets go of them after the backward pass
-        ctx.layer, ctx.weight = layer, weight
+        # which lets go of them after the backward pass
+        ctx.save_for_backward(by_hidden, None if is_direct else by_weight, scale)
+        ctx.layer, ctx.weight, ctx.is_direct = layer, weight, is_direct
         return rows[ROWS.index("loss")].sum(), rows, topk
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        by_hidden, by_weight = ctx.saved_tensors
+        by_hidden, by_weight, scale = ctx.saved_tensors
+        if scale is not None:  # which the gradients have already
+            message = "the gradient of loss_sum is not the loss_scale that its forward pass was given"
+            torch.ops.aten._assert_async.msg(upstream[0] == scale, message)
+        elif by_hidden is not None:
+            by_hidden = by_hidden * upstream[0].to(by_hidden.dtype)
         if by_hidden is not None:
-            by_hidden = ctx.layer.reduced(by_hidden * upstream[0].to(by_hidden.dtype))
-        if by_weight is not None:
-            by_weight = _hand_over(ctx.weight, by_weight, upstream[0])
-        return by_hidden, by_weight, None, None, None, None
+            by_hidden = ctx.layer.reduced(by_hidden)
+        if ctx.is_direct:
+            by_weight = _added(ctx.weight)
+        elif by_weight is not None:
+            by_weight = _add_to_main_grad(ctx.weight, by_weight, upstream[0])
+        return by_hidden, by_weight, None, None, None, None, None, None
 
 
 def _neutral_results(num_tokens: int, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
@@ -238,7 +303,12 @@ def _neutral_results(num_tokens: int, tokens: RolloutTokens) -> tuple[Tensor, Te
 
 
 def _write_gradient(
-    logits: Tensor, rows: Tensor, targets: Tensor, objective: Objective, layer: OutputLayer
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    upstream: Tensor | None,
+    objective: Objective,
+    layer: OutputLayer,
 ) -> Tensor:
     """Write the gradient of the live rows over the first logits; returns which rows these are, in their order.
 
@@ -253,7 +323,7 @@ def _write_gradient(
         logits,
         rows,
         targets,
-        None,
+        upstream,
         None if num_live == logits.shape[0] else sources,
         layer.shard.start,
         layer.shard.vocab_size,
@@ -267,11 +337,20 @@ def _positions(which: slice | Tensor, rows: Tensor) -> Tensor:
     return rows + which.start if isinstance(which, slice) else which[rows]
 
 
-def _hand_over(weight: Any, gradient: Tensor, upstream: Tensor) -> Tensor:
-    """The weight's gradient for autograd; zeros where it went to Megatron's buffer, whose hook awaits one."""
+def _add_to_main_grad(weight: Any, gradient: Tensor, upstream: Tensor) -> Tensor:
+    """Return the weight's gradient for autograd, from the buffer that has it but for a factor."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return (gradient * upstream).to(weight.dtype)
     main_grad.addcmul_(gradient.to(main_grad.dtype), upstream.to(main_grad.dtype))
+    return _added(weight)
+
+
+def _added(weight: Any) -> Tensor:
+    """Return what autograd gets for a gradient that is in `main_grad`, as Megatron's own linear layers do.
+
+    Its hook awaits a tensor. It adds that, too, where the weight is also the embedding's; else it is not read.
+    """
     weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight)
+    is_read = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if is_read else torch.empty_like(weight)

@@ -9,10 +9,12 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.inputs import CLAMP_COUNTED_FROM
 from megatron_dppo.algorithms.loss import TokenUpdates, update_metrics
+from megatron_dppo.algorithms.responses import require_lengths
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import ops
-from megatron_dppo.kernels.encoding import encode
-from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, log_probs_of
+from megatron_dppo.kernels.encoding import encode, is_compiled
+from megatron_dppo.kernels.reference import ROWS, TokenLogProbs, combine, log_probs_of
+from megatron_dppo.kernels.responses import PackedResponses
 from megatron_dppo.kernels.tokens import check_values, checked_tokens, rollout_tokens
 from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
 from megatron_dppo.types import RolloutTokens
@@ -24,8 +26,8 @@ LOGIT_TYPES = (torch.bfloat16, torch.float32, torch.float64)
 class FusedPolicyLoss(TokenUpdates):
     """The loss and what it did with each token, float32 (float64 for float64). Only `loss_sum` has gradient.
 
-    Where `loss_mask` is False the logits are not looked at: log-prob, entropy, divergence and coefficient 0,
-    mask False, ratio 1, top-K log-probs -inf.
+    Where `loss_mask` is False the logits are not looked at: log-prob, entropy, divergence, weight and
+    coefficient 0, mask False, ratio 1, top-K log-probs -inf.
     """
 
     loss_sum: Tensor  # scalar, the same on every tensor-parallel rank
@@ -46,6 +48,8 @@ def fused_policy_loss(
     topk_ids: Tensor | None = None,
     topk_rollout_log_probs: Tensor | None = None,
     old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    response_lengths: Tensor | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -70,6 +74,8 @@ def fused_policy_loss(
             divergences, which use the first `top_k`. Otherwise all K are only reported.
         topk_rollout_log_probs: [T, K] log mu of them.
         old_log_probs: [T], needed where anchor = "recomputed".
+        ref_log_probs: [T], needed where ref_kl_coef is not 0.
+        response_lengths: [B] integers that sum to T, needed by rules over whole responses.
         temperature: Divides the logits.
         vocab_start: Global id of the first column.
         vocab_size: Of the model, without padding; none: there is no padding. Columns beyond never count.
@@ -79,8 +85,7 @@ def fused_policy_loss(
 
     Raises:
         ConfigError: An input is missing or of the wrong shape or type, the shard does not cover the vocabulary,
-            the compiled kernels of a GPU do not know the objective's rule or divergence, or (always on CPU, on
-            other devices with `debug`) an input holds what no learning token may have.
+            or (always on CPU, on other devices with `debug`) an input holds what no learning token may have.
     """
     tokens = rollout_tokens(
         objective,
@@ -92,11 +97,13 @@ def fused_policy_loss(
         loss_mask=loss_mask,
         token_weights=token_weights,
         old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
     )
     return packed_policy_loss(
         logits,
         tokens,
         objective,
+        responses=responses_of(objective, response_lengths, targets),
         temperature=temperature,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
@@ -111,6 +118,7 @@ def packed_policy_loss(
     tokens: RolloutTokens,
     objective: Objective,
     *,
+    responses: PackedResponses | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -118,7 +126,10 @@ def packed_policy_loss(
     inplace_backward: bool = False,
     debug: bool = False,
 ) -> FusedPolicyLoss:
-    """`fused_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same."""
+    """`fused_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same.
+
+    `responses` may be split over context-parallel ranks, which then call this together.
+    """
     shard = require_shard(logits, vocab_start, vocab_size, tp_group)
     require_temperature(temperature)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -128,10 +139,23 @@ def packed_policy_loss(
     topk_ids = None if ready.topk is None else ready.topk.ids
     own = token_statistics(logits, ready.targets, topk_ids, ready.loss_mask, shard, temperature)
     statistics = gather_statistics(own, tp_group)
-    results = combine_statistics(
-        logits, statistics, ready, objective, shard, temperature, is_in_place=inplace_backward
-    )
-    return describe(*results, has_topk=tokens.topk is not None)
+    rows, topk_log_probs = combine_statistics(statistics, ready, objective, responses)
+    with_entropy = objective.entropy_coef != 0
+    settings = (shard.start, shard.vocab_size, temperature, with_entropy, inplace_backward)
+    loss_sum = ops.loss_of_rows(logits, rows, ready.targets, *settings)
+    return describe(loss_sum, rows, topk_log_probs, has_topk=tokens.topk is not None)
+
+
+def responses_of(objective: Objective, lengths: Tensor | None, targets: Tensor) -> PackedResponses | None:
+    """Return the responses of tokens that no other rank has a part of, if the objective looks at them.
+
+    Raises:
+        ConfigError: The lengths do not sum to T.
+    """
+    if lengths is None or not objective.needs_responses:
+        return None
+    require_lengths(lengths, targets.numel(), objective.name)
+    return PackedResponses(lengths.long())
 
 
 def token_statistics(
@@ -147,35 +171,61 @@ def token_statistics(
     return ops.row_statistics(logits.detach(), targets, topk_ids, loss_mask, start, size, temperature, True)
 
 
+@torch.no_grad()
 def combine_statistics(
-    logits: Tensor,
-    statistics: Tensor,
-    tokens: RolloutTokens,
-    objective: Objective,
-    shard: VocabShard,
-    temperature: float,
-    *,
-    is_in_place: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, [len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `ops.policy_loss`."""
+    statistics: Tensor, tokens: RolloutTokens, objective: Objective, responses: PackedResponses | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K]; see `reference.combine`.
+
+    What the compiled kernels do not know is computed in PyTorch, on any device.
+
+    Args:
+        statistics: Of all shards of the vocabulary.
+        tokens: T of them, in the kernels' types.
+        objective: What to optimise.
+        responses: Needed by rules over whole responses, which see all tokens of all of them.
+    """
+    if is_compiled(objective):
+        topk = tokens.topk
+        return ops.combine(
+            statistics,
+            tokens.targets,
+            None if topk is None else topk.ids,
+            tokens.rollout_log_probs,
+            None if topk is None else topk.log_probs,
+            tokens.old_log_probs,
+            tokens.advantages,
+            tokens.loss_mask,
+            tokens.token_weights,
+            encode(objective),
+        )
+    if responses is None or not objective.needs_responses:
+        return _combine_in_pytorch(statistics, tokens, objective, None)
+    of_all = responses.whole(statistics.transpose(0, 1)).transpose(0, 1)
+    found = _combine_in_pytorch(of_all, responses.whole_record(tokens), objective, responses.lengths)
+    return responses.own(found[0], dim=1), responses.own(found[1])
+
+
+def _combine_in_pytorch(
+    statistics: Tensor, tokens: RolloutTokens, objective: Objective, response_lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
     topk = tokens.topk
-    return ops.policy_loss(
-        logits,
+    rows, topk_log_probs = combine(
         statistics,
-        tokens.targets,
-        None if topk is None else topk.ids,
-        tokens.rollout_log_probs,
-        None if topk is None else topk.log_probs,
-        tokens.old_log_probs,
-        tokens.advantages,
-        tokens.loss_mask,
-        tokens.token_weights,
-        encode(objective),
-        shard.start,
-        shard.vocab_size,
-        temperature,
-        is_in_place,
+        objective,
+        targets=tokens.targets,
+        topk_ids=None if topk is None else topk.ids,
+        rollout_log_probs=tokens.rollout_log_probs,
+        topk_rollout_log_probs=None if topk is None else topk.log_probs,
+        anchor_log_probs=tokens.old_log_probs,
+        advantages=tokens.advantages,
+        is_learning=tokens.loss_mask,
+        token_weights=tokens.token_weights,
+        ref_log_probs=tokens.ref_log_probs,
+        response_lengths=response_lengths,
+        has_known_values=ops.is_compiled_for(statistics.device.type),
     )
+    return rows, statistics.new_empty((rows.shape[1], 0)) if topk_log_probs is None else topk_log_probs
 
 
 def fused_log_probs(
@@ -198,10 +248,11 @@ def fused_log_probs(
 
 
 def describe(loss_sum: Tensor, rows: Tensor, topk_log_probs: Tensor, *, has_topk: bool) -> FusedPolicyLoss:
-    """The results of `ops.policy_loss` by name."""
+    """The loss and the rows of `combine` by name."""
     named = dict(zip(ROWS, rows.detach(), strict=True))
     return FusedPolicyLoss(
-        mask=named["mask"] != 0,
+        weight=named["weight"],
+        mask=named["weight"] != 0,
         divergence=named["divergence"],
         ratio=named["ratio"],
         coefficient=named["coefficient"],

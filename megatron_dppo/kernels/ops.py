@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from megatron_dppo.algorithms import Objective
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import reference
 from megatron_dppo.kernels.build import cuda_library
-from megatron_dppo.kernels.encoding import decode, require_compiled
+from megatron_dppo.kernels.encoding import decode
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS, STATISTICS
 from megatron_dppo.kernels.vocab_parallel import num_columns
@@ -35,16 +34,6 @@ def kernels_for(device_type: str) -> Any:
 def is_compiled_for(device_type: str) -> bool:
     """Returns whether the compiled kernels compute on such a device, and not `reference`."""
     return device_type == "cuda"
-
-
-def require_known(objective: Objective, tensor: Tensor) -> None:
-    """Refuses an objective that the kernels for a tensor's device do not know, before one of them runs.
-
-    Raises:
-        ConfigError: The kernels are the compiled ones, and its rule or divergence is not among theirs.
-    """
-    if is_compiled_for(tensor.device.type):
-        require_compiled(objective)
 
 
 def _kernels(tensor: Tensor) -> Any:
@@ -152,9 +141,8 @@ def _write_gradient(
     )
 
 
-@custom_op("megatron_dppo::policy_loss", mutates_args=())
-def policy_loss(
-    logits: Tensor,
+@custom_op("megatron_dppo::combine", mutates_args=())
+def combine(
     statistics: Tensor,
     targets: Tensor,
     topk_ids: Tensor | None,
@@ -165,17 +153,9 @@ def policy_loss(
     is_learning: Tensor | None,
     token_weights: Tensor | None,
     objective: list[float],
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
-    is_in_place: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(scalar loss, [len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K] of all shards.
-
-    The logits are not read: they are what the loss is differentiated by. With `is_in_place` their gradient is
-    written over them.
-    """
-    rows, topk = _kernels(logits).combine(
+) -> tuple[Tensor, Tensor]:
+    """([len(ROWS), T], [T, K] log-probs) from the statistics [shards, T, 4+K] of all shards; no gradient."""
+    rows, topk = _kernels(statistics).combine(
         statistics,
         decode(objective),
         targets=targets,
@@ -187,30 +167,47 @@ def policy_loss(
         is_learning=is_learning,
         token_weights=token_weights,
     )
-    if topk is None:
-        topk = statistics.new_empty((rows.shape[1], 0))
-    return rows[ROWS.index("loss")].sum(), rows, topk
+    return rows, statistics.new_empty((rows.shape[1], 0)) if topk is None else topk
 
 
-@policy_loss.register_fake
-def _(
-    logits: Tensor, statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
+@combine.register_fake
+def _(statistics: Tensor, targets: Tensor, topk_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     num_rows, num_topk = statistics.shape[1], 0 if topk_ids is None else topk_ids.shape[1]
-    rows, topk = statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))
-    return statistics.new_empty(()), rows, topk
+    return statistics.new_empty((len(ROWS), num_rows)), statistics.new_empty((num_rows, num_topk))
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, _, targets, *_, objective, vocab_start, vocab_size, temperature, is_in_place = inputs
-    _, rows, topk = output
-    ctx.mark_non_differentiable(rows, topk)
+@custom_op("megatron_dppo::loss_of_rows", mutates_args=())
+def loss_of_rows(
+    logits: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+    is_in_place: bool,
+) -> Tensor:
+    """Sum the loss of the rows [len(ROWS), T] that `combine` made of the logits [T, V/shards]; a scalar.
+
+    The logits are not read: they are what the loss is differentiated by. With `is_in_place` their gradient is
+    written over them.
+    """
+    return rows[ROWS.index("loss")].sum()
+
+
+@loss_of_rows.register_fake
+def _(logits: Tensor, rows: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(())
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logits, rows, targets, *settings, is_in_place = inputs
     ctx.save_for_backward(logits, rows, targets)
-    ctx.settings = (vocab_start, vocab_size, temperature, decode(objective).entropy_coef != 0)
+    ctx.settings = settings
     ctx.is_in_place, ctx.is_spent = is_in_place, False
 
 
-def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.is_spent:
         raise ConfigError(
             Problem(
@@ -227,7 +224,7 @@ def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         gradient = logits
     else:
         gradient = logits_gradient(logits, rows, targets, upstream, *ctx.settings)
-    return (gradient, *[None] * 14)
+    return (gradient, *[None] * 7)
 
 
-policy_loss.register_autograd(_backward, setup_context=_keep_for_backward)
+loss_of_rows.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -12,8 +12,8 @@ from megatron_dppo.kernels.loss import require_shard, require_temperature, token
 from megatron_dppo.kernels.products import wide_product
 from megatron_dppo.kernels.vocab_parallel import VocabShard, gather_statistics
 
-CHUNK_BYTES = 2**29
-"""Of the logits that exist at once: about 1700 tokens of 152k columns in bfloat16."""
+CHUNK_BYTES = 2**30
+"""Of the logits that exist at once: about 3500 tokens of 152k columns in bfloat16."""
 ROW_MULTIPLE = 128  # of tokens in a chunk: what matrix products are cut into
 
 

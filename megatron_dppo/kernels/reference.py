@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, TopKLogProbs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.algorithms.loss import token_updates
+from megatron_dppo.algorithms.ref_kl import ref_kl_term
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
@@ -25,7 +26,7 @@ ROWS = (
     "entropy",
     "divergence",
     "ratio",
-    "mask",
+    "weight",
     "coefficient",
     "loss",
     "log_prob_gradient",
@@ -42,6 +43,14 @@ class TokenLogProbs:
     log_probs: Tensor  # [T] log pi(target)
     entropy: Tensor  # [T] nats, over the whole vocabulary
     topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf where the id is -1
+    score_norms: Tensor | None = None  # [T] |d log pi(target) / dh| of the output layer's input h
+
+    @property
+    def columns(self) -> Tensor:
+        """[T, 1 + K + 1]: the log-probs of the target and of the top-K, and the norm, without what is none."""
+        parts = [self.log_probs[:, None], self.topk_log_probs]
+        parts.append(None if self.score_norms is None else self.score_norms[:, None])
+        return torch.cat([part for part in parts if part is not None], dim=1)
 
 
 def row_statistics(
@@ -152,8 +161,13 @@ def combine(
     advantages: Tensor,
     is_learning: Tensor | None,
     token_weights: Tensor | None,
+    ref_log_probs: Tensor | None = None,
+    response_lengths: Tensor | None = None,
+    has_known_values: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of each row, and its gradient by log-prob and entropy: ([len(ROWS), T], [T, K] log-probs).
+
+    With `has_known_values` no value is checked, and no device waited for.
 
     Raises:
         ConfigError: A learning token's inputs hold what none may have; see `algorithms.policy_loss`.
@@ -170,24 +184,35 @@ def combine(
         advantages=advantages,
         loss_mask=is_learning,
         old_log_probs=anchor_log_probs,
+        ref_log_probs=ref_log_probs,
         topk=topk,
         targets=targets,
         token_weights=token_weights,
         entropy=found.entropy,
+        response_lengths=response_lengths,
     )
-    tokens = learning_tokens(objective, inputs)
+    tokens = learning_tokens(objective, inputs, has_known_values=has_known_values)
     updates = token_updates(objective, tokens)
     weights = tokens.token_weights
     by_log_prob = torch.where(weights != 0, -updates.coefficient * weights, 0.0)
     by_entropy = torch.where(tokens.is_learning, -objective.entropy_coef * weights, 0.0)
     loss = torch.where(by_log_prob != 0, by_log_prob * found.log_probs, 0.0)
     loss = loss + torch.where(by_entropy != 0, by_entropy * found.entropy, 0.0)
+    if objective.log_ratio_coef != 0:
+        scale = torch.where(tokens.is_learning, objective.log_ratio_coef * weights, 0.0)
+        log_ratio = torch.where(scale != 0, tokens.trained_log_probs - tokens.rollout_log_probs, 0.0)
+        loss = loss + scale * log_ratio.square()
+        by_log_prob = by_log_prob + 2 * scale * log_ratio
+    if objective.ref_kl_coef != 0:
+        values, gradients = ref_kl_term(objective, tokens, updates.ratio)
+        loss = loss + torch.where(weights != 0, weights * values, 0.0)
+        by_log_prob = by_log_prob + torch.where(weights != 0, weights * gradients, 0.0)
     rows = {
         "log_probs": found.log_probs,
         "entropy": found.entropy,
         "divergence": updates.divergence,
         "ratio": updates.ratio,
-        "mask": updates.mask,
+        "weight": updates.weight,
         "coefficient": updates.coefficient,
         "loss": loss,
         "log_prob_gradient": by_log_prob,

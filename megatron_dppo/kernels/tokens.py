@@ -9,7 +9,6 @@ from torch import Tensor
 from megatron_dppo.algorithms import Objective, PolicyLossInputs
 from megatron_dppo.algorithms.inputs import learning_tokens
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.kernels import ops
 from megatron_dppo.kernels.arguments import MAX_TOP_K
 from megatron_dppo.kernels.vocab_parallel import VocabShard, require_cover
 from megatron_dppo.types import ROLLOUT_TOKENS, RolloutTokens, RolloutTopK, each_token
@@ -42,7 +41,7 @@ def checked_tokens(
 ) -> RolloutTokens:
     """The tokens of a loss in the kernels' types, contiguous, after checks that need no value of a tensor.
 
-    Unused Top-K columns, and old log-probs that the objective does not read, are left out.
+    Unused Top-K columns, and old or reference log-probs that the objective does not read, are left out.
 
     Args:
         objective: What reads the tokens.
@@ -52,13 +51,12 @@ def checked_tokens(
         dtype: float32, or float64 where the logits are.
 
     Raises:
-        ConfigError: An input is missing, or of another shape or type; all faults at once. Or the kernels of the
-            tensors' device are compiled and do not know the objective.
+        ConfigError: An input is missing, or of another shape or type; all faults at once.
     """
-    ops.require_known(objective, tokens.targets)
     old = tokens.old_log_probs if objective.anchor == "recomputed" else None
     known: dict[str, Any] = {name: getattr(tokens, name) for name in ROLLOUT_TOKENS}
     known["old_log_probs"] = old
+    known["ref_log_probs"] = tokens.ref_log_probs if objective.ref_kl_coef != 0 else None
     tokens = RolloutTokens(**known)
     topk = tokens.topk
     problems = [*_missing(objective, tokens), *_misshapen(tokens, num_tokens)]
@@ -92,7 +90,9 @@ def check_values(objective: Objective, tokens: RolloutTokens, shard: VocabShard,
     _require_known_ids(tokens, shard.vocab_size)
     zeros = torch.zeros_like(tokens.rollout_log_probs)
     at_topk = None if tokens.topk is None else torch.zeros_like(tokens.topk.log_probs)
-    learning_tokens(objective, PolicyLossInputs.of(tokens, zeros, topk_log_probs=at_topk, entropy=zeros))
+    one = tokens.targets.new_tensor([zeros.numel()])  # response: their lengths were checked, or come packed
+    known = {"topk_log_probs": at_topk, "entropy": zeros, "response_lengths": one}
+    learning_tokens(objective, PolicyLossInputs.of(tokens, zeros, **known))
 
 
 def _require_known_ids(tokens: RolloutTokens, vocab_size: int) -> None:
@@ -129,7 +129,12 @@ def _missing(objective: Objective, tokens: RolloutTokens) -> list[Problem]:
         needed["topk_ids"] = f"because the divergence is {objective.divergence}"
     if objective.anchor == "recomputed" and tokens.old_log_probs is None:
         needed["old_log_probs"] = "because anchor = 'recomputed'"
-    return [_problem(name, "none", f"a tensor, {why}", f"Pass {name}=...") for name, why in needed.items()]
+    if objective.ref_kl_coef != 0 and tokens.ref_log_probs is None:
+        needed["ref_log_probs"] = "because ref_kl_coef is not 0"
+    return [
+        _problem(f"{name} of {objective.name}", "none", f"a tensor, {why}", f"Pass {name}=...")
+        for name, why in needed.items()
+    ]
 
 
 def _misshapen(tokens: RolloutTokens, num_tokens: int) -> list[Problem]:

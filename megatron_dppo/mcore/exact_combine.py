@@ -3,6 +3,9 @@
 Megatron's own functions sum with `scatter_add_`, and in the backward pass with `index_add`: on a GPU each
 addition rounds to the activations' dtype, and their order is any. Here each token gathers its top-k rows, adds
 them in float32 in the order of expert ids, and rounds once. Nothing waits for the device.
+
+Megatron then sorts the rows that each rank sent by expert. Where one rank has all experts they are in order
+already, and here none is copied.
 """
 
 import inspect
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _megatron_permute, _megatron_unpermute = moe_utils.permute, moe_utils.unpermute
+_megatron_sort_chunks = moe_utils.sort_chunks_by_idxs
 _NUM_RETURNED = 5 if "tokens_per_expert" in inspect.signature(_megatron_permute).parameters else 3
 
 
@@ -22,6 +26,7 @@ def install() -> None:
     """Replace the functions of Megatron's token dispatchers."""
     setattr(token_dispatcher, "permute", permute)  # noqa: B010 - a name that the module imported
     setattr(token_dispatcher, "unpermute", unpermute)  # noqa: B010
+    setattr(token_dispatcher, "sort_chunks_by_idxs", sort_chunks_by_idxs)  # noqa: B010
 
 
 def permute(
@@ -81,6 +86,32 @@ def unpermute(
         return _megatron_unpermute(permuted_tokens, sorted_indices, restore_shape, *given, **options)
     token_of_row, rows_of_token = sorted_indices
     return _Sums.apply(permuted_tokens, token_of_row, rows_of_token.view(restore_shape[0], -1))
+
+
+def sort_chunks_by_idxs(
+    input: Tensor,
+    split_sizes: Tensor,
+    sorted_idxs: Tensor,
+    probs: Tensor | None = None,
+    fused: bool = False,
+) -> tuple[Any, Any]:
+    """Put chunks of rows in another order, as Megatron's function of that name; rows in order are returned.
+
+    Args:
+        input: [N, H].
+        split_sizes: [C] int64 rows of each chunk.
+        sorted_idxs: [C] int64 chunks in their new order, on the host unless `fused`.
+        probs: [N].
+        fused: Whether to use Transformer Engine's kernel.
+
+    Returns:
+        [N, H], and [N] where `probs` were given.
+    """
+    if not fused:
+        order: list[int] = sorted_idxs.tolist()
+        if order == sorted(order):
+            return input, probs
+    return _megatron_sort_chunks(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
 
 
 def sum_of_rows(values: Tensor, rows: Tensor) -> Tensor:

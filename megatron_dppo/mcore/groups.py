@@ -87,6 +87,13 @@ def is_last_stage() -> bool:
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
+def context_parallel_group() -> dist.ProcessGroup | None:
+    """Return the ranks that hold the other tokens of this rank's sequences; none where it holds them all."""
+    size = parallel_state.get_context_parallel_world_size()
+    group: Any = parallel_state.get_context_parallel_group() if size > 1 else None
+    return group
+
+
 def speaks_for_its_tokens() -> bool:
     """Return whether this rank, alone among the ranks that compute the same losses, reports them."""
     return is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0

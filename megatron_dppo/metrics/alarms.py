@@ -111,7 +111,7 @@ def length_jump(history: Sequence[Row], row: Row) -> str | None:
 def tv_tail(history: Sequence[Row], row: Row) -> str | None:
     """Find a larger tail of |pi - mu| before any update: the engines drift apart."""
     name = "mismatch/tv_p999"
-    value, usual = _value(row, name), _usual(history, name)
+    value, usual = _value(row, name), _usual(_as_old(history, row), name)
     if value is None or usual is None or value <= max(TV_FACTOR * usual, TV_FLOOR):
         return None
     return f"{name}: found {value:.3g}; usual was {usual:.3g}"
@@ -120,7 +120,7 @@ def tv_tail(history: Sequence[Row], row: Row) -> str | None:
 def agreement_drop(history: Sequence[Row], row: Row) -> str | None:
     """Find a fall of the agreement between the trainer's routers and the rollout's."""
     name = "routing/agreement_mean"
-    value, usual = _value(row, name), _usual(history, name)
+    value, usual = _value(row, name), _usual(_as_old(history, row), name)
     if value is None or usual is None or value >= usual - AGREEMENT_DROP:
         return None
     return f"{name}: found {value:.3f}; usual was {usual:.3f}"
@@ -142,10 +142,11 @@ def noise_warning(of_rollout: Mapping[str, float]) -> str | None:
     if not masked > NOISE_LIMIT:
         return None
     names = {"mean": "abs_prob_diff_mean", "99.9th percentile": "tv_p999"}
+    area = "mismatch_age_0" if any(name.startswith("mismatch_age_0/") for name in of_rollout) else "mismatch"
     known = [
-        f"{title} {of_rollout[f'mismatch/{name}']:.2g}"
+        f"{title} {of_rollout[f'{area}/{name}']:.2g}"
         for title, name in names.items()
-        if f"mismatch/{name}" in of_rollout
+        if f"{area}/{name}" in of_rollout
     ]
     return (
         f"the trust region sits inside the engines' noise: found {masked:.1%} of tokens masked before any "
@@ -180,6 +181,12 @@ def _value(row: Row, name: str) -> float | None:
 def _usual(history: Sequence[Row], name: str) -> float | None:
     values = [value for value in (_value(row, name) for row in history[-WINDOW:]) if value is not None]
     return median(values) if len(values) >= ENOUGH else None
+
+
+def _as_old(history: Sequence[Row], row: Row) -> list[Row]:
+    """Return the rollouts whose tokens were as old as this one's: age sets pi and mu apart, too."""
+    age = row.get("rollout/staleness_max", 0.0)
+    return [each for each in history if each.get("rollout/staleness_max", 0.0) == age]
 
 
 def _jsonable(value: float) -> float | str:

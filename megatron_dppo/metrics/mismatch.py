@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import Objective
 from megatron_dppo.algorithms.divergence import TopKLogProbs, topk_partition, topk_tv
+from megatron_dppo.algorithms.ref_kl import k3
 from megatron_dppo.metrics.metrics import Metrics
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
@@ -113,7 +114,7 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
     masked or not, A = 0 included: the paper leaves the denominator of its "bad updates" open, so
     `bad_update_fraction_of_negative` has them over the tokens with A < 0, `_of_kept` those that M keeps over
     all that it keeps. Infinite divergences are left out of the mean; they, and log-probs clamped to 0, get a
-    fraction of their own.
+    fraction of their own. Of a soft trust region, `weight_positive` and `_negative` are the means of M.
     """
     num_tokens, num_positive, num_negative = (
         float(counts[name]) for name in ("num_loss_tokens", "num_positive", "num_negative")
@@ -130,20 +131,39 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
     num_infinite = float(counts.get("num_infinite_divergence", 0))
     add("trust_region/divergence_mean", counts["sum_divergence"], num_tokens - num_infinite)
     add("trust_region/infinite_divergence_fraction", num_infinite, num_tokens)
+    if "sum_weight_positive" in counts:
+        add("trust_region/weight_positive", counts["sum_weight_positive"], num_positive)
+        add("trust_region/weight_negative", counts["sum_weight_negative"], num_negative)
     add("policy/clamped_log_probs_fraction", counts.get("num_clamped_log_probs", 0), num_tokens)
 
 
-def add_noise(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> None:
+def add_noise(
+    metrics: Metrics,
+    mask: Tensor,  # [T] bool: M
+    advantages: Tensor,  # [T]
+    loss_mask: Tensor,  # [T] bool
+    weight_versions: Tensor | None = None,  # [T] int: that sampled y_t; below 0 where it is not known
+    weight_version: int | None = None,
+) -> None:
     """Add `trust_region/noise_masked_fraction`: the share of tokens with A != 0 masked before any update.
 
-    pi and mu then have the same weights, so what moved them apart is noise of the two engines (and age, where a
-    response was begun with older weights), and a trust region that drops it is tighter than the engines agree.
-    Given the counts that `policy_loss` returns of a rollout's first mini-batch.
+    Of a rollout's first mini-batch, and of tokens that these weights sampled, or unknown ones: only noise of
+    the two engines sets pi and mu apart then, and a trust region that drops it is tighter than they agree.
     """
-    masked, counted = (
-        float(counts[f"num_{what}positive"]) + float(counts[f"num_{what}negative"]) for what in ("masked_", "")
-    )
-    metrics.add_mean("trust_region/noise_masked_fraction", masked, counted)
+    counted = loss_mask.bool() & (advantages != 0)
+    if weight_versions is not None and weight_version is not None:
+        counted &= (weight_versions < 0) | (weight_versions == weight_version)
+    num_masked, num_counted = torch.stack([(counted & ~mask.bool()).sum(), counted.sum()]).tolist()
+    if num_counted:
+        metrics.add_mean("trust_region/noise_masked_fraction", num_masked, num_counted)
+
+
+@torch.no_grad()
+def add_ref_kl(metrics: Metrics, log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor) -> None:
+    """Add `policy/ref_kl`: the mean of `algorithms.ref_kl.k3` over learning tokens. All are [T]."""
+    mask = loss_mask.bool()
+    values = k3(log_probs[mask].double(), ref_log_probs[mask].double())
+    metrics.add_mean("policy/ref_kl", values.sum(), values.numel())
 
 
 @torch.no_grad()

@@ -41,7 +41,8 @@ class PackedAttention(torch.nn.Module):
         """Attend causally within each sequence, whatever `attention_mask` says; returns [T, heads * D]."""
         assert isinstance(packed_seq_params, PackedSequences), "the actor always packs"
         if self.context.size() > 1:
-            key, value = (_gathered(x, self.context) for x in (key, value))
+            num_groups = key.shape[1]  # in one collective
+            key, value = _gathered(torch.cat((key, value), dim=1), self.context).split(num_groups, dim=1)
         return packed_seq_params.attention.attend(query, key, value, self.softmax_scale).flatten(1)
 
 

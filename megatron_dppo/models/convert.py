@@ -27,7 +27,7 @@ from megatron_dppo.architectures.weight_map import (
 )
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.models.lora import merged
+from megatron_dppo.models.lora import Read, itself, merged
 
 T = TypeVar("T")
 
@@ -73,9 +73,11 @@ class _Parameter:
         """Return a view of each expert of this rank."""
         return [t.detach() for t in (self.tensors if self.is_apart else self.tensors[0].unbind())]
 
-    def whole(self) -> Tensor:
+    def whole(self, read: Read) -> Tensor:
         """Return the tensor in our layer spec's shape, with LoRA's update; a copy where experts are apart."""
-        return torch.stack(self.experts()) if self.is_apart else merged(self.tensors[0])
+        if self.is_apart:
+            return torch.stack([read(t.detach()) for t in self.tensors])
+        return merged(self.tensors[0], read)
 
 
 def _parameters(
@@ -168,6 +170,7 @@ def export_hf_weights(
     *,
     of_own_stage: bool = False,
     max_bytes: int | None = None,
+    read: Read = itself,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the model under its Hugging Face name, on every rank, in the same order.
 
@@ -183,6 +186,7 @@ def export_hf_weights(
             together.
         max_bytes: Gather no more of a layer's experts at a time than fit; one of each rank at least. Their
             order changes with it.
+        read: Gives the values of a parameter, whose memory may be elsewhere.
     """
     table = family_of(hf).weight_table(hf)
     own = {parameter.name: parameter for parameter in _parameters(chunks, hf, tensors)}
@@ -197,7 +201,7 @@ def export_hf_weights(
             if of_own_stage and places[name].stage != stages.rank():
                 continue
             entry = table.entry(name)
-            part = own[name].whole() if name in own else None
+            part = own[name].whole(read) if name in own else None
             for expert, shards in _gathered(part, places[name], entry.rule, group, device, max_bytes):
                 pieces = zip(*(table.unfuse(entry.rule, shard) for shard in shards), strict=True)
                 for hf_name, of_ranks in zip(entry.hf_names(expert), pieces, strict=True):

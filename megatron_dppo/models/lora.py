@@ -12,7 +12,7 @@ stacked, and split over expert-parallel and expert-tensor-parallel ranks as the 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,14 @@ from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX, WeightEntry, 
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.kernels.grouped_product import grouped_product
+
+Read = Callable[[Tensor], Tensor]
+"""Returns the values of a tensor, whose memory may be elsewhere."""
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """Read a tensor whose memory is where it says."""
+    return tensor
 
 
 class Pair(torch.nn.Module):
@@ -88,16 +96,16 @@ class Adapter(torch.nn.Module):
         return dim if factor == ("lora_B" if dim == 0 else "lora_A") else None
 
     @torch.no_grad()
-    def merged(self, base: Tensor) -> Tensor:
+    def merged(self, base: Tensor, read: Read) -> Tensor:
         """Return the weight with its update, added in float32, as a new tensor of the same shape and dtype."""
         if not self.entry.rule.is_expert:
-            return (base.float() + self._update(base, None)).to(base.dtype)
+            return (base.float() + self._update(base, None, read)).to(base.dtype)
         result = torch.empty_like(base)
         for expert, weight in enumerate(base):  # float32 copies of one expert at a time
-            result[expert] = weight.float() + self._update(weight, expert)
+            result[expert] = weight.float() + self._update(weight, expert, read)
         return result
 
-    def _update(self, base: Tensor, expert: int | None) -> Tensor:
+    def _update(self, base: Tensor, expert: int | None, read: Read) -> Tensor:
         """Return a linear's update, [out, in] float32."""
         parts: list[Tensor] = []
         for name, size in self._sizes.items():
@@ -105,7 +113,7 @@ class Adapter(torch.nn.Module):
             if pair is None:
                 parts.append(base.new_zeros(size, base.shape[-1], dtype=torch.float32))
             else:
-                a, b = (w if expert is None else w[expert] for w in (pair.lora_A, pair.lora_B))
+                a, b = (read(w if expert is None else w[expert]) for w in (pair.lora_A, pair.lora_B))
                 parts.append(self.scaling * (b.float() @ a.float()))
         return torch.cat([part.unflatten(0, (self._groups, -1)) for part in parts], 1).flatten(0, 1)
 
@@ -268,10 +276,10 @@ def adapters(chunks: Sequence[GPTModel]) -> Iterator[Adapter]:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 
 
-def merged(weight: Tensor) -> Tensor:
+def merged(weight: Tensor, read: Read = itself) -> Tensor:
     """Return a parameter of the base with its adapter's update, or unchanged where it has no adapter."""
     adapter: Adapter | None = getattr(weight, "adapter", None)
-    return weight.detach() if adapter is None else adapter.merged(weight.detach())
+    return read(weight.detach()) if adapter is None else adapter.merged(read(weight.detach()), read)
 
 
 def _adapt(layer: Any, rule: WeightRule, hf: HFConfig, options: LoraConfig, seed: int) -> None:

@@ -2,11 +2,26 @@
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_dppo.models.padded_attention import PaddedBatches
+from megatron_dppo.models.varlen_attention import VarlenSequences
 from megatron_dppo.types import Microbatch
+
+PackedAttentionForm = type[PaddedBatches] | type[VarlenSequences]
+
+
+def attention_form(device_type: str, dtype: torch.dtype, head_dim: int) -> PackedAttentionForm:
+    """Return how attention over packed sequences is computed: by flash attention where PyTorch has it.
+
+    That takes half-precision tensors of a GPU, and heads of up to 256 elements in steps of 8. The rest, float32
+    on a GPU included, is computed in padded batches.
+    """
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    has_flash = device_type == "cuda" and is_half and head_dim % 8 == 0 and head_dim <= 256
+    return VarlenSequences if has_flash else PaddedBatches
 
 
 @dataclass(kw_only=True)
@@ -14,16 +29,17 @@ class PackedSequences(PackedSeqParams):
     """Megatron's parameters of packed sequences, with positions and the index tensors of attention."""
 
     position_ids: Tensor  # [T'] int64, from 0 in each sequence, of this rank's tokens
-    attention: PaddedBatches
+    attention: PaddedBatches | VarlenSequences
 
     @classmethod
-    def of(cls, microbatch: Microbatch, rank: int, size: int) -> "PackedSequences":
+    def of(cls, microbatch: Microbatch, rank: int, size: int, form: PackedAttentionForm) -> "PackedSequences":
         """Return the packing of this rank's part of a micro-batch, on the host.
 
         Args:
             microbatch: With the `cu_seqlens` of the whole.
             rank: This rank's place in its context-parallel group.
             size: Of that group.
+            form: How attention is computed, see `attention_form`.
         """
         cu_seqlens, longest = microbatch.cu_seqlens.cpu(), microbatch.max_seqlen
         # Transformer Engine's attention over several ranks asks for it, though nothing lies between sequences.
@@ -37,5 +53,5 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             position_ids=microbatch.position_ids,
-            attention=PaddedBatches.of(cu_seqlens, rank, size),
+            attention=form.of(cu_seqlens, rank, size),
         )

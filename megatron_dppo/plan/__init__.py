@@ -3,6 +3,20 @@
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.plan import Plan, make_plan
 from megatron_dppo.plan.report import as_json, as_text
+from megatron_dppo.plan.split import Split, divide
+from megatron_dppo.plan.split_report import as_json as split_as_json
+from megatron_dppo.plan.split_report import as_text as split_as_text
 from megatron_dppo.plan.units import parse_bytes
 
-__all__ = ["Machine", "Plan", "as_json", "as_text", "make_plan", "parse_bytes"]
+__all__ = [
+    "Machine",
+    "Plan",
+    "Split",
+    "as_json",
+    "as_text",
+    "divide",
+    "make_plan",
+    "parse_bytes",
+    "split_as_json",
+    "split_as_text",
+]

@@ -1,9 +1,9 @@
 """Estimates the bytes that a transformer layer keeps for backward, per micro-batch, module by module.
 
 The lists follow our torch layer spec, whose figures tests compare with the tensors that autograd really
-saves ("torch-cpu"). On a GPU ("torch") PyTorch's RMSNorm is fused and keeps its input alone; Transformer
-Engine ("te") also fuses the activation functions and attends without padding: both are read from the sources,
-not measured.
+saves ("torch-cpu"). On a GPU ("torch") PyTorch's RMSNorm is fused and keeps its input alone, and half-precision
+attention is flash attention, without padding: traced steps hold both to 5 %. Transformer Engine ("te") also
+fuses the activation functions: read from its sources, not measured.
 Letters: e bytes of an activation, H hidden, D head dimension, F expert width, I feed-forward width.
 """
 
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape
+from megatron_dppo.plan.machine import FRAGMENTATION
 from megatron_dppo.plan.options import LayerSpec, Recompute
 
 EXPERT_IMBALANCE = 1.3
 """Rows that the busiest expert-parallel rank gets, against the mean of all."""
 ATTENTION_PADDING = 1.25
-"""Rows of the padded batch in which our torch spec attends, against the tokens in it (2 at worst)."""
+"""Rows of the padded batches in which our torch spec attends where it cannot by flash attention, against the
+tokens in them (2 at worst)."""
 WORKING_COPIES = 3
 """Tensors as large as a layer's widest that its forward or backward pass holds beside what is kept."""
 FLOAT, INDEX = 4, 8
@@ -30,6 +32,7 @@ class Assumptions:
 
     expert_imbalance: float = EXPERT_IMBALANCE
     attention_padding: float = ATTENTION_PADDING
+    fragmentation: float = FRAGMENTATION
 
 
 EXPECTED = Assumptions()
@@ -79,15 +82,32 @@ class LayerModel:
         groups = sizes.num_key_value_heads // self.layout.tensor
         kept = self.norm(rows * heads, sizes.head_dim) + self.norm(rows * groups, sizes.head_dim)
         is_cast = self.spec == "torch-cpu" and e < FLOAT  # then the casts are kept, and the keys' source is not
-        rest = 0 if is_cast else (heads + groups) * sizes.head_dim  # keys are a view of all of qkv
+        is_copied = self.spec != "torch" or groups > 1  # the queries of one group lie in a row in qkv
+        rest = 0 if is_cast else (heads * is_copied + groups) * sizes.head_dim  # keys are a view of all of qkv
         return kept + rows * rest * e
 
+    @property
+    def is_flash(self) -> bool:
+        """Whether our spec attends by flash attention: on a GPU, in half precision."""
+        return self.spec == "torch" and self.dtype_bytes < FLOAT
+
+    @property
+    def attended_keys(self) -> int:
+        """Keys that this rank attends to by flash attention: of each piece under context parallelism."""
+        context = self.layout.context
+        return self.tokens.attended if context == 1 else self.tokens.attended * (2 * context + 1) // 2
+
     def core_attention(self) -> int:
-        """Return the bytes of queries, keys, values, result and log-sum-exp; ours keeps them padded."""
+        """Return the bytes of queries, keys, values and log-sum-exp; and of padded batches' own result."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
         queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
-        keys = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim * self.layout.context
+        group = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim
+        keys = group * self.layout.context
         statistics = rows * sizes.num_attention_heads // self.layout.tensor * FLOAT
+        if self.is_flash and self.layout.context == 1:
+            return self.core_attention_inputs() + statistics
+        if self.is_flash:
+            return (rows * queries + 2 * self.attended_keys * group) * e + statistics
         if self.spec == "te":
             return rows * (queries + 2 * keys) * e + statistics
         padded = rows * (queries + 2 * keys + queries) * e + statistics
@@ -139,9 +159,12 @@ class LayerModel:
         return kept + (0 if "mlp" in dropped else self.dense_mlp())
 
     def shared(self) -> int:
-        """Return the bytes that all layers keep together: rotary tables in float32, and rows of the padding."""
-        rows = INDEX * (1 + self.layout.context)
-        return self.tokens.attended * (2 * self.shape.sizes.head_dim * FLOAT + rows)
+        """Return the bytes that all layers keep together: rotary tables in float32, and rows of attention."""
+        tables = 2 * self.shape.sizes.head_dim * FLOAT
+        rows = self.tokens.attended * (1 + self.layout.context)
+        if self.is_flash:  # from which to take keys, and to which to bring each of their gradients
+            rows = 3 * self.attended_keys if self.layout.context > 1 else 0
+        return self.tokens.attended * tables + rows * INDEX
 
     def working(self) -> int:
         """Return the temporary bytes of one layer's backward: gradients of its widest activations."""
@@ -150,7 +173,20 @@ class LayerModel:
         widest = self.tokens.attended * max(columns, 2 * sizes.intermediate_size // layout.tensor) * e
         if sizes.moe_layers:
             widest = max(widest, self.expert_rows() * sizes.hidden_size * e)
-        return WORKING_COPIES * widest + 2 * self.hidden_bytes
+        return max(WORKING_COPIES * widest, self.attention_gradients()) + 2 * self.hidden_bytes
+
+    def attention_gradients(self) -> int:
+        """Return the temporary bytes of flash attention's backward: keys' and values' gradients by each head.
+
+        Beside them stand the queries' sums in float32, and the gradients of all three; of ours alone.
+        """
+        sizes, e = self.shape.sizes, self.dtype_bytes
+        if not self.is_flash:
+            return 0
+        queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
+        group = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim
+        of_keys = 2 * self.attended_keys * (queries * (queries > group) + group) * e
+        return of_keys + self.tokens.attended * queries * (FLOAT + 2 * e)
 
     def expert_rows(self) -> int:
         """Return the tokens that this rank's experts get, each counted for every expert."""

@@ -35,6 +35,7 @@ class StepTime:
     losses: float  # see LOSS_PER_DOUBLING
     data: float  # gradients and parameters of data parallelism
     optimizer: float  # its states from the host and back, where they are kept there
+    reference: float  # its forward, and its weights from the host and back; algorithm.ref_kl_coef
 
     @property
     def total(self) -> float:
@@ -94,16 +95,30 @@ def step_time(job: Job, layout: Layout) -> StepTime:
         losses=num * one.total * losses,
         data=data,
         optimizer=optimizer,
+        reference=_reference(job, layout, tokens, num * (1 + losses)) if job.has_reference else 0.0,
     )
 
 
-def _slowest_stage(job: Job, layout: Layout, tokens: float) -> _Seconds:
-    sizes = job.shape.sizes
+def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
+    """Return the seconds of one step's forward by the reference, and its share of exchanging the weights."""
+    one = _slowest_stage(job, layout, tokens, passes=1).total
+    forward = (num + (layout.pipeline - 1) / layout.virtual_pipeline) * one
+    if not job.has_reference_weights:
+        return forward
+    largest = max(part.buffer for part in job.partition(layout)) * job.workload.dtype_bytes
+    steps = job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
+    return forward + 4 * largest / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY) / steps
+
+
+def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BACKWARD) -> _Seconds:
+    """Return the seconds of a micro-batch; with 1 pass, of its forward alone."""
+    sizes, is_forward = job.shape.sizes, passes == 1
     of_layer = {
-        is_moe: _layer_seconds(job, layout, _layer(job, layout, tokens, is_moe)) for is_moe in (False, True)
+        is_moe: _layer_seconds(job, layout, _layer(job, layout, tokens, is_moe), is_forward=is_forward)
+        for is_moe in (False, True)
     }
     columns = padded_vocab(job.shape, layout) // layout.tensor
-    head = _Seconds(compute=2 * tokens * columns * sizes.hidden_size * (1 + BACKWARD) / _speed())
+    head = _Seconds(compute=2 * tokens * columns * sizes.hidden_size * passes / _speed())
     stages: list[_Seconds] = []
     for part in job.partition(layout):
         layers = [layer for chunk in part.chunks for layer in chunk.layers]
@@ -117,10 +132,12 @@ def _speed() -> float:
     return figures.BFLOAT16_FLOPS * figures.COMPUTE_EFFICIENCY
 
 
-def _layer_seconds(job: Job, layout: Layout, layer: _Layer) -> _Seconds:
+def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool) -> _Seconds:
     attention_again, mlp_again = _recomputed(job.options.recompute)
-    passes = 2 + max(attention_again, mlp_again)
+    passes = 1 if is_forward else 2 + max(attention_again, mlp_again)
     operations = layer.attention * (1 + BACKWARD + attention_again) + layer.mlp * (1 + BACKWARD + mlp_again)
+    if is_forward:
+        operations = layer.attention + layer.mlp
     link = job.machine.link
     return _Seconds(
         compute=operations / _speed(),

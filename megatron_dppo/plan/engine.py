@@ -8,7 +8,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import Chunk, ModelShape, chunk_tensors
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.plan.machine import Machine
+from megatron_dppo.plan.machine import ENGINE_RESIDUE_BYTES, Machine
 from megatron_dppo.plan.units import GIB, counted
 
 SGLANG_MEMORY_FRACTION = 0.8
@@ -25,6 +25,7 @@ class EngineMemory:
         weights: Its copy of the weights.
         cache: Keys and values while it rolls out.
         workspace: What it takes besides while it rolls out.
+        residue: What it keeps in training besides weights.
         is_resident: The weights stay during training; otherwise engine and trainer take turns on the GPU.
         cached_tokens: Tokens that fit the caches of one engine at once.
         num_gpus: GPUs that one engine is split over.
@@ -35,6 +36,7 @@ class EngineMemory:
     weights: int
     cache: int
     workspace: int
+    residue: int
     is_resident: bool
     cached_tokens: int
     num_gpus: int
@@ -61,7 +63,7 @@ def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Ma
         return _embedded(config, shape, layout)
     if not config.rollout.sglang.colocated:
         text = "SGLang on GPUs of its own, which are not counted (rollout.sglang.colocated = false)"
-        return EngineMemory(0, 0, 0, False, 0, 0, True, text)
+        return EngineMemory(0, 0, 0, 0, False, 0, 0, True, text)
     return _sglang(config, shape, machine)
 
 
@@ -81,7 +83,8 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
         weights=shape.num_parameters * dtype_bytes,
         cache=tokens * _cache_bytes_per_token(shape, dtype_bytes),
         workspace=3 * slots * shape.sizes.vocab_size * 4,  # float32 logits, log-probs, noise
-        is_resident=True,
+        residue=0,
+        is_resident=not rollout.takes_turns,
         cached_tokens=tokens,
         num_gpus=1,
         is_separate=False,
@@ -98,7 +101,8 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _cache_bytes_per_token(shape, 2) // min(size, shape.sizes.num_key_value_heads)
     text = f"SGLang on the trainer's GPUs, over {counted(size, 'GPU')} each, mem_fraction_static {fraction:g}"
-    return EngineMemory(weights, cache, SGLANG_WORKSPACE_BYTES, False, cache // held, size, False, text)
+    beside = SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES
+    return EngineMemory(weights, cache, *beside, False, cache // held, size, False, text)
 
 
 def _sglang_weight_bytes(config: Config) -> int:

@@ -123,6 +123,16 @@ class Job:
         return check_run(self.config, self.facts)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the loss has a KL from a reference policy, which forwards each rollout once."""
+        return bool(self.config.algorithm.ref_kl_coef)
+
+    @property
+    def has_reference_weights(self) -> bool:
+        """Whether that is more than the model without its adapters: the host holds all of its weights."""
+        return self.has_reference and (not self.config.lora.rank or self.config.model.reference is not None)
+
+    @property
     def has_colocated_sglang(self) -> bool:
         """Whether SGLang's servers share the trainer's GPUs."""
         return self.config.rollout.engine == "sglang" and self.config.rollout.sglang.colocated

@@ -88,27 +88,28 @@ def memory_of(job: Job, layout: Layout) -> Memory:
             for part, own in zip(parts, states, strict=True)
         ),
         engine=engine,
-        host=_host_memory(job, layout, states, engine),
+        host=_host_memory(job, layout, states),
         num_microbatches=job.workload.num_microbatches(layout.data),
         microbatch_tokens=job.workload.microbatch_tokens(layout.data),
     )
 
 
-def _host_memory(job: Job, layout: Layout, stages: Sequence[RankStates], engine: EngineMemory) -> HostMemory:
+def _host_memory(job: Job, layout: Layout, stages: Sequence[RankStates]) -> HostMemory:
     """Return the host memory of a rank of the pipeline stage that needs most."""
-    candidates = [_of_stage(job, layout, states, engine) for states in stages]
+    candidates = [_of_stage(job, layout, states) for states in stages]
     largest = max(candidates, key=lambda components: sum(components.values()))
     return HostMemory(largest, job.machine.ranks_per_node)
 
 
-def _of_stage(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) -> dict[str, int]:
+def _of_stage(job: Job, layout: Layout, states: RankStates) -> dict[str, int]:
     routing = job.shape.sizes.routing if job.config.rollout.routing_replay != "off" else None
-    leaves_gpu = job.config.rollout.release_trainer or not (engine.is_resident or engine.is_separate)
     components = {
         "process": PROCESS_HOST_BYTES,
         "rollout data": rollout_bytes_bound(job.config, layout.world_size, layout.data, routing),
         "optimizer": states.optimizer_on_host,
-        "trainer during rollout": (states.parameters + states.optimizer_between) * leaves_gpu,
+        "trainer during rollout": (states.parameters + states.optimizer_between)
+        * job.config.rollout.takes_turns,
+        "reference": states.parameters * job.has_reference_weights,
         "checkpoint in flight": (states.parameters + states.optimizer) * job.config.checkpoint.asynchronous,
     }
     return {name: num_bytes for name, num_bytes in components.items() if num_bytes}

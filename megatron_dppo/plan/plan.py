@@ -120,5 +120,3 @@ def _not_counted(job: Job) -> Iterator[str]:
             f"lora.rank = {config.lora.rank}: gradients and optimizer states are counted of all weights; "
             "adapters have far fewer"
         )
-    if job.has_colocated_sglang and not config.rollout.release_trainer:
-        yield "what the trainer keeps on the GPU in a rollout, unless rollout.release_trainer = true"

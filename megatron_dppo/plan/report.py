@@ -1,5 +1,6 @@
 """Formats a plan as text and as JSON. Bytes in JSON, GiB (2^30 bytes) in the text."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_dppo.plan.units import counted, in_billions, in_gib, in_seconds, l
 
 LOSS_KEYS = ("loss_from", "logits_chunk_bytes", "logits_dtype")  # of [algorithm]
 _NAME, _NUMBER = 24, 10  # column widths
+WIDTH = 100  # of the text
 
 
 def as_text(plan: Plan, num_proposals: int = 5) -> str:
@@ -31,7 +33,22 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
     has_times = bool(plan.found and plan.found.proposals) or bool(plan.fewest and plan.fewest.proposal)
     if plan.time is None and has_times:
         blocks.append(list(_ASSUMED_OF_TIMES))
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
+    return "\n\n".join("\n".join(map(wrapped, lines)) for lines in blocks if lines) + "\n"
+
+
+def wrapped(line: str) -> str:
+    """Break a line that is too long, never between --set and its value; the rest stands more to the right."""
+    if len(line) <= WIDTH:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    parts = textwrap.wrap(
+        line.replace("--set ", "--set\0"),
+        WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(parts).replace("\0", " ")
 
 
 def _conclusion(plan: Plan) -> Iterator[str]:
@@ -96,8 +113,8 @@ def _gpu_table(memory: Memory) -> Iterator[str]:
     if len(memory.stages) > 1:
         yield "peak of each pipeline stage: " + "  ".join(in_gib(stage.peak) for stage in memory.stages)
     if not (memory.engine.is_resident or memory.engine.is_separate):
-        residue = in_gib(figures.ENGINE_RESIDUE_BYTES)
-        yield "Counted as taking turns: in a rollout nothing of the trainer is on the GPU, and in training"
+        residue = in_gib(memory.engine.residue)
+        yield "Engine and trainer take turns: in a rollout nothing of the trainer is on the GPU, in training"
         yield f"{residue} GiB of the engine. The engine's cache holds {memory.engine.cached_tokens} tokens."
 
 
@@ -173,7 +190,6 @@ def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
         "loss": {key: getattr(job.config.algorithm, key) for key in LOSS_KEYS},
         "assumptions": {
             **asdict(job.assumptions),
-            "fragmentation": figures.FRAGMENTATION,
             "reserve_bytes": figures.RESERVE_BYTES,
             "engine_residue_bytes": figures.ENGINE_RESIDUE_BYTES,
             "flops": figures.BFLOAT16_FLOPS,

@@ -1,9 +1,9 @@
 """Estimates activations and logits of one pipeline stage, over the micro-batches in flight.
 
-Logits are a GPU's, whose kernels work in place. From hidden states, logits exist some tokens at a time, and the
-gradients by hidden states and weight are made with them; they go when backward has passed the loss. From
-logits, those of all tokens exist, and their gradient is written over them. Every token is taken to learn: the
-others have no logits in the first form.
+Logits are a GPU's, whose kernels work in place. From hidden states, logits exist some tokens at a time, and
+their gradients with them: that by the weight is added to Megatron's buffer at once, that by hidden states goes
+when backward has passed the loss. From logits, those of all tokens exist, and their gradient is written over
+them. Every token is taken to learn: the others have no logits in the first form.
 """
 
 from dataclasses import dataclass
@@ -103,8 +103,10 @@ def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, toke
     chunk = min(chunk_tokens(options, columns, tokens.dtype_bytes), tokens.num_tokens)
     of_token = columns * _logit_bytes_with_gradient(options, tokens.dtype_bytes)
     of_token += CHUNK_INPUTS * hidden * tokens.dtype_bytes + statistics
-    scaled = states + weight  # at the start of backward: scaled gradient, and autograd's own for the weight
-    return states + columns * hidden * FLOAT + rows + max(chunk * of_token + gathered, scaled)
+    # At the start of backward: what autograd gets in place of the weight's gradient, which is in Megatron's
+    # buffer, and this rank's part of that by the hidden states.
+    after = weight + gathered // layout.tensor
+    return states + rows + max(chunk * of_token + gathered, after)
 
 
 def chunk_tokens(options: AlgorithmConfig, columns: int, dtype_bytes: int) -> int:

@@ -20,7 +20,7 @@ class RankStates:
     optimizer_between: int  # of those, on the GPU outside of the step
     optimizer_on_host: int  # of those, on the host outside of the step
     step_temporaries: int  # of the optimizer's step on the GPU
-    gradient_temporaries: int  # a tensor's gradient before it is added to its buffer
+    largest_parameter: int  # as its gradient is, before it is added to its buffer
 
 
 def rank_states(job: Job, part: StagePart) -> RankStates:
@@ -34,7 +34,7 @@ def rank_states(job: Job, part: StagePart) -> RankStates:
         optimizer_between=0 if is_offloading else whole,
         optimizer_on_host=whole * is_offloading,
         step_temporaries=part.shard * GRADIENT_BYTES,  # AdamW's square roots, all at once
-        gradient_temporaries=part.largest * dtype_bytes,
+        largest_parameter=part.largest * dtype_bytes,
     )
 
 

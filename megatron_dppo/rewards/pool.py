@@ -1,5 +1,6 @@
 """Scores responses in worker processes: a reward that hangs, dies or eats memory costs one sample."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from megatron_dppo.errors import RewardError
@@ -39,6 +40,11 @@ class RewardPool(WorkerPool[RewardRequest, RewardResult]):
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
         """Return a score for each request, in order; see `WorkerPool.ask`."""
         return [_fault(found) if isinstance(found, WorkerFault) else found for found in self.ask(requests)]
+
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        """Return the score of one response, while others are scored."""
+        found = await asyncio.wrap_future(self.submit(request))
+        return _fault(found) if isinstance(found, WorkerFault) else found
 
     def __enter__(self) -> "RewardPool":
         return self

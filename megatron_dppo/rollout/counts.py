@@ -71,9 +71,8 @@ class RolloutCounts:
     num_old_tokens: int  # of them, those that older weights sampled, before the response was aborted
     num_requeued: int  # times that a response went to another server, since one had failed
     num_retractions: int  # times that a response was retracted: its cache dropped, and computed again
-    num_continued: int  # samples that an earlier rollout began
-    num_kept_partials: int  # responses that were begun, and aborted once enough groups were whole
-    num_discarded_partials: int  # such responses that no rollout goes on with
+    num_continued: int  # samples that were aborted by a push or by over-sampling, and resumed
+    num_discarded_partials: int  # responses that were begun, and dropped once enough groups were whole
     num_replaced_groups: int  # whose rewards were all equal, and that others came in the place of
     num_dropped_groups: int  # left with fewer than two samples
     num_left_alone: int  # sound samples that went with their group
@@ -112,7 +111,6 @@ class RolloutCounts:
             "rollout/dropped_samples": float(self.num_dropped_samples),
             "rollout/dropped_groups": float(self.num_dropped_groups),
             "rollout/replaced_groups": float(self.num_replaced_groups),
-            "rollout/kept_partials": float(self.num_kept_partials),
             "rollout/discarded_partials": float(self.num_discarded_partials),
             "rollout/continued_samples": float(self.num_continued),
             "rollout/old_token_fraction": self.num_old_tokens / max(self.num_response_tokens, 1),

@@ -8,14 +8,16 @@ engine.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.environments import Episode
+from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.types import FinishReason, Prompt, RolloutTopK, RoutedExperts, WeightVersionSpan
 
@@ -67,6 +69,9 @@ class Request:
 IsEnough = Callable[[Completion], bool]
 """Told of each response that is there, or given up; whether sampling may end."""
 
+HasEnded = Callable[[Completion], Awaitable[None]]
+"""Told of each completion as soon as it is there, aborted ones included."""
+
 
 class RolloutEngine(Protocol):
     """Samples responses with weights pushed to it in Hugging Face names.
@@ -108,16 +113,84 @@ class RolloutEngine(Protocol):
         ...
 
 
-class InterruptibleEngine(RolloutEngine, Protocol):
-    """An engine that can abort responses, and resume them in a later call."""
+class Session(Protocol):
+    """Samples responses one by one, in one event loop, by weights of one version."""
 
-    def generate_until(
-        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
-    ) -> list[Completion]:
-        """Sample until `is_enough` says so; return the other responses aborted, with their tokens so far.
+    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        """Sample one response; at any time, and while others are being sampled.
+
+        Returns:
+            The response. `aborted(request)` where it was given up, with an entry in `errors`; after a hold,
+            what there is of it, with finish_reason "abort".
 
         Raises:
-            RolloutError: As `generate` does.
+            RolloutError: The prompt does not fit, the engine cannot give what `params` asks for, it cannot
+                sample any more, or a request of this id is being sampled.
+        """
+        ...
+
+    async def hold(self) -> None:
+        """Abort what is in flight; when it returns the engine samples nothing more for this session.
+
+        It raises nothing, and ends within a time that the engine states, answered or not. Every `ask` then
+        returns, and later ones return `aborted(request)` at once.
+        """
+        ...
+
+    @property
+    def is_held(self) -> bool:
+        """Whether `hold` was called."""
+        ...
+
+    @property
+    def errors(self) -> Mapping[str, RolloutError]:
+        """Why requests were given up, by their ids; one that a hold interrupted has no entry."""
+        ...
+
+
+@runtime_checkable
+class ConcurrentEngine(RolloutEngine, Protocol):
+    """An engine whose responses can be asked for one by one, at any time."""
+
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
+        """Open a session with the weights that the engine holds now; leaving it ends what is in flight.
+
+        Sessions may be open in several threads at once. Their counts are added to `counts` when they are left.
+
+        Args:
+            may_be_held: Whether `hold` may be called: responses must then fit as prompts, to be resumed.
+
+        Raises:
+            RolloutError: The engine cannot sample.
+        """
+        ...
+
+
+@runtime_checkable
+class TrajectoryEngine(RolloutEngine, Protocol):
+    """An engine that says when each response ends, while it samples the others."""
+
+    def generate_each(
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        ended: HasEnded,
+        is_enough: IsEnough | None = None,
+    ) -> list[Completion]:
+        """Sample as `generate` does, or until `is_enough` says so.
+
+        Args:
+            requests: See `RolloutEngine.generate`.
+            params: How to sample.
+            ended: Awaited with each completion as soon as it is there; the call returns when all have returned.
+            is_enough: Told first; once it returns True the other responses are aborted. None: all are
+                sampled to their ends.
+
+        Returns:
+            A completion for each request, in order; aborted ones with their tokens so far.
+
+        Raises:
+            RolloutError: As `generate` does, and what `ended` raises.
         """
         ...
 
@@ -148,10 +221,37 @@ def input_tokens(request: Request) -> list[int]:
     return [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
 
 
+def num_tokens_before(request: Request) -> int:
+    """Return the number of response tokens that a request continues."""
+    return request.partial.tokens.numel() if request.partial else 0
+
+
 def num_tokens_left(request: Request, params: SamplingParams) -> int:
     """Return the number of response tokens that may still be sampled for this request."""
-    left = params.max_response_tokens - (request.partial.tokens.numel() if request.partial else 0)
+    left = params.max_response_tokens - num_tokens_before(request)
     return left if params.max_turn_tokens is None else min(left, params.max_turn_tokens)
+
+
+def resumed(
+    request: Request, completion: Completion, params: SamplingParams
+) -> tuple[Request, SamplingParams] | None:
+    """Return the request for the rest of a turn that was interrupted; none where no token is left to it.
+
+    `params.max_turn_tokens` bounds the whole turn: what was sampled of it is taken off. The answer to the
+    rest is the whole turn, and may be resumed in the same way.
+
+    Args:
+        request: Asked for the turn, or for the rest of it.
+        completion: What there is of its answer; it begins with `request.partial`.
+        params: Those that `request` was asked with.
+    """
+    num_new = completion.tokens.numel() - num_tokens_before(request)
+    if num_new == 0:
+        return request, params
+    if params.max_turn_tokens is not None:
+        params = dataclasses.replace(params, max_turn_tokens=params.max_turn_tokens - num_new)
+    request = dataclasses.replace(request, partial=completion)
+    return (request, params) if num_tokens_left(request, params) > 0 else None
 
 
 def first_route_row(request: Request) -> int:

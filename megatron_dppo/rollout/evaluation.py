@@ -12,7 +12,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, answers
+from megatron_dppo.rollout.group_sampling import answers
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.scores import (
     PromptScore,
     metric_names,
@@ -60,10 +61,10 @@ class EvaluationSet:
 
 
 def evaluation_sets(config: Config) -> list[EvaluationSet]:
-    """Return the sets of [evaluation], in the config's order."""
+    """Return the sets of [evaluation], in the config's order; none where evaluation.every is 0."""
     options = config.evaluation
     sets: list[EvaluationSet] = []
-    for name, own in options.sets.items():
+    for name, own in options.used_sets.items():
         num_samples = own.samples_per_prompt or options.samples_per_prompt
         longest = own.max_response_tokens or options.max_response_tokens
         each = EvaluationSet(

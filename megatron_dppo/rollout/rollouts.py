@@ -1,13 +1,15 @@
 """The rollout side of a run: engine, prompts and reward, and the schedule of this rank's groups."""
 
+import copy
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -15,17 +17,23 @@ from transformers import AutoConfig, AutoTokenizer
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.config.schema import Config, RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.rollout.ahead import Ahead, AllGather
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.embedded.engine import TransformersEngine
-from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_dppo.rollout.engine import ConcurrentEngine, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
-from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, sample, score_groups, usable_groups
+from megatron_dppo.rollout.group_sampling import sample, score_groups
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
+from megatron_dppo.rollout.open_groups import Places
+from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.server import API_KEY, require_registered
+from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import DataCursor, ModelRouting, SampleGroup
@@ -33,21 +41,13 @@ from megatron_dppo.types import DataCursor, ModelRouting, SampleGroup
 _SMALLEST_GROUP = 2  # one sample has nothing to compare with
 
 
-@dataclass(frozen=True)
-class RankPlaces:
-    """Places of the prompts that one rank took, for the other ranks."""
-
-    out_of_turn: tuple[int, ...]  # for groups that replaced others
-    open: tuple[int, ...]  # of groups that the next rollout goes on with
-
-
 class RolloutScheduler:
-    """Schedules one rank's groups from rollout to rollout.
+    """Schedules one rank's groups, rollout by rollout; none is open between two of them.
 
-    A rollout draws its prompts from the stream that all ranks hold, each rank its share. With over-sampling the
-    first draws more than are wanted, and ends once the wanted number of groups is whole; the others are kept
-    and come first in the next, which draws the wanted number of prompts, so that as many groups are open again.
-    A group is replaced by one of a prompt that comes next in the stream, where every `size`-th is this rank's.
+    A rollout draws its prompts from the stream that all ranks hold, each rank its share. With over-sampling it
+    draws more than are wanted, and ends once the wanted number of groups is whole; the others are dropped, and
+    their prompts do not come again in this epoch. A group is replaced by one that over-sampling left, or by one
+    of a prompt that comes next in the stream, where every `size`-th is this rank's.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class RolloutScheduler:
         Args:
             options: [rollout] of the run.
             share: (rank, size) of the job.
-            engine: Samples; interruptible where there is over-sampling.
+            engine: Samples; one that can abort responses where there is over-sampling.
             maker: Makes groups of prompts.
             scorer: Scores whole groups.
             params: How to sample.
         """
         self._options, self._share, self._engine = options, share, engine
         self._maker, self._scorer, self._params = maker, scorer, params
-        self._kept: list[PromptGroup] | None = None  # none before the first rollout, and where nothing is kept
-        self._out_of_turn: list[int] = []
+        self._num_drawn = math.ceil(options.over_sampling * options.prompts_per_rollout)  # over all ranks
+        self._out_of_order: list[int] = []
 
     def run(self, rollout: int, stream: PromptStream) -> tuple[list[SampleGroup], RolloutCounts]:
         """Sample this rank's share of a rollout; draws from `stream`, which is the same on every rank."""
@@ -93,7 +93,6 @@ class RolloutScheduler:
             for at, group in zip(equal, score_groups(self._scorer, whole), strict=False):
                 replaced.append(scored[at])
                 scored[at] = replace(group, index=scored[at].index)
-        self._kept = rest if options.keep_partials else None
         return usable_groups(
             scored,
             replaced,
@@ -101,39 +100,26 @@ class RolloutScheduler:
             num_too_long=num_too_long,
             weight_version=self._engine.weight_version,
             rest=rest,
-            keeps_rest=options.keep_partials,
         )
 
-    def forget(self) -> None:
-        """Drop the open groups of earlier rollouts; the stream gives their prompts again."""
-        self._kept, self._out_of_turn = None, []
-
     @property
-    def places(self) -> RankPlaces:
-        """Places that this rank took since `settle`, and those of its open groups."""
-        return RankPlaces(tuple(self._out_of_turn), tuple(group.drawn.place for group in self._kept or ()))
+    def out_of_order(self) -> Sequence[int]:
+        """Places of the prompts that this rank took out of order since `settle`, to replace groups."""
+        return tuple(self._out_of_order)
 
-    def settle(self, stream: PromptStream, ranks: Sequence[RankPlaces]) -> DataCursor:
-        """Mark the prompts that all ranks took in a rollout as used in this rank's stream.
-
-        Returns:
-            The cursor that a run goes on from which holds none of the open groups: it gives their prompts
-            once more, before all others. What was sampled of them is not in it.
-        """
-        stream.pass_over(place for rank in ranks for place in rank.out_of_turn)
-        self._out_of_turn = []
-        return stream.cursor_with(place for rank in ranks for place in rank.open)
+    def settle(self, stream: PromptStream, ranks: Sequence[Sequence[int]]) -> DataCursor:
+        """Mark the places that all ranks took out of order as used in this rank's stream; return its cursor."""
+        stream.pass_over(place for rank in ranks for place in rank)
+        self._out_of_order = []
+        return stream.cursor
 
     def _begin(self, rollout: int, stream: PromptStream) -> tuple[list[PromptGroup], int]:
-        """Return the groups to sample, kept ones first, and the number of new prompts that were too long."""
-        options, (rank, size) = self._options, self._share
-        self._num_ahead, num_drawn = 0, options.prompts_per_rollout
-        if self._kept is None:
-            num_drawn = math.ceil(options.over_sampling * num_drawn)
-        drawn = stream.draw(num_drawn)
-        own = [(index, drawn[index]) for index in range(rank, num_drawn, size)]
-        fresh = self._maker.begin(rollout, own)
-        return [*(self._kept or ()), *fresh], len(own) - len(fresh)
+        """Return the groups to sample, and the number of prompts that were too long."""
+        rank, size = self._share
+        self._num_ahead, drawn = 0, stream.draw(self._num_drawn)
+        own = [(index, drawn[index]) for index in range(rank, len(drawn), size)]
+        groups = self._maker.begin(rollout, own)
+        return groups, len(own) - len(groups)
 
     def _ahead(self, rollout: int, stream: PromptStream, count: int) -> list[PromptGroup]:
         """Begin groups of this rank's next prompts, out of order; prompts too long are dropped."""
@@ -141,15 +127,15 @@ class RolloutScheduler:
         distances = [rank + size * (self._num_ahead + i) for i in range(count)]
         drawn = [stream.ahead(distance) for distance in distances]
         self._num_ahead += count
-        self._out_of_turn += [each.place for each in drawn]
-        first = math.ceil(self._options.over_sampling * self._options.prompts_per_rollout)
-        return self._maker.begin(rollout, [(first + d, each) for d, each in zip(distances, drawn, strict=True)])
+        self._out_of_order += [each.place for each in drawn]
+        places = [(self._num_drawn + d, each) for d, each in zip(distances, drawn, strict=True)]
+        return self._maker.begin(rollout, places)
 
     def _sample(
         self, groups: Sequence[PromptGroup], num_wanted: int
     ) -> tuple[list[PromptGroup], list[PromptGroup]]:
         """Sample until enough groups are whole; return the first wanted ones, and the others."""
-        sampled = sample(self._engine, groups, self._params, num_wanted)
+        sampled = sample(self._engine, groups, self._params, num_wanted, self._scorer)
         whole = [at for at, group in enumerate(sampled) if group.is_whole][:num_wanted]
         rest = [group for at, group in enumerate(sampled) if at not in set(whole)]
         return [sampled[at] for at in whole], rest
@@ -225,11 +211,40 @@ class Rollouts:
         self._prompts = load_prompts(config.data.prompts, config.data.prompt_column, config.data.answer_column)
         self._evaluation = Evaluation(config, self._sampler, self.tokenizer, self._rewards, share=share)
         self._stream = PromptStream(self._prompts, config.run.seed, config.data.shuffle)
-        self._scheduler = self._make_scheduler(read_model_sizes(hf_folder).routing)
+        self._ahead: Ahead | None = None
+        self._counted = engine.counts
+        self._routing = read_model_sizes(hf_folder).routing
+        self._scheduler = self._make_scheduler(self._routing)
         self._rewards.start(self._evaluation.first_prompts | {training_reward(config): self._prompts[0]})
         self._sampler.start(self._prompts[0])
 
     def _make_scheduler(self, routing: ModelRouting | None) -> RolloutScheduler:
+        parts = self._parts(routing, self.tokenizer)
+        return RolloutScheduler(self._config.rollout, self._share, self._sampler.engine, *parts)
+
+    def _make_ahead(self) -> Ahead:
+        """Make what supplies rollouts that are sampled beside training, by a thread with its own tokenizer."""
+        options, data, (_, size) = self._config.rollout, self._config.data, self._share
+        tokenizer = copy.deepcopy(self.tokenizer)
+        parts = self._parts(self._routing, tokenizer)
+        stream, share = self._stream, -(-options.prompts_per_rollout // size)
+
+        def producer(places: Places) -> Producer:
+            return Producer(
+                cast(ConcurrentEngine, self._engine),  # checks.staleness_rules demands it
+                self._sampler.conversations(tokenizer),
+                *parts,
+                places,
+                stream.at,
+                num_threads=data.reward_workers,
+                max_replaced=options.max_refills * share if options.refill_zero_variance else 0,
+            )
+
+        bound = StalenessBound(options.prompts_per_rollout, options.max_staleness, options.over_sampling)
+        smallest = min(_SMALLEST_GROUP, options.samples_per_prompt)
+        return Ahead(bound, producer, stream, self._share, smallest)
+
+    def _parts(self, routing: ModelRouting | None, tokenizer: Any) -> tuple[GroupMaker, Scorer, SamplingParams]:
         options, config = self._config.rollout, self._config
         params = SamplingParams(
             max_response_tokens=options.max_response_tokens,
@@ -241,10 +256,10 @@ class Rollouts:
         if routing is not None and params.capture_routes:
             validate = partial(validate_routes, routing=routing)
         limits = options.samples_per_prompt, config.data.max_prompt_tokens, config.run.seed
-        maker = GroupMaker(self.tokenizer, *limits, self._sampler.environments)
+        maker = GroupMaker(tokenizer, *limits, self._sampler.environments)
         rewards = self._rewards.of(training_reward(config))
-        scorer = Scorer(self.tokenizer, rewards, params.capture_routes, validate, self._overlong())
-        return RolloutScheduler(options, self._share, self._sampler.engine, maker, scorer, params)
+        scorer = Scorer(tokenizer, rewards, params.capture_routes, validate, self._overlong())
+        return maker, scorer, params
 
     def _overlong(self) -> OverlongShaping | None:
         data, longest = self._config.data, self._config.rollout.max_response_tokens
@@ -266,9 +281,16 @@ class Rollouts:
         return self._stream.cursor
 
     def seek(self, cursor: DataCursor) -> None:
-        """Continue from a checkpoint's cursor, and drop all open groups."""
-        self._scheduler.forget()
+        """Continue from a checkpoint's cursor, and drop all open groups; between two rollouts."""
         self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._make_ahead() if self.is_ahead else None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether sampling goes on while the trainer trains: `next_ahead` takes the place of `next`."""
+        return self._config.rollout.max_staleness > 0
 
     def next(self, rollout: int) -> tuple[list[SampleGroup], RolloutCounts]:
         """Sample and score this rank's share of the next rollout; call `settle` after it.
@@ -280,9 +302,55 @@ class Rollouts:
         groups, counts = self._scheduler.run(rollout, self._stream)
         return groups, replace(counts, engine=self._engine.counts - before)
 
-    def settle(self, all_gather: Callable[[RankPlaces], Sequence[RankPlaces]]) -> DataCursor:
+    def next_ahead(
+        self, version: int, all_gather: AllGather, is_asked_to_stop: Callable[[], bool]
+    ) -> tuple[list[SampleGroup], RolloutCounts, Metrics] | None:
+        """Wait for the next rollout, and take this rank's share; every rank calls it together.
+
+        Args:
+            version: Of the weights that train next.
+            all_gather: Gathers from all ranks.
+            is_asked_to_stop: Whether this rank was.
+
+        Returns:
+            What `next` returns, and metrics of staleness; none on all ranks where one was asked to stop.
+
+        Raises:
+            RolloutError: Sampling failed on some rank.
+        """
+        assert self._ahead is not None, "of a run that samples ahead, after `seek`"
+        taken = self._ahead.next(version, all_gather, is_asked_to_stop)
+        if taken is None:
+            return None
+        groups, counts = taken
+        before, self._counted = self._counted, self._engine.counts
+        return groups, replace(counts, engine=self._counted - before), self._ahead.metrics
+
+    @contextmanager
+    def held(self, version: int, num_left: int) -> Iterator[Metrics]:
+        """Push weights in the body: what is sampled ahead waits, and then goes on by them.
+
+        Args:
+            version: Of these weights.
+            num_left: Rollouts that are still to be taken.
+
+        Returns:
+            Metrics of the wait and of what was sampled since the last rollout; empty where nothing is.
+
+        Raises:
+            RolloutError: Sampling failed.
+        """
+        if self._ahead is None:
+            yield Metrics()
+        else:
+            with self._ahead.held(version, num_left):
+                yield self._ahead.metrics
+
+    def settle(self, all_gather: AllGather) -> DataCursor:
         """Return the cursor after a rollout, the same on every rank; all call it together, after `next`."""
-        return self._scheduler.settle(self._stream, all_gather(self._scheduler.places))
+        if self._ahead is not None:
+            return self._ahead.cursor
+        return self._scheduler.settle(self._stream, all_gather(self._scheduler.out_of_order))
 
     def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
         """Score this rank's share of each evaluation set, and write the responses to files in `folder`.
@@ -296,6 +364,7 @@ class Rollouts:
         }
 
     def close(self) -> None:
-        """End the processes of the reward and of environments."""
-        self._rewards.close()
-        self._sampler.close()
+        """End what is sampled ahead, and the processes of the reward and of environments."""
+        with closing(self._sampler), closing(self._rewards):
+            if self._ahead is not None:
+                self._ahead.close()

@@ -5,10 +5,11 @@ A sample that cannot be used is dropped with a reason, never repaired.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import Config, DataConfig
@@ -55,8 +56,8 @@ class Fault:
 class RewardScorer(Protocol):
     """The interface of a `RewardPool` that scoring uses."""
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return a result for each request, in order."""
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        """Return the result of one request, while others are scored."""
         ...
 
 
@@ -90,21 +91,21 @@ class Scorer:
     validate_routes: RouteValidator | None
     overlong: OverlongShaping | None = None
 
-    def __call__(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
-        """Return each sample with its reward, or the first fault found.
+    async def score(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> Sample | Fault:
+        """Return a sample with its reward, or the first fault found; any number may be scored at once.
 
-        Only sound samples are scored, and only those that their environment gave no reward.
+        Only a sound sample is scored, and only one that its environment gave no reward.
+
+        Raises:
+            RewardError: The reward cannot be loaded, or never answers.
         """
-        scored: list[Sample | Fault] = [self._checked(sample, episode) for _, sample, episode in answered]
-        sound = [i for i, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None]
-        requests = [self._request(*answered[i]) for i in sound]
-        for i, result in zip(sound, self.rewards.score(requests) if requests else [], strict=True):
-            sample = cast(Sample, scored[i])
-            if isinstance(result, RewardFault):
-                scored[i] = Fault(result.kind, sample.id, result.message)
-            else:
-                scored[i] = self._rewarded(sample, result)
-        return scored
+        checked = self._checked(sample, episode)
+        if isinstance(checked, Fault) or checked.reward is not None:
+            return checked
+        result = await self.rewards.score_one(self._request(prompt, sample, episode))
+        if isinstance(result, RewardFault):
+            return Fault(result.kind, sample.id, result.message)
+        return self._rewarded(checked, result)
 
     def _rewarded(self, sample: Sample, result: RewardResult) -> Sample:
         info, penalty = {**sample.reward_info, **result.info}, 0.0
@@ -165,7 +166,7 @@ def _retracted(num_retractions: int) -> str:
 
 def _has_usable_log_probs(sample: Sample) -> bool:
     """Whether log-probs are finite where tokens learn; -inf is allowed among the top-K."""
-    is_finite = bool(sample.rollout_log_probs[sample.loss_mask].isfinite().all())
+    is_finite = math.isfinite(sample.rollout_log_probs[sample.loss_mask].sum(dtype=torch.float64))
     return is_finite and (sample.topk is None or bool((sample.topk.log_probs < math.inf).all()))
 
 
@@ -178,12 +179,12 @@ def training_reward(config: Config) -> str:
 class EnvironmentAlone:
     """Scores no response: every reward must come from the environment; implements `scoring.RewardScorer`."""
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return a fault for each request: it gets only responses that no environment rewarded."""
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        """Return a fault: only responses that no environment rewarded are scored."""
         found = "no reward of its environment"
         action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
         message = f"found {found}; expected one, since data.reward = 'environment'. {action}"
-        return [RewardFault("reward_failed", f"prompt {each.prompt.id}: {message}") for each in requests]
+        return RewardFault("reward_failed", f"prompt {request.prompt.id}: {message}")
 
 
 class RewardPools:

@@ -19,8 +19,9 @@ from megatron_dppo.environments import (
     Trajectory,
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.engine import Completion, EngineWrapper, Request, RolloutEngine, SamplingParams
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine, TurnLimits
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.runtime.user_code import described, imported
 from megatron_dppo.types import FinishReason, Prompt
 
@@ -131,13 +132,17 @@ class TrajectorySampler:
         self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
         self.engine: RolloutEngine
+        self._limits = TurnLimits(options.max_turns, options.max_turn_tokens)
         if options.generate is None:
-            limits = TurnLimits(options.max_turns, options.max_turn_tokens)
-            self.engine = MultiTurnEngine(engine, self.environments, tokenizer, limits)
+            self.engine = MultiTurnEngine(engine, self.environments, tokenizer, self._limits)
         else:
             vocab_size = AutoConfig.from_pretrained(hf_folder, trust_remote_code=False).vocab_size
             function = imported("rollout.generate", options.generate)
             self.engine = UserGenerate(options.generate, function, engine, vocab_size)
+
+    def conversations(self, tokenizer: Any) -> Conversations:
+        """Return conversations with the environments, for another thread with a tokenizer of its own."""
+        return Conversations(self.environments, tokenizer, self._limits)
 
     def start(self, first: Prompt) -> None:
         """Step the environment once, where it has workers, so that a faulty one stops the run.

@@ -9,9 +9,11 @@ from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.run.checkpoints import Checkpoints, RunPoint
+from megatron_dppo.run.checkpoints import Checkpoints
+from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.state import TrainingState
+from megatron_dppo.run.turns import Turns
 from megatron_dppo.types import DataCursor
 
 log = logging.getLogger(__name__)
@@ -20,8 +22,11 @@ log = logging.getLogger(__name__)
 class CheckpointPolicy:
     """Saves the training state as `[checkpoint]` says. Every rank calls each method, together."""
 
-    def __init__(self, config: Config, session: Session, actor: Actor, state: TrainingState) -> None:
+    def __init__(
+        self, config: Config, session: Session, actor: Actor, state: TrainingState, turns: Turns
+    ) -> None:
         """Find the existing checkpoints; call `resume` next."""
+        self._turns = turns
         self._config, self._runtime, self._logger = config, session.runtime, session.logger
         self._actor, self._state = actor, state
         self._settings = dump_config(config)
@@ -44,7 +49,7 @@ class CheckpointPolicy:
                 f"data.prompts: {self._config.data.prompts} changed since the run was saved, so its place in "
                 "the prompts is lost. Restore the file, or start a new run.folder from a checkpoint's weights."
             )
-        self._state.restore(point.state, point.opened)
+        self._state.restore(point.state, point.opened, point.queue)
         self._logger.start_at(point.metrics_offset, point.opened.metrics if point.opened else {})
         self._logger.write_changes(point.state.rollout, point.config)
         if self._state.is_over and self._runtime.is_main:
@@ -65,16 +70,20 @@ class CheckpointPolicy:
         self._checkpoints.poll()
 
     def save(self, score: float | None) -> None:
-        """Save now; `score` is checkpoint.best_metric of the current weights, where it is known.
+        """Save now, unless that is done; `score` is checkpoint.best_metric of the weights, where it is known.
 
         Raises:
             CheckpointError: Saving failed too often.
         """
         state, opened = self._state, self._state.open_rollout
+        if self._checkpoints.holds(state.run_state):
+            return
         if opened is not None:
             opened = replace(opened, metrics=self._logger.rollout_metrics, seconds=state.timer.stop())
         offset = self._logger.offset()
-        point = RunPoint(state.run_state, offset, self._prompts_digest, opened, score, self._settings)
+        digest, settings = self._prompts_digest, self._settings
+        point = RunPoint(state.run_state, offset, digest, opened, score, settings, state.queue)
+        self._turns.to_trainer()
         pause = Metrics()
         pause.add_max("time/save_s", self._checkpoints.save(self._actor, point))
         self._logger.add_to_rollout(pause)
@@ -112,6 +121,7 @@ class CheckpointPolicy:
         Raises:
             CheckpointError: It cannot be loaded.
         """
+        self._turns.to_trainer()
         return self._checkpoints.go_back(self._actor, max_rollouts)
 
     def _is_due(self) -> bool:

@@ -8,13 +8,11 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.actor.actor import Actor
@@ -36,8 +34,10 @@ from megatron_dppo.models.megatron_folder import (
     load_sharded,
     model_states,
 )
+from megatron_dppo.run.random_states import random_states, restore_random_states
+from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.types import OpenRollout, RunState, TrainBatch
+from megatron_dppo.types import RunState, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +46,6 @@ _MEGATRON_FORMAT = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-
-
-@dataclass(frozen=True)
-class RunPoint:
-    """A point between gradient steps that a run can resume from."""
-
-    state: RunState
-    metrics_offset: int  # bytes of metrics.jsonl that belong to the steps taken
-    prompts_digest: str  # of the prompts that the state's cursor points into
-    opened: OpenRollout | None = None  # the rollout in whose middle it stands
-    score: float | None = None  # checkpoint.best_metric of these weights
-    config: str = ""  # that trained them, resolved, as TOML; "" where an older version saved
-
-
-_PLAIN = ("metrics_offset", "prompts_digest", "score", "config")  # of RunPoint, as state.json has them
 
 
 class Checkpoints:
@@ -94,8 +79,6 @@ class Checkpoints:
             CheckpointError: `max_failed_saves` in a row could not be written.
         """
         started = time.perf_counter()
-        if point.state == self._saved or (self._underway and point.state == self._underway.point.state):
-            return 0.0
         self.complete()
         unfinished = self._runtime.on_main(lambda: self._begin(point.state.step))
         with actor.memory.states_here():
@@ -103,21 +86,25 @@ class Checkpoints:
             is_copied = self._options.asynchronous or actor.memory.is_offloading
             pending = PendingSave(state, unfinished / WEIGHTS, is_copied=is_copied)
         del state
-        steps = point.opened.steps if point.opened is not None else None
-        own_bytes = pending.num_bytes + sum(bytes_of(step) for step in steps or ())
-        total = sum(self._runtime.all_gather(own_bytes))
-        reserve = int(self._options.reserve_gib * (1 << 30))
+        steps = point.steps
+        own_bytes = pending.num_bytes + sum(bytes_of(step) for step in steps)
+        total, reserve = sum(self._runtime.all_gather(own_bytes)), int(self._options.reserve_gib * (1 << 30))
         try:
             self._runtime.on_main(lambda: checkpoint_folder.require_free(self._folder, total, reserve))
         except CheckpointError as error:
             self._fail(unfinished, str(error))
             return time.perf_counter() - started
-        rank, layout = self._runtime.rank, actor.layout
-        self._underway = _Save(unfinished, point, layout, pending, rank, steps, random_states())
+        self._underway = _Save(
+            unfinished, point, actor.layout, pending, self._runtime.rank, steps, random_states()
+        )
         self._underway.thread.start()
         if not self._options.asynchronous:
             self.complete()
         return time.perf_counter() - started
+
+    def holds(self, state: RunState) -> bool:
+        """Whether this state is saved, or being saved."""
+        return state in (self._saved, self._underway.point.state if self._underway else None)
 
     @property
     def is_writing(self) -> bool:
@@ -236,7 +223,7 @@ class Checkpoints:
         """On rank 0, write shared files and checksums, then the names that make the checkpoint visible."""
         unfinished, point = save.unfinished, save.point
         copy_model_files(hf_files(self._model_folder), unfinished / HF)
-        checkpoint_folder.write_durably(unfinished / STATE, _to_json(point, save.layout))
+        checkpoint_folder.write_durably(unfinished / STATE, point.to_json(save.layout))
         others = [
             file
             for file in unfinished.rglob("*")
@@ -282,7 +269,7 @@ class _Save:
     layout: Layout
     pending: PendingSave
     rank: int
-    steps: tuple[TrainBatch, ...] | None  # of the open rollout
+    steps: tuple[TrainBatch, ...]  # not yet taken
     random: dict[str, torch.Tensor]
     thread: threading.Thread = field(init=False)
     sums: dict[str, str] = field(default_factory=dict[str, str])  # of the files that this rank wrote
@@ -297,7 +284,7 @@ class _Save:
             name = f"rank_{self.rank:05d}.safetensors"
             save_file(self.random, self.unfinished / "rng" / name)
             files.append(self.unfinished / "rng" / name)
-            if self.steps is not None:
+            if self.point.keeps_steps:
                 write_batches(self.unfinished / "remaining" / name, self.steps)
                 files.append(self.unfinished / "remaining" / name)
             checkpoint_folder.sync(files)
@@ -314,7 +301,7 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
 
     Raises:
         CheckpointError: It is of another model, or of another layout and cannot be resharded.
-        DataError: The open rollout's steps cannot be read.
+        DataError: The steps not yet taken cannot be read.
     """
     content = _read_state(checkpoint)
     is_moved = is_resharded(content, actor.layout)
@@ -331,35 +318,10 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
         actor.optimizer.load_state_dict(optimizer)
     own = f"rank_{runtime.rank:05d}.safetensors"
     if not is_moved:
-        _restore_random_states(load_file(checkpoint / "rng" / own))
-    point = _from_json(content, lambda: read_batches(checkpoint / "remaining" / own))
+        restore_random_states(load_file(checkpoint / "rng" / own))
+    point = RunPoint.from_json(content, lambda: read_batches(checkpoint / "remaining" / own))
     actor.restart_schedule(point.state.step)
     return point
-
-
-def _to_json(point: RunPoint, layout: Layout) -> str:
-    opened = point.opened
-    kept = None
-    if opened is not None:
-        kept = {
-            "num_done": opened.num_done,
-            "metrics": dict(opened.metrics),
-            "seconds": dict(opened.seconds),
-        }
-    content = {
-        "state": asdict(point.state),
-        **{name: getattr(point, name) for name in _PLAIN},
-        "layout": asdict(layout),
-        "open_rollout": kept,
-    }
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _from_json(content: dict[str, Any], read_steps: Callable[[], tuple[TrainBatch, ...]]) -> RunPoint:
-    kept = content["open_rollout"]
-    opened = None if kept is None else OpenRollout(read_steps(), **kept)
-    state = RunState(**content["state"])
-    return RunPoint(state, opened=opened, **{name: content[name] for name in _PLAIN if name in content})
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:
@@ -381,19 +343,3 @@ def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
         whole, is_loading=is_loading, metadata=dict(_MEGATRON_FORMAT)
     )
     return {**model, "optimizer": optimizer}
-
-
-def _tracker() -> Any:
-    """Return Megatron's random-number tracker, which `initialize_groups` has made."""
-    return get_cuda_rng_tracker()
-
-
-def random_states() -> dict[str, torch.Tensor]:
-    """Return copies of this rank's random-number states, torch's and Megatron's."""
-    trackers = {f"megatron.{name}": state.clone() for name, state in _tracker().get_states().items()}
-    return {"torch": torch.get_rng_state(), **trackers}
-
-
-def _restore_random_states(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states.pop("torch"))
-    _tracker().set_states({name.removeprefix("megatron."): state for name, state in states.items()})

@@ -25,6 +25,8 @@ from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.means import add_group_means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import without_lone_age
+from megatron_dppo.metrics.sampling_advice import AdviceWatch, Limits
+from megatron_dppo.metrics.staleness import add_staleness
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
@@ -36,7 +38,7 @@ from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.run_folder.reader import read_run
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
-from megatron_dppo.types import SampleGroup, TrainBatch
+from megatron_dppo.types import SampledRollout, SampleGroup, TrainBatch
 
 T = TypeVar("T")
 
@@ -69,6 +71,7 @@ class RunLogger:
         self._latest: dict[str, float] = {}
         self._is_noise_known = self._is_cost_logged = False
         self._alarms = AlarmWatch()
+        self._advice = _advice_watch(config)
 
     @classmethod
     @contextlib.contextmanager
@@ -85,7 +88,8 @@ class RunLogger:
                 stack.enter_context(locked(config.run.folder))
                 options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
                 choice = choose_layer_spec(config, gpu_libraries().transformer_engine)
-                decisions = {"layer_spec": choice.name, "layer_spec_reason": choice.reason}
+                spec = {"layer_spec": choice.name, "layer_spec_reason": choice.reason}
+                decisions = spec | {"world_size": runtime.world_size}
                 backends = config.tracking.backends
                 folder = RunFolder.open(*options, backends=backends, decisions=decisions)
                 folders.append(stack.enter_context(folder))
@@ -148,6 +152,8 @@ class RunLogger:
         self._rollout_metrics |= of_rollout
         self._warn_of_noise(of_rollout)
         self._alarms.add_step(values)
+        if self._advice is not None:
+            self._advice.add_step(values)
         of_step = {name: value for name, value in values.items() if name not in of_rollout}
         self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
 
@@ -185,8 +191,8 @@ class RunLogger:
         """Add each rank's statistics to the row of the current rollout."""
         self._rollout_metrics |= self._merged(metrics)
 
-    def describe_rollout(self, groups: Sequence[SampleGroup], counts: RolloutCounts) -> None:
-        """Add rewards and dropped samples to the row, from each rank's share of the rollout.
+    def describe_rollout(self, groups: Sequence[SampleGroup], counts: RolloutCounts) -> dict[str, float]:
+        """Return rewards and dropped samples for the rollout's row, from each rank's share of it.
 
         Raises:
             RolloutError: More samples were dropped than rollout.max_dropped_fraction.
@@ -202,10 +208,9 @@ class RunLogger:
         metrics.add_max(
             "memory/rollout_bytes", bytes_of_samples(sample for group in groups for sample in group.samples)
         )
-        self.add_to_rollout(metrics)
         total = counts.with_totals(sum(self._runtime.all_gather(counts.to_tensor())))  # type: ignore[arg-type]
-        self._rollout_metrics |= total.metrics()
-        self._rollout_metrics["rollout/num_response_tokens"] = total.num_response_tokens
+        values = self._merged(metrics) | total.metrics()
+        values["rollout/num_response_tokens"] = total.num_response_tokens
         refuse_if_too_many_dropped(total, self._config.rollout.max_dropped_fraction)
         if total.num_prompts_too_long and self._runtime.is_main:
             too_long, longest = total.num_prompts_too_long, self._config.data.max_prompt_tokens
@@ -215,14 +220,22 @@ class RunLogger:
                 total.num_prompts,
                 longest,
             )
+        return values
 
-    def describe_batches(self, report: BatchReport) -> None:
-        """Add how samples were spread over groups and micro-batches to the row, from each rank's report."""
+    def describe_batches(self, report: BatchReport) -> dict[str, float]:
+        """Return how samples were spread over groups and micro-batches, from each rank's report."""
         metrics = Metrics()
         metrics.add_max("batch/imbalance", report.imbalance)
         metrics.add_mean("batch/moved_fraction", report.num_moved, report.num_samples)
         metrics.add_mean("batch/padding_fraction", report.num_padding_tokens, report.num_tokens)
         metrics.add_max("batch/max_bytes_per_rank", report.max_bytes)
+        return self._merged(metrics)
+
+    def begin_row(self, sampled: SampledRollout, weight_version: int) -> None:
+        """Add what was measured of a rollout when it was sampled to the row, and how stale it is now."""
+        metrics = Metrics()
+        add_staleness(metrics, sampled.steps, weight_version)
+        self._rollout_metrics |= sampled.metrics
         self.add_to_rollout(metrics)
 
     def write_samples(self, rollout: int, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
@@ -260,6 +273,7 @@ class RunLogger:
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
         self._log_cost_of_paired_forward(row)
+        self._log_advice(rollout, row)
         return self._raise_alarms(rollout, row)
 
     def _log_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
@@ -278,6 +292,12 @@ class RunLogger:
                 100 * of_rollout,
             )
 
+    def _log_advice(self, rollout: int, row: Mapping[str, float]) -> None:
+        """Log what would let sampling and training keep pace; every rank finds the same."""
+        text = None if self._advice is None else self._advice.check(row)
+        if text is not None and self._runtime.is_main:
+            log.info("rollout %d: %s", rollout + 1, text)
+
     def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
         """Log alarms and keep the rows that raised them; every rank finds the same."""
         mode = self._config.tracking.alarms
@@ -286,14 +306,14 @@ class RunLogger:
             return None
         rows, folder = self._alarms.rows, self._config.run.folder / "evidence"
         file = self._on_main(lambda _: write_alarms(folder, rollout, found, rows))
-        texts = "; ".join(f"{name}: {text}" for name, text in found.items())
+        number, texts = rollout + 1, "; ".join(f"{name}: {text}" for name, text in found.items())
         if mode == "stop":
             raise TrainingError(
-                f"rollout {rollout}: {texts}. {file} holds the last rows. Resume an earlier checkpoint with "
+                f"rollout {number}: {texts}. {file} holds the last rows. Resume an earlier checkpoint with "
                 "other settings, or set tracking.alarms = 'log' to go on."
             )
         if self._runtime.is_main:
-            log.warning("rollout %d: %s; see %s", rollout, texts, file)
+            log.warning("rollout %d: %s; see %s", number, texts, file)
         return Alarm(texts, self._alarms.good_until(found), file) if mode == "roll_back" else None
 
     def go_back_to(self, metrics_offset: int, rollout: int) -> None:
@@ -302,9 +322,13 @@ class RunLogger:
         self._on_main(lambda folder: folder.copy_rows(metrics_offset, kept))
         self.start_at(metrics_offset, {})
 
-    def write_evaluation(self, rollout: int, scores: Mapping[str, Sequence[PromptScore]]) -> None:
-        """Write the row of an evaluation and its responses, from each rank's share of every set."""
-        merged, values = over_ranks(self._runtime.all_gather(scores)), dict[str, float]()
+    def write_evaluation(
+        self, rollout: int, scores: Mapping[str, Sequence[PromptScore]], seconds: float
+    ) -> None:
+        """Write the row of an evaluation and its responses, from each rank's share and seconds of every set."""
+        duration = Metrics()
+        duration.add_max("time/evaluation_s", seconds)
+        merged, values = over_ranks(self._runtime.all_gather(scores)), self._merged(duration)
         for each in evaluation_sets(self._config):
             of_set = each.metrics(merged[each.name], self._config.run.seed)
             values |= of_set
@@ -326,3 +350,13 @@ class RunLogger:
             return action(self._folder)
 
         return self._runtime.on_main(run)
+
+
+def _advice_watch(config: Config) -> AdviceWatch | None:
+    """Return what advises on sampling beside training; none where it takes turns with training."""
+    own = config.rollout
+    if not own.max_staleness:
+        return None
+    return AdviceWatch(
+        Limits(own.prompts_per_rollout, own.max_staleness, own.over_sampling, own.max_response_tokens)
+    )

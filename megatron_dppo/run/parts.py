@@ -1,10 +1,10 @@
 """Parts of a run that every mode of the loop needs: state, checkpoints, stop signals, bad steps, rollback."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import TypeVar
 
 from megatron_dppo.actor.actor import Actor, Step
+from megatron_dppo.actor.reference import ReferencePolicy
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run.bad_steps import BadSteps
 from megatron_dppo.run.checkpoint_policy import CheckpointPolicy
@@ -13,6 +13,7 @@ from megatron_dppo.run.preemption import Preemption
 from megatron_dppo.run.rollback import Rollback
 from megatron_dppo.run.session import Session
 from megatron_dppo.run.state import TrainingState
+from megatron_dppo.run.turns import Turns
 from megatron_dppo.types import OpenRollout
 
 T = TypeVar("T")
@@ -25,8 +26,9 @@ class RunParts:
         """Create the parts; `checkpoints.resume` comes next."""
         self.config, self.actor = config, actor
         self.runtime, self.logger = session.runtime, session.logger
-        self.state = TrainingState(config, self.runtime)
-        self.checkpoints = CheckpointPolicy(config, session, actor, self.state)
+        self.reference = ReferencePolicy(actor, config) if actor.objective.ref_kl_coef != 0 else None
+        self.state, self.turns = TrainingState(config, self.runtime), Turns(actor, session.runtime)
+        self.checkpoints = CheckpointPolicy(config, session, actor, self.state, self.turns)
         self.preemption = Preemption(session.stop_requests, self.runtime, self.checkpoints.save_before_exit)
         self.bad_steps = BadSteps(config, self.runtime, self.state, self.checkpoints)
         self.rollback = Rollback(config, session, self.state, self.checkpoints)
@@ -42,14 +44,32 @@ class RunParts:
         self.checkpoints.save_if_due()
 
     def sampled(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which samples; offloads the trainer where release_trainer is set.
+        """Return the result of `work`, which samples: in the engine's turn, with the current weights.
 
         Raises:
             Preempted: The run was asked to stop, and has saved.
+            WeightSyncError: The engine did not get the weights.
         """
-        is_released = self.config.rollout.release_trainer
-        around = self.actor.memory.released() if is_released else nullcontext()
-        return self.preemption.run_interruptible(work, around)
+        self.turns.require_engine(self.state.weight_version)
+        return self.preemption.run_interruptible(work)
+
+    def begin_rollout(self) -> None:
+        """Open the oldest queued rollout; what policy and reference say of its steps is computed now."""
+        self.turns.to_trainer()  # where nothing was sampled before it
+        sampled, state = self.state.queue[0], self.state
+        steps = list(sampled.steps)
+        self.logger.begin_row(sampled, state.weight_version)
+        if state.is_paired_forward_due and steps:
+            with state.timer.time("paired_forward"):
+                self.logger.add_to_rollout(self.actor.paired_mismatch(steps[0]))
+        if self.actor.objective.anchor == "recomputed":
+            with state.timer.time("train"):
+                steps = [self.actor.with_old_log_probs(batch) for batch in steps]
+        if self.reference is not None and steps:
+            with state.timer.time("train"):
+                steps = self.reference.with_log_probs(steps)
+        self.logger.keep_batches(state.rollout, steps)
+        state.begin_rollout(steps)
 
     def finish_step(self, opened: OpenRollout, step: Step) -> None:
         """Log and count a gradient step on the first batch of the open rollout; keep the batch of a bad one.

@@ -5,7 +5,9 @@ minutes and leaves no trace before it is complete, is interrupted at once. A sec
 the spot: whatever a run writes appears whole or not at all, so nothing is torn.
 """
 
+import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -16,6 +18,8 @@ from typing import TypeVar
 from megatron_dppo.runtime.process import Runtime
 
 T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
 
 EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -36,7 +40,7 @@ class StopRequests:
         """Start without signal handlers; `handled` installs them."""
         self.is_received = False
         self._received_at = 0.0
-        self._is_interruptible = False
+        self._is_interruptible = self._is_interrupted = False
 
     @contextlib.contextmanager
     def handled(self) -> Iterator["StopRequests"]:
@@ -51,17 +55,24 @@ class StopRequests:
     def run_unless_asked(self, work: Callable[[], T]) -> T | None:
         """Return what `work` returns; none where this process was asked to stop before it was done.
 
-        The work must communicate with no other rank, and leave nothing half done that anything reads later.
+        The work must communicate with no other rank, and leave nothing half done that anything reads later. It
+        may run an event loop, whose tasks are cancelled.
         """
         try:
             self._is_interruptible = True
             if self.is_received:
                 return None
             return work()
-        except _Interruption:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            if not self._is_interrupted:
+                raise
+            if not isinstance(error, _Interruption):  # an event loop groups it, or fails to clean up after it
+                _logger.info("the request to stop ended sampling; on its way out it became %r", error)
             return None
         finally:
-            self._is_interruptible = False
+            self._is_interruptible = self._is_interrupted = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -74,7 +85,8 @@ class StopRequests:
         # Not through logging: the signal may have come while the main thread was writing a log line.
         os.write(2, f"{name}: saving, then exit {EXIT_CODE}; a second signal ends at once\n".encode())
         if self._is_interruptible:
-            self._is_interruptible = False
+            self._is_interruptible, self._is_interrupted = False, True
+            _cancel_tasks()
             raise _Interruption
 
 
@@ -94,23 +106,35 @@ class Preemption:
         if self._runtime.any(self._requests.is_received):
             self._save_and_exit()
 
-    def run_interruptible(
-        self, work: Callable[[], T], around: contextlib.AbstractContextManager[None] | None = None
-    ) -> T:
+    def run_interruptible(self, work: Callable[[], T]) -> T:
         """Return what `work` returns; leave it at once, and end the run, where any rank is asked to stop.
 
         Args:
             work: Samples: it communicates with no other rank, and is done again after a resume.
-            around: Entered before the work and left after it, without being interrupted.
 
         Raises:
             Preempted: The run has saved.
         """
-        with around or contextlib.nullcontext():
-            result = self._requests.run_unless_asked(work)
+        result = self._requests.run_unless_asked(work)
         if self._runtime.any(result is None):
             self._save_and_exit()
         assert result is not None, "only a request to stop leaves the work undone"
+        return result
+
+    def run_together(self, work: Callable[[Callable[[], bool]], T | None]) -> T:
+        """Return what `work` returns; end the run where it returns none, which it does on all ranks.
+
+        Args:
+            work: Waits together with the other ranks, and stops waiting where any of them was asked to stop,
+                which its argument says of this one.
+
+        Raises:
+            Preempted: The run has saved.
+        """
+        result = work(lambda: self._requests.is_received)
+        if result is None:
+            self._save_and_exit()
+        assert result is not None, "the run has ended else"
         return result
 
     def _save_and_exit(self) -> None:
@@ -120,3 +144,10 @@ class Preemption:
 
 class _Interruption(BaseException):
     """Unwinds interruptible work; no `except Exception` on the way may keep it."""
+
+
+def _cancel_tasks() -> None:
+    """Let the event loop that runs here, if one does, cancel its tasks: a callback's exceptions end nothing."""
+    with contextlib.suppress(RuntimeError):  # there is none
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])

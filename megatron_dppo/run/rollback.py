@@ -32,7 +32,7 @@ class Rollback:
             TrainingError: There is no checkpoint to go back to, or the run went back too often.
         """
         left = self._state.run_state
-        here = f"rollout {left.rollout - 1}: {alarm.text} (rows: {alarm.evidence})"
+        here = f"rollout {left.rollout}: {alarm.text} (rows: {alarm.evidence})"
         if left.roll_backs >= self._limit:
             raise TrainingError(
                 f"{here}. The run went back {left.roll_backs} times; expected at most "

@@ -1,12 +1,12 @@
-"""Training state between gradient steps: counters that a checkpoint keeps, the open rollout, and its timer."""
+"""Training state between gradient steps: counters that a checkpoint keeps, rollouts ahead, and the timer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime, Stopwatch
-from megatron_dppo.types import DataCursor, OpenRollout, RunState, TrainBatch
+from megatron_dppo.types import DataCursor, OpenRollout, RunState, SampledRollout, TrainBatch
 
 
 class TrainingState:
@@ -15,6 +15,7 @@ class TrainingState:
     Attributes:
         run_state: Rollouts and gradient steps finished, the weight version and the data cursor.
         open_rollout: The rollout that is being trained on; none between two rollouts.
+        queue: Rollouts that were sampled and not yet begun, in order; `rollout.lag` of them while one is open.
         timer: Seconds of the phases of the current rollout.
     """
 
@@ -23,6 +24,7 @@ class TrainingState:
         self._config, self._runtime = config, runtime
         self.run_state = RunState(0, 0, 0, {})
         self.open_rollout: OpenRollout | None = None
+        self.queue: tuple[SampledRollout, ...] = ()
         self.timer = Stopwatch(runtime)
 
     @property
@@ -46,10 +48,20 @@ class TrainingState:
         return self.rollout >= self._config.run.num_rollouts
 
     @property
+    def next_to_sample(self) -> int | None:
+        """Index of the rollout that these weights sample next; none where `rollout.lag` + 1 are there.
+
+        Rollouts beyond `run.num_rollouts` are not sampled.
+        """
+        number, options = self.rollout + len(self.queue), self._config
+        last = min(self.rollout + options.rollout.lag, options.run.num_rollouts - 1)
+        return number if number <= last else None
+
+    @property
     def is_evaluation_due(self) -> bool:
         """Whether the current policy is due for an evaluation that has not run yet."""
         options = self._config.evaluation
-        is_due = bool(options.sets) and (self.rollout % options.every == 0 or self.is_over)
+        is_due = bool(options.used_sets) and (self.rollout % options.every == 0 or self.is_over)
         return is_due and self.run_state.last_evaluation != self.rollout
 
     @property
@@ -64,9 +76,11 @@ class TrainingState:
         every = self._config.tracking.clipped_tokens_every
         return every > 0 and self.rollout % every == 0
 
-    def restore(self, run_state: RunState, open_rollout: OpenRollout | None) -> None:
+    def restore(
+        self, run_state: RunState, open_rollout: OpenRollout | None, queue: Sequence[SampledRollout] = ()
+    ) -> None:
         """Continue from a checkpoint's state, including the seconds of its open rollout."""
-        self.run_state, self.open_rollout = run_state, open_rollout
+        self.run_state, self.open_rollout, self.queue = run_state, open_rollout, tuple(queue)
         self._update()
         if open_rollout is not None:
             self.timer = Stopwatch.resumed(self._runtime, open_rollout.seconds)
@@ -76,9 +90,16 @@ class TrainingState:
         self.timer = Stopwatch(self._runtime)
         return self.timer
 
-    def begin_rollout(self, steps: Sequence[TrainBatch], data_cursor: DataCursor) -> None:
-        """Open a rollout with the gradient steps to take on it; the next rollout draws from the cursor."""
+    def queue_rollout(
+        self, steps: Sequence[TrainBatch], metrics: Mapping[str, float], data_cursor: DataCursor
+    ) -> None:
+        """Queue a sampled rollout; the one that is sampled next draws from the cursor."""
         self._update(data_cursor=data_cursor)
+        self.queue = (*self.queue, SampledRollout(tuple(steps), metrics))
+
+    def begin_rollout(self, steps: Sequence[TrainBatch]) -> None:
+        """Open the oldest queued rollout with the gradient steps to take on it."""
+        self.queue = self.queue[1:]
         self.open_rollout = OpenRollout(tuple(steps), num_done=0, metrics={}, seconds={})
 
     def finish_step(self, is_skipped: bool) -> None:

@@ -67,6 +67,23 @@ def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterat
             stream.truncate(0)  # an empty file is a free folder; removing it would race with the next owner
 
 
+def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
+    """Return whether a process holds the run folder, without a lock of one's own.
+
+    Args:
+        folder: The run's.
+        silent_s: Seconds without a sign of life after which the owner is believed gone.
+
+    Returns:
+        None where there is no lock file: no process of this version has held the folder.
+    """
+    try:
+        status = (folder / LOCK).stat()
+    except OSError:
+        return None
+    return status.st_size > 0 and time.time() - status.st_mtime < silent_s
+
+
 def _lock(stream: BinaryIO) -> bool | None:
     """Try to take the lock; return whether it is ours now, none where the file system has no locks."""
     try:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from megatron_dppo.errors import ConfigError, LaunchError, Problem
+from megatron_dppo.runtime.gpu_ledger import GpuLedger
 from megatron_dppo.runtime.libraries import Libraries, usable_libraries
 
 T = TypeVar("T")
@@ -40,8 +41,9 @@ class Progress:
             super().__setattr__("since", time.monotonic())
 
     def describe(self) -> str:
-        """Format the progress for a message: "rollout 3, step 12, phase train"."""
-        known = (("rollout", self.rollout), ("step", self.step), ("phase", self.phase or None))
+        """Format the progress for a message: "rollout 3, step 12, phase train"; rollouts count from 1."""
+        number = None if self.rollout is None else self.rollout + 1
+        known = (("rollout", number), ("step", self.step), ("phase", self.phase or None))
         return ", ".join(f"{name} {value}" for name, value in known if value is not None) or "start-up"
 
 
@@ -63,6 +65,10 @@ class Runtime:
     progress: Progress = field(default_factory=Progress, compare=False)
     control: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     """Of all ranks; none means the default group."""
+    gpu_ledger: GpuLedger = field(
+        default_factory=lambda: GpuLedger(give_back_memory, free_device_bytes), compare=False, repr=False
+    )
+    """Who holds the device's memory: trainer, engine, or both."""
 
     @property
     def is_main(self) -> bool:
@@ -139,6 +145,16 @@ def world_size_from_launcher() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def give_back_memory() -> None:
+    """Give memory that PyTorch's allocator keeps for later back to the driver, for other processes."""
+    torch.cuda.empty_cache()
+
+
+def free_device_bytes() -> int | None:
+    """Return what the driver says is free on this process's GPU; none without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None
+
+
 def has_gpu() -> bool:
     """Return whether this process would compute on a GPU."""
     return torch.cuda.is_available()
@@ -169,6 +185,8 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         found, expected = f"WORLD_SIZE without {', '.join(missing)}", "all of them, as torchrun sets them"
         raise ConfigError(Problem("environment", found, expected, "Start with torchrun."))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    # Before CUDA starts: Megatron's collectives of a layer must run before the product that hides them.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_gpu():
         torch.cuda.set_device(local_rank)
         device, backend = torch.device("cuda", local_rank), "nccl"

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] 
 def imported(key: str, name: str) -> Any:
     """Import the function or class that "package.module:name" names; errors of its module pass through.
 
+    The working directory is looked in too, last, as in workers.
+
     Raises:
         ConfigError: There is none, or it cannot be called; `key` is the config key that names it.
     """
     module_name, _, attribute = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        with _working_directory_importable():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # what the user's module imports is missing
@@ -56,6 +60,19 @@ def imported(key: str, name: str) -> Any:
         expected = f"a function of {module_name}"
         raise ConfigError(Problem(key, what, expected, "Correct the name after the colon."))
     return found
+
+
+@contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    here = str(Path.cwd())
+    is_added = here not in sys.path and "" not in sys.path
+    if is_added:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if is_added:
+            sys.path.remove(here)
 
 
 def described(error: BaseException) -> str:

@@ -41,6 +41,10 @@ class WeightSync(Protocol):
     Every rank calls each method together. Between a push's begin and its end no sample may be drawn.
     """
 
+    def prepare_push(self) -> None:
+        """Compute what the next push needs of the trainer, which may leave its GPU before the push."""
+        ...
+
     def push(self, version: int) -> dict[str, float]:
         """Send all weights, each tensor exactly once, and verify that they arrived.
 
@@ -56,7 +60,13 @@ class WeightSync(Protocol):
         ...
 
     def release_engine(self) -> None:
-        """Let the engine give its memory to the trainer: nothing is sampled until the next push."""
+        """Release the engine's memory until the next push, where it takes turns with the trainer.
+
+        What it samples is aborted.
+
+        Raises:
+            WeightSyncError: It keeps its memory.
+        """
         ...
 
     def close(self) -> None:

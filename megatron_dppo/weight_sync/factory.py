@@ -22,10 +22,11 @@ from megatron_dppo.weight_sync.disk import DiskTransport
 from megatron_dppo.weight_sync.distributed import DistributedTransport, StagePlace
 from megatron_dppo.weight_sync.in_process import InProcessSync
 from megatron_dppo.weight_sync.probe import Limits, Probe
+from megatron_dppo.weight_sync.run_servers import RunServers
 from megatron_dppo.weight_sync.sglang import SglangSync
 from megatron_dppo.weight_sync.tensor import TensorTransport
 
-__all__ = ["WeightSync", "build_sync", "build_transport", "require_cover"]
+__all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "require_cover"]
 
 
 def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
@@ -48,18 +49,33 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
             seed=config.run.seed,
             api_key=key,
         )
-    return SglangSync(
-        build_transport(config, owner, runtime),
-        engine,
-        lambda: registered(config.run.folder / "servers"),
+    transport, servers = build_transport(config, owner, runtime), run_servers(config, runtime)
+    every = max(options.probe_every, 1)
+    return SglangSync(transport, engine, servers, runtime, probe=probe, probe_every=every)
+
+
+def run_servers(config: Config, runtime: Runtime) -> RunServers:
+    """Return the run's SGLang servers, which need not answer yet."""
+    folder = config.run.folder / "servers"
+    return RunServers(
+        lambda: registered(folder),
         runtime,
-        probe=probe,
-        probe_every=max(options.probe_every, 1),
-        colocated=options.colocated,
-        timeout_s=options.sync_timeout_s,
-        api_key=key,
+        folder / "released",
+        timeout_s=config.rollout.sglang.sync_timeout_s,
+        api_key=os.environ.get(API_KEY),
         nccl=nccl_settings(config),
     )
+
+
+def release_servers(config: Config, runtime: Runtime) -> None:
+    """Begin the ledger of the GPU: servers that take turns with the trainer release what they started with.
+
+    Raises:
+        WeightSyncError: One keeps its memory.
+    """
+    runtime.gpu_ledger.begin(takes_turns=config.rollout.takes_turns)
+    if config.rollout.engine == "sglang" and runtime.gpu_ledger.takes_turns:
+        run_servers(config, runtime).release()
 
 
 def _served_dtype(config: Config) -> str:

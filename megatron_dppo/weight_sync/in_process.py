@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
+from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.runtime.process import Runtime
 
@@ -21,8 +22,12 @@ class InProcessSync:
         self.received = ""
         """Checksum of what the engine received last."""
 
+    def prepare_push(self) -> None:
+        """Do nothing: what arrives is compared by checksums."""
+
     def push(self, version: int) -> dict[str, float]:
         """Send all weights; see `WeightSync.push`. Every rank's engine must hold the same bits."""
+        self._runtime.gpu_ledger.takes("engine weights")
         sent, stream = WeightChecksum(), self._weights()
 
         def checked() -> Iterator[tuple[str, Tensor]]:
@@ -45,10 +50,16 @@ class InProcessSync:
                 "Expected equal ones; the data-parallel copies of the model have drifted apart: report it."
             )
         self.received = received
+        self._runtime.gpu_ledger.takes("engine cache")  # as it samples
         return {}
 
     def release_engine(self) -> None:
-        """Do nothing: the engine's copy stays where it is."""
+        """See `WeightSync.release_engine`; the cache goes with the samples."""
+        if self._runtime.gpu_ledger.takes_turns:
+            assert isinstance(self._engine, TransformersEngine), "the one engine in the trainer's process"
+            self._engine.release_weights()
+            self._runtime.gpu_ledger.leaves("engine cache")
+            self._runtime.gpu_ledger.leaves("engine weights")
 
     def close(self) -> None:
         """Do nothing: neither end is owned."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import WeightSyncError
-from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.client import SglangClient, new_rid
 from megatron_dppo.rollout.sglang.protocol import ServedModel
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import RoutedExperts
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = 64  # tokens of a sequence
 _FIRST, _MOST = 8, 256  # sequences: doubled until all experts were chosen
+_FIRST_OF_TURNS = 32
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,17 @@ class Probe:
         generator = torch.Generator().manual_seed(seed)
         ids = model.vocab_size - 1  # SGLang gives the last token of a vocabulary the log-prob of the first
         self._sequences = torch.randint(ids, (_MOST, _LENGTH), generator=generator)
-        self._num_sequences = _FIRST
+        self._takes_turns = runtime.gpu_ledger.takes_turns
+        self._num_sequences = _FIRST_OF_TURNS if self._takes_turns else _FIRST
+        self._expected = torch.empty(0, _LENGTH - 1)  # the trainer's, of the first sequences
+
+    def expect(self) -> None:
+        """Compute the trainer's log-probs for the next `run`; every rank calls it, before a push.
+
+        Where the trainer leaves its GPU for the engine, `run` compares these sequences alone, and the next
+        comparison has twice as many where an expert was not reached.
+        """
+        self._expected = torch.stack(self._log_probs(list(self._sequences[: self._num_sequences])))
 
     def run(self, members: Sequence[Member]) -> dict[str, float]:
         """Compare all members with the trainer; every rank calls it together.
@@ -85,8 +96,10 @@ class Probe:
         """
         scores = self._runtime.on_main(lambda: self._scores_of(members))
         num, length = scores[0].log_probs.shape
-        sequences = list(self._sequences[:num, : length + 1])
-        expected = torch.stack(self._log_probs(sequences))
+        expected, self._expected = self._expected[:, :length], self._expected[:0]  # of these weights alone
+        if num > len(expected):
+            rest = self._log_probs(list(self._sequences[len(expected) : num, : length + 1]))
+            expected = torch.cat([expected, torch.stack(rest)])
         differences = [(of_server.log_probs - expected).abs() for of_server in scores]
         for member, difference in zip(members, differences, strict=True):
             self._check(member, difference)
@@ -114,8 +127,10 @@ class Probe:
         first = self._ask(members[0])
         while _num_not_reached(first) and self._num_sequences < _MOST:
             self._num_sequences *= 2
+            if self._takes_turns:
+                break
             first = self._ask(members[0])
-        if num := _num_not_reached(first):
+        if (num := _num_not_reached(first)) and self._num_sequences == _MOST:
             logger.warning("weights: %d experts were chosen by none of %d sequences", num, self._num_sequences)
         return [first, *(self._ask(member) for member in members[1:])]
 
@@ -130,10 +145,10 @@ class Probe:
 
             async def score(index: int) -> tuple[Tensor, RoutedExperts | None]:
                 tokens = sequences[index].tolist()
-                body = generation.score_body(f"probe+{index}", tokens, with_routes=with_routes)
+                body = generation.score_body(new_rid(f"probe+{index}"), tokens, with_routes=with_routes)
                 async with places:
                     answer = await client.generate(body)
-                return generation.read_scores(answer, tokens, self._model, with_routes=with_routes)
+                return await generation.read_scores(answer, tokens, self._model, with_routes=with_routes)
 
             answers = await asyncio.gather(*(score(index) for index in range(len(sequences))))
         log_probs = torch.stack([log_probs for log_probs, _ in answers])

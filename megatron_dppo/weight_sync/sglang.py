@@ -1,18 +1,15 @@
 """Pushes weights to SGLang servers: pause, update, resume, and verify."""
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
 
-from megatron_dppo.errors import ServerError, WeightSyncError
+from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.nccl import differences
-from megatron_dppo.rollout.sglang.server import ServerRecord
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.base import Transport
-from megatron_dppo.weight_sync.fleet import Fleet, Member, describe
+from megatron_dppo.weight_sync.fleet import Fleet, Member
 from megatron_dppo.weight_sync.probe import Probe
+from megatron_dppo.weight_sync.run_servers import RunServers
 
 logger = logging.getLogger(__name__)
 
@@ -31,35 +28,29 @@ class SglangSync:
         self,
         transport: Transport,
         engine: SglangEngine,
-        servers: Callable[[], Sequence[ServerRecord]],
+        servers: RunServers,
         runtime: Runtime,
         *,
         probe: Probe | None,
         probe_every: int,
-        colocated: bool,
-        timeout_s: float,
-        api_key: str | None,
-        nccl: Mapping[str, str],
     ) -> None:
         """Store the settings, and call no server.
 
         Args:
             transport: How weights travel.
             engine: Told which servers have them; this rank's.
-            servers: Those that are registered now.
+            servers: Of the run.
             runtime: Of this rank.
             probe: Compares servers and trainer after a push.
             probe_every: Pushes from one comparison to the next; the first push is always followed by one.
-            colocated: Servers gave their memory to the trainer, see `release_engine`.
-            timeout_s: For each call to a server.
-            api_key: What servers were started with.
-            nccl: Settings that servers must share, see `nccl_settings`.
         """
         self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
         self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
-        self._is_colocated, self._timeout_s, self._api_key = colocated, timeout_s, api_key
-        self._nccl = nccl
-        self._released: frozenset[Member] = frozenset()
+
+    def prepare_push(self) -> None:
+        """See `WeightSync.prepare_push`: what the comparison after the push expects."""
+        if self._probe is not None and self._num_pushes % self._probe_every == 0:
+            self._probe.expect()
 
     def push(self, version: int) -> dict[str, float]:
         """Send all weights to all servers; see `WeightSync.push`.
@@ -71,7 +62,7 @@ class SglangSync:
         updated: list[Member] = []
         faults: dict[str, str] = {}
         for _ in range(_ROUNDS):
-            fleet, absent = self._fleet(without=updated)
+            fleet, absent = self._servers.fleet(without=updated)
             self._update(fleet, version)
             updated += fleet.members
             faults = absent | fleet.failures
@@ -92,64 +83,33 @@ class SglangSync:
         return {"sync/servers": float(len(updated)), **probed}
 
     def release_engine(self) -> None:
-        """Release the servers' weights and cache until the next push, where they share the trainer's GPUs."""
-        if not self._is_colocated:
-            return
-        fleet, _ = self._fleet(without=())
-        if self._runtime.is_main:
-            fleet.tell(lambda member: member.calls.release("kv_cache", "weights"))
-        fleet.agree(self._runtime.all_gather(fleet.failures))
-        if fleet.failures:
-            raise WeightSyncError(
-                f"found SGLang servers that keep their memory ({fleet.failures}); expected them to release it. "
-                "Start them with this run's config, or set rollout.sglang.colocated = false."
-            )
-        self._released = frozenset(fleet.members)
+        """See `WeightSync.release_engine`."""
+        if self._runtime.gpu_ledger.takes_turns:
+            self._servers.release()
 
     def close(self) -> None:
         """Leave process groups and remove files."""
         self._transport.close()
 
-    def _fleet(self, without: Sequence[Member]) -> tuple[Fleet, dict[str, str]]:
-        """Return the servers that answer now, without those given, and why others do not answer."""
-        members, absent = self._runtime.on_main(lambda: self._answering(without))
-        return Fleet(members, self._api_key, self._timeout_s), absent
-
-    def _answering(self, without: Sequence[Member]) -> tuple[list[Member], dict[str, str]]:
-        members: list[Member] = []
-        absent: dict[str, str] = {}
-        for record in self._servers():
-            found = differences(self._nccl, record.nccl)
-            if found is not None:  # before any call: its update would stay open
-                absent[record.url] = found
-                continue
-            try:
-                member = asyncio.run(describe(record.url, record.pid, self._api_key, self._timeout_s))
-            except ServerError as error:
-                absent[record.url] = str(error)
-                continue
-            if member not in without:
-                members.append(member)
-        return members, absent
-
     def _update(self, fleet: Fleet, version: int) -> None:
         """Update a whole fleet; a server that fails leaves it, paused and with the update still open."""
-        started = time.perf_counter()
+        started, ledger = time.perf_counter(), self._runtime.gpu_ledger
+        ledger.takes("engine weights")
         if self._runtime.is_main:
             fleet.tell(lambda member: member.calls.pause)
-            fleet.tell(lambda member: member.calls.resume("weights"), only=self._released)
+            self._servers.resume(fleet, "weights")
             if self._transport.needs_begin:  # and before it the end of what a trainer before us left open
                 fleet.tell(lambda member: member.calls.end, may_be_refused=True)
                 fleet.tell(lambda member: member.calls.begin)
         fleet.agree(self._runtime.all_gather(fleet.failures))
         self._transport.send(fleet, version)
+        ledger.takes("engine cache")
         if self._runtime.is_main:
             if self._transport.needs_begin:
                 fleet.tell(lambda member: member.calls.end)
-            fleet.tell(lambda member: member.calls.resume("kv_cache"), only=self._released)
+            self._servers.resume(fleet, "kv_cache")
             fleet.tell(lambda member: member.calls.go_on)
         fleet.agree(self._runtime.all_gather(fleet.failures))
-        self._released -= frozenset(fleet.members)
         logger.info(
             "weights %d: %d servers in %.2f s", version, len(fleet.members), time.perf_counter() - started
         )

@@ -2,22 +2,29 @@
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
-from threading import Event
+from concurrent.futures import Future, wait
+from itertools import chain, count
+from queue import LifoQueue
+from threading import Lock, Thread
 from time import monotonic
 from typing import Generic
 
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
-from megatron_dppo.workers.worker_process import CallCancelledError, WorkerLostError, WorkerProcess
+from megatron_dppo.workers.worker_process import CallCancelledError, IsCancelled, WorkerLostError, WorkerProcess
 
 _AHEAD_S = 0.02  # of work that a worker is sent in advance: cheap code need not wait for the trainer
 _MAX_AHEAD = 32
+_PATIENCE_S = 1.0  # after it, other workers take what was sent in advance behind an unanswered request
+_FORGETS = 0.95  # the share of a slow answer's time that is still expected of the next
 _MAX_LATE_IN_A_ROW = 16
 
 
 class WorkerPool(Generic[Q, A]):
-    """Worker processes of a service, for the life of a run; they start when there is work."""
+    """Worker processes of a service, for the life of a run; they start when there is work.
+
+    Any number of threads may submit and ask at once: requests stand in one queue, and each free worker takes
+    the next.
+    """
 
     def __init__(
         self, service: Service[Q, A], name: str, *, num_workers: int, timeout_s: float, memory_mb: int
@@ -34,9 +41,16 @@ class WorkerPool(Generic[Q, A]):
         self._service = service
         self._name, self._timeout_s, self._memory_mb = name, timeout_s, memory_mb
         self._num_workers = num_workers
-        self._idle: SimpleQueue[WorkerProcess[Q, A] | None] = SimpleQueue()
+        self._idle: LifoQueue[WorkerProcess[Q, A] | None] = LifoQueue()  # none: a worker that is to be started
         for _ in range(num_workers):
             self._idle.put(None)
+        self._closing, self._lock, self._numbers = Lock(), Lock(), count()
+        self._todo: deque[_Call[Q, A]] = deque()
+        self._lines: dict[
+            int, deque[_Call[Q, A]]
+        ] = {}  # calls that each thread at work has taken, oldest first
+        self._num_late = 0  # answers in a row that timed out
+        self._slow_s = _AHEAD_S  # what a slow answer takes, of late
 
     def start(self) -> None:
         """Load the code in one worker now, so that code that cannot be loaded stops a run before it samples.
@@ -46,128 +60,218 @@ class WorkerPool(Generic[Q, A]):
         """
         worker = self._idle.get()
         try:
-            worker = worker or WorkerProcess(self._service, self._name, self._memory_mb, Event())
+            worker = worker or self._started(lambda: False)
         finally:
             self._idle.put(worker)
+
+    def submit(self, request: Q) -> "Future[A | WorkerFault]":
+        """Return the future answer to one request; see `ask` for what it raises.
+
+        Cancelling it ends the worker at work on it, if there is one.
+        """
+        (call,) = self._queued([request])
+        return call.answer
 
     def ask(self, requests: Sequence[Q]) -> list[A | WorkerFault]:
         """Return an answer to each request, in order. A failed request does not touch the others.
 
-        An exception that a signal raises here ends the workers at work; the next call starts others.
+        An exception that a signal raises here ends the workers at work on these requests; others take their
+        places.
 
         Raises:
             MegatronDppoError: The code cannot be loaded, or 16 requests in a row timed out; the service's own
-                kind of error.
+                kind of error, and raised for everything that was asked and not answered.
+            CancelledError: `close` was called meanwhile.
         """
-        if not requests:
-            return []
-        job = _Job[Q, A](requests, self._service)
-        num_threads, prefix = min(self._num_workers, len(requests)), self._service.noun
-        with ThreadPoolExecutor(num_threads, thread_name_prefix=prefix) as threads:
-            try:
-                drives = [threads.submit(self._drive, job) for _ in range(num_threads)]
-                for drive in drives:
-                    drive.result()
-            finally:
-                job.cancelled.set()  # where all is done, nobody looks
-        return [job.answers[number] for number in range(len(requests))]
+        answers = [call.answer for call in self._queued(requests)]
+        try:
+            return [answer.result() for answer in answers]
+        finally:
+            self._cancel(answers)
 
     def close(self) -> None:
-        """End the workers and the processes they have started; the next call would start others."""
-        slots = [self._idle.get() for _ in range(self._num_workers)]
-        workers = [worker for worker in slots if worker is not None]
-        try:
-            for worker in workers:
-                worker.ask_to_end()
-            for worker in workers:
-                worker.kill(grace_s=1.0)
-        finally:
-            for _ in slots:
-                self._idle.put(None)
+        """End the workers and the processes they have started; the next call would start others.
 
-    def _drive(self, job: "_Job[Q, A]") -> None:
-        """Answer requests that no other thread has taken, by one worker and its successors."""
-        worker = self._idle.get()
-        sent: deque[int] = deque()  # the numbers of requests whose answers are due, oldest first
-        max_sent = 1
+        What was asked and not answered is cancelled.
+        """
+        with self._closing:
+            with self._lock:
+                calls = [*self._todo, *chain.from_iterable(self._lines.values())]
+            self._cancel([call.answer for call in calls])
+            workers: list[WorkerProcess[Q, A] | None] = []
+            try:
+                while len(workers) < self._num_workers:
+                    workers.append(self._idle.get())
+                for worker in filter(None, workers):
+                    worker.ask_to_end()
+                for worker in filter(None, workers):
+                    worker.kill(grace_s=1.0)
+            finally:
+                for _ in workers:
+                    self._idle.put(None)
+
+    def _queued(self, requests: Sequence[Q]) -> "list[_Call[Q, A]]":
+        """Queue requests, and start threads for as many workers as are free."""
+        calls = [_Call[Q, A](next(self._numbers), request) for request in requests]
+        with self._lock:
+            self._todo += calls
+            self._start_threads()
+        return calls
+
+    def _start_threads(self) -> None:
+        """Start threads for as many workers as are free and needed; the lock is held."""
+        num_waiting = sum(not line for line in self._lines.values())  # threads about to take a call
+        for _ in range(min(self._num_workers - len(self._lines), len(self._todo) - num_waiting)):
+            number = next(self._numbers)
+            self._lines[number] = deque()
+            Thread(target=self._drive, args=(number,), name=self._service.noun, daemon=True).start()
+
+    def _cancel(self, answers: "Sequence[Future[A | WorkerFault]]") -> None:
+        """Cancel those that are not there yet, and wait until no worker is at work on them."""
+        if all(answer.done() and not answer.cancelled() for answer in answers):
+            return
+        for answer in answers:
+            answer.cancel()
+        with self._lock:
+            over = [call for call in self._todo if call.is_over()]
+            self._todo = deque(call for call in self._todo if not call.is_over())
+        for call in over:
+            call.end(None)
+        wait(answers)
+
+    def _drive(self, number: int) -> None:
+        """Answer requests until none is queued, by one worker and its successors."""
+        line, worker = self._lines[number], self._idle.get()
         try:
-            while job.todo or sent:
-                if worker is None:
-                    worker = WorkerProcess(self._service, self._name, self._memory_mb, job.cancelled)
-                while len(sent) < max_sent and worker.is_writable and (number := job.take()) is not None:
-                    sent.append(number)
-                    worker.send(number, job.requests[number])
-                if not sent:
-                    return  # another thread was faster
-                asked_at = monotonic()
-                answer, is_lost = self._answer(worker, sent[0], job)
-                job.keep(sent.popleft(), answer)
-                max_sent = max(1, min(_MAX_AHEAD, int(_AHEAD_S / max(monotonic() - asked_at, 1e-6))))
-                if is_lost:
-                    job.todo.extendleft(reversed(sent))
-                    sent.clear()
+            while True:
+                answer, is_lost = None, True
+                try:
+                    while not line or worker is None or (len(line) < self._most_sent and worker.is_writable):
+                        if (call := self._take(number)) is None:
+                            break
+                        worker = worker or self._started(call.is_over)
+                        worker.send(call.number, call.request)
+                    if worker is None or not line:
+                        return
+                    answer, is_lost = self._answer(worker, line)
+                except CallCancelledError:
+                    pass  # nobody waits for the oldest
+                except BaseException as error:  # noqa: BLE001 - raised where the answers are awaited
+                    self._fail(error)
+                if is_lost and worker is not None:
                     worker.kill()
-                    worker, max_sent = None, 1
-        except CallCancelledError:
-            pass  # ask() says why
-        except BaseException:
-            job.cancelled.set()
-            raise
+                    worker = None
+                self._end_oldest(line, answer, is_lost=is_lost)
         finally:
-            if worker is not None and sent:  # its answers would come to the next call
-                worker.kill()
-                worker = None
             self._idle.put(worker)
 
-    def _answer(
-        self, worker: WorkerProcess[Q, A], number: int, job: "_Job[Q, A]"
-    ) -> tuple[A | WorkerFault, bool]:
-        """Return the answer to a request, and whether the worker is lost with it."""
+    def _take(self, number: int) -> "_Call[Q, A] | None":
+        """Return the next call for a thread, added to its line; none where there is none for it.
+
+        A thread without calls then ends. One whose worker is busy leaves the others one call each.
+        """
+        while True:
+            with self._lock:
+                line = self._lines[number]
+                num_free = self._num_workers - sum(map(bool, self._lines.values()))
+                if len(self._todo) <= (num_free if line else 0):
+                    if not line:
+                        del self._lines[number]
+                    return None
+                call = self._todo.popleft()
+                if not call.is_over():
+                    line.append(call)
+                    return call
+            call.end(None)
+
+    @property
+    def _most_sent(self) -> int:
+        """Requests that a worker holds: those behind a slow one wait, for `_PATIENCE_S` at most."""
+        return max(1, min(_MAX_AHEAD, int(_AHEAD_S / self._slow_s)))
+
+    def _started(self, is_cancelled: IsCancelled) -> WorkerProcess[Q, A]:
+        return WorkerProcess(self._service, self._name, self._memory_mb, is_cancelled)
+
+    def _answer(self, worker: WorkerProcess[Q, A], line: "deque[_Call[Q, A]]") -> tuple[A | WorkerFault, bool]:
+        """Return the answer to the oldest request of a line, and whether the worker is lost with it."""
+        call, asked_at, is_slow = line[0], monotonic(), False
+
+        def is_over() -> bool:
+            nonlocal is_slow
+            if len(line) > 1 and monotonic() - asked_at > _PATIENCE_S:
+                is_slow = True
+                self._hand_over(line)
+            return call.is_over()
+
         try:
-            answer = worker.receive(number, self._timeout_s, job.cancelled)
+            answer = worker.receive(call.number, self._timeout_s, is_over)
+            self._slow_s = max(monotonic() - asked_at, _FORGETS * self._slow_s)
         except WorkerLostError as lost:
             kind, found, printed = lost.kind, str(lost), lost.printed
         else:
             if not isinstance(answer, WorkerFault) or answer.kind != "out_of_memory":
-                return answer, False
+                return answer, is_slow  # the worker would go on with what others have taken
             kind, found, printed = answer.kind, f"found that {self._memory_mb} MiB did not do", ""
-        request = self._service.describe_request(job.requests[number])
+        request = self._service.describe_request(call.request)
         return WorkerFault(kind, f"{request}: {found}. {self._action(kind)}{printed}"), True
+
+    def _hand_over(self, line: "deque[_Call[Q, A]]") -> None:
+        """Queue all but the oldest call of a line again, first."""
+        with self._lock:
+            while len(line) > 1:
+                self._todo.appendleft(line.pop())
+            self._start_threads()
 
     def _action(self, kind: WorkerFaultKind) -> str:
         options = {"timed_out": "timeout_s", "out_of_memory": "memory_mb"}
         raises = f", or raise {self._service.option_prefix}{options[kind]}" if kind in options else ""
         return f"Correct the {self._service.noun}{raises}."
 
+    def _end_oldest(self, line: "deque[_Call[Q, A]]", answer: A | WorkerFault | None, *, is_lost: bool) -> None:
+        """End the oldest call of a line; the others are queued again, first, where the worker is lost."""
+        with self._lock:
+            call = line.popleft()
+            if is_lost:
+                self._todo.extendleft(reversed(line))
+                line.clear()
+            is_late = isinstance(answer, WorkerFault) and answer.kind == "timed_out"
+            self._num_late = self._num_late + 1 if is_late else 0 if answer is not None else self._num_late
+            is_hopeless = self._num_late >= _MAX_LATE_IN_A_ROW
+        if is_hopeless and isinstance(answer, WorkerFault):  # waiting for each of the rest would take hours
+            found = f"{_MAX_LATE_IN_A_ROW} requests in a row timed out. The last: {answer.message}"
+            call.error = self._service.error(f"{self._service.key}: {found}")
+            self._fail(call.error)
+        call.end(answer)
 
-class _Job(Generic[Q, A]):
-    """The requests of one call, and their answers so far."""
+    def _fail(self, error: BaseException) -> None:
+        """End all calls with an error: those at work when their threads notice."""
+        with self._lock:
+            self._num_late = 0
+            queued, self._todo = self._todo, deque()
+            for call in chain(queued, *self._lines.values()):
+                call.error = error
+        for call in queued:
+            call.end(None)
 
-    def __init__(self, requests: Sequence[Q], service: Service[Q, A]) -> None:
-        self.requests, self._service = requests, service
-        self.todo = deque(range(len(requests)))
-        self.answers: dict[int, A | WorkerFault] = {}
-        self.cancelled = Event()
-        self.num_late = 0  # in a row
 
-    def keep(self, number: int, answer: A | WorkerFault) -> None:
-        """Store the answer to a request.
+class _Call(Generic[Q, A]):
+    """A request, and its future answer, which only the thread that has taken the call sets."""
 
-        Raises:
-            MegatronDppoError: The code answers none: waiting for each of the rest would take hours.
-        """
-        self.answers[number] = answer
-        is_late = isinstance(answer, WorkerFault) and answer.kind == "timed_out"
-        self.num_late = self.num_late + 1 if is_late else 0
-        if self.num_late >= _MAX_LATE_IN_A_ROW:
-            message = answer.message if isinstance(answer, WorkerFault) else ""
-            self.cancelled.set()
-            found = f"{_MAX_LATE_IN_A_ROW} requests in a row timed out. The last: {message}"
-            raise self._service.error(f"{self._service.key}: {found}")
+    def __init__(self, number: int, request: Q) -> None:
+        self.number, self.request = number, request
+        self.answer: Future[A | WorkerFault] = Future()
+        self.error: BaseException | None = None
 
-    def take(self) -> int | None:
-        """Return the next request that no thread has taken; several threads call this."""
-        try:
-            return self.todo.popleft()
-        except IndexError:
-            return None
+    def is_over(self) -> bool:
+        """Return whether nobody waits for a worker's answer any more."""
+        return self.error is not None or self.answer.cancelled()
+
+    def end(self, answer: A | WorkerFault | None) -> None:
+        """Set the answer, or the error; none of both for a call that was cancelled."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        if self.error is not None:
+            self.answer.set_exception(self.error)
+        else:
+            assert answer is not None, "calls end with an answer unless they are over"
+            self.answer.set_result(answer)

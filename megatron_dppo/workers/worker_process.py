@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from threading import Event
+from collections.abc import Callable
 from typing import IO, Generic
 
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
@@ -19,6 +19,9 @@ _END_TIMEOUT_S = 1.0  # from closing its pipes to being gone
 _CHECK_EVERY_S = 0.1  # whether the caller still waits
 _MAX_REPLY = 1 << 20  # bytes
 _MAX_PRINTED = 4096  # bytes of stderr that are kept
+
+IsCancelled = Callable[[], bool]
+"""Returns whether the caller no longer waits."""
 
 
 class WorkerLostError(Exception):
@@ -37,12 +40,12 @@ class CallCancelledError(Exception):
 class WorkerProcess(Generic[Q, A]):
     """One process of a service, with a process group of its own; one thread at a time drives it."""
 
-    def __init__(self, service: Service[Q, A], name: str, memory_mb: int, cancelled: Event) -> None:
+    def __init__(self, service: Service[Q, A], name: str, memory_mb: int, is_cancelled: IsCancelled) -> None:
         """Start the process, and wait until it has loaded `name`.
 
         Raises:
             MegatronDppoError: It could not; the service's own kind of error.
-            CallCancelledError: `cancelled` was set first.
+            CallCancelledError: `is_cancelled` said so first.
         """
         self._service = service
         command = [sys.executable, "-m", service.module, name, str(memory_mb)]
@@ -64,7 +67,7 @@ class WorkerProcess(Generic[Q, A]):
         self._poll.register(self._err, select.POLLIN)
         self._unsent, self._received, self._printed = memoryview(b""), bytearray(), b""
         try:
-            problem = self._hello(name, cancelled)
+            problem = self._hello(name, is_cancelled)
         except BaseException:
             self.kill()
             raise
@@ -84,14 +87,14 @@ class WorkerProcess(Generic[Q, A]):
         self._poll.register(self._in, select.POLLOUT)
         self._write()
 
-    def receive(self, number: int, timeout_s: float, cancelled: Event) -> A | WorkerFault:
+    def receive(self, number: int, timeout_s: float, is_cancelled: IsCancelled) -> A | WorkerFault:
         """Return the answer to request `number`, the oldest without one.
 
         Raises:
             WorkerLostError: There was none in time, or at all.
-            CallCancelledError: `cancelled` was set first.
+            CallCancelledError: `is_cancelled` said so first.
         """
-        line = self._line(timeout_s, cancelled)
+        line = self._line(timeout_s, is_cancelled)
         try:
             answer = read_answer(line, number)
             return answer if isinstance(answer, WorkerFault) else self._service.decode_answer(answer)
@@ -120,9 +123,9 @@ class WorkerProcess(Generic[Q, A]):
             if pipe is not None:
                 pipe.close()
 
-    def _hello(self, name: str, cancelled: Event) -> str | None:
+    def _hello(self, name: str, is_cancelled: IsCancelled) -> str | None:
         try:
-            return read_hello(self._line(_START_TIMEOUT_S, cancelled))
+            return read_hello(self._line(_START_TIMEOUT_S, is_cancelled))
         except (WorkerLostError, ValueError) as error:
             self.kill()
             command = f"python -m {self._service.module} {shlex.quote(name)} 0 </dev/null"
@@ -131,17 +134,17 @@ class WorkerProcess(Generic[Q, A]):
                 f"to load the {self._service.noun}. Try: {command}{self._last_printed()}"
             ) from error
 
-    def _line(self, timeout_s: float, cancelled: Event) -> bytes:
+    def _line(self, timeout_s: float, is_cancelled: IsCancelled) -> bytes:
         deadline = time.monotonic() + timeout_s
         while (end := self._received.find(b"\n")) < 0:
-            self._exchange(deadline, timeout_s, cancelled)
+            self._exchange(deadline, timeout_s, is_cancelled)
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         return line
 
-    def _exchange(self, deadline: float, timeout_s: float, cancelled: Event) -> None:
+    def _exchange(self, deadline: float, timeout_s: float, is_cancelled: IsCancelled) -> None:
         """Wait for any pipe, and read and write as far as possible: each pipe may be full."""
-        if cancelled.is_set():
+        if is_cancelled():
             raise CallCancelledError
         wait_s = min(max(deadline - time.monotonic(), 0.0), _CHECK_EVERY_S)
         ready = {pipe for pipe, _ in self._poll.poll(wait_s * 1000)}

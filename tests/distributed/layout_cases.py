@@ -15,6 +15,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "optimizer": ("plain", "distributed", "distributed, overlapped"),
     "loss from": ("hidden states", "logits"),
+    "attention": ("padded", "varlen"),
 }
 
 

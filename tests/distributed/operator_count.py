@@ -16,6 +16,7 @@ _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "uniq
 _READING = {"tolist", "numpy", "cpu"}
 # A GPU adds in any order where an index comes twice.
 _ACCUMULATING = {"scatter_add", "scatter_add_", "index_add", "index_add_", "index_put", "index_put_"}
+_COUNTED = {"aten", "torch_attn"}
 _ALLOCATING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 # Sending tokens to experts: the host waits once for how many go where (`to_host` on a CPU).
 _DISPATCH = ("token_dispatcher.py", "sort_chunks_by_idxs", "to_host")
@@ -56,7 +57,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        if func.namespace == "aten" and not func.is_view and name not in _ALLOCATING:
+        if func.namespace in _COUNTED and not func.is_view and name not in _ALLOCATING:
             self._count.operators[name] += 1
             is_of_unknown_size = name == "repeat_interleave" and not (kwargs or {}).get("output_size")
             has_mask = name.startswith("index") and any(map(_is_mask, args[1:2]))

@@ -4,6 +4,7 @@ The processes are forked from one that has imported PyTorch and Megatron, and ha
 them takes a rank longer than most tests.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -11,15 +12,15 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["pytest", "megatron_dppo.train"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pytest", "megatron_dppo.train"])
 
 
 def run_ranks(
@@ -36,28 +37,38 @@ def run_ranks(
     are new ones that have not imported Megatron yet.
     """
     must_be_fresh = is_fresh or torch.cuda.is_available()  # CUDA does not survive a fork
-    context = multiprocessing.get_context("spawn") if must_be_fresh else _FORKS
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    context = multiprocessing.get_context("spawn") if must_be_fresh else FORKS
     processes: list[BaseProcess] = []
-    for rank in range(world_size):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    for rank, environment in enumerate(environments(world_size)):
         process = context.Process(target=_run_rank, args=(environment, folder, rank, function, arguments))
         process.start()
         processes.append(process)
+    codes = ended(processes, timeout_s)
+    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(world_size))
+    assert codes == [0] * world_size, f"ranks ended with {codes} (None: not within {timeout_s} s):\n{logs}"
+    return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def ended(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
+    """Wait for all of them, kill those that take longer, and return exit codes: none for a killed one."""
     deadline = time.monotonic() + timeout_s
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in processes]
+        return [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(world_size))
-    assert codes == [0] * world_size, f"ranks ended with {codes} (None: not within {timeout_s} s):\n{logs}"
-    return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def environments(world_size: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank, in this process's environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size))
+    return [os.environ | shared | rank | {"OMP_NUM_THREADS": "1"} for rank in ranks]
 
 
 def _run_rank(
@@ -68,6 +79,7 @@ def _run_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     """One rank's process."""
+    gc.freeze()  # looking for garbage in what was imported before the fork takes half a second each time
     with (folder / f"rank{rank}.log").open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)

@@ -108,11 +108,6 @@ def routing_replay(call: Received) -> tuple[bool, bool]:
     return call.is_replaying, call.is_measuring
 
 
-def is_rollout(call: Received) -> bool:
-    """Whether responses of training are scored, and not the first prompts' answers before it."""
-    return call.evaluated is None and len(call.requests) > 1
-
-
 def sorted_set(values: list[Any]) -> list[Any]:
     return sorted(set(values))
 

@@ -1,9 +1,9 @@
-"""Code of a user's own that says what it was told: a reward, an environment and a generate function.
+"""Code of a user's own that says what it was told: a reward, an environment, a generate function and a rule.
 
 Named in a config as "tests.distributed.seam_rewards:<name>"; imported by workers, so that it imports little.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.environments import Observation, Turn
@@ -31,3 +31,8 @@ class Nodding:
 def plainly(engine: Any, requests: Sequence[Any], params: Any) -> Sequence[Any]:
     """What the engine says."""
     return engine.generate(requests, params)
+
+
+def limited(tokens: Any, options: Mapping[str, Any]) -> Any:
+    """Keep responses of little divergence."""
+    return tokens.whole_responses.mean(tokens.divergence) <= options["limit"]

@@ -10,7 +10,6 @@ from seam_reads import (
     evaluates,
     flag,
     given,
-    is_rollout,
     is_training,
     plain,
     routing_replay,
@@ -29,7 +28,7 @@ _SGLANG = "rollout.sglang"
 _SYNC = "weight_sync"
 _SERVED: dict[str, Any] = {"scenario": "served"}
 _WORKER = "workers.worker_process:WorkerProcess.__init__"
-_SCORE = "rewards.pool:RewardPool.score"
+_SCORE = "rewards.pool:RewardPool.score_one"
 _OVERLONG = "rollout.scoring:OverlongShaping.__call__"
 _CLIENT = f"{_SGLANG}.client:SglangClient.__init__"
 
@@ -48,7 +47,7 @@ _DATA = [
     ),
     plain("data.shuffle", f"{_ROLLOUTS}:PromptStream.__init__", "shuffle"),
     Seam("data.reward", _WORKER, lambda call: worker_reward(call).reward, fold=lambda values: values[0]),
-    Seam("data.reward", _SCORE, lambda call: RewardChoice.read(call.self._name).reward, where=is_rollout),
+    Seam("data.reward", _SCORE, lambda call: RewardChoice.read(call.self._name).reward, where=is_training),
     Seam("data.reward_values", _WORKER, lambda call: tuple(worker_reward(call).values), "resumed"),
     Seam("data.thinking", _WORKER, lambda call: worker_reward(call).thinking, "resumed"),
     plain("data.overlong_buffer_tokens", _OVERLONG, "self.buffer_tokens"),
@@ -81,7 +80,7 @@ _ROLLOUT = [
     plain("rollout.max_response_tokens", _OVERLONG, "self.max_response_tokens"),
     plain("rollout.max_response_tokens", "data.batches.gradient_steps:sequence_weights", "response_length"),
     *sampled("rollout.temperature", "temperature"),
-    plain("rollout.temperature", COMBINE, "temperature"),
+    plain("rollout.temperature", f"{_HEAD}:packed_linear_policy_loss", "temperature"),
     plain("rollout.temperature", f"{_HEAD}:packed_policy_loss", "temperature", scenario="turns"),
     plain("rollout.temperature", f"{_HEAD}:linear_log_probs", "temperature"),
     plain("rollout.num_topk_log_probs", f"{BATCH}:most_probable", "k"),
@@ -112,8 +111,9 @@ _ROLLOUT = [
         routing_replay,
         "turns",
         fold=sorted_set,
-        expected=lambda config: [(True, False), (True, True)],
+        expected=lambda config: [(False, False), (True, False), (True, True)],  # the reference's are its own
     ),
+    Seam("rollout.lag", "run.state:TrainingState.begin_rollout", lambda call: len(call.self.queue), fold=max),
     plain("rollout.max_dropped_fraction", "run.logger:refuse_if_too_many_dropped", "max_fraction"),
     plain(
         "rollout.environment",
@@ -129,7 +129,7 @@ _ROLLOUT = [
     ),
     Seam(
         "rollout.max_turns",
-        "rollout.groups:_sample",
+        "rollout.group_sampling:_sample",
         lambda call: call.completion.episode.num_turns,
         "turns",
         fold=max,
@@ -151,7 +151,7 @@ _ROLLOUT = [
     ),
     Seam(
         "rollout.release_trainer",
-        "actor.offload:TrainerMemory.released",
+        "actor.offload:TrainerMemory.leave",
         given("self.num_bytes_away"),
         fold=called,
     ),
@@ -194,7 +194,7 @@ _SERVERS = [
         )
         for way in ("Disk", "Distributed", "Tensor")
     ),
-    plain("rollout.sglang.sync_timeout_s", f"{_SYNC}.factory:SglangSync.__init__", "timeout_s", **_SERVED),
+    plain("rollout.sglang.sync_timeout_s", f"{_SYNC}.factory:RunServers.__init__", "timeout_s", **_SERVED),
     plain(
         "rollout.sglang.sync_timeout_s",
         f"{_SYNC}.factory:DistributedTransport.__init__",
@@ -202,7 +202,7 @@ _SERVERS = [
         **_SERVED,
     ),
     plain("rollout.sglang.probe_every", f"{_SYNC}.factory:SglangSync.__init__", "probe_every", **_SERVED),
-    plain("rollout.sglang.colocated", f"{_SYNC}.factory:SglangSync.__init__", "colocated", **_SERVED),
+    plain("rollout.sglang.colocated", "runtime.gpu_ledger:GpuLedger.begin", "takes_turns", **_SERVED),
     Seam(
         "sglang.max_running_requests",
         f"{_SGLANG}.own_servers:plan_launch",

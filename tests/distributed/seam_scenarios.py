@@ -5,6 +5,7 @@ forgotten or mistaken for its neighbour looks right.
 """
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ def make_prompts(folder: Path) -> Path:
     """The sanity task, its rows under other names of columns; and a model of four layers."""
     make_task(folder)
     write_model(folder / "deep", num_hidden_layers=4)
+    shutil.copytree(folder / "model", folder / "before")
     for name in ("prompts", "held_out"):
         rows = [row for _, row in read_jsonl(folder / f"{name}.jsonl")]
         renamed = [
@@ -91,6 +93,7 @@ def whole(task: Path) -> dict[str, Any]:
             "routing_replay": "replay",
             "max_dropped_fraction": 0.3,
             "max_data_gib": 3.5,
+            "lag": 2,
             "max_refills": 8,
             "release_trainer": True,
             "transformers": {"weights": "float32", "batch_size": 8},
@@ -195,7 +198,7 @@ def resumed(task: Path) -> dict[str, Any]:
 
 
 def turns(task: Path) -> dict[str, Any]:
-    """One rollout of conversations: one threshold for both signs, R3 for the anchor, the loss from logits."""
+    """One rollout of conversations: one threshold for both signs, R3 for the anchor, a reference, logits."""
     return _tables(
         task,
         "turns",
@@ -209,13 +212,23 @@ def turns(task: Path) -> dict[str, Any]:
             "temperature": 1.5,
             "max_response_tokens": 12,
         },
-        algorithm={"preset": "dppo_binary_kl", "delta": 0.17, "anchor": "recomputed", "loss_from": "logits"},
+        algorithm={
+            "preset": "dppo_binary_kl",
+            "delta": 0.17,
+            "anchor": "recomputed",
+            "ref_kl_coef": 0.03,
+            "ref_kl": "k1",
+            "loss_from": "logits",
+        },
+        model={"reference": task / "before"},
     )
 
 
 def skipped(task: Path) -> dict[str, Any]:
     """A run that is to end with the second gradient step of its three."""
-    return _tables(task, "skipped", run={"num_rollouts": 1}, optimizer={"max_skipped_steps": 2})
+    sapo = {"preset": "sapo", "tau_low": 1.1, "tau_high": 0.9, "log_ratio_coef": 0.02}
+    options: Any = {"optimizer": {"max_skipped_steps": 2}, "algorithm": sapo}
+    return _tables(task, "skipped", run={"num_rollouts": 1}, **options)
 
 
 def served(task: Path) -> dict[str, Any]:
@@ -244,9 +257,10 @@ def served(task: Path) -> dict[str, Any]:
     )
 
 
-def split(**sizes: Any) -> Callable[[Path], dict[str, Any]]:
-    """A layout of two processes, and a model whose layers go into four chunks."""
-    return lambda task: _tables(task, "split", model={"load": task / "deep"}, parallel=sizes)
+def split(objective: dict[str, Any], **sizes: Any) -> Callable[[Path], dict[str, Any]]:
+    """A layout of two processes, a model whose layers go into four chunks, and one of the field's rules."""
+    own: Any = {"parallel": sizes, "algorithm": objective}
+    return lambda task: _tables(task, "split", model={"load": task / "deep"}, **own)
 
 
 def train(config: Config, runtime: Runtime) -> None:
@@ -328,13 +342,16 @@ def serve(config: Config, runtime: Runtime) -> None:
     from megatron_dppo.rollout.engine import Request, SamplingParams
     from megatron_dppo.rollout.rollouts import build_engine
     from megatron_dppo.rollout.sglang.own_servers import own_servers
-    from megatron_dppo.weight_sync.factory import build_sync, build_transport
+    from megatron_dppo.weight_sync.factory import build_sync, build_transport, release_servers
+    from megatron_dppo.weight_sync.run_servers import RunServers
 
     with _servers() as stand_in, own_servers(config, runtime):
         engine: Any = build_engine(config, config.model.load, runtime.device)
         engine.generate([Request("rollout0/a/0+0", (3, 4), (0, 0, 0))], SamplingParams(2))
         assert stand_in.num_asked
         owner = cast(Any, _Owner(config.model.load))
+        with mock.patch.object(RunServers, "release"):  # there is nothing to release
+            release_servers(config, runtime)
         build_sync(config, owner, engine, runtime)
         for way in ("distributed", "tensor"):
             options = config.rollout.sglang.model_copy(update={"weight_sync": way})
@@ -363,15 +380,20 @@ def _servers() -> Iterator[Any]:
         yield stand_in
 
 
+_MIS = {"preset": "mis", "rho_low": 0.98, "rho_high": 1.02}
+_TRM = {"preset": "trm", "token_kl": 0.12, "response_kl": 0.004}
+_CPPO = {"preset": "cppo", "prefix_delta": 0.01, "prefix_delta_max": 0.05, "late_weight": 0.7}
+_OWN = {"preset": f"{OWN}:limited", "rule_options": {"limit": 0.3}}
 SCENARIOS = {
     "whole": Scenario(whole, train),
     "resumed": Scenario(resumed, train_stop_and_resume),
     "turns": Scenario(turns, train),
     "skipped": Scenario(skipped, skip_every_step),
     "served": Scenario(served, serve),
-    "experts": Scenario(split(tensor=2, expert=2, expert_tensor=1), build_actor, world_size=2),
-    "stages": Scenario(split(pipeline=2, virtual_pipeline=2), build_actor, world_size=2),
+    "own_rule": Scenario(split(_OWN | {"rule_divergence": "binary_kl", "rule_over": "responses"}), build_actor),
+    "experts": Scenario(split(_MIS, tensor=2, expert=2, expert_tensor=1), build_actor, world_size=2),
+    "stages": Scenario(split(_TRM, pipeline=2, virtual_pipeline=2), build_actor, world_size=2),
     "context": Scenario(
-        split(context=2, overlap_grad_reduce=True, overlap_param_gather=True), build_actor, world_size=2
+        split(_CPPO, context=2, overlap_grad_reduce=True, overlap_param_gather=True), build_actor, world_size=2
     ),
 }

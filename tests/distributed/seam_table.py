@@ -60,6 +60,7 @@ _RUN = [
 
 _MODEL = [
     plain("model.load", "actor.actor:load_weights", "folder"),
+    plain("model.reference", "actor.reference:load_weights", "folder", scenario="turns"),
     plain("model.load", f"{_CHECKPOINTS}:Checkpoints.__init__", "model_folder"),
     Seam(
         "model.dtype",
@@ -136,7 +137,28 @@ _ALGORITHM = [
         )
         for side in ("delta_low", "delta_high")
     ),
-    plain("algorithm.anchor", f"{_HEAD}:packed_policy_loss", "objective.anchor", scenario="turns"),
+    *(
+        plain(f"algorithm.{field}", f"{_HEAD}:packed_policy_loss", f"objective.{field}", scenario="turns")
+        for field in ("anchor", "ref_kl_coef", "ref_kl")
+    ),
+    *(objective(field, "skipped") for field in ("tau_low", "tau_high", "log_ratio_coef")),
+    *(
+        plain(f"algorithm.{field}", "actor.actor:OutputHead.__init__", f"objective.{field}", scenario=scenario)
+        for scenario, fields in (
+            ("experts", ("rho_low", "rho_high")),
+            ("stages", ("token_kl", "response_kl")),
+            ("context", ("prefix_delta", "prefix_delta_max", "late_weight")),
+        )
+        for field in fields
+    ),
+    *(
+        Seam(f"algorithm.{field}", "actor.actor:OutputHead.__init__", read, "own_rule")
+        for field, read in (
+            ("rule_options", lambda call: dict(given("objective.own.options")(call))),
+            ("rule_over", given("objective.own.over")),
+            ("rule_divergence", given("objective.divergence")),
+        )
+    ),
     plain("algorithm.preset", COMBINE, "objective.name"),
     plain("algorithm.preset", COMBINE, "objective.name", scenario="resumed"),
     plain("algorithm.aggregation", "data.batches.gradient_steps:sequence_weights", "mode"),
@@ -309,6 +331,7 @@ ELSEWHERE = {
     "rollout.max_data_gib": ("unit/test_checks.py", '"rollout.max_data_gib": 1e-4'),
     "rollout.over_sampling": ("unit/test_scheduler.py", "over_sampling=1.5"),
     "rollout.keep_partials": ("unit/test_scheduler.py", "keep_partials=False"),
+    "rollout.max_staleness": ("sglang/test_training.py", '"max_staleness": 2'),
     "checkpoint.max_failed_saves": ("faults/cases.py", '"max_failed_saves": 2'),
     "tracking.max_roll_backs": ("distributed/test_roll_back.py", "max_roll_backs=1"),
 }

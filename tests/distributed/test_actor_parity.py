@@ -25,18 +25,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
     "entropy bonus, recomputed anchor": {"algorithm": {"preset": "minirl", "entropy_coef": 0.1}},
+    "KL from another model": {"algorithm": {"preset": "grpo", "ref_kl_coef": 0.04}},
+    "KL as a penalty, at a temperature": {
+        "algorithm": {"preset": "cispo", "ref_kl_coef": 0.3, "ref_kl": "k1"},
+        "rollout": {"temperature": 0.7},
+    },
 }
 
 
 def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
     """On one rank: the actor's loss and gradients, and the same of an unpacked Hugging Face model."""
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.actor.reference import ReferencePolicy
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.models.convert import export_hf_weights
 
+    has_kl = "ref_kl_coef" in settings.get("algorithm", {})
     config = Config.model_validate(
         {
-            "model": {"load": model, "dtype": "float32"},
+            "model": {"load": model, "dtype": "float32", "reference": f"{model}_before" if has_kl else None},
             "parallel": parallel | {"max_tokens_per_microbatch": 60},
             "optimizer": {"distributed": False},
         }
@@ -50,14 +57,21 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
     (batch,), _ = train_batches([own], shape, actor.data_parallel)
     if actor.objective.anchor == "recomputed":
         batch = actor.with_old_log_probs(batch)
+    if has_kl:
+        before = {name: tensor.clone() for name, tensor in actor.weights()}
+        (batch,) = ReferencePolicy(actor, config).with_log_probs([batch])
+        assert all(torch.equal(tensor, before[name]) for name, tensor in actor.weights())
     metrics = actor.accumulate_gradients(batch, is_first=True).metrics
-    losses = runtime.all_gather(metrics.state()["means"]["loss/policy"][0])
+    means = runtime.all_gather(metrics.state()["means"])
+    losses = [own["loss/policy"][0] for own in means]
     gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
-    reference_loss, reference = _reference(Path(model), config, groups, batch.num_loss_tokens)
+    reference_loss, reference, reference_kl = _reference(Path(model), config, groups)
     return {
         "num_microbatches": len(batch.microbatches),
         "loss": sum(losses) / batch.num_loss_tokens,
         "reference_loss": reference_loss,
+        "kl": sum(own["policy/ref_kl"][0] for own in means) / batch.num_loss_tokens if has_kl else 0.0,
+        "reference_kl": reference_kl / batch.num_loss_tokens,
         "errors": {name: _relative(gradients[name].cpu(), reference[name]) for name in reference},
         "names": set(gradients) == set(reference),
     }
@@ -67,20 +81,20 @@ def _relative(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
-def _reference(
-    folder: Path, config: Config, groups: list[Any], num_tokens: int
-) -> tuple[float, dict[str, Tensor]]:
-    """One sequence at a time through Hugging Face's model, in float32, with routes forced where asked."""
+def _reference(folder: Path, config: Config, groups: list[Any]) -> tuple[float, dict[str, Tensor], float]:
+    """One sequence at a time through Hugging Face's models, in float32, with routes forced where asked."""
     from transformers import Qwen3MoeForCausalLM
 
     from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset, token_weights
 
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    options: Any = {"dtype": torch.float32, "experts_implementation": "eager"}
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, **options)
+    before = config.model.reference and Qwen3MoeForCausalLM.from_pretrained(config.model.reference, **options)
     objective = preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
     samples = [sample for group in groups for sample in group.samples]
     lengths = [int(sample.loss_mask.sum()) for sample in samples]
     weights = iter(token_weights(config.algorithm.aggregation, lengths, 16).split(lengths))
-    total = torch.zeros(())
+    total, kl = torch.zeros(()), torch.zeros(())
     for sample in samples:
         is_forced = config.rollout.routing_replay == "replay"
         hooks = _force_routes(model, sample.routed_experts.indices) if is_forced else []
@@ -88,7 +102,14 @@ def _reference(
         for hook in hooks:
             hook.remove()
         log_probs = (logits / config.rollout.temperature).log_softmax(-1)
-        chosen = log_probs.gather(1, sample.tokens[sample.prompt_length :, None])[:, 0]
+        targets = sample.tokens[sample.prompt_length :, None]
+        chosen, ref = log_probs.gather(1, targets)[:, 0], None
+        if before is not None:
+            with torch.no_grad():
+                logits = before(input_ids=sample.tokens[None, :-1]).logits[0, sample.prompt_length - 1 :]
+            ref = (logits / config.rollout.temperature).log_softmax(-1).gather(1, targets)[:, 0]
+            d = (ref - chosen.detach())[sample.loss_mask]
+            kl += (d.exp() - d - 1).sum()
         weight = torch.zeros(sample.response_length).masked_scatter(sample.loss_mask, next(weights).float())
         topk = TopKLogProbs(
             ids=sample.topk.ids,
@@ -103,6 +124,7 @@ def _reference(
                 advantages=torch.full_like(chosen, sample.advantage),
                 loss_mask=sample.loss_mask,
                 old_log_probs=chosen.detach(),
+                ref_log_probs=ref,
                 topk=topk,
                 targets=sample.tokens[sample.prompt_length :],
                 token_weights=weight,
@@ -111,9 +133,8 @@ def _reference(
         )
         total = total + out.loss_sum
     total.backward()
-    return float(total), _checkpoint_names(
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    )
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(total), _checkpoint_names(gradients), float(kl)
 
 
 def _force_routes(model: Any, indices: Tensor) -> list[Any]:
@@ -159,6 +180,7 @@ def measured(
     world_size, parallel = LAYOUTS[request.param]
     folder = tmp_path_factory.mktemp("parity")
     model = write_model(folder / "model")
+    write_model(folder / "model_before", seed=1)
     return run_ranks(measure_all, world_size, folder, str(model), parallel)[0]
 
 
@@ -168,5 +190,6 @@ def test_loss_and_every_gradient_equal_hugging_face(measured: dict[str, dict[str
     assert result["num_microbatches"] > 1, "packing must be part of what is compared"
     assert result["names"], "each parameter's gradient is compared, none twice"
     assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-5)
+    assert result["kl"] == pytest.approx(result["reference_kl"], rel=1e-5)
     worst = max(result["errors"], key=result["errors"].get)
     assert result["errors"][worst] <= 1e-5, worst

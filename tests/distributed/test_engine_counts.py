@@ -32,7 +32,7 @@ def roll_out(runtime: Runtime, tables: dict[str, Any], url: str) -> None:
     with RunLogger.open(config, runtime) as logger:
         for rollout in range(NUM_ROLLOUTS):
             rollouts.evaluate(rollout, logger.evaluations)
-            logger.describe_rollout(*rollouts.next(rollout))
+            logger.add_values(logger.describe_rollout(*rollouts.next(rollout)))
             rollouts.settle(runtime.all_gather)
             logger.write_rollout(rollout, {"total": 1.0})
     rollouts.close()

@@ -1,13 +1,12 @@
 """Evaluation of real runs: it changes nothing that is learned, and says the same on any number of ranks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+from commands import python
 from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 from test_training_run import train
@@ -79,7 +78,7 @@ def test_every_metric_and_every_response_of_two_sets(evaluated: Path) -> None:
     rows = evaluations(evaluated)
     assert [row["rollout"] for row in rows] == [0, 1, 2]
     names = [*metric_names("held-out", 4, (1, 2, 4)), *metric_names("few", 2, (1, 2))]
-    assert all(set(names) == row.keys() - {"kind", "rollout"} for row in rows)
+    assert all({*names, "time/evaluation_s"} == row.keys() - {"kind", "rollout"} for row in rows)
     files = sorted(file.name for file in (evaluated / "evaluations").iterdir())
     assert files == sorted(f"{name}_{n:06d}.jsonl" for name in ("held-out", "few") for n in range(3))
     for row in rows:
@@ -141,11 +140,9 @@ def test_a_folder_with_metrics_of_something_else_is_refused(tmp_path: Path) -> N
 def test_the_command_evaluates_a_checkpoint_as_the_run_did(task: Path, evaluated: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(tomli_w.dumps(tables_of(task, "two")))
-    command = [sys.executable, "-m", "megatron_dppo", "evaluate", config, "-o", tmp_path / "out"]
+    command = ["-m", "megatron_dppo", "evaluate", config, "-o", tmp_path / "out"]
     checkpoint = evaluated / "checkpoints" / "step_00000004"
-    done = subprocess.run(
-        [*command, "--checkpoint", checkpoint], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = python(*command, "--checkpoint", checkpoint, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     row = evaluations(evaluated)[2]
     results = json.loads((tmp_path / "out" / "metrics.json").read_text())

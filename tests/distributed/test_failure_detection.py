@@ -82,7 +82,7 @@ def test_exception_ends_the_job(body: Callable[[Runtime], None], rank: int, run_
     title = ended.log[:trace].rstrip().splitlines()[-1]
     assert title.startswith(f"rank {rank} (host {socket.gethostname()}, pid ")
     assert body is jobs.rank_1_raises_after_losing_rank_0 or title.endswith(
-        " in rollout 3, step 12, phase train:"
+        " in rollout 4, step 12, phase train:"
     )
     assert body.__name__ in ended.log[trace:]
     assert "watch/__init__.py" not in ended.log[trace:]
@@ -149,9 +149,9 @@ def test_stopped_rank_is_named_and_killed(run_job: Jobs) -> None:
     assert ended.codes == [1, -signal.SIGKILL]
     assert ended.after_s < TIMEOUT_S + SOON_S
     assert "rank 0 (host " in ended.log
-    assert " waited 2.0 s for other ranks in rollout 3, step 12, phase train:" in ended.log
+    assert " waited 2.0 s for other ranks in rollout 4, step 12, phase train:" in ended.log
     assert ended.last_lines[-1].startswith("rank 1 (host ")
-    assert " did not come: it is in rollout 3, step 12, phase train for " in ended.last_lines[-1]
+    assert " did not come: it is in rollout 4, step 12, phase train for " in ended.last_lines[-1]
     assert "its process is stopped" in ended.last_lines[-1]
 
 
@@ -254,5 +254,5 @@ def test_progress_in_words() -> None:
     assert progress.describe() == "start-up"
     before = progress.since
     progress.rollout, progress.step, progress.phase = 0, 12, "train"
-    assert progress.describe() == "rollout 0, step 12, phase train"
+    assert progress.describe() == "rollout 1, step 12, phase train"
     assert progress.since > before

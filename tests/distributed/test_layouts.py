@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import varlen_reference
 from layout_cases import DENSE_LAYOUTS, LAYOUTS, Case, cases, references
 from layout_table import rows, worst_of, write_table
 from ranks import run_ranks
@@ -34,12 +35,18 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megatron_dppo.actor import forward
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
     from megatron_dppo.models.convert import export_hf_weights
+    from megatron_dppo.models.padded_attention import PaddedBatches
+    from megatron_dppo.models.varlen_attention import VarlenSequences
 
+    varlen_reference.install()
+    forms = {"padded": PaddedBatches, "varlen": VarlenSequences}
+    forward.attention_form = lambda *_: forms[case.features["attention"]]
     tables = case.tables()
     tables["parallel"]["max_tokens_per_microbatch"] = 60
     tables["optimizer"] |= _SMOOTH

@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import python
 from ranks import run_ranks
 from safetensors.torch import load_file
 from sanity_run import make_task, without_clocks
@@ -36,6 +36,8 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
         "model": {"dtype": dtype},
         "parallel": {"expert": world_size},
         "lora": {"rank": 8, "alpha": 24, "targets": TARGETS},
+        "rollout": {"routing_replay": "measure"},
+        "algorithm": {"ref_kl_coef": 0.1},
     }
     whole = run_ranks(train, world_size, tmp_path, with_data(task, whole_name, **changes))[0]
     run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes), 1)
@@ -45,6 +47,8 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     assert len(whole["moments"]) == len(resumed["moments"])
     assert all(torch.equal(x, y) for x, y in zip(whole["moments"], resumed["moments"], strict=True))
     assert without_clocks(lines(task / halved_name)) == without_clocks(lines(task / whole_name))
+    kl = [row["policy/ref_kl"] for row in lines(task / whole_name) if row["kind"] == "step"]
+    assert kl[0] < 1e-9 and min(kl[2:]) > 1e-4, "from the model without its adapters"
     before = HFWeights(task / "model")
     for name, tensor in whole["weights"].items():
         is_target = name.split(".")[-2] in TARGETS
@@ -66,8 +70,7 @@ def trained(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return python(TOOL, *arguments)
 
 
 def test_to_hf_merges_the_adapters(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -115,8 +118,7 @@ def test_adapters_are_never_dropped_in_silence(
         max_response_tokens = 8
         """
     )
-    command = [sys.executable, "-m", "megatron_dppo", "train", str(toml)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-m", "megatron_dppo", "train", toml)
     assert done.returncode == 2
     assert "holds LoRA adapters" in done.stderr and "Traceback" not in done.stderr
 

@@ -2,20 +2,21 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
-from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity
+import torch
+from commands import python
+from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity, undecided
 from ranks import run_ranks
 from sanity_run import make_task
+from tiny import TOP_K, VOCAB
 from tiny_families import write_family
+from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.data.prompts import sanity_task
-from tools.benchmarks.benchmarking import torchrun
 
 ENGINE = {"weights": "float32"}
 ROLLOUT: dict[str, Any] = {
@@ -48,10 +49,10 @@ def test_equal_engines_agree_in_every_layout(task: Path, tmp_path: Path) -> None
     for world_size, layouts in LAYOUTS.items():
         (folder := tmp_path / str(world_size)).mkdir()
         results = run_ranks(measure_layouts, world_size, folder, _tables(task), str(folder), layouts)
-        require_parity(results, NUM_LAYERS, NUM_RESPONSES)
+        require_parity(results, task / "model", NUM_LAYERS, NUM_RESPONSES)
         by_size[world_size] = results
     one = by_size[1][0]["one process"]
-    assert one["statistics"]["live"]["topk_tv_max"] <= PARITY
+    assert one["statistics"]["replayed"]["topk_tv_max"] <= PARITY
     sampled = [(row["prompt"], row["tokens"]) for row in one["rows"]]
     for result in by_size[2]:
         for name, found in result.items():
@@ -59,12 +60,67 @@ def test_equal_engines_agree_in_every_layout(task: Path, tmp_path: Path) -> None
             assert found["counts"].num_response_tokens == one["counts"].num_response_tokens
 
 
+@pytest.fixture
+def tied(tmp_path: Path) -> tuple[Path, list[int], int]:
+    """A model with two equal experts, a sequence, and the first position where one of them alone is chosen."""
+    folder = write_family(tmp_path / "tied", "Qwen3MoeForCausalLM")
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    router = model.get_parameter("model.layers.0.mlp.gate.weight")
+    sequences = torch.randint(1, VOCAB, (40, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        router[1] = router[0]
+        logits = torch.stack(model(sequences, output_router_logits=True).router_logits, dim=1)
+    model.save_pretrained(folder)
+    first = undecided(logits, TOP_K).view(sequences.shape).argmax(-1)
+    index = int(((first >= 4) & (first <= 8)).nonzero()[0])
+    return folder, sequences[index].tolist(), int(first[index])
+
+
+@pytest.mark.parametrize(
+    ("routes", "after_tie", "is_free"), [("live", 1, True), ("live", 0, False), ("replayed", 1, False)]
+)
+def test_only_live_routes_may_differ_and_only_after_a_tie(
+    tied: tuple[Path, list[int], int], routes: str, after_tie: int, is_free: bool
+) -> None:
+    """The first token that may differ is the one that the tied position predicts."""
+    model, tokens, position = tied
+    prompt, response = tokens[:2], tokens[2:]
+    rollout = torch.full((len(response),), -2.0)
+    log_probs = rollout + PARITY / 2
+    log_probs[position + after_tie - len(prompt) :] -= 0.1
+    by_routes = {name: log_probs if name == routes else rollout for name in ("live", "replayed")}
+    row: dict[str, Any] = {f"{name}_log_probs": values.tolist() for name, values in by_routes.items()}
+    row |= {"prompt": prompt, "tokens": response, "rollout_log_probs": rollout.tolist()}
+    share = (len(tokens) - 1 - position) / (len(tokens) - 1)  # of the positions that predict a token
+    agreement = dict.fromkeys(("agreement_mean", "agreement_layer_0", "agreement_layer_1"), 1.01 - share)
+    statistics = {name: agreement | {"kl_k1": 0.02} for name in by_routes}
+    results = [{"TP2": {"statistics": statistics, "rows": [row]}}]
+    if is_free:
+        require_parity(results, model, 2, 1)
+        statistics[routes]["agreement_layer_1"] = 0.99 - share
+    said = rf"TP2, rank 0, {len(tokens) - 1 - position} tokens after a tie, {routes}.*'kl_k1': 0.02"
+    with pytest.raises(AssertionError, match=said):
+        require_parity(results, model, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("logits", "is_undecided"),
+    [
+        ([3.0, 2.0, 2.0 - 9e-6, 0.0], 1),
+        ([3.0, 2.0, 2.0 - 2e-5, 0.0], 0),
+        ([3.0, 3.0, 2.0, 1.0], 0),  # both are chosen
+        ([3.0, 2.0, 1.0, 1.0], 0),  # neither is
+    ],
+)
+def test_experts_are_undecided_where_the_last_chosen_ties(logits: list[float], is_undecided: int) -> None:
+    clear = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    assert undecided(torch.stack([clear, torch.tensor(logits)])[None], top_k=2).tolist() == [is_undecided]
+
+
 def _run_tool(task: Path, tables: dict[str, Any], *arguments: str, processes: int = 1) -> Any:
     toml = task / "base.toml"
     toml.write_text(tomli_w.dumps(tables))
-    launcher = torchrun(sys.executable, processes) if processes > 1 else [sys.executable]
-    command = [*launcher, str(TOOLS / "measure_mismatch.py"), str(toml)]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=240)
+    return python(TOOLS / "measure_mismatch.py", toml, *arguments, processes=processes)
 
 
 def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """Training on rollouts of an engine that holds its weights as a quantised checkpoint does."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from commands import python
 from sanity_run import make_task, settings
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +23,7 @@ def trained(task: Path, weights: str) -> tuple[list[dict[str, Any]], list[dict[s
     )
     toml = task / f"{weights}.toml"
     toml.write_text(tomli_w.dumps(tables))
-    command = [sys.executable, "-m", "megatron_dppo", "train", str(toml)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = python("-m", "megatron_dppo", "train", toml, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (task / weights / "metrics.jsonl").read_text().splitlines()]
     steps, rollouts = ([row for row in rows if row["kind"] == kind] for kind in ("step", "rollout"))

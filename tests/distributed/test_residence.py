@@ -29,6 +29,8 @@ def train(runtime: Runtime, model: str, changes: dict[str, Any], is_away: bool) 
     }
     config = Config.model_validate({**tables, "model": {"load": model} | changes["model"]})
     actor = Actor(config, runtime)
+    has_masters = changes["model"]["dtype"] != "float32"
+    assert bool(actor.memory.num_bytes_away) == (is_away and has_masters), "before the first step, too"
     away: list[tuple[int, int]] = []
     for _ in range(3):
         groups = with_advantages(random_groups(4), normalize_std=False)
@@ -38,9 +40,14 @@ def train(runtime: Runtime, model: str, changes: dict[str, Any], is_away: bool) 
         actor.train_step(batch, is_first=False)
         between = actor.memory.num_bytes_away
         if is_away:
-            with actor.memory.released():
-                away.append((between, actor.memory.num_bytes_away))
-                assert all(p.untyped_storage().nbytes() == 0 for p in actor.chunks[0].parameters())
+            before = {name: t.clone() for name, t in actor.weights()}
+            actor.memory.leave()
+            away.append((between, actor.memory.num_bytes_away))
+            assert all(p.untyped_storage().nbytes() == 0 for p in actor.chunks[0].parameters())
+            sent = {name: t.clone() for name, t in actor.weights()}
+            assert sent.keys() == before.keys()
+            assert all(torch.equal(tensor, before[name]) for name, tensor in sent.items())
+            actor.memory.come_back()
     return {"weights": {name: t.clone() for name, t in actor.weights()}, "away": away, "sizes": sizes(actor)}
 
 

@@ -104,7 +104,8 @@ def test_what_is_forgotten_or_taken_for_its_neighbour_would_show(task: Path) -> 
             continue  # two processes are split in two, whatever is
         others = [key for key in values if key.rpartition(".")[0] == table and key != seam.setting]
         assert [key for key in others if values[key] is not True and values[key] == own] == [], seam.id
-    assert {seam.setting for seam in TABLE} - varied <= {"evaluation.sets.far.reward"}
+    as_tables = {"evaluation.sets.far.reward", "algorithm.rule_options"}
+    assert {seam.setting for seam in TABLE} - varied <= as_tables
 
 
 @pytest.mark.parametrize(

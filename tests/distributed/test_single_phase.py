@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+from commands import python
 from sanity_run import make_task, settings, without_clocks
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +31,7 @@ def train(task: Path, name: str, *flags: Any, num_rollouts: int = 1) -> subproce
     )
     file = task / f"{name}.toml"
     file.write_text(tomli_w.dumps(tables))
-    command = [sys.executable, "-m", "megatron_dppo", "train", str(file), *map(str, flags)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    return python("-m", "megatron_dppo", "train", file, *flags, cwd=ROOT)
 
 
 def steps_of(task: Path, name: str) -> list[dict[str, Any]]:

@@ -4,15 +4,18 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import python
 from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 
@@ -28,10 +31,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = None) -> dict[str, Any]:
+def train(
+    runtime: Runtime,
+    tables: dict[str, Any],
+    stop_after: int | None = None,
+    watch: Callable[[Any], object] = lambda training: None,
+) -> dict[str, Any]:
     """Run the loop in this rank, with a reward that varies, and return its final weights and moments.
 
-    With `stop_after`, rank 0 is sent SIGTERM in the middle of that gradient step.
+    With `stop_after`, rank 0 is sent SIGTERM in the middle of that gradient step. `watch` gets the loop before
+    it starts.
     """
     import megatron_dppo.train as loop
     from megatron_dppo.config.schema import Config
@@ -45,7 +54,8 @@ def train(runtime: Runtime, tables: dict[str, Any], stop_after: int | None = Non
         forwards = count_forwards(training.actor)
         if stop_after is not None and runtime.is_main:
             signal_at_step(training.actor, stop_after)
-        with contextlib.nullcontext() if stop_after is None else pytest.raises(Preempted):
+        watch(training)
+        with contextlib.suppress(Preempted) if stop_after is None else pytest.raises(Preempted):
             training.run()
     weights = {name: tensor.clone() for name, tensor in training.actor.weights()}
     moments = [
@@ -92,18 +102,22 @@ _REFILLED = {"samples_per_prompt": 2, "refill_zero_variance": True}
 @pytest.mark.parametrize(
     ("dtype", "world_size", "stop_after", "rollout"),
     [
-        ("float32", 1, 3, {}),
+        ("float32", 1, 3, {"routing_replay": "measure"}),
         pytest.param("bfloat16", 1, 4, {}, marks=pytest.mark.slow),
         pytest.param("float32", 2, 3, {}, marks=pytest.mark.slow),  # the next one with more to lose
         ("float32", 2, 4, _REFILLED),
+        ("float32", 2, 3, _REFILLED | {"lag": 2}),
     ],
 )
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     task: Path, tmp_path: Path, dtype: str, world_size: int, stop_after: int, rollout: dict[str, Any]
 ) -> None:
     """Stopped after an odd number of steps it stands in the middle of a rollout, else between two."""
-    whole_name, halved_name = (f"{name}_{dtype}_{world_size}_{stop_after}" for name in ("whole", "halved"))
+    whole_name, halved_name = (f"{name}_{tmp_path.name}" for name in ("whole", "halved"))  # no other case's
     changes: Any = {"model": {"dtype": dtype}, "parallel": {"expert": world_size}, "rollout": rollout}
+    has_kl = stop_after == 3
+    if has_kl:
+        changes["algorithm"] = {"ref_kl_coef": 0.2, "ref_kl": "k3" if world_size == 1 else "k1"}
     whole = run_ranks(train, world_size, tmp_path, with_data(task, whole_name, **changes))[0]
     stopped = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes), stop_after)[0]
     assert stopped["state"].step == stop_after
@@ -121,14 +135,142 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
     rows = lines(task / whole_name)
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(8))
     assert [row["rollout"] for row in rows if row["kind"] == "rollout"] == list(range(4))
+    if has_kl:  # from the weights that the run began with, by their own routes
+        first, *later = [row["policy/ref_kl"] for row in rows if row["kind"] == "step"]
+        assert min(later[1:]) > 1e-4
+        assert first < 1e-9 or "routing_replay" not in rollout
     assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
     replaced = [row["rollout/replaced_groups"] for row in rows if row["kind"] == "rollout"]
-    assert any(replaced[:2]) == any(replaced[2:]) == bool(rollout)  # before it was stopped, and after
+    assert (
+        any(replaced[:2]) == any(replaced[2:]) == ("refill_zero_variance" in rollout)
+    )  # before it was stopped, and after
+
+
+def train_and_sample_again(runtime: Runtime, tables: dict[str, Any]) -> dict[str, Any]:
+    """Train, then sample each rollout once more by kept weights of the version that it was due to.
+
+    Returns:
+        What `train` does; "trained": the weights' version and the samples' rollouts, for each gradient step;
+        "sampled" and "expected": the samples of each rollout.
+    """
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.rollout.rollouts import Rollouts, build_engine
+
+    kept: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    sampled: dict[int, Any] = {}
+    trained: list[tuple[int, set[str]]] = []
+
+    def watch(training: Any) -> None:
+        draw, step = training.rollouts.next, training.actor.train_step
+
+        def draw_and_note(rollout: int) -> Any:
+            groups, counts = draw(rollout)
+            sampled[rollout] = contents(groups)
+            return groups, counts
+
+        def step_and_note(batch: Any, **options: Any) -> Any:
+            version = training.state.weight_version
+            if options["is_first"]:
+                kept[version] = [(name, tensor.clone()) for name, tensor in training.actor.weights()]
+            ids = [name for microbatch in batch.microbatches for name in microbatch.sample_ids]
+            trained.append((version, {name.partition("/")[0] for name in ids}))
+            return step(batch, **options)
+
+        training.rollouts.next, training.actor.train_step = draw_and_note, step_and_note
+
+    result = train(runtime, tables, watch=watch)
+    config, expected = Config.model_validate(tables), dict[int, Any]()
+    engine: Any = build_engine(config, config.model.load, runtime.device)
+    with contextlib.closing(Rollouts(config, config.model.load, engine, share=(0, 1))) as rollouts:
+        for rollout in range(config.run.num_rollouts):
+            version = max(rollout - config.rollout.lag, 0)
+            engine.load_weights(iter(kept[version]), version)
+            expected[rollout] = contents(rollouts.next(rollout)[0])
+            rollouts.settle(runtime.all_gather)
+    return result | {"trained": trained, "sampled": sampled, "expected": expected}
+
+
+def contents(groups: Any) -> dict[str, tuple[list[int], list[float], list[int], float]]:
+    """Tokens, log-probs, routes and reward of each sample, by its id."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        s.id: (
+            s.tokens.tolist(),
+            s.rollout_log_probs.tolist(),
+            s.routed_experts.indices.flatten().tolist(),
+            s.reward,
+        )
+        for s in samples
+    }
+
+
+def stop_everywhere(runtime: Runtime, tables: dict[str, Any]) -> dict[str, Any]:
+    """Train with SIGTERM in the second rollout that is sampled, or gradient step, of each start.
+
+    Returns:
+        As `train`; "points": rollouts and steps finished, and rollouts that wait, where each start ended.
+    """
+    points: list[tuple[int, int, int]] = []
+
+    def watch(training: Any) -> None:
+        events = itertools.count(1)
+
+        def signalling(work: Callable[..., Any]) -> Callable[..., Any]:
+            def signal_and_work(*args: Any, **options: Any) -> Any:
+                if next(events) == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return work(*args, **options)
+
+            return signal_and_work
+
+        training.rollouts.next = signalling(training.rollouts.next)
+        training.actor.accumulate_gradients = signalling(training.actor.accumulate_gradients)
+        started.append(training.state)
+
+    while not points or points[-1][0] < tables["run"]["num_rollouts"]:
+        started: list[Any] = []
+        result = train(runtime, tables, watch=watch)
+        points.append((started[0].rollout, started[0].step, len(started[0].queue)))
+    return result | {"points": points}
 
 
 def train_each(runtime: Runtime, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several runs, one after the other."""
     return [train(runtime, tables) for tables in runs]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
+    task: Path, tmp_path: Path, lag: int
+) -> None:
+    """And trained on in its order, whatever moments the run is stopped at."""
+    changes: Any = {"rollout": {"lag": lag}, "tracking": {"samples_every": 1, "paired_routing_every": 3}}
+    whole, stopped = (with_data(task, f"{name}_lag_{lag}", **changes) for name in ("whole", "stopped"))
+    kept = run_ranks(train_and_sample_again, 1, tmp_path, whole)[0]
+    assert kept["sampled"] == kept["expected"] and list(kept["sampled"]) == [0, 1, 2, 3]
+    assert kept["trained"] == [(step // 2, {f"rollout{step // 2}"}) for step in range(8)]
+    rows = [row for row in lines(task / f"whole_lag_{lag}") if row["kind"] == "rollout"]
+    assert [row["rollout/staleness_mean"] for row in rows] == [min(r, lag) for r in range(4)]
+    assert [row["rollout/staleness_max"] for row in rows] == [min(r, lag) for r in range(4)]
+    for number, row in enumerate(rows):
+        rewards = [reward for *_, reward in kept["sampled"][number].values()]
+        assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+        assert row["rollout/num_response_tokens"] == row["rollout/response_length_mean"] * len(rewards)
+    if lag == 0:
+        return
+    again = run_ranks(stop_everywhere, 1, tmp_path, stopped)[0]
+    in_the_filling, in_rollouts = (
+        [(0, 0, 1), (0, 0, 2)],
+        [(0, 1, 2), (1, 2, 2), (1, 3, 2), (2, 5, 1), (3, 7, 0)],
+    )
+    assert again["points"] == [*in_the_filling, *in_rollouts, (4, 8, 0)]
+    assert again["state"] == kept["state"]
+    assert all(torch.equal(tensor, again["weights"][name]) for name, tensor in kept["weights"].items())
+    assert all(torch.equal(x, y) for x, y in zip(kept["moments"], again["moments"], strict=True))
+    folders = [task / f"{name}_lag_{lag}" for name in ("whole", "stopped")]
+    assert without_clocks(lines(folders[0])) == without_clocks(lines(folders[1]))
+    texts = [[file.read_text() for file in sorted(folder.glob("samples/*"))] for folder in folders]
+    assert texts[0] == texts[1] and len(texts[0]) == 4
 
 
 def test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same(task: Path, tmp_path: Path) -> None:
@@ -240,20 +382,10 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
 def test_the_command_line_trains_and_compares(task: Path) -> None:
     """`megatron-dppo train` and `compare` as a user types them, with a Megatron checkpoint as model.load."""
     root = Path(__file__).parents[2]
-    python = [sys.executable]
     megatron = task / "megatron"
-    subprocess.run(
-        [
-            *python,
-            root / "tools/convert_checkpoint.py",
-            "to-megatron",
-            "--hf",
-            task / "model",
-            "--out",
-            megatron,
-        ],
-        check=True,
-    )
+    tool = root / "tools/convert_checkpoint.py"
+    converted = python(tool, "to-megatron", "--hf", task / "model", "--out", megatron)
+    assert converted.returncode == 0, converted.stderr
     toml = task / "run.toml"
     toml.write_text(
         f"""
@@ -283,29 +415,35 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
         paired_routing_every = 1
         """
     )
-    command = [*python, "-m", "megatron_dppo", "train", toml, "--set", "optimizer.lr=2e-6"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-m", "megatron_dppo", "train", toml, "--set", "optimizer.lr=2e-6"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "rollout  2/2" in done.stderr
     kinds = [row["kind"] for row in lines(task / "cli")]
     assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
     assert list((task / "cli" / "samples").iterdir())
     assert "resuming" not in done.stderr
-    shorter = [*command, "--set", "run.num_rollouts=1"]
-    again = subprocess.run(shorter, capture_output=True, text=True, check=False)
+    again = python(*command, "--set", "run.num_rollouts=1")
     assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr
     assert "2 rollouts are done, run.num_rollouts = 1" in again.stderr
     assert len(lines(task / "cli")) == len(kinds), "a finished run has nothing left to do"
     resume_as_another_experiment(task, command)
     report = task / "report.html"
-    subprocess.run([*python, "-m", "megatron_dppo", "compare", task / "cli", "-o", report], check=True)
+    compared = python("-m", "megatron_dppo", "compare", task / "cli", "-o", report)
+    assert compared.returncode == 0, compared.stderr
     assert report.stat().st_size > 1 << 20
     assert "after 2 rollouts: optimizer.lr from 2e-06 to 4e-06" in report.read_text()
+    assert "The trainer spent " in report.read_text() and "evaluating" in report.read_text()
+    sizes = ("--gpus", "1", "--gpu-memory", "80GB", "--proposals", "0")
+    planned = python("-m", "megatron_dppo", "plan", toml, *sizes, "--split", "2", "--measured", task / "cli")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    said = " ".join(planned.stdout.split())
+    assert "rollouts 1 to 2: 1 serving and 1 training GPUs, with the embedded engine." in said
+    assert re.search(r"rollout.max_staleness = [1-9]\d* is the smallest that hides it", said), said
     back = task / "back"
     last = task / "cli" / "checkpoints" / (task / "cli" / "checkpoints" / "latest").read_text().strip()
-    subprocess.run(
-        [*python, root / "tools/convert_checkpoint.py", "to-hf", "--megatron", last, "--out", back], check=True
-    )
+    converted = python(tool, "to-hf", "--megatron", last, "--out", back)
+    assert converted.returncode == 0, converted.stderr
     assert (back / "tokenizer.json").is_file()
     shutil.rmtree(back)
 
@@ -313,7 +451,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
 def resume_as_another_experiment(task: Path, command: list[Any]) -> None:
     """A table refuses it; with the flag, the run goes on and notes what changed, once."""
     others = ["--set", f"data.prompts={task / 'held_out.jsonl'}", "--set", "optimizer.lr=4e-6"]
-    refused = subprocess.run([*command, *others], capture_output=True, text=True, check=False)
+    refused = python(*command, *others)
     assert refused.returncode == 2
     table = [line.split() for line in refused.stderr.splitlines()[-3:]]
     prompts = [str(task / "prompts.jsonl"), str(task / "held_out.jsonl")]
@@ -323,7 +461,7 @@ def resume_as_another_experiment(task: Path, command: list[Any]) -> None:
         ["optimizer.lr", "2e-06", "4e-06"],
     ]
     accepted = ["--set", "optimizer.lr=4e-6", "--set", "run.num_rollouts=3", "--accept-changes"]
-    subprocess.run([*command, *accepted], check=True)
+    assert python(*command, *accepted).returncode == 0
     rows = lines(task / "cli")
     changes = [row for row in rows if row["kind"] == "change"]
     assert changes == [
@@ -335,8 +473,7 @@ def resume_as_another_experiment(task: Path, command: list[Any]) -> None:
 
 
 def test_a_user_error_ends_with_a_message_and_no_traceback(task: Path) -> None:
-    command = [sys.executable, "-m", "megatron_dppo", "train", str(task / "nowhere.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-m", "megatron_dppo", "train", task / "nowhere.toml")
     assert done.returncode == 2
     assert "nowhere.toml" in done.stderr
     assert "Traceback" not in done.stderr

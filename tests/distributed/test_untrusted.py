@@ -5,7 +5,6 @@ import json
 import pickle
 import shutil
 import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import python
 from ranks import run_ranks
 from tiny import write_model
 
@@ -36,8 +36,7 @@ class Evil:
 
 
 def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(_TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return python(_TOOL, *arguments)
 
 
 def save(runtime: Runtime, folder: str) -> None:
@@ -370,7 +369,8 @@ def save_and_load(runtime: Runtime, model: str, folder: str) -> dict[str, int]:
     """On each rank: save a run's checkpoint and load it again; how many objects and optimizer states it has."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import CheckpointConfig, Config
-    from megatron_dppo.run.checkpoints import Checkpoints, RunPoint, load
+    from megatron_dppo.run.checkpoints import Checkpoints, load
+    from megatron_dppo.run.run_point import RunPoint
     from megatron_dppo.types import RunState
 
     config = Config.model_validate(

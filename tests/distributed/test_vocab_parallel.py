@@ -33,7 +33,12 @@ def compare(runtime: Runtime) -> dict[str, Any]:
 def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> dict[str, Any]:
     from loss_batches import make_batch
 
-    from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss
+    from megatron_dppo.kernels import (
+        fused_linear_policy_loss,
+        fused_policy_loss,
+        linear_score_norms,
+        score_norms,
+    )
 
     rank, size = runtime.rank, runtime.world_size
     batch = make_batch(dtype, num_tokens=ROWS, vocab_size=VOCAB, padding=-VOCAB % size)
@@ -48,6 +53,9 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
     whole = (exact.hidden @ exact.weight.T).requires_grad_()
     fused_policy_loss(whole, **exact.arguments, objective=objective).loss_sum.backward()
     assert whole.grad is not None
+
+    scored = {name: batch.arguments[name] for name in ("targets", "loss_mask", "temperature", "vocab_size")}
+    expected_norms = linear_score_norms(exact.hidden, exact.weight, **scored)
 
     logits = (batch.hidden @ batch.weight.T)[:, own].clone()
     logits[:, max(VOCAB - own.start, 0) :] = torch.nan  # padding
@@ -75,6 +83,10 @@ def differences(runtime: Runtime, objective: Objective, dtype: torch.dtype) -> d
         errors[f"{name}: loss"] = relative(out.loss_sum, expected.loss_sum)
         errors[f"{name}: by hidden"] = relative(part.grad, hidden.grad[rows])
         errors[f"{name}: by weight"] = relative(shard.grad, weight.grad[own])
+        norms = linear_score_norms(part, shard, **scored, **split, sequence_parallel=is_split, chunk_bytes=4000)
+        errors[f"{name}: score norms"] = relative(norms, expected_norms)
+    norms = score_norms(logits.detach(), batch.weight[own], **scored, **split)
+    errors["score norms"] = relative(norms, expected_norms)
     results = [found.loss_sum[None], *(getattr(found, field).reshape(-1) for field in FIELDS)]
     return {"errors": errors, "bits": torch.cat(results).detach().numpy().tobytes()}
 

@@ -2,24 +2,25 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+from commands import python
 from sanity_run import make_task, settings
 
+from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.analysis.what_if.question import Asked, question_of
+from megatron_dppo.errors import MegatronDppoError
+
 ROOT = Path(__file__).parents[2]
+OWN = "tests.unit.own_rules:divergence_mask"
 
 
 def command(*arguments: Any, processes: int = 1) -> subprocess.CompletedProcess[str]:
     """`megatron-dppo ...`, in one process or more."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    start = [sys.executable, *(launch if processes > 1 else []), "-m", "megatron_dppo"]
-    return subprocess.run(
-        [*start, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+    return python("-m", "megatron_dppo", *arguments, cwd=ROOT, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -67,27 +68,75 @@ def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path
     assert own["masked_fraction"] > 0 and own["agreement"] == 1.0
     loosest = [row for row in found["rows"] if row.get("delta") == 10.0]
     assert len(loosest) == 2 and all(row["masked_fraction"] == 0.0 for row in loosest)
+    for row in loosest:
+        assert row["gradient_mass_kept"] == row["cosine_unmasked"] == pytest.approx(1.0)
     page = (tmp_path / "alone" / "what_if.html").read_text()
-    assert "dppo_topk_tv delta=0.05 top_k=2" in page and "plotly" in page
+    assert "dppo_topk_tv delta=0.05 top_k=2" in page
+    for section in ("table", "probability", "agreement", "sensitivity"):
+        assert f'<section class="card wide" id="{section}">' in page
     assert "dppo_topk_tv" in done.stdout and "live routes" in done.stdout
 
     asked[-1] = tmp_path / "two"
-    done = command(*asked, processes=2)
+    done = command(*asked, "--set", "parallel.tensor=2", "--set", "parallel.expert=1", processes=2)
     assert done.returncode == 0, done.stderr
     two = json.loads((tmp_path / "two" / "what_if.json").read_text())
     assert two["num_tokens"] == found["num_tokens"]
-    assert [row["masked_fraction"] for row in two["rows"]] == [row["masked_fraction"] for row in found["rows"]]
+    for name in ("masked_fraction", "gradient_mass_kept", "cosine_unmasked", "cosine_dppo_topk_tv"):
+        values = [row[name] for row in found["rows"]]
+        assert [row[name] for row in two["rows"]] == pytest.approx(values, rel=1e-4), name
 
 
-def test_an_anchor_of_the_trainer_needs_its_weights(run: Path, tmp_path: Path) -> None:
-    asked = ["what-if", run, "--rollout", 1, "--preset", "dppo_binary_kl_decoupled", "--preset", "grpo"]
-    asked += ["-o", tmp_path]
-    done = command(*asked)
-    assert done.returncode == 2
-    assert "Give the checkpoint that the rollout was sampled with as --before" in done.stderr.replace("\n", " ")
-    done = command(*asked, "--before", run / "checkpoints" / "step_00000001")
+def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_path: Path) -> None:
+    asked = Asked(run, tmp_path, rollouts=("all",), is_all=True)
+    _, question = question_of(asked, world_size=1)
+    assert question.rollouts == (0, 1)
+    lacking = {"dppo_topk_tv", "dppo_topk_kl", "minirl", "gspo"}
+    assert question.left_out.keys() & lacking == {"dppo_topk_tv", "dppo_topk_kl", "minirl"}
+    assert "uses 20 columns of the rollout's top-K; expected at most the 8" in question.left_out["dppo_topk_kl"]
+    assert "--before" in question.left_out["minirl"]
+    assert len(question.variants) + len(question.left_out) == len(PRESETS) + 1
+    for asked, message in (
+        (
+            Asked(run, tmp_path, presets=("dppo_binary",)),
+            r"preset: found 'dppo_binary'; expected one of .* Did you mean 'dppo_binary_tv'\?",
+        ),
+        (
+            Asked(run, tmp_path, presets=("minirl",)),
+            "Give the checkpoint that the rollout was sampled with as --before",
+        ),
+        (
+            Asked(run, tmp_path, presets=("dppo_topk_kl",)),
+            "expected at most the 8 that were kept. Sweep a smaller top_k",
+        ),
+        (
+            Asked(run, tmp_path, presets=(OWN,)),
+            f"--preset: found '{OWN}', which fails on a small batch: KeyError: 'delta'",
+        ),
+        (
+            Asked(run, tmp_path, rule_options="delta=0.2"),
+            "--rule-options: found delta=0.2; expected a rule of one's own",
+        ),
+        (Asked(run, tmp_path, rollouts=("7",)), "Rollouts kept in .*: 0, 1. Name one of them"),
+    ):
+        with pytest.raises(MegatronDppoError, match=message):
+            question_of(asked, world_size=1)
+
+
+def test_all_presets_on_all_rollouts(run: Path, tmp_path: Path) -> None:
+    asked = ["what-if", run, "--rollout", "all", "--all", "--preset", OWN, "--rule-options", "delta=0.15"]
+    asked += ["--sweep", "top_k=8", "--before", run / "checkpoints" / "step_00000001", "-o", tmp_path]
+    done = command(*asked, processes=2)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "what_if.json").read_text())
-    assert {"dppo_binary_kl_decoupled", "grpo"} < {row["variant"] for row in found["rows"]}
+    assert {row["preset"] for row in found["rows"]} == {OWN, *PRESETS} and not found["left_out"]
+    soft = {row["preset"] for row in found["rows"] if "weight_mean" in row}
+    assert soft == {"drpo", "sapo", OWN} and "mean" in done.stdout
+    assert all(0 < row["weight_mean"] < 2 for row in found["rows"] if row["preset"] in soft)
+    of_gspo = next(row for row in found["rows"] if row["preset"] == "gspo")
+    assert 0 < of_gspo["masked_fraction"] < 1
+    assert [each["rollout"] for each in of_gspo["by_rollout"]] == [0, 1]
+    assert "standard deviation over rollouts" in done.stdout
+    own, same = found["variants"].index(f"{OWN} delta=0.15"), found["variants"].index("dppo_binary_tv")
+    assert found["agreement"]["replayed"]["same_decision"][own][same] == 1.0
     sampled = rows_of(run, "rollout")[1]["mismatch/abs_prob_diff_mean"]  # by the weights of --before
     assert found["mismatch"]["replayed"]["abs_prob_diff_mean"] > 2 * sampled, "the latest weights are evaluated"

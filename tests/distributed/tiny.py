@@ -12,7 +12,7 @@ from megatron_dppo.types import Prompt, RolloutTopK, RoutedExperts, Sample, Samp
 VOCAB, EXPERTS, TOP_K, LAYERS = 97, 8, 2, 3
 
 
-def write_model(folder: Path, **changes: Any) -> Path:
+def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Save a random model whose distributions and routers are far from flat."""
     settings: dict[str, Any] = dict(
         vocab_size=VOCAB,
@@ -33,7 +33,7 @@ def write_model(folder: Path, **changes: Any) -> Path:
         initializer_range=0.25,
         eos_token_id=0,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -60,7 +60,8 @@ class Case:
         return all(code in self.exits for code in codes)
 
 
-def _at(kind: str, moment: str, *numbers: int, rank: int | str = "all") -> dict[str, Any]:
+def at(kind: str, moment: str, *numbers: int, rank: int | str = "all") -> dict[str, Any]:
+    """The fault of a kind at a moment, at these calls of it, on one rank or all; see `rank.py`."""
     return {"kind": kind, "moment": moment, "numbers": numbers, "rank": rank}
 
 
@@ -89,7 +90,7 @@ def _kills() -> list[Case]:
                     "kill -9 of all" if not is_main_only else "kill -9 of rank 0",
                     words,
                     num_processes,
-                    _at("SIGKILL", moment, number),
+                    at("SIGKILL", moment, number),
                     exits=_KILLED if not is_main_only else frozenset({-9, 1}),
                     is_short=(moment, num_processes) in (("gradient", 1), ("write", 2)),
                 )
@@ -110,13 +111,20 @@ def _signals() -> list[Case]:
         ("SIGTERM", "while sampling, rank 1 alone", "rollout", 12, 2, 1),
         ("SIGUSR1", "in a gradient step, rank 1 alone", "gradient", 3, 2, 1),
     ):
-        fault = _at(kind, moment, number, rank=rank)
+        fault = at(kind, moment, number, rank=rank)
         is_short = (moment, num_processes) in (("gradient", 2), ("rollout", 2)) and kind == "SIGTERM"
         exits, log = frozenset({75}), ("then exit 75", "asked to stop: saved after")
         cases.append(Case(kind, words, num_processes, fault, exits=exits, log=log, is_short=is_short))
-    twice = _at("SIGTERM twice", "gradient", 3)
+    twice = at("SIGTERM twice", "gradient", 3)
     cases.append(Case("SIGTERM twice", "in a gradient step", 1, twice, exits=frozenset({128 + 15})))
     return cases
+
+
+def _ahead() -> list[Case]:
+    """With a rollout sampled ahead, which each checkpoint keeps."""
+    fault, ahead = at("SIGKILL", "write", 3), {"rollout": {"lag": 1}}
+    what, when = "kill -9 of all, a rollout sampled ahead", "while a checkpoint is written"
+    return [Case(what, when, 1, fault, exits=_KILLED, config=ahead)]
 
 
 def _newest(run: Path) -> Path:
@@ -180,7 +188,7 @@ def _tear_last_row(run: Path) -> None:
 
 def _tears() -> list[Case]:
     torn = ("is torn",)
-    killed = _at("SIGKILL", "gradient", 5)
+    killed = at("SIGKILL", "gradient", 5)
     cases = []
     for what, damage, resumed_log, num_processes in (
         ("truncated weights", _truncate, torn, 1),
@@ -239,7 +247,7 @@ def _disks() -> list[Case]:
             "disk full, then free again",
             "while saving",
             1,
-            _at("disk full", "save", 2),
+            at("disk full", "save", 2),
             log=log,
             config=patient,
             is_short=True,
@@ -248,7 +256,7 @@ def _disks() -> list[Case]:
             "disk full on one rank",
             "while saving",
             2,
-            _at("disk full", "save", 3, rank=1),
+            at("disk full", "save", 3, rank=1),
             log=log,
             config=patient,
         ),
@@ -267,7 +275,7 @@ def _disks() -> list[Case]:
             "second run in the same folder",
             "while training",
             1,
-            _at("second run", "gradient", 3),
+            at("second run", "gradient", 3),
             is_short=True,
             log=("second run ended with 2", "in use by process"),
             is_resumed=False,
@@ -285,19 +293,19 @@ def _lost_ranks() -> list[Case]:
     cases = []
     for rank in (0, 1):
         for words, moment, number in (("while sampling", "rollout", 12), ("in a gradient step", "step", 3)):
-            fault = _at("SIGKILL", moment, number, rank=rank)
+            fault = at("SIGKILL", moment, number, rank=rank)
             is_short = rank == 1 and moment == "step"
             cases.append(case(f"kill -9 of rank {rank}", words, fault, f"rank {rank}", is_short))
         for words, moment in (("in a gradient step", "step"), ("while a checkpoint is planned", "save")):
-            fault = _at("raise", moment, 3, rank=rank)
+            fault = at("raise", moment, 3, rank=rank)
             is_short = rank == 0 and moment == "step"
             cases.append(case(f"an exception on rank {rank}", words, fault, "ValueError: injected", is_short))
     cases += [
-        case("rank 1 hangs", "in a gradient step", _at("hang", "step", 3, rank=1), "rank 1", is_short=True),
-        case("SIGSTOP of rank 1", "in a gradient step", _at("SIGSTOP", "step", 3, rank=1), "rank 1"),
-        case("SIGSTOP of rank 0", "while sampling", _at("SIGSTOP", "rollout", 12, rank=0), "rank 0"),
+        case("rank 1 hangs", "in a gradient step", at("hang", "step", 3, rank=1), "rank 1", is_short=True),
+        case("SIGSTOP of rank 1", "in a gradient step", at("SIGSTOP", "step", 3, rank=1), "rank 1"),
+        case("SIGSTOP of rank 0", "while sampling", at("SIGSTOP", "rollout", 12, rank=0), "rank 0"),
     ]
-    alone = Case("an exception", "in a gradient step", 1, _at("raise", "step", 3), exits=frozenset({1}))
+    alone = Case("an exception", "in a gradient step", 1, at("raise", "step", 3), exits=frozenset({1}))
     return [*cases, replace(alone, last_line="ValueError: injected")]
 
 
@@ -323,7 +331,7 @@ def _bad_steps() -> list[Case]:
             "NaN gradient",
             "one step",
             1,
-            _at("NaN gradient", "gradient", 3),
+            at("NaN gradient", "gradient", 3),
             1,
             is_resumed=False,
             is_short=True,
@@ -332,19 +340,17 @@ def _bad_steps() -> list[Case]:
             "inf gradient on rank 1",
             "one step",
             2,
-            _at("inf gradient", "gradient", 3, rank=1),
+            at("inf gradient", "gradient", 3, rank=1),
             1,
             is_resumed=False,
         ),
-        case("NaN gradient", "two steps", 1, _at("NaN gradient", "gradient", 2, 4), 2, is_resumed=False),
-        case(
-            "NaN gradient", "three steps in a row", 1, _at("NaN gradient", "gradient", 2, 3, 4), 2, **in_a_row
-        ),
+        case("NaN gradient", "two steps", 1, at("NaN gradient", "gradient", 2, 4), 2, is_resumed=False),
+        case("NaN gradient", "three steps in a row", 1, at("NaN gradient", "gradient", 2, 3, 4), 2, **in_a_row),
         case(
             "NaN in the weights",
             "from step 2 on",
             1,
-            _at("NaN weight", "step", 2),
+            at("NaN weight", "step", 2),
             1,
             exits=frozenset({2}),
             log=("RolloutError", "16 of 16 samples dropped (16 non_finite_log_probs)"),
@@ -414,6 +420,7 @@ def _bad_batches() -> list[Case]:
 
 CASES: list[Case] = [
     *_kills(),
+    *_ahead(),
     *_signals(),
     *_tears(),
     *_lost_ranks(),

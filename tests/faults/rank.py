@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     "publish": ("megatron_dppo.checkpoints.checkpoint_folder", "publish", "before"),
     "flip": ("megatron_dppo.checkpoints.checkpoint_folder", "set_latest", "before"),
     "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
+    # Of runs that sample ahead.
+    "wait": ("megatron_dppo.rollout.producer", "Producer.state", "after"),
+    "hold": ("megatron_dppo.rollout.producer", "Producer.hold", "before"),
+    "abort": ("megatron_dppo.rollout.sglang.client", "SglangClient.abort", "before"),
+    "updated": ("megatron_dppo.weight_sync.disk", "DiskTransport.send", "after"),
+    "go on": ("megatron_dppo.rollout.producer", "Producer.go_on", "before"),
+    "group": ("megatron_dppo.rollout.groups", "GroupMaker.begin_at_place", "before"),
 }
 
 
@@ -58,6 +65,8 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     elif kind == "hang":
         while True:
             time.sleep(0.05)
+    elif kind == "slow":
+        time.sleep(1.0)
     elif kind == "disk full":  # large files fail, as they do on a full disk; metrics.jsonl still fits
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
         threading.Timer(1.0, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))).start()
@@ -104,18 +113,24 @@ def install(fault: dict[str, Any]) -> None:
     setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 
-def main() -> None:
-    """Run the command line's `train` with the fault installed."""
-    config, *fault = sys.argv[1:]
+def run(config: str, faults: Sequence[dict[str, Any]]) -> None:
+    """Run the command line's `train` with faults installed."""
     from megatron_dppo import cli
     from megatron_dppo.runtime import process as runtime
 
-    if fault:
+    if faults:
         runtime.quiet_library_warnings()
         importlib.import_module("megatron_dppo.mcore.cpu").install()
-        install(json.loads(Path(fault[0]).read_text()))
+    for fault in faults:
+        install(fault)
     sys.argv = ["megatron-dppo", "train", config]
     cli.main()
+
+
+def main() -> None:
+    """Run the config with the fault of a file, where one is named."""
+    config, *files = sys.argv[1:]
+    run(config, [json.loads(Path(file).read_text()) for file in files])
 
 
 if __name__ == "__main__":

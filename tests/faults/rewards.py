@@ -32,6 +32,13 @@ def hangs(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardR
     return digits(prompt, response, finish_reason)
 
 
+def hangs_if_marked(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Never returns for responses with a "#"."""
+    if "#" in response:
+        time.sleep(1e6)
+    return digits(prompt, response, finish_reason)
+
+
 def eats_memory(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     """Allocates without end for some responses."""
     eaten: list[bytearray] = []

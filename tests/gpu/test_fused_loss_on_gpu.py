@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loss_batches import Batch, make_batch
-from test_fused_loss import FIELDS, VARIANTS, expected_of, relative
+from test_fused_loss import FIELDS, OF_HIDDEN_STATES, VARIANTS, expected_of, relative
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -22,6 +22,7 @@ from megatron_dppo.kernels import (
     fused_metrics,
     fused_policy_loss,
     linear_log_probs,
+    linear_score_norms,
     ops,
 )
 
@@ -55,7 +56,8 @@ def batch_of(objective: Objective, **sizes: int) -> Batch:
 def check(out: FusedPolicyLoss, expected: dict[str, Any], batch: Batch, objective: Objective) -> None:
     """Each field within what float32 resolves, and the metrics of the GPU those of the CPU."""
     found = on_cpu(out)
-    size_of_terms = (expected["coefficient"] * expected["log_probs"]).abs().sum()
+    of_ratio = objective.log_ratio_coef * expected["ratio"].log().square().sum()
+    size_of_terms = (expected["coefficient"] * expected["log_probs"]).abs().sum() + of_ratio
     assert abs(found.loss_sum - expected["loss_sum"]) <= FLOAT32 * size_of_terms
     for field in FIELDS:
         if field != "divergence":
@@ -118,7 +120,7 @@ def test_padding_and_rows_that_do_not_learn_are_not_looked_at(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 1000])
-@pytest.mark.parametrize("name", ["dppo_topk_kl", "dppo_binary_tv", "entropy bonus", "pg_is", "negative_mask"])
+@pytest.mark.parametrize("name", OF_HIDDEN_STATES)
 def test_the_linear_form_equals_float64(name: str, chunk_tokens: int) -> None:
     objective = VARIANTS[name]
     batch = batch_of(objective)
@@ -178,8 +180,7 @@ def rows_of(arguments: dict[str, Any], logits: Tensor, objective: Objective) -> 
     ids = a["topk_ids"]
     statistics = ops.row_statistics(logits, a["targets"], ids, a["loss_mask"], 0, size, a["temperature"], True)
     tokens = (a["targets"], ids, a["rollout_log_probs"], a["topk_rollout_log_probs"], None, a["advantages"])
-    end = (a["loss_mask"], a["token_weights"], encode(objective), 0, size, a["temperature"], False)
-    return ops.policy_loss(logits, statistics[None], *tokens, *end)[1]
+    return ops.combine(statistics[None], *tokens, a["loss_mask"], a["token_weights"], encode(objective))[0]
 
 
 def test_more_logits_than_31_bits_count() -> None:
@@ -246,6 +247,18 @@ def test_log_probs_without_gradient_take_the_same_path() -> None:
     found = linear_log_probs(hidden, weight, arguments["targets"], **chosen, chunk_bytes=3000)
     for name in ("log_probs", "entropy", "topk_log_probs"):
         torch.testing.assert_close(getattr(found, name), getattr(out, name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FLOAT32), (torch.bfloat16, BFLOAT16)])
+def test_score_norms_are_those_of_float64(dtype: torch.dtype, tolerance: float) -> None:
+    batch = make_batch(torch.float32)
+    hidden, weight = batch.hidden.to(dtype), batch.weight.to(dtype)
+    names = ("targets", "loss_mask", "temperature", "vocab_size")
+    chosen = {name: batch.arguments[name] for name in names}
+    expected = linear_score_norms(hidden.double(), weight.double(), **chosen)
+    options: dict[str, Any] = dict(chunk_bytes=3000, logits_dtype=torch.float32)
+    found = linear_score_norms(hidden.to(DEVICE), weight.to(DEVICE), **moved(chosen, DEVICE), **options)
+    assert relative(found.cpu(), expected) <= tolerance
 
 
 @pytest.fixture

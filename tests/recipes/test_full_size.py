@@ -13,19 +13,25 @@ from published_models import PUBLISHED
 from typer.testing import CliRunner
 
 from megatron_dppo.checks import AT_ONCE, BEFORE_LOADING, Facts, check
+from megatron_dppo.checks.disk_rules import checkpoint_bytes
+from megatron_dppo.checks.facts import gather_facts
 from megatron_dppo.cli import app
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.plan import Machine, make_plan
 from megatron_dppo.plan.units import in_seconds
 from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.trace import Trace, as_json, as_text, trace_run
+from megatron_dppo.trace.depths import BETWEEN
 
 GB = 10**9
 HOST_BYTES = 2000 * GB
 FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(
-    ("moe_base", "moe_base_r3", "moe_thinking", "moe_base_lora", "topk_ablation"), 16
+    ("moe_base", "moe_base_r3", "moe_base_async", "moe_thinking", "moe_base_lora", "topk_ablation"), 16
 )
 """Of 80 GB each, on nodes of eight, on which an experiment fits as it stands."""
+DIVIDED_AMONG_16 = ("gem_tasks",)
+"""Their layout is one that fits 16 GPUs too, where a faster one for 8 does not."""
 NUM_PROBLEMS = {"math-sanity": 1460}  # of the published set; the sets of AIME have as many as the others here
 
 
@@ -72,11 +78,16 @@ def test_check_finds_no_fault(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_plan_says_that_it_fits(experiment: str) -> None:
+def test_plan_says_that_it_fits_and_which_layout_to_take(experiment: str) -> None:
+    """Of layouts with a tenth of a GPU to spare, which no GPU has confirmed, none is clearly faster."""
     fewest, config = FEWEST_GPUS[experiment], load(Path("examples") / experiment / "base.toml")
     for num_gpus in {fewest, 16}:
         plan = make_plan(config, Machine(num_gpus, 80 * GB, HOST_BYTES))
         assert plan.fits, plan.conclusion
+        if num_gpus == fewest and experiment not in DIVIDED_AMONG_16:
+            assert plan.found is not None and plan.time is not None
+            roomy = [each for each in plan.found.proposals if each.memory.peak <= 0.9 * 80 * GB]
+            assert plan.time.total <= 1.05 * min(each.time.total for each in roomy)
     if fewest > 8:
         assert not make_plan(config, Machine(fewest // 2, 80 * GB, HOST_BYTES)).fits
 
@@ -95,15 +106,140 @@ def test_readmes_quote_the_plan(experiment: str) -> None:
     assert quoted.groups()[1:] == (f"{plan.memory.peak / 2**30:.1f}", per_node, in_seconds(plan.time.total))
 
 
+def test_the_guide_of_clusters_quotes_check_and_plan() -> None:
+    """Its prompts are those of examples/README.md, its figures the commands', and its changes are admitted."""
+    guide = (ROOT / "examples" / "guides" / "cluster.md").read_text()
+    text = guide.replace("\n", " ")
+    prepared = [shlex.split(line)[1:] for line in guide.splitlines() if line.startswith("$prepare ")]
+    assert len(prepared) == 3
+    assert all(command in preparations() for command in prepared)
+    layers = (Path("examples/moe_base/base.toml"), Path("examples/moe_base/dppo_binary_tv.toml"))
+    config = load(*layers)
+    num_bytes = checkpoint_bytes(config, gather_facts(config, 16))
+    assert num_bytes is not None
+    assert f"{num_bytes / 2**30:.1f} GiB" in text
+    assert f"{num_bytes / GB:.0f} GB for each checkpoint" in text
+    plan = make_plan(config, Machine(16, 80 * GB, HOST_BYTES))
+    assert plan.memory is not None
+    assert plan.time is not None
+    rollout_s = plan.time.total * config.algorithm.minibatches_per_rollout
+    assert (
+        f"{plan.memory.peak / 2**30:.1f} of 74.5 GiB and a node {plan.memory.host.per_node / 2**30:.0f} GiB"
+        in text
+    )
+    assert f"{in_seconds(plan.time.total)} for a gradient step" in text
+    assert (
+        f"{config.run.num_rollouts} x {rollout_s:.0f} s, {config.run.num_rollouts * rollout_s / 3600:.0f} hours"
+        in text
+    )
+    assert f"step_{config.num_gradient_steps:08d}" in text
+    assert "runs/moe_base/dppo_binary_tv/slurm" in text and config.run.folder == Path(
+        "runs/moe_base/dppo_binary_tv"
+    )
+    sets = [set_.split() for set_ in re.findall(r"((?:--set \S+\s?)+)`", guide)]
+    for words, world_size in [([], 32), *((words, 32) for words in sets)]:
+        changed = load_config([ROOT / layer for layer in layers], [word for word in words if word != "--set"])
+        assert check(changed, world_size, needs=AT_ONCE) == [], words
+    for script in re.findall(r"examples/\S+?\.sbatch", guide):
+        assert (ROOT / script).exists()
+
+
 def test_the_readme_shows_what_the_command_prints() -> None:
     text = (ROOT / "megatron_dppo" / "plan" / "README.md").read_text()
     blocks = re.findall(r"```\n\$ megatron-dppo (plan .*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         command, *shown = block.splitlines()
         arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in command.split()]
         printed = CliRunner().invoke(app, arguments).stdout.splitlines()
         assert [line for line in shown if line != "..." and line not in printed] == []
+
+
+TOPK = Algorithm("topk_ablation", "dppo_topk_tv")
+
+
+def distinct_layouts() -> list[tuple[Path, ...]]:
+    """Returns the config of one experiment for each model and layout, and one with a Top-K divergence."""
+    configs = {}
+    for experiment in EXPERIMENTS:
+        path = Path("examples") / experiment / "base.toml"
+        config = load_config([ROOT / path])
+        key = (
+            config.model.load,
+            str(config.parallel),
+            config.lora.rank,
+            config.rollout.routing_replay == "off",
+        )
+        configs.setdefault(key, (path,))
+    return [*configs.values(), TOPK.layers]
+
+
+MOE, DENSE = (ROOT / "examples" / name / "base.toml" for name in ("moe_base", "dense_base"))
+WITHOUT_AN_EXAMPLE = {
+    "context": (MOE, "parallel.tensor=2", "parallel.context=4"),
+    "interleaved": (MOE, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.context=1"),
+    "recompute": (
+        DENSE,
+        *("megatron.recompute_granularity=full", "megatron.recompute_method=uniform"),
+        *("megatron.recompute_num_layers=1", "optimizer.offload=true"),
+    ),
+    "selective": (
+        MOE,
+        "megatron.recompute_granularity=selective",
+        'megatron.recompute_modules=["core_attn"]',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_AN_EXAMPLE)
+def test_a_traced_step_of_other_layouts_holds_the_plan(name: str) -> None:
+    file, *overrides = WITHOUT_AN_EXAMPLE[name]
+    config, num_gpus = load_config([Path(file)], overrides), FEWEST_GPUS[Path(file).parent.name]
+    require_plan(trace_run(make_plan(config, Machine(num_gpus, 80 * GB)), lambda _: None, num_layers=8), config)
+
+
+@pytest.mark.parametrize("layers", distinct_layouts(), ids=lambda layers: "-".join(layers[-1].parts[1:]))
+def test_a_traced_step_holds_the_plan(layers: tuple[Path, ...]) -> None:
+    config, num_gpus = load(*layers), FEWEST_GPUS[layers[0].parts[1]]
+    trace = trace_run(make_plan(config, Machine(num_gpus, 80 * GB)), lambda _: None, num_layers=8)
+    require_plan(trace, config)
+    assert trace.peak[1] <= 80 * GB
+
+
+def require_plan(trace: Trace, config: Config) -> None:
+    """What is held is what is planned, and nothing waits but the dispatch of tokens."""
+    traced = trace.traced  # the first stage of several has no loss
+    planned = {moment: trace.planned[moment] for moment in traced}
+    if config.lora.rank:  # states are planned for all weights, see the plan's notes
+        assert all(traced[moment] < planned[moment] for moment in planned)
+        traced, planned = (
+            {moment: held[moment] - held[BETWEEN] for moment in ("loss", "backward")}
+            for held in (traced, planned)
+        )
+    else:
+        assert traced[BETWEEN] == pytest.approx(planned[BETWEEN], rel=1e-3)
+    assert traced == pytest.approx(planned, rel=0.05)
+    waits = {place: n for (phase, place), n in trace.per_layer.waits.items() if phase != "step" and n}
+    is_moe = bool(trace.layout.expert > 1)
+    assert sum(waits.values()) == is_moe * trace.layers_between * trace.num_microbatches, waits
+    assert all("token_dispatcher.py" in place for place in waits)
+    assert "extrapolated" in as_text(trace)
+    assert json.loads(json.dumps(as_json(trace)))["traced_bytes"] == trace.traced
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dense_base", "8", "--trace-layers", "1"], "--trace-layers: found 1 over 1 pipeline stages"),
+        (["moe_base", "24", "--trace"], "--trace: found a run that train refuses"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(arguments: list[str], message: str) -> None:
+    experiment, num_gpus, *options = arguments
+    path = str(ROOT / "examples" / experiment / "base.toml")
+    result = CliRunner().invoke(app, ["plan", path, "--gpus", num_gpus, "--gpu-memory", "80GB", *options])
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_every_published_model_is_of_an_experiment() -> None:

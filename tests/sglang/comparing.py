@@ -1,14 +1,20 @@
 """What a server answered, compared with Hugging Face's forward pass of the same weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from serving import Served
 from tiny import TOP_K, VOCAB
 
+from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.conversations import TurnLimits
+from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.types import Prompt
 
 PARITY = 5e-5  # of float32 log-probs
 FULL = SamplingParams(24, num_topk_log_probs=20, capture_routes=True)
@@ -56,6 +62,19 @@ def compare(
     return worst, worst_topk
 
 
+def sampled_until(
+    engine: SglangEngine, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
+) -> list[Completion]:
+    """Sample as over-sampling does: conversations of one turn, which are aborted once it is enough."""
+
+    async def ended(completion: Completion) -> None:
+        pass
+
+    multi_turn = MultiTurnEngine(engine, InProcess(SingleTurn), Letters(), TurnLimits())
+    asked = [replace(request, prompt=Prompt(request.id, "", "test", text="?")) for request in requests]
+    return multi_turn.generate_each(asked, params, ended, is_enough)
+
+
 class Letters:
     """One token per character."""
 
@@ -72,5 +91,5 @@ class Letters:
 class Lengths:
     """Rewards long responses."""
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        return [RewardResult(float(len(request.response))) for request in requests]
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        return RewardResult(float(len(request.response)))

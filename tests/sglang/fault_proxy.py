@@ -80,7 +80,7 @@ class FaultProxy:
         if path != "/generate":
             _send(writer, answer.status_code, answer.content)
             return
-        rid = json.loads(body)["rid"]
+        rid, _, _ = json.loads(body)["rid"].partition("#")
         self.num_asked[rid] += 1
         self._answers[rid] = answer.content
         fault = self.faults.get(rid, Fault())

@@ -17,7 +17,7 @@ import httpx2
 from serving import MODEL
 
 from megatron_dppo.rollout.engine import Request, SamplingParams
-from megatron_dppo.rollout.sglang.protocol import Generation0521
+from megatron_dppo.rollout.sglang.protocol import GENERATIONS
 
 OUT = Path(__file__).resolve().parents[1] / "unit" / "sglang_replies"
 PROMPT = (5, 6, 7, 8, 40, 41)
@@ -55,7 +55,7 @@ def main(url: str, names: list[str]) -> None:
         if names and name not in names:
             continue
         request = Request(f"{name}+0", PROMPT, (0, 0, 0))
-        body = Generation0521().generate_body(request, params, MODEL)
+        body = GENERATIONS["0.5.21"].generate_body(request, params, MODEL)
         answer = _ask_all(url, body) if name == "retracted" else _ask(url, body, is_aborted=name == "abort")
         case = {"request": dataclasses.asdict(request), "params": dataclasses.asdict(params), "body": answer}
         (OUT / f"{name}.json").write_text(json.dumps(case) + "\n")

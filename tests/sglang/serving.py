@@ -1,5 +1,6 @@
 """A tiny model, and what a server that serves it on a CPU is started with."""
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from tiny import EXPERTS, TOP_K, VOCAB, write_model
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.rollout.sglang.client import SglangClient
 from megatron_dppo.rollout.sglang.protocol import ServedModel
 from megatron_dppo.types import ModelRouting
 
@@ -46,6 +48,17 @@ class Served:
     folder: Path
     model: Qwen3MoeForCausalLM  # the same weights, here
     run: Path  # the run's folder, whose servers/ names the server
+
+
+def num_requests(served: Served) -> int:
+    """Requests that are at the server, by what it says."""
+
+    async def ask() -> int:
+        async with SglangClient(served.url, api_key=KEY) as client:
+            generation, _ = await client.connect()
+            return generation.read_load(await client.loads())
+
+    return asyncio.run(ask())
 
 
 def write_served_model(folder: Path) -> Path:

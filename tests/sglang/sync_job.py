@@ -1,6 +1,7 @@
 """A trainer's processes that push weights to a server: what tests/sglang runs with `ranks.run_ranks`."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +51,7 @@ def push_every_way(
         change(actor, 1.05)
         stale = ""
         try:
-            sync._probe.run(sync._fleet(without=())[0].members)
+            sync._probe.run(sync._servers.fleet()[0].members)
         except WeightSyncError as error:
             stale = str(error)
         metrics = sync.push(version)
@@ -72,13 +73,13 @@ def perturb_each_tensor(runtime: Runtime, settings: dict[str, Any], version: int
     sync: Any = build_sync(config, actor, engine, runtime)
     sync.push(version)
     found: dict[str, float] = {}
-    (member,) = sync._fleet(without=())[0].members
+    (member,) = sync._servers.fleet()[0].members
 
     def give(name: str, tensor: Tensor) -> None:
         def one() -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
-        fleet = sync._fleet(without=())[0]
+        fleet = sync._servers.fleet()[0]
         fleet.tell(lambda m: m.calls.begin)
         TensorTransport(one, 1, runtime, 1).send(fleet, version)
         fleet.tell(lambda m: m.calls.end)
@@ -146,11 +147,11 @@ def die_in_the_middle(runtime: Runtime, settings: dict[str, Any]) -> None:
 
 
 def die_while_sampling(runtime: Runtime, settings: dict[str, Any]) -> None:
-    """End without a word while the server works on requests of this process."""
+    """Be killed while the server works on requests of this process."""
     from megatron_dppo.rollout.engine import Request, SamplingParams
 
     _, _, engine = connect(runtime, settings)
-    threading.Timer(1.0, os._exit, [7]).start()
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGKILL]).start()
     requests = [Request(f"dies+{i:03}", (5 + i % 80, 6, 7), (0, 0, i)) for i in range(512)]
     engine.generate(requests, SamplingParams(400, temperature=0.5))
 
@@ -165,20 +166,40 @@ def push_once(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[
 
 
 def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, Any]:
-    """Let a colocated server release its memory, then push; free bytes of the device before, between, after."""
-    from megatron_dppo.weight_sync.factory import build_sync
+    """Let a colocated server release its memory, lose sight of it, and push; free bytes of the device.
 
-    config, actor, engine = connect(runtime, settings)
-    sync = build_sync(config, actor, engine, runtime)
+    "free_" and: before, after_release, after_trainer_left, after_push, at_the_end. As two trainers would, of
+    which the first died after the release.
+    """
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.run.turns import Turns
+    from megatron_dppo.weight_sync.factory import build_sync, release_servers
+
+    config = Config.model_validate(settings)
 
     def free() -> int:
         runtime.synchronize()
         return torch.cuda.mem_get_info(runtime.device)[0] if runtime.device.type == "cuda" else 0
 
     found: dict[str, Any] = {"free_before": free()}
-    sync.release_engine()
+    for _ in range(2):  # the second one finds a server that has released what it had
+        release_servers(config, runtime)
     found["free_after_release"] = free()
+    config, actor, engine = connect(runtime, settings)
+    turns = Turns(actor, runtime)
+    turns.sync = build_sync(config, actor, engine, runtime)
     change(actor, 1.05)
-    found["metrics"] = sync.push(version)
+    leave = actor.memory.leave
+
+    def leave_and_look() -> None:
+        leave()
+        found["free_after_trainer_left"] = free()
+
+    actor.memory.leave = leave_and_look
+    found["metrics"] = turns.to_engine(version)
     found["free_after_push"] = free()
+    found["is_away"] = actor.memory.is_away
+    turns.to_trainer()
+    found["free_at_the_end"] = free()
+    turns.to_engine(version + 1)  # for whoever uses the server next
     return found

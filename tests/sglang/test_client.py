@@ -1,6 +1,7 @@
 """The client and the protocol against the real server."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -28,8 +29,8 @@ def _run(served: Served, use: Use) -> Any:
 async def _sample(
     client: SglangClient, generation: Generation, request: Request, params: SamplingParams
 ) -> Completion:
-    body = await client.generate(generation.generate_body(request, params, MODEL))
-    return generation.read_reply(body, request, params, MODEL)
+    content = await client.generate(generation.generate_body(request, params, MODEL))
+    return await generation.read_reply(content, request, params, MODEL)
 
 
 def test_what_the_server_says_of_itself(served: Served) -> None:
@@ -51,7 +52,7 @@ def test_the_limits_are_those_that_the_server_keeps(served: Served) -> None:
             params = SamplingParams(facts.max_tokens - num_prompt)
             body = generation.generate_body(request, params, MODEL)
             body["sampling_params"]["ignore_eos"] = True
-            answer: Any = await client.generate(body)
+            answer: Any = json.loads(await client.generate(body))
             lengths.append(num_prompt + len(answer["output_ids"]))
         assert lengths == [facts.max_tokens] * 2
         too_long = Request("long", (7,) * (facts.max_prompt_tokens + 1), (0, 0, 0))

@@ -14,9 +14,12 @@ from tiny import VOCAB, write_model
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
+from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.sglang.client import Patience
@@ -102,10 +105,8 @@ def test_it_is_an_engine_that_a_run_builds_and_collects_from(served: Served) -> 
     assert all(sample.topk is not None and sample.reward is not None for sample in batch.samples)
 
 
-def test_over_sampling_leaves_groups_half_done_and_goes_on_with_them(
-    served: Served, engine: SglangEngine
-) -> None:
-    options = {"prompts_per_rollout": 2, "samples_per_prompt": 4, "over_sampling": 4.0}
+def test_over_sampling_drops_what_is_not_whole_first(served: Served, engine: SglangEngine) -> None:
+    options = {"prompts_per_rollout": 2, "samples_per_prompt": 4, "over_sampling": 4.0, "keep_partials": False}
     params = SamplingParams(400, num_topk_log_probs=20, capture_routes=True)
     routing = MODEL.routing
     assert routing is not None
@@ -113,26 +114,20 @@ def test_over_sampling_leaves_groups_half_done_and_goes_on_with_them(
     scheduler = RolloutScheduler(
         RolloutConfig.model_validate(options),
         (0, 1),
-        engine,
+        MultiTurnEngine(engine, InProcess(SingleTurn), Letters(), TurnLimits()),
         GroupMaker(Letters(), 4, 64, seed=0),
         scorer,
         params,
     )
     letters = "abcdefghijklmnopqrstuvwxyz"
     stream = PromptStream([Prompt(x, "", "test", text="what is " + x * 9) for x in letters], 0, shuffle=False)
-    batches = [Collected(*scheduler.run(0, stream))]
-    kept = set(scheduler.places.open)
-    assert batches[0].counts.num_continued == 0 < batches[0].counts.num_kept_partials
-    while kept & set(scheduler.places.open):  # each rollout brings open responses nearer to their end
-        assert len(scheduler.places.open) == 6
-        batches.append(Collected(*scheduler.run(len(batches), stream)))
+    batches = [Collected(*scheduler.run(rollout, stream)) for rollout in range(2)]
     for batch in batches:
         assert [len(group.samples) for group in batch.groups] == [4, 4]
-        assert batch.counts.num_dropped_samples == 0
+        assert batch.counts.num_dropped_samples == batch.counts.num_continued == 0
+        assert batch.counts.num_discarded_partials > 0
         assert max(compare(served, *_as_answered(batch.samples), params)) <= PARITY
-    num_continued = sum(batch.counts.num_continued for batch in batches)
-    print(f"{num_continued} samples of {len(batches)} rollouts were begun in earlier ones")
-    assert num_continued > 0
+    assert scheduler.settle(stream, [scheduler.out_of_order]) == {"epoch": 0, "index": 16}
     ids = [sample.id for batch in batches for sample in batch.samples]
     assert len(ids) == len(set(ids))
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
-from mismatch_ranks import LAYOUTS, PARITY, TOOLS, measure_layouts, require_parity
+from mismatch_ranks import LAYOUTS, TOOLS, measure_layouts, require_parity
 from ranks import run_ranks
 from serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
 from tiny import write_model
@@ -54,11 +54,10 @@ def test_server_and_trainer_agree_in_every_layout(
 ) -> None:
     layouts = {name: layout for name, layout in LAYOUTS[world_size].items() if "pipeline" not in layout}
     results = run_ranks(measure_layouts, world_size, tmp_path, tables, str(tmp_path), layouts, timeout_s=400)
-    require_parity(results, LAYERS, PROMPTS * SAMPLES)
+    require_parity(results, Path(tables["model"]["load"]), LAYERS, PROMPTS * SAMPLES)
     for name, found in results[0].items():
         values = found["statistics"]["live"]
         print(f"{name}: log-probs {values['log_prob_diff_max']:.1e}, top-20 TV {values['topk_tv_max']:.1e}")
-        assert values["topk_tv_max"] <= PARITY
         assert found["counts"].num_dropped_samples == 0
 
 
@@ -78,10 +77,9 @@ def test_a_server_is_there_for_the_time_of_the_measurement(tables: dict[str, Any
     done = _run_tool(tmp_path, tables, *flags, "-o", str(tmp_path / "out"), processes=2)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "mismatch.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text().splitlines()]
+    require_parity([{"PP2": {"statistics": found, "rows": rows}}], model, LAYERS, 2 * SAMPLES)
     assert found["num_responses"] == 2 * SAMPLES
-    for routes in ("live", "replayed"):
-        assert found[routes]["log_prob_diff_max"] <= PARITY
-        assert found[routes]["agreement_mean"] == 1.0
     assert list((tmp_path / "out" / "servers").iterdir()) == [tmp_path / "out" / "servers" / "own-0.log"]
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())

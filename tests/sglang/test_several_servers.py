@@ -70,12 +70,12 @@ def _send_after(monkeypatch: pytest.MonkeyPatch, other: Other, number: int, num_
     """Send the server a signal just before it is sent its request of that number."""
     generate, sent = SglangClient.generate, list[str]()
 
-    async def counted(self: SglangClient, body: Any) -> object:
+    async def counted(self: SglangClient, body: Any, *rest: Any) -> object:
         sent.append(self.url)
         if self.url == other.url and sent.count(other.url) == num_requests:
             await asyncio.sleep(0.1)  # the others are on their way
             other.send(number)
-        return await generate(self, body)
+        return await generate(self, body, *rest)
 
     monkeypatch.setattr(SglangClient, "generate", counted)
 
@@ -99,12 +99,12 @@ def test_both_servers_answer_and_none_gets_more_than_its_limit(
     now, most, total = dict[str, int](), dict[str, int](), dict[str, int]()
     generate = SglangClient.generate
 
-    async def counted(self: SglangClient, body: Any) -> object:
+    async def counted(self: SglangClient, body: Any, *rest: Any) -> object:
         now[self.url] = now.get(self.url, 0) + 1
         total[self.url] = total.get(self.url, 0) + 1
         most[self.url] = max(most.get(self.url, 0), now[self.url])
         try:
-            return await generate(self, body)
+            return await generate(self, body, *rest)
         finally:
             now[self.url] -= 1
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from serving import START_TIMEOUT_S, Served, served_config
+from serving import START_TIMEOUT_S, Served, num_requests, served_config
 from sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
 from megatron_dppo.rollout.sglang.server import Server, ServerRecord, plan_launch
+
+DROPPED, DROPPED_WITHIN_S = b"Request is disconnected from the client side", 60.0
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 
@@ -54,10 +57,23 @@ def test_the_other_server_gets_all_weights_and_all_requests(
 
 def test_a_push_ends_what_a_dead_trainer_asked_for(served: Served, tmp_path: Path) -> None:
     settings = settings_of(served)
-    with pytest.raises(AssertionError, match=r"ranks ended with \[7\]"):
+    with pytest.raises(AssertionError, match=r"ranks ended with \[-9\]"):
         run_ranks(die_while_sampling, 1, tmp_path, settings)
     (metrics,) = run_ranks(push_once, 1, tmp_path, settings, 61)
     assert metrics["sync/probe_abs_diff_max"] <= 5e-5
+
+
+def test_a_server_drops_what_a_killed_trainer_asked_for(served: Served, tmp_path: Path) -> None:
+    """By itself, once it sees the broken connections: no push and no abort comes."""
+    log = served.run / "servers" / "shared.log"
+    num_before = log.read_bytes().count(DROPPED)
+    with pytest.raises(AssertionError, match=r"ranks ended with \[-9\]"):
+        run_ranks(die_while_sampling, 1, tmp_path, settings_of(served))
+    deadline = time.monotonic() + DROPPED_WITHIN_S
+    while (left := num_requests(served)) > 0:
+        assert time.monotonic() < deadline, f"{left} requests are still at the server"
+        time.sleep(0.2)
+    assert log.read_bytes().count(DROPPED) > num_before  # not sampled to their ends
 
 
 @pytest.mark.parametrize("way", ["distributed", "tensor"])

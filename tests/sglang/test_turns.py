@@ -7,8 +7,9 @@ from comparing import PARITY, Letters, compare, requests_of
 from serving import KEY, MODEL, Served
 
 from megatron_dppo.environments import InProcess, Observation, Turn
+from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine, TurnLimits
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.sglang.client import Patience
 from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.types import FinishReason, Prompt

@@ -48,11 +48,12 @@ def test_the_probe_finds_every_wrong_tensor(served: Served, tmp_path: Path) -> N
     assert restored <= 5e-5
 
 
-def test_a_colocated_server_is_asked_for_its_memory_and_serves_after_a_push(
+def test_a_server_that_another_trainer_left_without_its_memory_serves_after_a_push(
     served: Served, tmp_path: Path
 ) -> None:
-    """The calls and their order; on a CPU nothing is released."""
+    """The server would end if it were asked to resume what it holds; on a CPU nothing is freed."""
     settings = settings_of(served, {})
     settings["rollout"]["sglang"] |= {"colocated": True, "weight_sync": "tensor"}
     (result,) = run_ranks(release_and_push, 1, tmp_path, settings, 120)
     assert result["metrics"]["sync/probe_abs_diff_max"] <= 5e-5
+    assert result["is_away"]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -79,6 +80,15 @@ def submit(cluster: Cluster, outputs: Path, *command: str, **variables: str) -> 
     )
     assert submitted.returncode == 0, submitted.stderr
     return Job(cluster, submitted.stdout.strip(), outputs)
+
+
+def stand_in_environment(folder: Path, script: str) -> dict[str, str]:
+    """Variables of a job whose Python is a script of this folder, which knows the real one."""
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "slurm" / script, python)
+    python.chmod(0o755)
+    return {"MEGATRON_DPPO_VENV": str(folder / "venv"), "STAND_IN_PYTHON": sys.executable}
 
 
 def is_alive(process: int) -> bool:

@@ -65,10 +65,170 @@ def test_a_job_without_time_or_account_is_explained(
 @pytest.mark.parametrize("name", ["nothing.toml", "base.toml", "../moe_base/cispo.toml"])
 def test_an_unknown_algorithm_is_answered_with_those_that_exist(commands: Path, name: str) -> None:
     known = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": "60"}
-    for script in ("examples/moe_base/train.sbatch", "examples/moe_base/r3_compare.sbatch"):
-        status, said = run(script, name, path=commands, **known)
+    names = {
+        "moe_base": "cispo.toml dppo_binary_kl.toml dppo_binary_tv.toml",
+        "moe_base_async": "dppo_binary_tv.toml",
+    }
+    for script in ("moe_base/train", "moe_base/r3_compare", "moe_base_async/staleness_compare"):
+        status, said = run(f"examples/{script}.sbatch", name, path=commands, **known)
         assert status == 2
-        assert f"found {name}; expected one of cispo.toml dppo_binary_kl.toml dppo_binary_tv.toml" in said
+        assert f"found {name}; expected one of {names[script.partition('/')[0]]}" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "folder", "settings"),
+    [
+        (
+            "moe_base/r3_compare",
+            "R3_FOLDER",
+            {
+                "measure": "--set rollout.routing_replay=measure",
+                "replay": "--set rollout.routing_replay=replay",
+            },
+        ),
+        (
+            "moe_base_async/staleness_compare",
+            "STALENESS_FOLDER",
+            {
+                "synchronous": "--set rollout.max_staleness=0 --set rollout.over_sampling=1",
+                "asynchronous": "",
+            },
+        ),
+    ],
+)
+def test_a_comparison_submits_its_runs_and_a_report_on_them(
+    commands: Path, tmp_path: Path, script: str, folder: str, settings: dict[str, str]
+) -> None:
+    """A stand-in for sbatch writes down its arguments, and the limits that they are submitted with."""
+    calls = tmp_path / "calls"
+    sbatch = f'echo "$SBATCH_TIMELIMIT $SBATCH_PARTITION $SBATCH_ACCOUNT ${{SLURM_JOB_ID:-}}: $*" >>{calls}'
+    (commands / "sbatch").write_text(f"#!/bin/sh\n{sbatch}\nwc -l <{calls}\n")
+    (commands / "sbatch").chmod(0o755)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "SLURM_JOB_PARTITION": "big", "LIMIT": "60"}
+    more = ("--set", "rollout.max_staleness=1", "--set", "rollout.over_sampling=2")
+    out = tmp_path / "out"
+    variables = {**job, folder: str(out), "SEEDS": "0-2"}
+    status, said = run(f"examples/{script}.sbatch", "dppo_binary_tv.toml", *more, path=commands, **variables)
+    assert status == 0, said
+    submitted = calls.read_text().splitlines()
+    for name, options in settings.items():
+        given = f"dppo_binary_tv.toml {' '.join(more)}"
+        last = f" {options} --set run.folder='{out}/{name}'".replace("  ", " ")
+        (found,) = (line for line in submitted if line.endswith(given + last))
+        assert found.startswith(f"60 big us : --parsable --output={out}/slurm-%x-%j.out ")
+        assert f"--array=0-2 examples/{script.partition('/')[0]}/train.sbatch" in found
+    report = f"examples/slurm/report.sbatch {out}/report.html {' '.join(f'{out}/{name}' for name in settings)}"
+    assert submitted[2].endswith(f"--dependency=afterok:1:2 --kill-on-invalid-dep=yes {report}")
+    assert len(submitted) == 3
+
+
+JOB = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": "60"}
+SRUN = """#!/bin/sh
+echo "$PYTHON: $*" >>"$CALLS"
+case "$*" in
+    *settings.py*) echo "${PLACE:-elsewhere} 4 $RUN" ;;
+    *server.sh*)
+        mkdir -p "$RUN/servers"
+        for server in $(seq "${NUM_SERVERS:-1}"); do touch "$RUN/servers/node-$server.json"; done
+        sleep 0.5
+        ;;
+esac
+"""
+
+
+def run_steps(commands: Path, experiment: str, algorithm: str, **variables: str) -> tuple[int, str, list[str]]:
+    """Status and standard error of a job, and what its srun, a stand-in, was called with."""
+    for name, text in {"srun": SRUN, "scancel": "#!/bin/sh\n"}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    calls, script = commands / "calls", f"examples/{experiment}/train.sbatch"
+    folders = {"CALLS": str(calls), "RUN": str(commands / "run")}
+    status, said = run(script, algorithm, path=commands, **JOB, **folders, **variables)
+    return status, said, calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("variables", "place", "found"),
+    [
+        ({"NUM_ENGINE_NODES": "two"}, "elsewhere", "NUM_ENGINE_NODES='two'; expected a number of nodes"),
+        ({"NUM_ENGINE_NODES": "-1"}, "elsewhere", "NUM_ENGINE_NODES='-1'; expected a number of nodes"),
+        ({"NUM_ENGINE_NODES": "4"}, "elsewhere", "NUM_ENGINE_NODES=4 in a job of 4 node(s); expected one node"),
+        ({"NUM_ENGINE_NODES": "5"}, "elsewhere", "NUM_ENGINE_NODES=5 in a job of 4 node(s); expected one node"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "elsewhere", "NUM_ENGINE_NODES=2 in a job of 2 node(s)"),
+        ({"NUM_ENGINE_NODES": "0"}, "elsewhere", "servers that share no GPU with the trainer, and no node"),
+        ({}, "here", "NUM_ENGINE_NODES=2 and rollout.sglang.colocated; expected one of them"),
+        ({}, "nowhere", "NUM_ENGINE_NODES=2; expected 0, where no server is to be started"),
+    ],
+)
+def test_nodes_that_servers_cannot_have_are_refused_before_a_server_starts(
+    commands: Path, variables: dict[str, str], place: str, found: str
+) -> None:
+    job = {"SLURM_JOB_NUM_NODES": "4", "PLACE": place} | variables
+    status, said, calls = run_steps(commands, "moe_base_async", "dppo_binary_tv.toml", **job)
+    assert status == 2
+    assert f"found {found}" in said
+    assert not [call for call in calls if "settings.py" not in call]
+
+
+def test_an_asynchronous_job_has_nodes_for_servers_unless_it_is_told(commands: Path) -> None:
+    """Two of four by default; the trainer has those before."""
+    nodes = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "4"}
+    for variables, expected in (({}, 2), ({"NUM_ENGINE_NODES": "1"}, 1)):
+        job = nodes | variables | {"NUM_SERVERS": str(expected)}
+        status, said, calls = run_steps(commands, "moe_base_async", "dppo_binary_tv.toml", **job)
+        assert status == 0, said
+        settings, server, trainer = calls[-3:]
+        assert settings.endswith(f"--world-size {4 * (4 - expected)}")
+        assert f"--nodes={expected} --relative={4 - expected} --ntasks={expected} " in server
+        assert f"--nodes={4 - expected} --ntasks={4 - expected} --ntasks-per-node=1" in trainer
+
+
+@pytest.mark.parametrize(
+    ("images", "of_trainer", "of_server"),
+    [
+        ({}, None, None),
+        ({"CONTAINER": "both:1"}, "both:1", "both:1"),
+        ({"CONTAINER": "both:1", "CONTAINER_SERVER": "nv#sglang:2"}, "both:1", "nv#sglang:2"),
+        ({"CONTAINER_TRAINER": "trainer:3"}, "trainer:3", None),
+        ({"CONTAINER": "both:1", "CONTAINER_TRAINER": ""}, None, "both:1"),
+    ],
+)
+def test_trainer_and_servers_run_in_images_of_their_own(
+    commands: Path, images: dict[str, str], of_trainer: str | None, of_server: str | None
+) -> None:
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "NUM_ENGINE_NODES": "1", "SLURM_GPUS_ON_NODE": "4"}
+    status, said, calls = run_steps(commands, "moe_base", "cispo.toml", **nodes, **images)
+    assert status == 0, said
+    steps = {name: line for name in ("settings.py", "server.sh", "node.sh") for line in calls if name in line}
+    for name, image in {"settings.py": of_trainer, "node.sh": of_trainer, "server.sh": of_server}.items():
+        if image is None:
+            assert "--container" not in steps[name]
+        else:
+            options = (f"--container-image={image}", f"--container-workdir={ROOT}")
+            assert all(option in steps[name] for option in (*options, f"--container-mounts={ROOT}:{ROOT}"))
+            assert steps[name].startswith("python3: ")
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"CONTAINER": "my image"}, "CONTAINER='my image'"),
+        ({"CONTAINER_TRAINER": "/no/where.sqsh"}, "CONTAINER_TRAINER=/no/where.sqsh, which is no file"),
+        ({"CONTAINER_SERVER": "absent.sqsh"}, "CONTAINER_SERVER=absent.sqsh, which is no file"),
+        ({"CONTAINER_MOUNTS": "/tmp:/tmp"}, "CONTAINER_MOUNTS and no image"),
+        ({"CONTAINER": "a", "CONTAINER_MOUNTS": "/tmp:/tmp,data:/data"}, "'data:/data' in CONTAINER_MOUNTS"),
+        ({"CONTAINER": "a", "CONTAINER_MOUNTS": "/no/where:/data"}, "'/no/where:/data' in CONTAINER_MOUNTS"),
+    ],
+)
+def test_an_image_that_cannot_be_is_refused_before_a_step_starts(
+    commands: Path, variables: dict[str, str], found: str
+) -> None:
+    (commands / "srun").write_text("#!/bin/sh\necho started >&2\n")
+    (commands / "srun").chmod(0o755)
+    status, said = run("examples/moe_base/train.sbatch", "cispo.toml", path=commands, **JOB, **variables)
+    assert status == 2
+    assert f"found {found}" in said
+    assert "started" not in said
 
 
 def test_another_folder_than_the_root_is_refused(tmp_path: Path) -> None:
@@ -90,7 +250,9 @@ def test_a_job_asks_for_the_processes_that_its_config_needs(experiment: str) -> 
     assert header.keys() >= {"signal", "requeue", "open-mode"}
     assert not header.keys() & {"account", "time", "partition"}, "those are the site's"
     parallel = tomllib.loads((folder / "base.toml").read_text())["parallel"]
-    num_gpus = int(header["nodes"]) * int(header["gpus-per-node"])
+    engine = re.search(r"NUM_ENGINE_NODES:-(\d+)", (folder / "train.sbatch").read_text())
+    num_nodes = int(header["nodes"]) - int(engine[1] if engine else 0)
+    num_gpus = num_nodes * int(header["gpus-per-node"])
     split = parallel.get("tensor", 1) * parallel.get("context", 1) * parallel.get("pipeline", 1)
     assert num_gpus % split == 0
     assert num_gpus % parallel.get("expert", 1) == 0

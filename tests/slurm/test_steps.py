@@ -1,12 +1,10 @@
 """What jobs start, where, and what becomes of it; stand_in.sh takes the place of servers and trainer."""
 
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from jobs import ROOT, Job, submit
+from jobs import Job, stand_in_environment, submit
 
 TRAIN = "examples/moe_base/train.sbatch"
 ALGORITHM = "dppo_binary_tv.toml"
@@ -15,11 +13,7 @@ _LIMIT_S = 180
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder; beside it, an environment whose Python is the stand-in."""
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    shutil.copy(ROOT / "tests" / "slurm" / "stand_in.sh", python)
-    python.chmod(0o755)
+    """A run folder."""
     return tmp_path / "run"
 
 
@@ -27,7 +21,7 @@ def start(
     cluster: Cluster, run: Path, tiny: tuple[str, ...], *options: str, sets: tuple[str, ...] = (), **env: str
 ) -> Job:
     """A job with the stand-in."""
-    stand_in = {"MEGATRON_DPPO_VENV": str(run.parent / "venv"), "STAND_IN_PYTHON": sys.executable}
+    stand_in = stand_in_environment(run.parent, "stand_in.sh")
     overrides = [part for value in (f"run.folder={run}", *sets) for part in ("--set", value)]
     command = (*options, TRAIN, ALGORITHM, *tiny, *overrides)
     return submit(cluster, run.parent, *command, **stand_in | {"STAND_IN_FOLDER": str(run)} | env)

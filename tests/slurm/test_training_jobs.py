@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from campaign import compare_rows, equal_states
 from cluster import Cluster
-from jobs import Job, is_alive, submit
+from jobs import Job, is_alive, stand_in_environment, submit
 
 ALGORITHM = "dppo_binary_tv.toml"
 _LIMIT_S = 400
@@ -72,6 +72,54 @@ def test_a_signalled_job_is_requeued_and_resumes_bitwise(
     assert equal_states(pair / "measure" / "seed_7", run)
 
 
+def test_an_asynchronous_job_is_requeued_and_resumes(
+    cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A server on the last node, which is a stand-in, samples while the trainer on the first one trains."""
+    run, num_rollouts, max_staleness = tmp_path / "run", 8, 3
+    options = {
+        "run.folder": run,
+        "run.num_rollouts": num_rollouts,
+        "rollout.engine": "sglang",
+        "rollout.max_staleness": max_staleness,
+        "rollout.over_sampling": 2,
+        "rollout.sglang.weight_sync": "disk",
+        "rollout.sglang.probe_every": 0,
+        "parallel.expert": 1,
+        "evaluation.every": 100,
+        "tracking.samples_every": 1,
+    }
+    overrides = [part for name, value in options.items() for part in ("--set", f"{name}={value}")]
+    script = "examples/moe_base_async/train.sbatch"
+    environment = stand_in_environment(tmp_path, "stand_in_servers.sh") | {
+        "NUM_ENGINE_NODES": "1",
+        "SERVERS_PER_NODE": "1",
+    }
+    job = submit(cluster, tmp_path, "--nodes=2", script, ALGORITHM, *tiny, *overrides, **environment)
+    logs = [run / "slurm" / f"{job.id}-attempt_{attempt}" for attempt in range(2)]
+    wait_for_training(job, logs[0] / "trainer.log", num_rollouts=2)
+    cluster.ask(["scancel", "--batch", "--signal=USR1", job.id])
+    said = job.wait_for_state("COMPLETED", timeout_s=_LIMIT_S)
+    assert "attempt 0: stopped and saved; the job goes back to the queue" in said
+    assert "asked to stop: saved after" in (logs[0] / "trainer.log").read_text()
+    assert "resuming from" in (logs[1] / "trainer.log").read_text()
+    for log in logs:
+        ended = (log / "engine.log").read_text()
+        assert "n1: ended with weights " in ended and "n0" not in ended
+    rollouts = [row for row in rows(run) if row["kind"] == "rollout"]
+    assert [row["rollout"] for row in rollouts] == list(range(num_rollouts))
+    ages = [row["rollout/staleness_max"] for row in rollouts]
+    assert max(ages[:3]) >= 1, "sampled before a push, trained on after it"
+    assert ages[-1] >= 1, "and so after the resume"
+    assert max(ages) <= max_staleness
+    assert rollouts[0]["engine/busy_in_training"] > 0
+    assert sum(row["rollout/interrupted"] for row in rollouts) > 0
+    files = [(run / "samples" / f"rollout_{rollout:06d}.jsonl").read_text() for rollout in range(num_rollouts)]
+    of_rollouts = [{json.loads(line)["id"].partition("+")[0] for line in file.splitlines()} for file in files]
+    places = sorted(int(place.removeprefix("place")) for places in of_rollouts for place in places)
+    assert places == list(range(4 * num_rollouts)), "each prompt is trained on once"
+
+
 def test_a_rank_that_dies_ends_the_job_and_the_log_says_so(
     cluster: Cluster, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -94,11 +142,11 @@ def test_a_rank_that_dies_ends_the_job_and_the_log_says_so(
     assert re.search(r"rank 0 failed after this:\nrank 1 \(.*\) died in rollout \d+, step \d+", said)
 
 
-def wait_for_training(job: Job, log: Path) -> None:
-    """Until the first rollout is trained on."""
+def wait_for_training(job: Job, log: Path, num_rollouts: int = 1) -> None:
+    """Until so many rollouts are trained on."""
 
     def has_begun() -> bool:
         assert "FAILED" not in job.states, job.output
-        return log.exists() and re.search(r"rollout +1/", log.read_text()) is not None
+        return log.exists() and re.search(rf"rollout +{num_rollouts}/", log.read_text()) is not None
 
     job.cluster.wait_until(has_begun, _LIMIT_S, f"job {job.id} trains; it said:\n{job.output}")

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
 from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_dppo.rollout.groups import GroupMaker, answers, usable_groups
+from megatron_dppo.rollout.group_sampling import answers
+from megatron_dppo.rollout.groups import GroupMaker, usable_groups
 from megatron_dppo.rollout.scoring import RewardScorer, RouteValidator, Scorer, Tokenizer
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 

@@ -15,7 +15,7 @@ from megatron_dppo.algorithms import (
     policy_loss,
     preset,
 )
-from megatron_dppo.kernels.encoding import COMPILED
+from megatron_dppo.kernels.encoding import is_compiled
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 
@@ -27,7 +27,7 @@ def compiled_presets(top_k: int) -> list[Objective]:
     return [
         preset(name, **({"top_k": top_k} if objective.needs_topk else {}))
         for name, objective in PRESETS.items()
-        if objective.rule in COMPILED["rule"] and objective.divergence in COMPILED["divergence"]
+        if is_compiled(objective)
     ]
 
 

@@ -41,6 +41,8 @@ class Batch:
             topk_ids=m.topk.ids,
             topk_rollout_log_probs=m.topk.log_probs,
             old_log_probs=m.old_log_probs,
+            ref_log_probs=m.ref_log_probs,
+            response_lengths=m.cu_seqlens.diff(),
             temperature=self.temperature,
             vocab_size=self.vocab_size,
         )
@@ -58,7 +60,8 @@ def make_batch(
     """A batch of that type of numbers, the same for each.
 
     Row 0 is nearly certain, row 1 flat, row 2 has a ragged top-K, row 3 no advantage, row 4 no weight; a tenth
-    of the rows does not learn and holds NaN.
+    of the rows does not learn and holds NaN. The second of
+    four responses has one token, the third none.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -80,19 +83,22 @@ def make_batch(
     old_log_probs = (rollout_log_probs + 0.1 * random(num_tokens)).clamp(max=0)
     token_weights = torch.rand(num_tokens, generator=generator, dtype=torch.float64)
     advantages[3], token_weights[4] = 0.0, 0.0
-    for values in (advantages, rollout_log_probs, old_log_probs, token_weights):
+    ref_log_probs = old_log_probs.roll(1).nan_to_num()
+    for values in (advantages, rollout_log_probs, old_log_probs, ref_log_probs, token_weights):
         values[~loss_mask] = torch.nan
+    third = num_tokens // 3
     microbatch = Microbatch(
         tokens=targets,
         position_ids=torch.arange(num_tokens),
         targets=targets,
-        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, third, third + 1, third + 1, num_tokens], dtype=torch.int32),
         loss_mask=loss_mask,
         rollout_log_probs=rollout_log_probs.to(dtype),
         advantages=advantages.to(dtype),
         token_weights=token_weights.to(dtype),
         topk=RolloutTopK(ids, best.values.to(dtype)),
         old_log_probs=old_log_probs.to(dtype),
+        ref_log_probs=ref_log_probs.to(dtype),
     )
     return Batch(hidden.to(dtype), weight.to(dtype), vocab_size, 0.7, microbatch)
 
@@ -116,5 +122,8 @@ def policy_loss_from_logits(
     at_topk = None
     if topk is not None:
         at_topk = all_log_probs.gather(1, topk.ids.long().clamp(min=0)).masked_fill(topk.ids < 0, -math.inf)
-    inputs = PolicyLossInputs.of(microbatch, log_probs, topk_log_probs=at_topk, entropy=entropy)
+    lengths = microbatch.cu_seqlens.diff()
+    inputs = PolicyLossInputs.of(
+        microbatch, log_probs, topk_log_probs=at_topk, entropy=entropy, response_lengths=lengths
+    )
     return policy_loss(objective, inputs), TokenLogProbs(log_probs, entropy, at_topk)

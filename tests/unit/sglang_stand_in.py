@@ -1,11 +1,18 @@
-"""Stands for an SGLang 0.5.21 server; tests write its answers, which a real one gives under memory pressure."""
+"""Stands for an SGLang 0.5.21 server; tests write its answers, which a real one gives under memory pressure.
+
+`StandIn` answers at once; `LiveStandIn` takes time for each token, holds weights of a version, and can be
+interrupted, updated, hung and killed.
+"""
 
 import base64
 import json
+import socket
 import threading
+import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,11 +60,16 @@ class StandIn:
     fails_first: Callable[[str], bool] = lambda rid: False  # answers a request with 500 when it first comes
     url: str = ""
     num_asked: Counter[str] = field(default_factory=Counter[str])
+    is_started: bool = False
+    connections: set[socket.socket] = field(default_factory=set[socket.socket])
 
-    def respond(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Status and JSON."""
+    def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        """Status and JSON; status 0 closes the connection without an answer.
+
+        `is_gone` says whether the client has closed its connection meanwhile.
+        """
         if path == "/generate":
-            rid = body["rid"]
+            rid, _, _ = body["rid"].partition("#")  # as the run names it
             self.num_asked[rid] += 1
             if self.num_asked[rid] == 1 and self.fails_first(rid):
                 return 500, {"error": {"message": "as the test wants it"}}
@@ -67,31 +79,201 @@ class StandIn:
     @contextmanager
     def running(self) -> Iterator["StandIn"]:
         """Answer on a port of this machine inside the block."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
+        self.start()
         try:
             yield self
         finally:
-            server.shutdown()
-            server.server_close()
+            if self.is_started:
+                self.stop()
+
+    def start(self) -> None:
+        """Answer from now on; after a `stop`, on the port that it had."""
+        address = ("127.0.0.1", int(self.url.rpartition(":")[2] or 0))
+        self._server = ThreadingHTTPServer(address, _handler(self))
+        self._server.daemon_threads, self._server.block_on_close = True, False
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self.is_started = True
+
+    def stop(self) -> None:
+        """Answer no more, and break all connections, as a process does that ends."""
+        self.is_started = False
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass
+class LiveStandIn(StandIn):
+    """A server of one model's tokens, which runs many requests at once, as slowly as `token_s` says.
+
+    What a request is answered with depends on its id and on the token's position alone, so that a response that
+    went on by other weights, or elsewhere, is the one that it would have been.
+    """
+
+    end_token: int = 0
+    tokens: tuple[int, ...] = (TOKEN,)
+    is_marked: Callable[[str], bool] = lambda rid: False
+    """Whether the response to a request is made of the last of `tokens`; no other one has it."""
+    token_s: float = 0.02
+    version: int = 0
+    before: Callable[[str, int], tuple[int, Any] | None] = lambda path, number: None
+    """Told of each call's path and its number among those of this path, from 1, before it is answered. What it
+    returns is the answer, unless it returns None."""
+    is_paused: bool = False
+    running_ids: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
+    """The requests that it works on, and what aborts them."""
+    unfinished: list[str] = field(default_factory=list[str])
+    """Ids of the requests whose clients went away."""
+    num_calls: Counter[str] = field(default_factory=Counter[str])
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _answers: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._answers.set()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it runs, and does not hang."""
+        return self.is_started and self._answers.is_set()
+
+    def hang(self) -> None:
+        """Accept connections and answer nothing, until `wake`."""
+        self._answers.clear()
+
+    def wake(self) -> None:
+        """Answer again."""
+        self._answers.set()
+
+    def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        """See `StandIn.respond`."""
+        with self._lock:
+            self.num_calls[path] += 1
+            number = self.num_calls[path]
+        if (said := self.before(path, number)) is not None:
+            return said
+        while not self._answers.wait(0.02) and not is_gone():
+            pass
+        if path == "/generate":
+            return self._generate(body, is_gone)
+        if path == "/abort_request":
+            self._abort(body.get("rid", ""))  # a cut request names none
+        elif path == "/pause_generation":
+            self.is_paused = True
+            while self.running_ids:
+                for rid in list(self.running_ids):
+                    self._abort(rid)
+                time.sleep(0.005)
+        elif path == "/continue_generation":
+            self.is_paused = False
+        elif path == "/update_weights_from_disk":
+            if not self.is_paused or not list(Path(body["model_path"]).glob("*.safetensors")):
+                return 400, {"success": False, "message": f"paused: {self.is_paused}, {body['model_path']}"}
+            self.version = int(body["weight_version"])
+            return 200, {"success": True}
+        elif path == "/model_info":
+            return 200, {"model_path": "model", "weight_version": str(self.version)}
+        elif path.startswith("/v1/loads"):
+            return 200, {"loads": [{"num_running_reqs": len(self.running_ids), "num_waiting_reqs": 0}]}
+        return 200, _GETS.get(path)
+
+    def _abort(self, rid: str) -> None:
+        if (aborted := self.running_ids.get(rid)) is not None:
+            aborted.set()
+
+    def _generate(self, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        rid, limit, start = body["rid"], body["sampling_params"]["max_new_tokens"], len(body["input_ids"])
+        while self.is_paused and not is_gone():
+            time.sleep(self.token_s)
+        with self._lock:
+            if rid in self.running_ids:
+                return 400, {"error": {"message": f"Duplicate request ID detected: {rid}"}}
+            aborted = self.running_ids[rid] = threading.Event()
+            self.num_asked[rid] += 1
+        tokens, versions = list[int](), list[int]()
+        try:
+            finish = ""
+            while not finish:
+                is_aborted = aborted.wait(self.token_s)
+                while not self._answers.wait(0.02) and not is_gone():
+                    pass
+                if is_gone():
+                    self.unfinished.append(rid)
+                    return 499, None
+                if is_aborted:
+                    finish = "abort"
+                    break
+                draw = zlib.crc32(f"{rid} {start + len(tokens)}".encode())
+                is_end = draw % 12 == 0
+                token = self.tokens[-1 if self.is_marked(rid) else draw % max(len(self.tokens) - 1, 1)]
+                tokens.append(self.end_token if is_end else token)
+                versions.append(self.version)
+                finish = "stop" if is_end else "length" if len(tokens) == limit else ""
+        finally:
+            del self.running_ids[rid]
+        return 200, _reply(body, tokens, versions, finish)
+
+
+def _reply(asked: Mapping[str, Any], tokens: list[int], versions: list[int], finish: str) -> dict[str, Any]:
+    starts = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
+    stops = [*starts[1:], len(tokens)]
+    meta = {
+        "id": asked["rid"],
+        "finish_reason": {"type": finish},
+        "prompt_tokens": len(asked["input_ids"]),
+        "completion_tokens": len(tokens),
+        "cached_tokens": 0,
+        "num_retractions": 0,
+        "weight_versions": [
+            {"version": str(versions[start]), "start": start, "end": stop}
+            for start, stop in zip(starts, stops, strict=bool(starts))
+        ],
+        "output_token_logprobs": [[LOG_PROB, token, None] for token in tokens],
+    }
+    return {"output_ids": tokens, "meta_info": meta}
 
 
 def _handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def setup(self) -> None:
+            super().setup()
+            stand_in.connections.add(self.connection)
+
+        def finish(self) -> None:
+            stand_in.connections.discard(self.connection)
+            with suppress(OSError):
+                super().finish()
+
+        def handle(self) -> None:
+            with suppress(ConnectionError):
+                super().handle()
+
         def do_POST(self) -> None:
             sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, content = stand_in.respond(self.path, json.loads(sent or b"{}"))
-            body = b"" if content is None else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the client, or a test, has closed it
+                status, content = stand_in.respond(self.path, json.loads(sent or b"{}"), self._is_gone)
+                if not status:
+                    self.close_connection = True
+                    return
+                body = b"" if content is None else json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
         do_GET = do_POST
+
+        def _is_gone(self) -> bool:
+            try:
+                return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
 
         def log_message(self, format: str, *args: Any) -> None: ...
 

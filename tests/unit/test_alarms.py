@@ -46,6 +46,16 @@ def test_a_reward_that_falls_is_found_within_a_few_rollouts(seed: int) -> None:
     assert first <= 30
 
 
+@pytest.mark.parametrize(("metric", "of_older"), [("mismatch/tv_p999", 0.6), ("routing/agreement_mean", 0.8)])
+def test_tokens_of_older_weights_are_compared_with_such(metric: str, of_older: float) -> None:
+    rows = _healthy(0)
+    for row in rows[20:]:
+        row["rollout/staleness_max"], row[metric] = 2.0, of_older
+    assert not any(_found(rows))
+    rows[39][metric] = 10 * of_older if "tv" in metric else of_older - 0.2
+    assert len(_found(rows)[39]) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "metric", "value", "words"),
     [

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields, replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def make_inputs(dtype: torch.dtype = torch.float64, **changes) -> PolicyLossInpu
         old_log_probs=log["mu"].clone(),
         topk=make_topk(dtype),
         targets=torch.tensor([4, 5, 4]),
+        response_lengths=torch.tensor([2, 1]),
     )
     return replace(inputs, **changes)
 
@@ -158,7 +160,8 @@ def test_ignored_rows_are_ignored(name: str):
 
         values = {f.name: getattr(clean, f.name) for f in fields(clean)}
         dirty = PolicyLossInputs(
-            **{n: poisoned(t) for n, t in values.items() if isinstance(t, torch.Tensor)},
+            **{n: poisoned(t) for n, t in values.items() if isinstance(t, torch.Tensor) and len(t) == 3},
+            response_lengths=torch.tensor([2, 2]),
             token_weights=torch.tensor([1.0, 1.0, 1.0, poison]),
             loss_mask=torch.tensor([True, True, True, False]),
             topk=TopKLogProbs(*(poisoned(getattr(make_topk(), f.name)) for f in fields(TopKLogProbs))),
@@ -230,6 +233,9 @@ def test_sampled_token_of_no_probability_left(name: str):
     out = policy_loss(preset(name), make_inputs(log_probs=log_probs))
     out.loss_sum.backward()
     assert out.coefficient.tolist() == [0, 0, 0]
+    if preset(name).log_ratio_coef != 0:  # whose (log pi/mu)^2 is infinite
+        assert out.loss_sum.item() == INF
+        return
     assert out.loss_sum.item() == 0
     assert gradient(log_probs).tolist() == [0, 0, 0]
 
@@ -263,6 +269,66 @@ def test_entropy_bonus():
     assert gradient(entropy).tolist() == pytest.approx([-0.1, -0.05, 0])
 
 
+@pytest.mark.parametrize("kind", ["k3", "k1"])
+@pytest.mark.parametrize("name", ["grpo", "dppo_binary_tv", "cispo", "gspo"])
+def test_the_kl_from_the_reference_is_the_formula_by_autograd(name: str, kind: Literal["k3", "k1"]):
+    """Of all learning tokens, masked ones too: k3 by its own gradient, k1 as a penalty of the advantage."""
+    generator = torch.Generator().manual_seed(5)
+    pi, mu, ref = (-3 * torch.rand(3, 40, generator=generator, dtype=torch.float64)).unbind()
+    advantages, weights = torch.randn(2, 40, generator=generator, dtype=torch.float64).unbind()
+    learns = torch.arange(40) % 7 != 0
+    ref[~learns] = NAN
+    base: dict[str, Any] = dict(
+        rollout_log_probs=mu,
+        advantages=advantages,
+        loss_mask=learns,
+        token_weights=weights.abs(),
+        response_lengths=torch.tensor([15, 25]),
+    )
+    capped = preset(name, ratio_cap=1.5)
+    inputs = PolicyLossInputs(pi.clone().requires_grad_(), ref_log_probs=ref, **base)
+    out = policy_loss(replace(capped, ref_kl_coef=0.3, ref_kl=kind), inputs)
+    out.loss_sum.backward()
+    expected = PolicyLossInputs(pi.clone().requires_grad_(), **base)
+    without = policy_loss(capped, expected)
+    assert torch.equal(out.mask, without.mask) and bool((~out.mask[learns]).any() or name == "cispo")
+    d = (ref - expected.log_probs)[learns]
+    penalty = (pi - mu).exp().clamp(max=1.5)[learns] * -d.detach()
+    terms = d.exp() - d - 1 if kind == "k3" else penalty * expected.log_probs[learns]
+    (without.loss_sum + 0.3 * (terms * weights.abs()[learns]).sum()).backward()
+    torch.testing.assert_close(gradient(inputs.log_probs), gradient(expected.log_probs), rtol=1e-12, atol=1e-14)
+    value = terms if kind == "k3" else penalty
+    added = (out.loss_sum - without.loss_sum).item()
+    assert added == pytest.approx(0.3 * (value * weights.abs()[learns]).sum().item(), rel=1e-12)
+
+
+def test_mean_gradients_of_k3_and_k1_are_those_of_the_two_kl_divergences():
+    """At pi = mu, over the vocabulary: k3 descends KL(ref || pi), k1 descends KL(pi || ref)."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(9, generator=generator, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0)
+    pi = logits.log_softmax(0)
+    kls = {"k3": (ref.exp() * (ref - pi)).sum(), "k1": (pi.exp() * (pi - ref)).sum()}
+    for kind, kl in kls.items():
+        inputs = PolicyLossInputs(
+            pi, pi.detach(), torch.zeros(9), token_weights=pi.detach().exp(), ref_log_probs=ref
+        )
+        loss = policy_loss(preset("grpo", ref_kl_coef=1.0, ref_kl=kind), inputs).loss_sum
+        assert loss.item() == pytest.approx(kls["k1"].item())  # either estimates KL(pi || ref)
+        found, expected = (torch.autograd.grad(of, logits, retain_graph=True)[0] for of in (loss, kl))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["k3", "k1"])
+def test_a_token_that_the_policy_gave_up_keeps_loss_and_gradient_finite(kind: Literal["k3", "k1"]):
+    log_probs = torch.tensor([-200.0, -INF, -1.0], requires_grad=True)
+    inputs = make_inputs(torch.float32, log_probs=log_probs, ref_log_probs=torch.tensor([-1.0, -1.0, -1.0]))
+    out = policy_loss(preset("pg_is", ref_kl_coef=1.0, ref_kl=kind), inputs)
+    out.loss_sum.backward()
+    assert out.loss_sum.isfinite() and gradient(log_probs).square().isfinite().all()
+    assert (gradient(log_probs)[0] < -1e8) == (kind == "k3")  # k1 is weighed by pi/mu, which is 0
+
+
 def test_repeated_ids_beyond_the_used_columns_and_padding_pass():
     log_probs = torch.zeros(3, 4, dtype=torch.float64).sub(3)
     topk = TopKLogProbs(torch.tensor([[4, 5, 5, 4], [6, -1, -1, 6], [-1, -1, 4, 4]]), log_probs, log_probs)
@@ -281,6 +347,10 @@ def topk(ids=None, rollout_log_probs=None, log_probs=None) -> TopKLogProbs:
 REFUSED = {
     "no topk": ("dppo_topk_tv", {"topk": None}, "topk"),
     "no targets": ("dppo_topk_kl", {"targets": None}, "targets"),
+    "no reference": ("grpo_k3", {}, "ref_log_probs of grpo: found none"),
+    "reference nan": ("grpo_k3", {"ref_log_probs": torch.tensor([-1.0, NAN, -1.0])}, "nan at position 1 "),
+    "reference -inf": ("grpo_k3", {"ref_log_probs": torch.tensor([-1.0, -1.0, -INF])}, "ref_log_probs"),
+    "short reference": ("grpo_k3", {"ref_log_probs": torch.zeros(2)}, r"shape \[2\]"),
     "no old": ("minirl", {"old_log_probs": None}, "old_log_probs"),
     "rollout -inf": (
         "pg_is",
@@ -303,6 +373,24 @@ REFUSED = {
     "empty topk": ("dppo_topk_tv", {"topk": topk([[]] * 3, [[]] * 3, [[]] * 3)}, "columns"),
     "float mask": ("pg_is", {"loss_mask": torch.ones(3)}, "torch.float32"),
     "float ids": ("dppo_topk_tv", {"targets": torch.ones(3)}, "integer"),
+    "no lengths": ("gspo", {"response_lengths": None}, "response_lengths of gspo: found none"),
+    "long lengths": (
+        "cppo",
+        {"response_lengths": torch.tensor([2, 2])},
+        r"of cppo: found 2, 2 \(sum 4\).*sum to 3",
+    ),
+    "negative length": (
+        "trm",
+        {"response_lengths": torch.tensor([4, -1])},
+        r"response_lengths of trm: found 4, -1",
+    ),
+    "float lengths": ("mis", {"response_lengths": torch.tensor([2.0, 1.0])}, "float32; expected .B. integers"),
+    "bool lengths": ("mis", {"response_lengths": torch.ones(3).bool()}, "response_lengths.*torch.bool"),
+    "2d lengths": (
+        "mis",
+        {"response_lengths": torch.tensor([[2, 1]])},
+        r"response_lengths of mis: found shape \[1, 2",
+    ),
     "integer log_probs": ("pg_is", {"log_probs": torch.zeros(3, dtype=torch.long)}, "floating"),
 }
 
@@ -310,8 +398,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_refused(case: str):
     name, changes, message = REFUSED[case]
+    objective = preset("grpo", ref_kl_coef=0.04) if name == "grpo_k3" else preset(name)
     with pytest.raises(ConfigError, match=message):
-        policy_loss(preset(name), make_inputs(**changes))
+        policy_loss(objective, make_inputs(**changes))
 
 
 def test_entropy_is_asked_for():
@@ -320,5 +409,27 @@ def test_entropy_is_asked_for():
 
 
 def test_what_the_objective_does_not_read_may_be_absent():
-    inputs = make_inputs(old_log_probs=None, topk=None, targets=torch.zeros(7))
+    inputs = make_inputs(
+        old_log_probs=None, topk=None, targets=torch.zeros(7), response_lengths=torch.tensor([-1])
+    )
     policy_loss(preset("dppo_binary_tv"), inputs)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_token_without_advantage_is_never_dropped(name: str) -> None:
+    torch.manual_seed(0)
+    mu = torch.randn(6, 40).mul(3).log_softmax(1)
+    pi = (mu + 2 * torch.randn(6, 40)).log_softmax(1)
+    targets = torch.multinomial(mu.exp(), 1)
+    ids = mu.topk(20).indices
+    inputs = PolicyLossInputs(
+        pi.gather(1, targets)[:, 0],
+        mu.gather(1, targets)[:, 0],
+        torch.zeros(6),
+        old_log_probs=pi.gather(1, targets)[:, 0],
+        topk=TopKLogProbs(ids, mu.gather(1, ids), pi.gather(1, ids)),
+        targets=targets[:, 0],
+        response_lengths=torch.tensor([2, 4]),
+    )
+    out = policy_loss(PRESETS[name], inputs)
+    assert out.mask.all() and not out.coefficient.any()

@@ -1,12 +1,12 @@
 """Presets, their overrides, and what is refused."""
 
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import MISSING, FrozenInstanceError, fields, replace
 
 import pytest
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
-from megatron_dppo.algorithms.presets import OVERRIDABLE, overrides_in
+from megatron_dppo.algorithms.presets import FIELD, OVERRIDABLE, overrides_in
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError
 
@@ -30,11 +30,34 @@ TABLE = {
     "relax_high": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
     "relax_low": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
     "relax_both": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
+    "ipo": (0.1, 0.1, "-", "-", "-", math.inf, "rollout"),
+    "drpo": (12.5, 12.5, "-", "-", "-", math.inf, "rollout"),
+    "cppo": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
+    "cppo_topk": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
+    "sapo": ("-", "-", "-", "-", "-", math.inf, "rollout"),
+    "gspo": ("-", "-", 3e-4, 4e-4, "-", math.inf, "rollout"),
+    "icepop": ("-", "-", 0.2, 0.2, "-", math.inf, "recomputed"),
+    "mis": ("-", "-", 0.2, 0.2, "-", math.inf, "recomputed"),
+    "trm": ("-", "-", "-", "-", "-", math.inf, "rollout"),
+    "dppo_topk_kl_predictive": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
+}
+# What else the presets of other papers set; of all others these fields change nothing.
+FIELD_TABLE = {
+    "ipo": {"log_ratio_coef": 1e-3},
+    "drpo": {},
+    "cppo": {"prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8, "divergence": "binary_tv"},
+    "cppo_topk": {"prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8, "divergence": "topk_tv"},
+    "sapo": {"tau_low": 1.05, "tau_high": 1.0},
+    "gspo": {"importance": "response"},
+    "icepop": {"rho_low": 0.5, "rho_high": 5.0},
+    "mis": {"rho_low": 0.999, "rho_high": 1.002},
+    "trm": {"token_kl": 0.1, "response_kl": 0.002, "divergence": "topk_kl"},
+    "dppo_topk_kl_predictive": {"divergence": "topk_kl"},
 }
 COLUMNS = ("delta_low", "delta_high", "eps_low", "eps_high", "alpha", "ratio_cap", "anchor")
 
 
-def test_table_of_the_paper():
+def test_table_of_the_papers():
     assert set(PRESETS) == set(TABLE)
     for name, row in TABLE.items():
         objective = PRESETS[name]
@@ -43,6 +66,12 @@ def test_table_of_the_paper():
         assert set(used) == set(COLUMNS) & set(objective.fields_in_use), name
         assert (objective.top_k, objective.include_other, objective.sampled_token) == (20, True, "union")
         assert objective.entropy_coef == 0
+    assert set(FIELD_TABLE) == {objective.name for objective in FIELD}
+    for name, own in FIELD_TABLE.items():
+        others = {f.name: f.default for f in fields(Objective) if f.default is not MISSING}
+        others |= {c: v for c, v in zip(COLUMNS, TABLE[name], strict=True) if v != "-"} | own
+        others |= {"rule": PRESETS[name].rule}
+        assert vars(PRESETS[name]) == {"name": name, **others}
 
 
 def test_objectives_are_frozen_values():
@@ -81,6 +110,9 @@ def test_every_field_in_use_can_be_overridden(name: str):
         "include_other": True,
         "sampled_token": "replace",
         "ratio_cap": 9.0,
+        "rho_high": 6.0,
+        "prefix_delta_max": 0.5,
+        "ref_kl": "k1",
     }
     for field in PRESETS[name].fields_in_use:
         value = values.get(field, 0.01)
@@ -113,6 +145,20 @@ REFUSED = {
     "include_other": ("dppo_topk_tv", {"include_other": "no"}, "True, False"),
     "entropy": ("grpo", {"entropy_coef": -0.1}, "entropy_coef"),
     "topk recomputed": ("dppo_topk_tv", {"anchor": "recomputed"}, "known of mu alone"),
+    "crossed rho": ("icepop", {"rho_low": 6.0}, "rho_low: found 6.0; expected at most rho_high, 5"),
+    "crossed budget": ("cppo", {"prefix_delta_max": 0.01}, "prefix_delta: found 0.02; expected at most"),
+    "nan rho": ("mis", {"rho_high": math.nan}, "rho_high: found nan"),
+    "negative kl": ("trm", {"token_kl": -0.1}, "token_kl: found -0.1; expected a number >= 0"),
+    "infinite tau": ("sapo", {"tau_low": math.inf}, "tau_low: found inf; expected a finite number"),
+    "negative tau": ("sapo", {"tau_high": -1.0}, "tau_high: found -1.0"),
+    "late weight": ("cppo_topk", {"late_weight": -0.1}, "late_weight: found -0.1"),
+    "negative coefficient": ("ipo", {"log_ratio_coef": -1e-3}, "log_ratio_coef: found -0.001"),
+    "negative kl coefficient": ("grpo", {"ref_kl_coef": -0.04}, "ref_kl_coef: found -0.04"),
+    "infinite kl coefficient": ("grpo", {"ref_kl_coef": math.inf}, "ref_kl_coef: found inf; expected a finite"),
+    "kl estimator": ("grpo", {"ref_kl": "k2"}, "ref_kl: found 'k2'; expected one of 'k3', 'k1'"),
+    "linear at 0": ("drpo", {"delta_low": 0}, "delta_low: found 0; expected a number > 0"),
+    "importance": ("gspo", {"importance": "token"}, "gspo.importance"),
+    "unused tau": ("gspo", {"tau_low": 1.0}, "fields that gspo uses: eps_low, eps_high, ratio_cap"),
     "kl without other": ("dppo_topk_kl", {"include_other": False}, "sum to 1"),
 }
 
@@ -132,6 +178,8 @@ def test_all_faults_at_once_and_for_hand_made_objectives_too():
         Objective("mine", rule="divergence", divergence="hellinger")
     with pytest.raises(ConfigError, match="eps_low"):
         replace(PRESETS["grpo"], eps_low=-1)
+    with pytest.raises(ConfigError, match="divergence: found 'binary_kl'; expected a Top-K divergence"):
+        replace(PRESETS["dppo_topk_kl_predictive"], divergence="binary_kl")
 
 
 def test_what_a_config_sets_of_an_objective_is_said_by_the_objective():
@@ -139,4 +187,5 @@ def test_what_a_config_sets_of_an_objective_is_said_by_the_objective():
     settings = AlgorithmConfig(delta=0.1, eps_low=0.3).model_dump() | {"temperature_of_tomorrow": 2.0}
     assert overrides_in(settings) == {"delta": 0.1, "eps_low": 0.3}
     assert set(OVERRIDABLE) <= set(AlgorithmConfig.model_fields)
-    assert set(OVERRIDABLE) == {field for each in PRESETS.values() for field in each.fields_in_use}
+    objectives = [*PRESETS.values(), preset("own_rules:halves")]
+    assert set(OVERRIDABLE) == {field for each in objectives for field in each.fields_in_use}

@@ -25,13 +25,16 @@ from megatron_dppo.algorithms import (
     topk_kl,
     topk_partition,
     topk_tv,
-    trust_region_mask,
+    trust_region_weight,
 )
 
 ROUNDOFF = 1e-12
 NUM_TOKENS = 48
+RESPONSE_LENGTHS = torch.tensor([19, 0, 1, 28])
 FEW = settings(max_examples=15, deadline=None)
 EVERY_PRESET = pytest.mark.parametrize("name", PRESETS)
+ONE_SIDED = ("none", "ratio", "divergence", "negative", "prefix")  # drop no update towards the anchor
+EVERY_ONE_SIDED_PRESET = pytest.mark.parametrize("name", [n for n, o in PRESETS.items() if o.rule in ONE_SIDED])
 TOPK_FUNCTIONS = pytest.mark.parametrize("function", [topk_tv, topk_kl])
 
 
@@ -90,6 +93,7 @@ class Policies:
             old_log_probs=self.sampled(self.old),
             topk=self.topk(k),
             targets=self.targets,
+            response_lengths=RESPONSE_LENGTHS,
         )
         return replace(inputs, **changes)
 
@@ -109,7 +113,7 @@ ks = st.integers(1, 30)
 
 def test_every_registered_divergence_and_rule_has_a_preset():
     assert {p.divergence for p in PRESETS.values()} == set(DIVERGENCES)
-    assert {p.rule for p in PRESETS.values()} == set(RULES)
+    assert {p.rule for p in PRESETS.values()} == set(RULES) - {"own"}
 
 
 # Divergences
@@ -285,7 +289,7 @@ def test_partition_leaves_out_padding_whatever_stands_there():
 
 @FEW
 @given(policies)
-@EVERY_PRESET
+@EVERY_ONE_SIDED_PRESET
 def test_masks_drop_only_what_moves_away(name: str, p: Policies):
     objective = preset(name)
     out = policy_loss(objective, p.inputs())
@@ -298,12 +302,17 @@ def test_masks_drop_only_what_moves_away(name: str, p: Policies):
 @FEW
 @given(policies)
 @EVERY_PRESET
-def test_masks_see_only_the_sign_of_the_advantage(name: str, p: Policies):
-    scaled = policy_loss(preset(name), p.inputs(advantages=p.advantages * 1e-3)).mask
+def test_weights_see_only_the_sign_of_the_advantage(name: str, p: Policies):
+    scaled = policy_loss(preset(name), p.inputs(advantages=p.advantages * 1e-3)).weight
+    assert torch.equal(p.run(name).weight, scaled)
+
+
+@FEW
+@given(policies)
+@EVERY_ONE_SIDED_PRESET
+def test_a_token_that_moves_away_moves_back_with_the_other_sign(name: str, p: Policies):
     flipped = policy_loss(preset(name), p.inputs(advantages=-p.advantages)).mask
-    mask = p.run(name).mask
-    assert torch.equal(mask, scaled)
-    assert (mask | flipped).all()
+    assert (p.run(name).mask | flipped).all()
 
 
 @EVERY_PRESET
@@ -313,16 +322,17 @@ def test_equal_policies_keep_everything(name: str):
     topk = p.topk(5)
     inputs = replace(inputs, topk=TopKLogProbs(topk.ids, topk.log_probs, topk.log_probs))
     out = policy_loss(preset(name), inputs)
-    assert out.mask.all()
+    assert (out.weight == 1).all()
     assert (out.divergence == 0).all()
     assert (out.ratio == 1).all()
+    assert torch.equal(out.coefficient, p.advantages)
 
 
 @FEW
 @given(policies, st.floats(0, 1), st.floats(0, 1))
 @pytest.mark.parametrize("name", [n for n, o in PRESETS.items() if "delta" in o.fields_in_use])
 def test_masks_are_monotone_in_delta(name: str, p: Policies, one: float, two: float):
-    tight, loose = (p.run(name, delta=delta).mask for delta in sorted((one, two)))
+    tight, loose = (p.run(name, delta=delta + 1e-9).mask for delta in sorted((one, two)))
     assert (tight <= loose).all()
 
 
@@ -380,8 +390,9 @@ def test_direction_survives_where_probabilities_round_to_one():
     mu, pi = torch.tensor([-1e-9]), torch.tensor([-1e-12])
     assert mu.exp() == pi.exp() == 1
     for sign in (1.0, -1.0):
-        tokens = TrustRegionTokens(pi, mu, mu, torch.tensor([sign]), divergence=torch.ones(1))
-        assert trust_region_mask(preset("dppo_binary_kl"), tokens).item() == (sign < 0)
+        one = torch.ones(1)
+        tokens = TrustRegionTokens(pi, mu, mu, sign * one, divergence=one, loss_mask=one.bool())
+        assert trust_region_weight(preset("dppo_binary_kl"), tokens).item() == (sign < 0)
 
 
 # Gradients
@@ -391,26 +402,32 @@ def test_direction_survives_where_probabilities_round_to_one():
 @given(policies)
 @EVERY_PRESET
 def test_gradient_is_equation_23(name: str, p: Policies):
+    """And 2 c log pi/mu of the term that `log_ratio_coef` c adds, for dropped tokens, too."""
     out = p.run(name)
     out.loss_sum.backward()
     grad = p.logits.grad
     assert grad is not None
     onehot = torch.nn.functional.one_hot(p.targets, p.mu.shape[1])
-    expected = -out.coefficient[:, None] * (onehot - p.pi.detach().exp())
+    added = 2 * preset(name).log_ratio_coef * out.ratio.log()
+    expected = (added - out.coefficient)[:, None] * (onehot - p.pi.detach().exp())
     scale = 1 + out.coefficient.abs().max().item()
     torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12 * scale)
-    assert (grad[~out.mask] == 0).all()
+    assert (grad[~out.mask & (added == 0)] == 0).all()
     assert (grad.sum(1).abs() <= 1e-12 * scale).all()
 
 
 @FEW
 @given(policies)
-@pytest.mark.parametrize("name", [n for n, o in PRESETS.items() if o.ratio_cap == math.inf])
+@pytest.mark.parametrize(
+    "name", [n for n, o in PRESETS.items() if o.ratio_cap == math.inf and o.importance == "token"]
+)
 def test_gradient_is_that_of_the_surrogate(name: str, p: Policies):
     out = p.run(name)
     (grad,) = torch.autograd.grad(out.loss_sum, p.logits)
     ratio = (p.sampled(p.pi) - p.sampled(p.mu)).exp()
-    (through_ratio,) = torch.autograd.grad(-(out.mask * ratio * p.advantages).sum(), p.logits)
+    surrogate = -(out.weight * ratio * p.advantages).sum()
+    surrogate = surrogate + preset(name).log_ratio_coef * ratio.log().square().sum()
+    (through_ratio,) = torch.autograd.grad(surrogate, p.logits)
     torch.testing.assert_close(grad, through_ratio, rtol=1e-9, atol=1e-12 * (1 + ratio.max().item()))
 
 

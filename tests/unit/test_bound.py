@@ -75,12 +75,16 @@ def test_no_learning_token_gives_no_term() -> None:
 
 
 def test_noise_is_what_is_masked_before_any_update() -> None:
-    counts = {"num_masked_positive": 1, "num_masked_negative": 2, "num_positive": 60, "num_negative": 40}
-    metrics = Metrics()
-    add_noise(metrics, {name: torch.tensor(value) for name, value in counts.items()})
-    assert metrics.values() == {"trust_region/noise_masked_fraction": 0.03}
+    kept = torch.tensor([False, True, False, False, True, True])
+    advantages = torch.tensor([1.0, -1.0, -1.0, 0.0, 2.0, 1.0])
+    learns = torch.tensor([True, True, True, True, True, False])
+    versions = torch.tensor([4, 4, 3, 4, -1, 4])  # the third is older: its update is due to more than noise
+    for version, expected in ((None, 0.5), (4, 1 / 3)):
+        metrics = Metrics()
+        add_noise(metrics, kept, advantages, learns, versions, version)
+        assert metrics.values() == {"trust_region/noise_masked_fraction": expected}
     empty = Metrics()
-    add_noise(empty, dict.fromkeys(counts, 0))
+    add_noise(empty, kept, torch.zeros(6), learns)
     assert empty.values() == {}
 
 
@@ -93,3 +97,9 @@ def test_the_warning_says_how_far_the_engines_are_apart() -> None:
     assert (
         "found 3.4% of tokens masked before any update (|pi - mu|: mean 0.01, 99.9th percentile 0.2)" in warning
     )
+    of_older = {
+        "trust_region/noise_masked_fraction": 0.034,
+        "mismatch/tv_p999": 0.9,
+        "mismatch_age_0/tv_p999": 0.2,
+    }
+    assert "(|pi - mu|: 99.9th percentile 0.2)" in (noise_warning(of_older) or "")

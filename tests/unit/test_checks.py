@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -12,28 +13,33 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import megatron_dppo
-from megatron_dppo.algorithms import Objective
+from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.checks import (
     AT_ONCE,
     RULES,
-    algorithm_rules,
     check,
     check_run,
     gather_facts,
     megatron_rules,
     model_facts,
     not_checked,
+    remarks,
     require_evaluable,
     require_valid,
 )
+from megatron_dppo.checks.facts import TRAINING, prompt_files
 from megatron_dppo.checks.registry import Need
 from megatron_dppo.cli import app
-from megatron_dppo.config import Config, dump_config
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.config import Config, dump_config, load_config
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.rollout.evaluation import evaluation_sets
+from megatron_dppo.run.state import TrainingState
+from megatron_dppo.runtime.process import Runtime
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -77,12 +83,6 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def _knows_no_pg_tis(objective: Objective) -> None:
-    """The compiled kernels of a GPU, to which one preset were new."""
-    if objective.name == "pg_tis":
-        raise ConfigError(Problem("fused_policy_loss.objective.divergence", "new", "known", "Compile it."))
-
-
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path) -> Path:
     """A current directory with a model, prompts for training and evaluation, and its own cache."""
@@ -93,8 +93,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path)
         "_read_fields",
         lambda: MEGATRON,
     )
-    monkeypatch.setattr(algorithm_rules, "has_gpu", lambda: True)
-    monkeypatch.setattr(algorithm_rules, "require_compiled", _knows_no_pg_tis)
     _write_json(Path("model/config.json"), MODEL)
     Path("model/model.safetensors").touch()
     shutil.copy(tokenizer_file, "model/tokenizer.json")
@@ -206,6 +204,9 @@ def _full_disk() -> None:
     _model(vocab_size=10**12)()
 
 
+_AHEAD = {"rollout.engine": "sglang", "rollout.max_staleness": 1}
+
+
 def _sglang() -> None:
     """An interpreter whose SGLang takes one argument."""
     arguments = {"tp_size": {"flag": "--tp-size", "kind": "one", "type": "int", "choices": None}}
@@ -215,6 +216,19 @@ def _sglang() -> None:
         f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo 1.2.3;; esac\n"
     )
     python.chmod(0o755)
+
+
+_KL = {"algorithm.ref_kl_coef": 0.04, "model.reference": "before"}
+
+
+def _reference(
+    changes: dict[str, Any], weights: str = "model.safetensors", folder: str = "before"
+) -> Callable[[], None]:
+    def write() -> None:
+        _write_json(Path(folder) / "config.json", {**MODEL, **changes})
+        (Path(folder) / weights).touch()
+
+    return write
 
 
 def _sets(**sets: dict[str, Any]) -> dict[str, Any]:
@@ -311,9 +325,19 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("evaluation.sets.aime.reward", _sets(aime={"reward": "arithmetics"})),
         Example("evaluation.sets.aime.reward", _sets(aime={"reward": "environment"})),
     ],
+    "lag": [
+        Example("rollout.lag", {"rollout.lag": 4, "run.num_rollouts": 4}),
+        Example(
+            "rollout.lag",
+            {"rollout.lag": 1, "rollout.engine": "sglang", "rollout.over_sampling": 1.5},
+            also=frozenset({"keep_partials"}),
+        ),
+        Example("rollout.lag", {"rollout.lag": 1, "tracking.alarms": "roll_back"}),
+    ],
     "rollout_memory": [
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 1e-4}),
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.routing_replay": "measure"}),
+        Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.lag": 3}),
     ],
     "layout": [
         Example(
@@ -378,10 +402,47 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("algorithm.ratio_cap", {"algorithm.ratio_cap": float("nan")}),
         Example("algorithm.anchor", {**TOPK, "algorithm.anchor": "recomputed"}),
         Example("algorithm.include_other", {**TOPK, "algorithm.include_other": False}),
+        Example("algorithm.delta", {"algorithm.preset": "gspo", "algorithm.delta": 0.1}),
+        Example("algorithm.delta", {"algorithm.preset": "drpo", "algorithm.delta": 0.0}),
+        Example("algorithm.token_kl", {"algorithm.preset": "ipo", "algorithm.token_kl": 0.1}),
+        Example("algorithm.log_ratio_coef", {"algorithm.preset": "ipo", "algorithm.log_ratio_coef": -1.0}),
+        Example("algorithm.ref_kl_coef", {"algorithm.ref_kl_coef": -0.04}),
+        Example("algorithm.ref_kl_coef", {"algorithm.ref_kl_coef": math.inf}),
+        Example("algorithm.tau_low", {"algorithm.preset": "sapo", "algorithm.tau_low": math.inf}),
+        Example("algorithm.rho_low", {"algorithm.preset": "mis", "algorithm.rho_low": 1.1}),
+        Example("algorithm.prefix_delta", {"algorithm.preset": "cppo", "algorithm.prefix_delta": 0.05}),
+        Example("algorithm.anchor", {**TOPK, "algorithm.preset": "trm", "algorithm.anchor": "recomputed"}),
+    ],
+    "own_rule": [
+        Example("algorithm.preset", {"algorithm.preset": "own_rules:negative"}),
+        Example("tracking.shadow_presets", {"tracking.shadow_presets": ["own_rules:failing"]}),
+    ],
+    "reference_in_use": [
+        Example("model.reference", {"model.reference": "model"}),
+        Example("algorithm.ref_kl", {"algorithm.ref_kl": "k1", "algorithm.ref_kl_coef": 0.0}),
+    ],
+    "reference_model": [
+        Example("model.reference", _KL),
+        Example("model.reference", _KL, on_disk=_reference({}, weights="model.bin")),
+        *(
+            Example("model.reference", _KL, on_disk=_reference(changes))
+            for changes in (
+                {"architectures": ["Qwen3ForCausalLM"]},
+                {"architectures": ["GPT2LMHeadModel"]},
+                {"vocab_size": 48},
+                {"num_hidden_layers": 1},
+                {"attention_bias": True},
+            )
+        ),
+        Example("model.reference", _KL | {"lora.rank": 8}, on_disk=_reference({}, folder="before/hf")),
     ],
     "topk_log_probs": [
         Example("rollout.num_topk_log_probs", {**TOPK, "rollout.num_topk_log_probs": 19}),
         Example("rollout.num_topk_log_probs", {**TOPK, "algorithm.top_k": 21}),
+        *(
+            Example("rollout.num_topk_log_probs", {"algorithm.preset": preset})
+            for preset in ("cppo_topk", "trm", "dppo_topk_kl_predictive")
+        ),
     ],
     "topk_vocabulary": [
         Example("algorithm.top_k", {**TOPK, "algorithm.top_k": 41}, also=frozenset({"topk_log_probs"})),
@@ -421,9 +482,29 @@ EXAMPLES: dict[str, list[Example]] = {
     "paired_routing": [Example("tracking.paired_routing_every", {"tracking.paired_routing_every": 5})],
     "shadow_presets": [
         Example("tracking.shadow_presets", {"tracking.shadow_presets": [name]})
-        for name in ("dppo_binary_tw", "dppo_topk_kl", "minirl")
+        for name in ("dppo_binary_tw", "dppo_topk_kl", "minirl", "cppo_topk", "trm", "icepop", "mis")
     ],
-    "over_sampling": [Example("rollout.over_sampling", {"rollout.over_sampling": 1.5})],
+    "over_sampling": [
+        Example(
+            "rollout.over_sampling",
+            {"rollout.over_sampling": 1.5},
+            also=frozenset({"keep_partials"}),
+        )
+    ],
+    "max_staleness": [
+        Example("rollout.max_staleness", {"rollout.max_staleness": 1}),
+        Example(
+            "rollout.max_staleness",
+            _AHEAD | {"rollout.sglang": {"colocated": True, "weight_sync": "tensor"}},
+        ),
+        Example("rollout.max_staleness", _AHEAD | {"rollout.generate": "json:loads"}),
+        Example("rollout.max_staleness", _AHEAD | {"rollout.lag": 1}),
+    ],
+    "open_groups": [Example("rollout.over_sampling", _AHEAD | {"rollout.over_sampling": 2.1})],
+    "keep_partials": [
+        Example("rollout.keep_partials", _AHEAD | {"rollout.keep_partials": False}),
+        Example("rollout.keep_partials", {"rollout.engine": "sglang", "rollout.over_sampling": 1.5}),
+    ],
     "environment": [
         Example("rollout.environment", {"rollout.environment": "single_turns"}),
         Example("rollout.environment", {"rollout.environment": "no_such_module:Class"}),
@@ -438,7 +519,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example(
             "rollout.environment",
             {"rollout.environment": "sudoku", "rollout.over_sampling": 1.5},
-            also=frozenset({"over_sampling"}),
+            also=frozenset({"over_sampling", "keep_partials"}),
         ),
     ],
     "finite_numbers": [
@@ -517,6 +598,9 @@ EXAMPLES: dict[str, list[Example]] = {
     "same_experiment": [
         Example("run.folder", {"optimizer.lr": 1e-5}, on_disk=_checkpoint),
     ],
+    "release_trainer": [
+        Example("rollout.release_trainer", {"rollout.engine": "sglang", "rollout.release_trainer": True}),
+    ],
     "sglang_weight_sync": [
         Example("rollout.sglang.weight_sync", {"rollout.engine": "sglang", "sglang.quantization": "fp8"}),
         Example(
@@ -532,9 +616,27 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("algorithm.eps_low", {"algorithm.preset": "grpo", "algorithm.eps_low": 1.0}),
         Example("algorithm.eps_high", {"algorithm.preset": "grpo", "algorithm.eps_high": 0.0}),
         Example("algorithm.alpha", {"algorithm.preset": "relax_both", "algorithm.alpha": 1.0}),
-    ],
-    "known_to_kernels": [
-        Example("algorithm.preset", {"algorithm.preset": "pg_tis"}),
+        *(
+            Example(f"algorithm.{name}", {"algorithm.preset": preset, f"algorithm.{name}": value})
+            for preset, name, value in (
+                ("ipo", "delta", 1.0),
+                ("cppo", "delta_high", 1.0),
+                ("gspo", "eps_low", 1.0),
+                ("gspo", "eps_high", 0.0),
+                ("icepop", "eps_low", 1.0),
+                ("icepop", "rho_low", 1.5),
+                ("mis", "rho_high", 0.9999),
+            )
+        ),
+        *(
+            Example(f"algorithm.{name}", {**TOPK, "algorithm.preset": preset, f"algorithm.{name}": value})
+            for preset, name, value in (
+                ("cppo_topk", "delta_low", 2.0),
+                ("trm", "token_kl", 0.0),
+                ("trm", "response_kl", 0.5),
+                ("dppo_topk_kl_predictive", "delta", 0.0),
+            )
+        ),
     ],
     "sglang_arguments": [
         Example("sglang.tp_sise", {"sglang.tp_sise": 2}),
@@ -565,6 +667,23 @@ def test_a_valid_config_has_no_problems(world: Path) -> None:
     assert check(_config({"lora.rank": 32}), 1) == []
     assert check(_config({"lora.rank": 4, "lora.targets": ("q_proj", "o_proj")}), 1) == []
     require_valid(_config({}), 1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_valid_as_it_is(world: Path, preset: str) -> None:
+    assert check(_config({**TOPK, "algorithm.preset": preset}), 1, needs=AT_ONCE) == []
+
+
+def test_another_aggregation_than_the_papers_is_remarked_on(world: Path) -> None:
+    for preset in ("gspo", "icepop", "sapo"):
+        (remark,) = remarks(_config({"algorithm.preset": preset}))
+        assert f"{preset} was published with 'seq_mean_token_mean'" in remark
+    assert remarks(_config({"algorithm.preset": "trm"})) == []
+    own = {"algorithm.preset": "gspo", "algorithm.aggregation": "seq_mean_token_mean"}
+    assert remarks(_config(own)) == []
+    Path("config.toml").write_text(dump_config(_config({"algorithm.preset": "gspo"})))
+    shown = CliRunner().invoke(app, ["check", "config.toml"])
+    assert shown.exit_code == 0 and "note: algorithm.aggregation is 'token_mean'" in shown.output
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
@@ -762,6 +881,13 @@ def test_check_names_the_first_ten_bad_rows_and_counts_all(world: Path) -> None:
     assert refused.exit_code == 2 and "found 20 of 40 rows" in refused.stderr, "before a model loads"
 
 
+def test_check_says_once_what_a_reward_should_return(world: Path) -> None:
+    _module("mine", "def f(a, b, c): ...")()
+    Path("config.toml").write_text(dump_config(_config({"data.reward": "mine:f"})))
+    said = CliRunner().invoke(app, ["check", "config.toml"]).stderr
+    assert said.count("expected") == 1 and "a NoneType; expected a RewardResult. Correct the reward.\n" in said
+
+
 def test_the_command_says_its_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"megatron-dppo {megatron_dppo.__version__}\n"
 
@@ -824,3 +950,20 @@ def test_only_rank_0_speaks_of_the_config(world: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RANK", "1")
     result = CliRunner().invoke(app, ["train", "none.toml"])
     assert (result.exit_code, result.stderr) == (2, "")
+
+
+def test_an_example_trains_without_evaluation_and_its_files(world: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "moe_base" / "base.toml"
+    files = {key for key in prompt_files(load_config([example])) if key != TRAINING}
+    assert files == {"evaluation.sets.aime24.prompts", "evaluation.sets.aime25.prompts"}
+    config = load_config([example], ["evaluation.every=0"])
+    assert set(prompt_files(config)) == {TRAINING}
+    assert evaluation_sets(config) == []
+    assert config.evaluation.sets == load_config([example]).evaluation.sets
+    assert not check(_config({"evaluation.every": 0} | _sets(absent={"prompts": "absent.jsonl"})), 1)
+    (problem,) = check(_config(_sets(absent={"prompts": "absent.jsonl"})), 1)
+    assert problem.where == "evaluation.sets.absent.prompts"
+    without = TrainingState(config, Runtime(torch.device("cpu"), 0, 1))
+    assert not without.is_evaluation_due
+    with pytest.raises(ConfigError, match=r"evaluation\.every = 0"):
+        require_evaluable(_config({"evaluation.every": 0}), 1)

@@ -59,6 +59,56 @@ def test_overrides_take_lists_tables_and_infinity() -> None:
     assert config.algorithm.ratio_cap == math.inf
 
 
+BASE = """[data]
+reward_values = [-1.0, 1.0]
+shuffle = false
+[sglang]
+tp_size = 2
+[evaluation]
+temperature = 0.5
+[evaluation.sets.a]
+prompts = "a.jsonl"
+[evaluation.sets.b]
+prompts = "b.jsonl"
+"""
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["override", "file"])
+def test_a_later_layer_takes_settings_of_earlier_ones_away(tmp_path: Path, is_file: bool) -> None:
+    names = ["data.reward_values", "evaluation.sets.a", "sglang.tp_size", "rollout.generate"]
+    base = _file(tmp_path, "base.toml", BASE)
+    if is_file:
+        overlay = _file(tmp_path, "overlay.toml", f"unset = {names}\n[data]\nmax_prompt_tokens = 3\n")
+        config = load_config([base, overlay])
+    else:
+        config = load_config([base], [*(f"{name}=none" for name in names), "data.max_prompt_tokens=3"])
+    assert config.data.reward_values == Config().data.reward_values == (0.0, 1.0)
+    assert not config.data.shuffle and config.data.max_prompt_tokens == 3
+    assert list(config.evaluation.sets) == ["b"] and config.evaluation.temperature == 0.5
+    assert config.sglang == {} and config.rollout.generate is None
+    assert load_config([base], ["evaluation.sets=none"]).evaluation.sets == {}
+    assert load_config([base], ["evaluation=none"]).evaluation == Config().evaluation
+
+
+def test_what_is_given_after_it_was_taken_away_counts_and_none_in_quotes_is_a_string(tmp_path: Path) -> None:
+    base = _file(tmp_path, "base.toml", BASE)
+    again = _file(
+        tmp_path, "again.toml", "unset = ['data.reward_values']\n[data]\nreward_values = [0.0, 5.0]\n"
+    )
+    assert load_config([base, again]).data.reward_values == (0.0, 5.0)
+    assert load_config([base], ["sglang.moe_a2a_backend='none'"]).sglang["moe_a2a_backend"] == "none"
+
+
+def test_taking_away_what_is_no_setting_is_explained(tmp_path: Path) -> None:
+    overlay = _file(tmp_path, "overlay.toml", "unset = ['data.reward_valuse', 'evaluation.sets.a.nothing']\n")
+    problems = _problems([overlay], ("optimzer.lr=none",))
+    assert problems["data.reward_valuse"].action == "Did you mean data.reward_values?"
+    assert problems["data.reward_valuse"].found == f"none (set by {overlay})"
+    assert set(problems) == {"data.reward_valuse", "evaluation.sets.a.nothing", "optimzer.lr"}
+    (problem,) = _problems([_file(tmp_path, "overlay.toml", "unset = 'data.reward_values'\n")]).values()
+    assert (problem.where, problem.expected) == ("unset", "a list of settings, as strings")
+
+
 def test_dump_is_toml_that_loads_to_the_same_config(tmp_path: Path) -> None:
     overrides = ["algorithm.ratio_cap=inf", "evaluation.sets.a.prompts=a.jsonl", "tracking.backends=['wandb']"]
     config = load_config([], [*overrides, "megatron.recompute_modules=['moe']", "optimizer.lr=1.23456789e-07"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from math_problems import PROBLEMS, aime_rows, math_rows, sanity_rows, slime_rows, verl_rows, write_rows
 
-from megatron_dppo.data.prompts.prompts import load_prompts
+from megatron_dppo.data.prompts.prompts import load_prompts, read_prompts
 from megatron_dppo.data.prompts.schemas import PROBLEM_SCHEMAS, TRAINING_SCHEMAS, cell, detect
 from megatron_dppo.errors import DataError
 
@@ -25,8 +25,9 @@ def test_training_reads_them_as_they_are(
 ) -> None:
     path = write_rows(tmp_path / f"set.{suffix}", ROWS[schema])
     with caplog.at_level(logging.INFO):
+        assert len(list(read_prompts(path, "prompt", None))) == len(PROBLEMS)  # as a survey does, before
         prompts = load_prompts(path, "prompt", None)
-    assert f"{schema}'s columns" in caplog.text
+    assert caplog.text.count(f"{schema}'s columns") == 1
     assert [prompt.answer for prompt in prompts] == [answer for _, answer in PROBLEMS]
     asked = [prompt.text or str(prompt.messages) for prompt in prompts]
     problems = [problem for problem, _ in PROBLEMS]

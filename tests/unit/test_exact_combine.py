@@ -114,6 +114,20 @@ def test_no_sum_depends_on_an_order_and_nothing_waits() -> None:
     assert "_embedding_bag_forward_only" in names or "_embedding_bag" in names
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_chunks_of_ranks_are_sorted_as_megatron_does_and_not_copied_in_order(num_ranks: int) -> None:
+    sizes = torch.tensor([3, 1, 0, 4, 2, 5, 1, 2])  # of each rank and expert
+    rows, probs = torch.randn(18, HIDDEN), torch.randn(18)
+    chunks = torch.arange(8)
+    for order in (chunks.view(num_ranks, -1).T.ravel(), chunks.view(-1, num_ranks).T.ravel()):
+        sort: Any = exact_combine.sort_chunks_by_idxs
+        expected: Any = megatron.sort_chunks_by_idxs(rows, sizes, order, probs=probs)
+        found = sort(rows, sizes, order, probs=probs)
+        assert all(map(torch.equal, found, expected))
+        assert (found[0] is rows and found[1] is probs) == (num_ranks == 1)
+        assert sort(rows, sizes, order)[1] is None
+
+
 def test_dropped_tokens_are_left_to_megatron() -> None:
     given = layer(8, 2, torch.float32)
     arguments: Any = (given.tokens, given.routing_map, given.probs)

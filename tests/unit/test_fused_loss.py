@@ -7,7 +7,14 @@ import torch
 from loss_batches import Batch, make_batch, policy_loss_from_logits
 
 from megatron_dppo.algorithms import PRESETS, Objective, preset
-from megatron_dppo.kernels import fused_linear_policy_loss, fused_metrics, fused_policy_loss, linear_log_probs
+from megatron_dppo.kernels import (
+    fused_linear_policy_loss,
+    fused_metrics,
+    fused_policy_loss,
+    linear_log_probs,
+    linear_score_norms,
+    score_norms,
+)
 
 VARIANTS: dict[str, Objective] = {
     **PRESETS,
@@ -15,10 +22,40 @@ VARIANTS: dict[str, Objective] = {
     "capped": preset("dppo_binary_tv", ratio_cap=1.2, delta_low=0.01, delta_high=0.3),
     "replace": preset("dppo_topk_kl", sampled_token="replace", top_k=5),
     "without other": preset("dppo_topk_tv", include_other=False),
+    "tight cppo": preset("cppo_topk", delta=0.1, prefix_delta=0.01, top_k=6),
+    "tight mis": preset("mis", rho_low=0.98, rho_high=1.5),
+    "tight trm": preset("trm", token_kl=0.1, response_kl=0.02, top_k=6),
+    "wide gspo": preset("gspo", eps_low=0.05, eps_high=0.05, entropy_coef=0.1),
+    "tight predictive": preset("dppo_topk_kl_predictive", delta=0.01, top_k=6),
     "recomputed entropy": preset("minirl_tis", entropy_coef=0.5),
+    "grpo with k3": preset("grpo", ref_kl_coef=0.04, entropy_coef=0.01),
+    "capped k1": preset("dppo_topk_kl", ref_kl_coef=0.3, ref_kl="k1", ratio_cap=1.1, top_k=5),
+    "gspo with k3": preset("gspo", ref_kl_coef=0.04),
+    "own": preset("own_rules:divergence_mask", rule_options={"delta": 0.01}, anchor="recomputed"),
+    "own of responses": preset(
+        "own_rules:fading",
+        rule_options={"delta": 0.5, "steady": 0.1},
+        rule_divergence="topk_kl",
+        rule_over="responses",
+        top_k=6,
+    ),
 }
+OF_HIDDEN_STATES = (
+    "dppo_topk_kl",
+    "entropy bonus",
+    "pg_is",
+    "negative_mask",
+    "ipo",
+    "gspo",
+    "cppo_topk",
+    "tight mis",
+    "grpo with k3",
+    "capped k1",
+    "gspo with k3",
+    "own of responses",
+)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
-FIELDS = ("log_probs", "entropy", "topk_log_probs", "divergence", "ratio", "coefficient", "mask")
+FIELDS = ("log_probs", "entropy", "topk_log_probs", "divergence", "ratio", "weight", "coefficient", "mask")
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -33,7 +70,7 @@ def expected_of(batch: Batch, objective: Objective, logits: torch.Tensor) -> tup
     out.loss_sum.backward()
     learns = batch.microbatch.loss_mask
     assert tokens.topk_log_probs is not None and logits.grad is not None
-    named = {name: getattr(out, name) for name in ("loss_sum", "divergence", "ratio", "coefficient", "mask")}
+    named = {name: getattr(out, name) for name in ("loss_sum", *FIELDS[3:])}
     named |= {"log_probs": tokens.log_probs.where(learns, 0), "entropy": tokens.entropy.where(learns, 0)}
     named["topk_log_probs"] = tokens.topk_log_probs.where(learns[:, None], -torch.inf)
     return {**named, "metrics": out.metrics}, logits.grad
@@ -54,7 +91,7 @@ def test_from_logits_equals_autograd(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
-@pytest.mark.parametrize("name", ["dppo_topk_kl", "entropy bonus", "pg_is", "negative_mask"])
+@pytest.mark.parametrize("name", OF_HIDDEN_STATES)
 def test_from_hidden_states_equals_autograd(name: str, chunk_tokens: int, dtype: torch.dtype) -> None:
     objective, batch = VARIANTS[name], make_batch(dtype, top_k=VARIANTS[name].top_k)
     hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
@@ -72,7 +109,10 @@ def test_from_hidden_states_equals_autograd(name: str, chunk_tokens: int, dtype:
 
 
 def check(out: Any, expected: dict[str, Any], objective: Objective, batch: Batch, tolerance: float) -> None:
-    size_of_terms = (expected["coefficient"] * expected["log_probs"]).abs().sum()
+    of_ratio = objective.log_ratio_coef * expected["ratio"].log().square().sum()
+    size_of_terms = (expected["coefficient"] * expected["log_probs"]).abs().sum() + of_ratio
+    if objective.ref_kl_coef != 0:
+        size_of_terms += expected["loss_sum"].abs()
     assert abs(out.loss_sum - expected["loss_sum"]) <= tolerance * size_of_terms
     for field in FIELDS:
         assert relative(getattr(out, field), expected[field]) <= tolerance, field
@@ -100,6 +140,23 @@ def test_log_probs_without_gradient_take_the_same_path() -> None:
     )
     for name in ("log_probs", "entropy", "topk_log_probs"):
         torch.testing.assert_close(getattr(found, name), getattr(out, name), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_score_norms_are_those_of_autograd(dtype: torch.dtype) -> None:
+    exact, batch = make_batch(torch.float64), make_batch(dtype)
+    hidden, m = exact.hidden.clone().requires_grad_(), exact.microbatch
+    logits = (hidden @ exact.weight.T)[:, : exact.vocab_size] / exact.temperature
+    log_probs = logits.log_softmax(1).gather(1, m.targets[:, None]).sum()
+    (scores,) = torch.autograd.grad(log_probs, hidden)
+    expected = torch.where(m.loss_mask, scores.norm(dim=1), 0.0)
+    names = ("targets", "loss_mask", "temperature", "vocab_size")
+    arguments = {name: value for name, value in batch.arguments.items() if name in names}
+    found = linear_score_norms(batch.hidden, batch.weight, **arguments, chunk_bytes=3000)
+    of_logits = score_norms(batch.hidden @ batch.weight.T, batch.weight, **arguments)
+    for norms in (found, of_logits):
+        assert norms.dtype == dtype
+        assert relative(norms, expected) <= TOLERANCE[dtype]
 
 
 def test_the_gradient_of_a_bfloat16_output_layer_is_summed_over_chunks_in_float32() -> None:

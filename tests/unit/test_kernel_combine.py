@@ -120,7 +120,7 @@ def test_it_is_policy_loss_in_float32(host_library: KernelLibrary, objective: Ob
         deltas = (objective.delta_low, objective.delta_high)
         is_near = torch.stack([(out.divergence - delta).abs() < 1e-6 for delta in deltas]).any(0)
         is_near &= out.divergence != rows["divergence"]
-        same = rows["mask"].bool() == out.mask
+        same = rows["weight"].bool() == out.mask
         assert (same | is_near).all()
         num_masked += int((tokens.is_learning & ~out.mask).sum())
         torch.testing.assert_close(rows["coefficient"][same], out.coefficient[same], rtol=1e-6, atol=0)
@@ -216,7 +216,7 @@ def test_an_infinite_kl_masks(host_library: KernelLibrary) -> None:
         (tokens.advantages < 0) & (rows["log_probs"] < tokens.rollout_log_probs),
     )
     assert (is_infinite & moves_away).any()
-    assert torch.equal(rows["mask"] == 0, ~tokens.is_learning | (is_infinite & moves_away))
+    assert torch.equal(rows["weight"] == 0, ~tokens.is_learning | (is_infinite & moves_away))
 
 
 @pytest.mark.parametrize("num_shards", [2, 8])

@@ -13,7 +13,7 @@ from kernel_host import combined, random_tokens, shards_of, statistics_of
 from loss_batches import make_batch, policy_loss_from_logits
 from torch import Tensor
 
-from megatron_dppo.algorithms import DIVERGENCES, RULES, Divergence, Objective, preset
+from megatron_dppo.algorithms import DIVERGENCES, PRESETS, RULES, Divergence, Objective, preset
 from megatron_dppo.algorithms.divergence import SampledToken
 from megatron_dppo.algorithms.objective import Anchor, Relax, Rule
 from megatron_dppo.algorithms.registry import registry
@@ -21,7 +21,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, library, ops
 from megatron_dppo.kernels.arguments import LOGITS_DTYPES, MAX_TOP_K
 from megatron_dppo.kernels.build import CSRC
-from megatron_dppo.kernels.encoding import COMPILED, FLAGS, IDS, decode, encode
+from megatron_dppo.kernels.encoding import COMPILED, FLAGS, IDS, decode, encode, is_compiled
 from megatron_dppo.kernels.library import KernelLibrary
 from megatron_dppo.kernels.reference import ROWS
 
@@ -109,7 +109,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Objective:
 
 
 NAMES = "one that the compiled kernels know: binary_tv, binary_kl, topk_tv, topk_kl"
-REFUSAL = rf"objective.divergence: found 'made_up' \(id 17\); expected {NAMES}\. Run it on CPU tensors"
+REFUSAL = rf"objective.divergence: found 'made_up' \(id 17\); expected {NAMES}\. Combine it in PyTorch"
 
 
 def test_a_new_divergence_changes_no_other(
@@ -128,8 +128,7 @@ def test_a_new_divergence_changes_no_other(
         combined(host_library, tokens, statistics, mine)
 
 
-def test_a_new_divergence_works_on_cpu_tensors(mine: Objective) -> None:
-    assert decode(encode(mine)) == replace(mine, name="decoded")
+def test_a_new_divergence_works_at_once(mine: Objective) -> None:
     batch = make_batch(torch.float64)
     expected, _ = policy_loss_from_logits(batch.logits, batch.microbatch, mine, batch.temperature)
     assert bool((batch.microbatch.loss_mask & ~expected.mask).any())
@@ -141,29 +140,54 @@ def test_a_new_divergence_works_on_cpu_tensors(mine: Objective) -> None:
         assert torch.equal(out.mask, expected.mask)
 
 
-def test_the_compiled_kernels_refuse_it_before_one_runs(
+def test_a_new_divergence_works_between_the_compiled_kernels(
     mine: Objective, host_library: KernelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(torch.float32)
+    expected = fused_policy_loss(batch.logits, **batch.arguments, objective=mine)
     monkeypatch.setattr(ops, "_kernels", lambda tensor: host_library)
-    with pytest.raises(ConfigError, match=REFUSAL):
-        fused_policy_loss(batch.logits, **batch.arguments, objective=mine)
-    monkeypatch.setattr(ops, "_kernels", None)
-    monkeypatch.setattr(ops, "is_compiled_for", lambda device_type: device_type == "cpu")
-    with pytest.raises(ConfigError, match=REFUSAL):
-        fused_policy_loss(batch.logits, **batch.arguments, objective=mine)
-    with pytest.raises(ConfigError, match=REFUSAL):
-        fused_linear_policy_loss(batch.hidden, batch.weight, **batch.arguments, objective=mine)
+    monkeypatch.setattr(ops, "is_compiled_for", lambda device_type: True)
+    found = fused_policy_loss(batch.logits, **batch.arguments, objective=mine)
+    torch.testing.assert_close(found.loss_sum, expected.loss_sum, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.divergence, expected.divergence, rtol=1e-4, atol=1e-6)
+    assert torch.equal(found.mask, expected.mask)
+
+
+UNKNOWN = {
+    "ipo": r"rule: found 'distance' \(id 4\).*log_ratio_coef: found 0.001; expected 0.0",
+    "grpo": r"ref_kl_coef: found 0.04; expected 0.0",
+    "gspo": r"rule: found 'response_ratio' \(id 9\).*importance: found 'response'; expected 'token'",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_the_compiled_kernels_lack_has_no_numbers(name: str, host_library: KernelLibrary) -> None:
+    tokens = random_tokens(8, 60, 5)
+    statistics = statistics_of(host_library, tokens, shards_of(tokens, 1, 0.0), with_entropy=True)
+    objective = preset(name, ref_kl_coef=0.04) if name == "grpo" else preset(name)
+    with pytest.raises(ConfigError, match=f"(?s){UNKNOWN[name]}"):
+        combined(host_library, tokens, statistics, objective)
+    with pytest.raises(ConfigError, match=f"(?s){UNKNOWN[name]}"):
+        encode(objective)
+
+
+@pytest.mark.parametrize("objective", PRESETS.values(), ids=lambda objective: objective.name)
+def test_what_is_compiled_is_known_to_the_compiled_kernels(objective: Objective) -> None:
+    if is_compiled(objective):
+        assert replace(decode(encode(objective)), name=objective.name) == objective
+    else:
+        with pytest.raises(ConfigError, match="compiled kernels know"):
+            encode(objective)
 
 
 def test_a_rule_under_another_number_is_refused(
     host_library: KernelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_registry(monkeypatch, "RULES", {**RULES, "ratio": replace(RULES["ratio"], id=9)})
+    replace_registry(monkeypatch, "RULES", {**RULES, "ratio": replace(RULES["ratio"], id=99)})
     tokens = random_tokens(8, 60, 5)
     statistics = statistics_of(host_library, tokens, shards_of(tokens, 1, 0.0), with_entropy=True)
     combined(host_library, tokens, statistics, preset("dppo_binary_tv"))
-    message = r"objective.rule: found 'ratio' \(id 9\); .* know: none, ratio, divergence, negative"
+    message = r"objective.rule: found 'ratio' \(id 99\); .* know: none, ratio, divergence, negative"
     with pytest.raises(ConfigError, match=message):
         combined(host_library, tokens, statistics, preset("grpo"))
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, ops
+from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss, ops, packed_linear_policy_loss
 from megatron_dppo.kernels.encoding import decode, encode
 
 TOPK_KL = preset("dppo_topk_kl", top_k=6, entropy_coef=0.01)
@@ -23,24 +23,24 @@ def statistics_arguments(batch: Batch, logits: torch.Tensor) -> tuple[Any, ...]:
     return (logits, m.targets, m.topk.ids, m.loss_mask, 0, batch.vocab_size, 0.7, True)
 
 
-def loss_arguments(batch: Batch, logits: torch.Tensor, *, is_in_place: bool = False) -> tuple[Any, ...]:
+def combine_arguments(batch: Batch, logits: torch.Tensor) -> tuple[Any, ...]:
     m = batch.microbatch
     assert m.topk is not None
     statistics = ops.row_statistics(*statistics_arguments(batch, logits.detach()))[None]
     tokens = (m.targets, m.topk.ids, m.rollout_log_probs, m.topk.log_probs, None, m.advantages)
-    end = (m.loss_mask, m.token_weights, encode(TOPK_KL), 0, batch.vocab_size, 0.7, is_in_place)
-    return (logits, statistics, *tokens, *end)
+    return (statistics, *tokens, m.loss_mask, m.token_weights, encode(TOPK_KL))
 
 
 def test_opcheck_finds_nothing() -> None:
     batch = make_batch(torch.float32)
     logits = batch.logits
     torch.library.opcheck(ops.row_statistics, statistics_arguments(batch, logits))
-    arguments = loss_arguments(batch, logits.clone().requires_grad_())
-    torch.library.opcheck(ops.policy_loss, arguments)
-    _, rows, _ = ops.policy_loss(*arguments)
+    arguments = combine_arguments(batch, logits)
+    torch.library.opcheck(ops.combine, arguments)
+    rows, _ = ops.combine(*arguments)
     end = (0, batch.vocab_size, 0.7, True)
-    rows, targets, upstream = rows.detach(), batch.microbatch.targets, torch.tensor(2.0)
+    targets, upstream = batch.microbatch.targets, torch.tensor(2.0)
+    torch.library.opcheck(ops.loss_of_rows, (logits.clone().requires_grad_(), rows, targets, *end, False))
     torch.library.opcheck(ops.logits_gradient, (logits, rows, targets, upstream, *end))
     sources = torch.arange(5).flip(0)
     torch.library.opcheck(ops.logits_gradient_, (logits.clone(), rows, targets, None, sources, *end))
@@ -84,7 +84,7 @@ def test_the_gradient_may_be_written_over_the_logits_once() -> None:
 def test_compacted_rows_equal_those_in_place() -> None:
     batch = make_batch(torch.float32)
     logits = batch.logits
-    _, rows, _ = ops.policy_loss(*loss_arguments(batch, logits))
+    rows, _ = ops.combine(*combine_arguments(batch, logits))
     end = (0, batch.vocab_size, 0.7, True)
     whole = ops.logits_gradient(logits, rows, batch.microbatch.targets, None, *end)
     sources = torch.tensor([0, 39, 2, 37, 4])
@@ -92,17 +92,62 @@ def test_compacted_rows_equal_those_in_place() -> None:
     assert torch.equal(logits[:5], whole[sources])
 
 
-def test_megatrons_buffer_gets_the_weights_gradient() -> None:
+@pytest.mark.parametrize("is_scale_known", [False, True])
+def test_megatrons_buffer_gets_the_weights_gradient(is_scale_known: bool) -> None:
     batch = make_batch(torch.float32)
+    hidden, others = (batch.hidden.clone().requires_grad_() for _ in range(2))
     weight, other = (torch.nn.Parameter(batch.weight.clone()) for _ in range(2))
     buffer = torch.ones_like(weight)
     weight.main_grad = buffer  # type: ignore[attr-defined]
-    for parameter in (weight, other):
-        out = fused_linear_policy_loss(batch.hidden, parameter, **batch.arguments, objective=TOPK_KL)
+    weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+    tokens, options = batch.microbatch, options_of(batch)
+    scale = torch.tensor([2.0]) if is_scale_known else None
+    for states, parameter in ((hidden, weight), (others, other)):
+        known = scale if parameter is weight else None
+        out = packed_linear_policy_loss(
+            states, parameter, tokens, TOPK_KL, chunk_bytes=3000, loss_scale=known, **options
+        )
         (2 * out.loss_sum).backward()
     assert other.grad is not None and weight.grad is not None
     torch.testing.assert_close(buffer - 1, other.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hidden.grad, others.grad, rtol=1e-5, atol=1e-6)
+    # Megatron adds to its buffer what autograd got for an embedding's weight: nothing.
     assert weight.grad_added_to_main_grad and not weight.grad.any()  # type: ignore[attr-defined]
+
+
+def options_of(batch: Batch) -> dict[str, Any]:
+    """The vocabulary's part of the arguments of a loss."""
+    return {"temperature": batch.temperature, "vocab_size": batch.vocab_size}
+
+
+def test_a_known_loss_scale_spares_every_buffer_of_the_weights_size() -> None:
+    """One tensor of that size is allocated, which autograd gets and nobody writes; else a second, of sums."""
+    batch, allocated = make_batch(torch.float32, num_tokens=64, vocab_size=1500), list[list[int]]()
+    tokens, options = batch.microbatch, options_of(batch)
+    for scale in (None, torch.ones(())):
+        weight = torch.nn.Parameter(batch.weight.clone())
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+        with Traffic(weight.numel()) as traffic:
+            out = packed_linear_policy_loss(
+                batch.hidden, weight, tokens, TOPK_KL, chunk_bytes=4 * 1500 * 4, loss_scale=scale, **options
+            )
+            out.loss_sum.backward()
+        allocated.append([size for size in traffic.allocations if size >= weight.nbytes])
+        if scale is not None:
+            assert [name for name in traffic.names if name.startswith("zeros")] == []
+    assert [len(sizes) for sizes in allocated] == [2, 1]
+
+
+def test_a_loss_scale_that_backward_does_not_bring_is_refused() -> None:
+    batch = make_batch(torch.float32)
+    weight = torch.nn.Parameter(batch.weight.clone())
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    tokens, options = batch.microbatch, options_of(batch)
+    out = packed_linear_policy_loss(
+        batch.hidden, weight, tokens, TOPK_KL, loss_scale=torch.tensor(2.0), **options
+    )
+    with pytest.raises(RuntimeError, match="not the loss_scale that its forward pass was given"):
+        out.loss_sum.backward()
 
 
 def test_gradients_that_nobody_wants_are_not_made() -> None:
@@ -151,8 +196,8 @@ def test_logits_are_read_once_and_their_gradient_written_over_them() -> None:
         out = fused_policy_loss(logits, **batch.arguments, objective=TOPK_KL, inplace_backward=True)
     with Traffic(logits.numel()) as backward:
         torch.autograd.grad(out.loss_sum, logits)
-    # policy_loss carries the logits to the backward pass and does not look at them.
-    assert forward.names == ["row_statistics", "policy_loss"]
+    # loss_of_rows carries the logits to the backward pass and does not look at them.
+    assert forward.names == ["row_statistics", "loss_of_rows"]
     assert backward.names == ["logits_gradient_"]
     assert sum(forward.allocations + backward.allocations) < 64 * 4 * 100 < logits.nbytes / 10
 
@@ -203,6 +248,15 @@ REFUSED: dict[str, tuple[Callable[[Batch], dict[str, Any]], str]] = {
     "no cover": (lambda b: {"vocab_size": 120}, r"vocab_start.*columns 0 to 97.*cover the 120"),
     "shifted": (lambda b: {"vocab_start": 5}, r"vocab_start"),
     "temperature": (lambda b: {"temperature": 0.0}, r"temperature"),
+    "no lengths": (lambda b: {"response_lengths": None}, r"response_lengths of gspo: found none"),
+    "short lengths": (
+        lambda b: {"response_lengths": torch.tensor([39])},
+        r"response_lengths of gspo: found 39 \(sum 39\).*sum to 40",
+    ),
+    "negative length": (
+        lambda b: {"response_lengths": torch.tensor([41, -1])},
+        r"response_lengths of gspo: found 41, -1",
+    ),
 }
 
 
@@ -213,8 +267,22 @@ def test_bad_input_is_told_where_it_is(case: str) -> None:
     arguments = batch.arguments | change(batch)
     if "columns" in case:
         arguments["topk_rollout_log_probs"] = arguments["topk_rollout_log_probs"][:, :5]
+    objective = preset("gspo") if "length" in case else TOPK_KL
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        fused_policy_loss(batch.logits, **arguments, objective=TOPK_KL, debug=True)
+        fused_policy_loss(batch.logits, **arguments, objective=objective, debug=True)
+    if case not in ("few columns", "no cover", "shifted"):
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
+            fused_linear_policy_loss(batch.hidden, batch.weight, **arguments, objective=objective, debug=True)
+
+
+@pytest.mark.parametrize("name", ["gspo", "trm", "ipo"])
+def test_debug_finds_nothing_in_good_input(name: str) -> None:
+    batch = make_batch(torch.float32, top_k=20)
+    loud, quiet = (
+        fused_policy_loss(batch.logits, **batch.arguments, objective=preset(name), debug=debug).loss_sum
+        for debug in (True, False)
+    )
+    assert torch.equal(loud, quiet)
 
 
 @pytest.mark.parametrize("case", ["nan advantage", "repeated ids", "target outside"])

@@ -65,9 +65,73 @@ def test_unaligned_rows_equal_aligned_ones(
     assert torch.equal(in_place[learns], expected[learns])
 
 
+def exact_statistics(y: torch.Tensor) -> torch.Tensor:
+    """[N, 3] of base-2 logits in float64: the maximum, the sum relative to it, and the weighted sum."""
+    below = y - y.amax(1, keepdim=True)
+    return torch.stack([y.amax(1), below.exp2().sum(1), (below.exp2() * below.clamp(min=-1e30)).sum(1)], dim=1)
+
+
 @DTYPES
-def test_long_rows(host_library: KernelLibrary, dtype: torch.dtype) -> None:
-    tokens = random_tokens(7, 9001, 20, dtype=dtype)
+def test_every_width_at_every_distance_from_16_bytes(host_library: KernelLibrary, dtype: torch.dtype) -> None:
+    """Rows of 1 to 40 columns, one after another: heads, vectors and tails of every length, also compacted."""
+    generator = torch.Generator().manual_seed(0)
+    num = 8
+    for width in range(1, 41):
+        storage = (torch.randn(num * width + 3, generator=generator) * 4).to(dtype)
+        storage[3 + width - 1] = -math.inf if width > 1 else 0.0
+        logits = storage[3:].view(num, width)  # rows at all eight distances, or all four
+        targets = torch.randint(width, (num,), generator=generator)
+        targets[0] = 0
+        shard = Shard(logits, 0, width)
+        tokens = replace(
+            random_tokens(num, 64, 0), logits=logits, targets=targets, is_learning=torch.ones(num).bool()
+        )
+        statistics = statistics_of(host_library, tokens, [shard], with_entropy=True)
+        y = logits.double() / math.log(2)
+        torch.testing.assert_close(statistics[0, :, :3].double(), exact_statistics(y), rtol=1e-5, atol=1e-5)
+        chosen = y.gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(statistics[0, :, 3].double(), chosen, rtol=1e-6, atol=0)
+
+        planes, _ = combined(host_library, tokens, statistics, preset("pg_is"))
+        sources = torch.randint(num, (num,), generator=generator)
+        g = planes[ROWS.index("log_prob_gradient")].double()[:, None]
+        one_hot = torch.nn.functional.one_hot(targets, width)
+        exact = (g * (one_hot - logits.double().softmax(1)))[sources]
+        rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
+        for distance in range(3):
+            space = torch.full((num * width + 8,), 7.0, dtype=dtype)
+            out = space[distance : distance + num * width].view(num, width)
+            gradient_of(host_library, tokens, shard, planes, out=out, with_entropy=False, sources=sources)
+            error = (out.double() - exact).abs()
+            assert (error <= 5e-6 * g[sources].abs() + rounding * exact.abs()).all(), width
+            assert (space[:distance] == 7).all() and (space[distance + num * width :] == 7).all(), width
+
+
+@DTYPES
+def test_nan_is_kept_wherever_it_stands(host_library: KernelLibrary, dtype: torch.dtype) -> None:
+    """In the head, in chunks of vectors, in the rest of them, in the tail; -inf alone counts for nothing."""
+    width = 128 * 4 * 8 + 100 + 5
+    places = [0, 1, 7, 900, 128 * 4 * 8 + 3, width - 9, width - 1]
+    storage = torch.zeros((len(places) + 2) * width + 1, dtype=dtype)
+    logits = storage[1:].view(-1, width)
+    for row, place in enumerate(places):
+        logits[row, place] = math.nan
+    logits[-1] = -math.inf
+    logits[-2, : width // 2] = -math.inf
+    tokens = replace(
+        random_tokens(len(logits), 64, 0), logits=logits, is_learning=torch.ones(len(logits)).bool()
+    )
+    found = statistics_of(host_library, tokens, [Shard(logits, 0, width)], with_entropy=True)[0]
+    assert found[: len(places), 1].isnan().all()
+    assert found[-1, :3].tolist() == [-math.inf, 0.0, 0.0]
+    assert found[-2, :3].tolist() == [0.0, width - width // 2, 0.0]
+
+
+@DTYPES
+@pytest.mark.parametrize("vocab_size", [9001, 33001, 65603], ids=["narrow", "wider", "widest"])
+def test_long_rows(host_library: KernelLibrary, dtype: torch.dtype, vocab_size: int) -> None:
+    """Blocks of 128, 256 and 512 threads; rows that end within a chunk of vectors, and within a vector."""
+    tokens = random_tokens(7, vocab_size, 20, dtype=dtype)
     result, exact = run(host_library, tokens, OBJECTIVE), exact_loss(tokens, OBJECTIVE)
     learns = tokens.is_learning
     at_target = exact.log_probs.gather(1, tokens.targets[:, None])[:, 0]
@@ -148,10 +212,10 @@ def test_statistics_of_a_shard(host_library: KernelLibrary) -> None:
     shard = shards_of(tokens, 4, math.nan)[1]
     statistics = statistics_of(host_library, tokens, [shard], with_entropy=True)[0]
     y = tokens.logits.double()[:, shard.start : shard.start + shard.num_columns] * 2 / math.log(2)
-    below = y - y.amax(1, keepdim=True)
     learns = tokens.is_learning & (y.amax(1) > -math.inf)
-    exact = torch.stack([y.amax(1), below.exp2().sum(1), (below.exp2() * below).sum(1)], dim=1)
-    torch.testing.assert_close(statistics[learns, :3].double(), exact[learns], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        statistics[learns, :3].double(), exact_statistics(y)[learns], rtol=1e-5, atol=1e-5
+    )
     ids = torch.cat([tokens.targets[:, None], tokens.topk_ids], dim=1) - shard.start
     is_here = (ids >= 0) & (ids < shard.num_columns) & (ids >= -shard.start)
     chosen = torch.where(is_here, y.gather(1, ids.clamp(0, shard.num_columns - 1)), 0)

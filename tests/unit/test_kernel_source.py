@@ -50,7 +50,7 @@ def assert_matches(tokens: Tokens, objective: Objective, result: Result, exact: 
         is_used = learns[:, None] & (tokens.topk_ids >= 0)
         assert_near(result.topk_log_probs, topk.masked_fill(~is_used, -math.inf), atol=2e-5)
 
-    same = rows["mask"].bool() == out.mask
+    same = rows["weight"].bool() == out.mask
     assert not (~same & decided(tokens, objective, exact)).any()
     assert int(same.sum()) >= len(same) - 1
     assert_near(rows["coefficient"][same], out.coefficient[same], atol=1e-6, rtol=2e-5)

@@ -66,7 +66,7 @@ def test_vectors(host_library: KernelLibrary, setting: str, num_shards: int) -> 
             if not is_decided(expected, case["ratio"], ROUNDOFF):
                 continue
             num_decided += 1
-            assert got["mask"] == expected["mask"], where
+            assert got["weight"] == expected["mask"], where
             atol = ATOL * (1 + abs(expected["coef"]))
             close(got["coefficient"], expected["coef"])
             close(got["loss"], expected["loss_sg"], atol=atol)
@@ -103,5 +103,5 @@ def test_exact_probabilities(host_library: KernelLibrary, case: dict) -> None:
         planes, _ = combined(host_library, tokens, statistics, preset(name, delta=case["delta"]))
         got = dict(zip(ROWS, planes[:, 0].tolist(), strict=True))
         assert got["divergence"] == pytest.approx(float(divergence), abs=1e-6), name
-        assert got["mask"] == mask, name
+        assert got["weight"] == mask, name
         assert got["ratio"] == pytest.approx(case["ratio"], rel=1e-6), name

@@ -43,6 +43,9 @@ def test_the_bound_holds(epochs: int, length: int) -> None:
     bound = rollout_bytes_bound(config, 1, 1, ROUTING)
     assert 0.9 * bound * length / RESPONSE < held <= bound
     assert rollout_bytes_bound(config, 1, 1, None) < bound
+    with_kl = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"ref_kl_coef": 0.1})})
+    num_tokens = epochs * PROMPTS * SAMPLES * (PROMPT + RESPONSE)
+    assert rollout_bytes_bound(with_kl, 1, 1, ROUTING) == bound + 4 * num_tokens
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -60,6 +63,19 @@ def test_routes_and_topk_are_counted_in_samples_and_micro_batches() -> None:
     packed = pack([replace(sample, token_weights=torch.ones(6))])
     assert bytes_of_routes_and_topk(packed) == 10 * 2 * 2 + 10 * 2 * 8
     assert bytes_of_routes_and_topk(replace(packed, topk=None, routed_experts=None)) == 0
+
+
+@pytest.mark.parametrize("lag", [2, 200])
+def test_rollouts_sampled_ahead_count_as_micro_batches(lag: int) -> None:
+    """As many as there are beside the one that is sampled; a run of 100 rollouts never holds more."""
+    config = run(2)
+    tokens = list(range(PROMPT + RESPONSE))
+    groups = [make_group(i, [make_sample(tokens, PROMPT) for _ in range(SAMPLES)]) for i in range(PROMPTS)]
+    steps, _ = gradient_steps(groups, 0, config, alone(), routing=ROUTING)
+    ahead = config.model_copy(update={"rollout": config.rollout.model_copy(update={"lag": lag})})
+    more = rollout_bytes_bound(ahead, 1, 1, ROUTING) - rollout_bytes_bound(config, 1, 1, ROUTING)
+    held = min(lag, 99) * sum(bytes_of(step) for step in steps)
+    assert held <= more < 1.1 * held
 
 
 @pytest.mark.parametrize(

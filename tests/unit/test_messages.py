@@ -43,7 +43,7 @@ def said(result: Result) -> str:
         ("compare run -o a_folder", "--out: found a_folder, a folder; expected the file to write. Name a file"),
         (f"compare run -o {NOWHERE}/report.html", "expected a place that can be written"),
         (f"figures run -o {NOWHERE}", "expected a place that can be written"),
-        (f"evaluate base.toml -o {NOWHERE} --set model.load=none", "none, which does not exist"),
+        (f"evaluate base.toml -o {NOWHERE} --set model.load=nowhere", "nowhere, which does not exist"),
         (
             "evaluate base.toml --checkpoint run",
             "It is a run: name one of its checkpoints, such as run/checkpoints/step_00000008.",

@@ -242,7 +242,7 @@ def entropies(values: list[float], mask: list[bool]) -> tuple[FusedPolicyLoss, M
     """The results of a loss whose tokens have these entropies, and its micro-batch."""
     zeros, none = torch.zeros(len(values)), torch.zeros(len(values), dtype=torch.int64)
     starts, learns = torch.tensor([0, len(values)], dtype=torch.int32), torch.tensor(mask)
-    rows = dict.fromkeys(("divergence", "ratio", "coefficient", "log_probs"), zeros)
+    rows = dict.fromkeys(("weight", "divergence", "ratio", "coefficient", "log_probs"), zeros)
     out = FusedPolicyLoss(
         loss_sum=zeros.sum(), mask=learns, entropy=torch.tensor(values), topk_log_probs=None, **rows
     )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from study_grid import Cell, read_grid
-from study_report import write_report
+from study_pictures import AGAINST, draw_against, draw_ranked
+from study_report import figure_against, write_report
 from study_results import CellResult, RunResult, findings, is_collapsed, outcome
 from study_runs import Task, run_all
 
@@ -20,7 +21,7 @@ GRID = read_grid(STUDY / "grid.toml")
 @pytest.mark.parametrize("cell", GRID.cells, ids=str)
 def test_every_cell_is_a_config(cell: Cell) -> None:
     config = load_config([STUDY / "base.toml"], GRID.overrides(cell))
-    assert config.algorithm.preset == cell.algorithm
+    assert config.algorithm.preset == cell.algorithm.removesuffix("_0.15")
     assert config.parallel.expert == 1
 
 
@@ -28,6 +29,10 @@ def test_a_part_of_the_grid_keeps_what_it_can_compare() -> None:
     part = GRID.only(["dppo_binary_tv", "pg_is"], ["too_fast"])
     assert [str(cell) for cell in part.cells] == ["too_fast/dppo_binary_tv", "too_fast/pg_is"]
     assert [str(e.below) for e in part.expectations] == ["too_fast/pg_is"]
+    stale = GRID.only([], [], ["staleness"])
+    assert {stale.number(cell.setting, "rollout.lag") for cell in stale.cells} == {0, 1, 2, 4, 8}
+    assert len(stale.cells) == 5 * 7 and len(stale.expectations) == 7
+    assert all("lag_8" in f"{e.above} {e.below}" for e in stale.expectations)
     with pytest.raises(ConfigError, match="--setting: found slow"):
         GRID.only([], ["slow"])
 
@@ -102,6 +107,42 @@ def test_the_report_says_what_is_missing_and_what_came_out(tmp_path: Path) -> No
     assert "| reuse/pg_is | 0 | 0/0 | - |" in text
     page = (tmp_path / "report.html").read_text()
     assert "plotly" in page and "too_fast/dppo_binary_tv" in page
+
+
+def test_figures_against_a_number_of_the_settings(tmp_path: Path) -> None:
+    grid = GRID.only(["pg_is", "minirl"], ["lag_8", "base", "lag_2"], ["staleness"])
+    (block,), results = grid.blocks, dict[Cell, CellResult]()
+    for cell in grid.cells:
+        lag = grid.number(cell.setting, "rollout.lag")
+        runs = tuple(
+            RunResult(seed, (), dict.fromkeys(AGAINST, 0.9 - lag / 10 + seed / 100), False) for seed in range(3)
+        )
+        results[cell] = CellResult(cell, () if str(cell) == "lag_2/minirl" else runs)
+    assert block.against is not None
+    drawn = figure_against(block, block.against, grid, results)
+    assert [line["x"] for line in drawn["data"][:2]] == [[0, 8], [0, 2, 8]], "what has not finished is left out"
+    assert drawn["data"][1]["y"] == pytest.approx([0.91, 0.71, 0.11])
+    assert all(0 < end <= 0.0101 for end in drawn["data"][1]["error_y"]["array"])
+    assert len(drawn["data"]) == 2 * len(AGAINST) and drawn["layout"]["xaxis4"]["title"] == {
+        "text": "rollout.lag"
+    }
+    picture = draw_against(block, block.against, grid, results, tmp_path / "figures")
+    assert picture is not None and picture.read_bytes().startswith(b"\x89PNG")
+    without = {cell: CellResult(cell, ()) for cell in grid.cells}
+    assert draw_against(block, block.against, grid, without, tmp_path) is None
+
+
+def test_algorithms_one_below_another(tmp_path: Path) -> None:
+    grid = GRID.only([], [], ["field"])
+    (block,), results = grid.blocks, dict[Cell, CellResult]()
+    assert block.is_ranked and len(block.cells) == 45
+    for place, cell in enumerate(grid.cells):
+        runs = tuple(RunResult(seed, (), {"reward_last": place / 100 + seed / 50}, False) for seed in range(3))
+        results[cell] = CellResult(cell, () if cell.algorithm == "mis" else runs)
+    picture = draw_ranked(block, results, tmp_path / "figures")
+    assert picture is not None and picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.name == "ranked_field.png"
+    assert draw_ranked(block, {cell: CellResult(cell, ()) for cell in grid.cells}, tmp_path) is None
 
 
 def test_a_run_that_fails_costs_no_other(tmp_path: Path) -> None:

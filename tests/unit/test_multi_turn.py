@@ -16,10 +16,13 @@ from megatron_dppo.data.batches.packing import pack
 from megatron_dppo.environments import Environment, InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
+from megatron_dppo.rollout.batched_turns import BatchedTurns
+from megatron_dppo.rollout.conversations import TurnLimits, TurnTokenizer
 from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.embedded.sampling import draw, sampling_noise
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.multi_turn import MultiTurnEngine, TurnLimits, TurnTokenizer
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine
+from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import FinishReason, Message, Prompt, Sample
 
 WORDS = {
@@ -193,6 +196,19 @@ def test_a_conversation_of_one_turn_is_what_the_engine_says(model: Any) -> None:
         assert_same(dataclasses.replace(one, episode=None), other)
 
 
+def test_a_rollout_is_not_written_out_as_text(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's `signal` formats what `asyncio.run` returned, tensors and all."""
+    texts: list[str] = []
+    as_text = torch.Tensor.__repr__
+
+    def counted(tensor: torch.Tensor, **options: Any) -> str:
+        texts.append(as_text(tensor, **options))
+        return texts[-1]
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", counted)
+    assert rolled_out(engine_of(model)).groups and not texts
+
+
 def test_limits_end_a_conversation_and_it_counts_as_cut(model: Any) -> None:
     batch = rolled_out(engine_of(model), max_turns=2)
     assert batch.counts.metrics()["rollout/num_turns_mean"] == 2.0
@@ -285,6 +301,32 @@ def test_the_end_of_a_response_is_written_where_it_has_none() -> None:
     assert text_of(turn_tokenizer.observation("t4", EOS, is_chat=False)) == "t4"
 
 
+def test_conversations_wait_for_each_other_once_a_turn(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, sample = list[int](), BatchedTurns._sample
+    monkeypatch.setattr(BatchedTurns, "_sample", lambda self: (looked.append(1), sample(self)))
+    completions = multi_turn_engine(engine_of(model)).generate(asked([5, 1, 3, 8, 2, 4, 6, 7, 3, 2]), PARAMS)
+    assert {completion.episode and completion.episode.num_turns for completion in completions} == {3}
+    assert len(looked) <= 2 * 3 + 1, "not once for each conversation"
+
+
+def test_a_result_is_not_formatted() -> None:
+    formatted: list[str] = []
+
+    class Large:
+        def __repr__(self) -> str:
+            formatted.append("whole")
+            return "large"
+
+    async def work() -> Large:
+        return Large()
+
+    assert isinstance(run_loop(work()), Large)
+    assert not formatted
+
+
 def test_multi_turn_of_several_turns_are_not_left_half_done(model: Any) -> None:
+    async def unheard(completion: Completion) -> None:
+        pass
+
     with pytest.raises(RolloutError, match="half done"):
-        multi_turn_engine(engine_of(model)).generate_until(asked([3]), PARAMS, lambda completion: True)
+        multi_turn_engine(engine_of(model)).generate_each(asked([3]), PARAMS, unheard, lambda completion: True)

@@ -1,12 +1,15 @@
 """Packing: each value stands at the position that scores its token, and no sample is lost or cut."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from counted_bytes import tensor_work
 from samples import ROUTING, assert_same, make_sample
 
 from megatron_dppo.data.batches.packing import is_chosen, measured_part, pack, placeholder
+from megatron_dppo.data.batches.token_slices import token_slice
 from megatron_dppo.types import Microbatch
 
 FIRST = make_sample([10, 11, 12, 13, 14], prompt_length=2, reward=1.0)
@@ -83,9 +86,44 @@ def test_the_last_token_replays_the_row_before_it() -> None:
     assert routes.layer_numbers == ROUTING.layer_numbers
 
 
-def test_a_placeholder_trains_nothing_and_has_distinct_experts() -> None:
+def test_routes_are_copied_once() -> None:
+    """Most bytes of a sample are its routes."""
+    with_routes = [replace(s, token_weights=torch.ones(s.response_length)) for s in (FIRST, SECOND)]
+    without = [replace(s, routed_experts=None) for s in with_routes]
+    num_bytes = [
+        tensor_work(lambda samples=samples: pack(samples)).num_bytes for samples in (with_routes, without)
+    ]
+    routes = packed().routed_experts
+    assert routes is not None and num_bytes[0] - num_bytes[1] == routes.indices.nbytes
+
+
+def test_tokens_of_a_rank_are_copied_once() -> None:
+    cases = packed(), replace(packed(), topk=None)
+    pieces = [token_slice(m, 0, context=2, tensor=1) for m in cases]
+    work = [tensor_work(partial(piece.local, m)) for piece, m in zip(pieces, cases, strict=True)]
+    topk = pieces[0].local(cases[0]).topk
+    assert topk is not None and topk.ids[3].tolist() == [-1, -1], "padding"
+    assert work[0].num_bytes - work[1].num_bytes == topk.ids.nbytes + topk.log_probs.nbytes
+
+
+def test_a_rank_that_has_all_tokens_gets_the_micro_batch_itself() -> None:
+    m = packed()
+    assert token_slice(m, 0, context=1, tensor=1).local(m) is m
+    assert token_slice(m, 0, context=1, tensor=4).local(m) is m
+    padded = token_slice(m, 0, context=1, tensor=3).local(m)
+    assert padded.tokens.numel() == 9 and padded.cu_seqlens.tolist() == [0, 5, 9]
+    first = slice(m.tokens.numel())
+    routes = replace(padded.routed_experts, indices=padded.routed_experts.indices[first])  # type: ignore[union-attr, type-var]
+    assert_same(replace(padded.rows(first), cu_seqlens=m.cu_seqlens, routed_experts=routes), m)
+    two = placeholder(2, ROUTING)  # with padding, each rank of two has as many tokens as there are
+    halves = [token_slice(two, rank, context=2, tensor=1).local(two) for rank in range(2)]
+    assert [half.tokens.numel() for half in halves] == [2, 2]
+    assert [half.position_ids.tolist() for half in halves] == [[0, 3], [1, 2]]
+
+
+def test_a_placeholder_trains_nothing_and_has_an_expert_of_each_of_top_k_ranks() -> None:
     m = placeholder(3, ROUTING)
     assert m.num_loss_tokens == 0
     assert m.topk is not None and m.topk.ids.shape == (2, 3)
-    assert m.routed_experts is not None and m.routed_experts.indices[0, 0].tolist() == [0, 1]
+    assert m.routed_experts is not None and m.routed_experts.indices[0, 0].tolist() == [0, 4]
     assert placeholder(0, None).routed_experts is None

@@ -29,7 +29,9 @@ from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
+from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.engine import engine_memory
+from megatron_dppo.plan.machine import LINK_EFFICIENCY, PCIE_BYTES_PER_S
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
 from megatron_dppo.plan.partition import chunks_of, partition
@@ -188,10 +190,26 @@ def _layer(layout: Layout, spec: Any = "torch", tokens: int = 8192, **sizes: Any
 
 def test_tensor_and_context_parallelism_divide_activations() -> None:
     whole = _layer(layout_of(1)).layer(is_moe=True)
+    split = _layer(layout_of(2, tensor=2)).layer(is_moe=True)
+    assert split == pytest.approx(whole / 2, rel=0.01)
+    queries = 8192 * 8 * 128 * 2  # of one group of heads: a view of qkv
     split = _layer(layout_of(4, tensor=4)).layer(is_moe=True)
-    assert split == pytest.approx(whole / 4, rel=0.01)
-    keys = 2 * 8192 * 4 * 128 * 2  # a context-parallel rank keeps all keys and values
-    assert _layer(layout_of(2, context=2)).layer(True) == pytest.approx((whole + keys) / 2, rel=0.01)
+    assert split == pytest.approx(whole / 4 - queries, rel=0.01)
+    # Of two ranks, each keeps five halves of its share of keys and of values; one alone keeps its keys, and as
+    # values a view of what norms keep anyway.
+    keys = 4 * 8192 * 4 * 128 * 2
+    assert _layer(layout_of(2, context=2)).layer(True) == pytest.approx((whole + keys) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_half_precision_on_a_gpu_attends_without_padding(context: int) -> None:
+    layer = _layer(layout_of(context, context=context))
+    padding = Assumptions(1.0, attention_padding=2.0)
+    assert replace(layer, assumptions=padding).layer(True) == layer.layer(True)
+    assert not layer.is_flash or replace(layer, dtype_bytes=4).core_attention() > 2 * layer.core_attention()
+    exact, float32 = layer.attended_keys, replace(layer, dtype_bytes=4, assumptions=padding)
+    assert exact == 8192 * {1: 1, 2: 5 / 4, 4: 9 / 8}[context]
+    assert float32.core_attention() == 2 * replace(layer, dtype_bytes=4).core_attention()
 
 
 def test_specs_are_ordered() -> None:
@@ -235,7 +253,7 @@ def _loss(num_tokens: int = 4096, topk: int = 0, **options: Any) -> int:
 
 COLUMNS = 151936 // 4
 STATES, WEIGHT = 4096 * 2048 * 2, COLUMNS * 2048  # bytes of [T, H], elements of [V/4, H]
-GRADIENTS = STATES + WEIGHT * 4 + 4096 * 11 * 4  # of 4096 tokens, with the loss's results
+GRADIENTS = STATES + 4096 * 11 * 4  # by hidden states, of 4096 tokens, with the loss's results
 BESIDE = 2 * 2048 * 2 + 4 * 4 * 4  # a token's, of a chunk, beside logits: hidden states, statistics of 4 shards
 
 
@@ -273,8 +291,8 @@ def test_a_chunk_has_no_more_than_all_tokens() -> None:
 
 
 def test_the_smallest_chunks_leave_the_start_of_backward_as_the_peak() -> None:
-    """Then there are the scaled gradient by hidden states, and one of the weight for autograd."""
-    assert _loss(logits_chunk_bytes=1) == GRADIENTS + STATES + WEIGHT * 2
+    """Then there are a rank's part of the gradient by hidden states, and one of the weight for autograd."""
+    assert _loss(logits_chunk_bytes=1) == GRADIENTS + STATES // 4 + WEIGHT * 2
 
 
 def test_the_loss_from_logits_holds_all_of_them_and_the_gradients_of_the_output_layer() -> None:
@@ -319,12 +337,28 @@ def test_engine_and_trainer_take_turns() -> None:
     assert set(moments["rollout"]) == {"engine weights", "engine cache", "reserve"}
     assert moments["rollout"]["engine weights"] + moments["rollout"]["engine cache"] == int(0.7 * 80 * GB)
     assert "engine weights" not in moments["loss"]
-    assert set(moments["sync"]) == {"parameters", "engine weights", "reserve"}
+    assert set(moments["sync"]) == {"engine weights", "reserve"}
     assert memory.host.per_rank["trainer during rollout"] == sum(
         moments["loss"][name] for name in ("parameters", "optimizer")
     )
     # Four key-value heads over eight GPUs: each keeps one, for all layers, keys and values.
     assert memory.engine.cached_tokens == memory.engine.cache // (48 * 2 * 128 * 2)
+
+
+def test_a_reference_takes_host_memory_and_one_more_forward() -> None:
+    layout, kl = layout_of(8, expert=8), {"algorithm.ref_kl_coef": 0.04}
+    without, job = job_of(QWEN3_30B), job_of(QWEN3_30B, kl)
+    memory, time, before = memory_of(job, layout), step_time(job, layout), step_time(without, layout)
+    assert memory.host.per_rank["reference"] == memory.worst.moments["loss"]["parameters"]
+    assert memory.peak == memory_of(without, layout).peak
+    assert replace(time, reference=0.0) == before
+    exchanged = 4 * memory.host.per_rank["reference"] / (PCIE_BYTES_PER_S * LINK_EFFICIENCY) / 4  # steps
+    one_pass = before.compute / 3 + before.expert / 2
+    assert time.reference - exchanged == pytest.approx(one_pass, rel=1e-9)
+    adapters = {**kl, "lora.rank": 8}
+    assert "reference" not in memory_of(job_of(QWEN3_30B, adapters), layout).host.per_rank
+    other = memory_of(job_of(QWEN3_30B, {**adapters, "model.reference": Path("other")}), layout)
+    assert other.host.per_rank["reference"] == memory.host.per_rank["reference"]
 
 
 def test_the_embedded_engine_keeps_a_copy_of_the_model() -> None:

@@ -82,12 +82,12 @@ def test_the_text_of_a_run_that_fits(base: Path) -> None:
     rows = {name: line for name, line in rows.items() if name in {*COMPONENTS, "total"}}
     assert set(rows) == {*COMPONENTS, "total"}
     assert {len(row) for row in rows.values()} == {len(header)}
-    assert rows["parameters"].split()[1:] == ["7.49", "7.49", "7.49", "-", "7.49"]
+    assert rows["parameters"].split()[1:] == ["7.49", "7.49", "7.49", "-", "-"]
     for column, moment in enumerate(MOMENTS):
         values = [row.split()[-5 + column] for name, row in rows.items() if name != "total"]
         total = sum(float(value) for value in values if value != "-")
         assert total == pytest.approx(float(rows["total"].split()[1 + column]), abs=0.06), moment
-    assert "Counted as taking turns: " in result.stdout
+    assert "Engine and trainer take turns: " in result.stdout
     assert sum(line.startswith("Advice: ") for line in lines) == 1
     assert "not yet" not in result.stdout
     assert "the fewest" not in result.stdout
@@ -137,10 +137,22 @@ def test_what_train_refuses_does_not_fit(base: Path, arguments: tuple[object, ..
     assert "A gradient step: " not in result.stdout
 
 
+def _unbroken(text: str) -> list[str]:
+    """Its lines, of which none is wider than 100 columns, with those that were broken made one again."""
+    assert max(map(len, text.splitlines())) <= 100
+    lines: list[str] = []
+    for line in text.splitlines():
+        is_rest = line.startswith("    ") and not re.match(r" +(\d+\. |and \d+ more|a step )", line)
+        if lines and is_rest:
+            lines[-1] += " " + line.strip()
+        else:
+            lines.append(line)
+    return lines
+
+
 def test_each_proposal_is_the_overrides_that_make_it(base: Path) -> None:
-    proposals = [
-        line for line in _plan(base, "--gpus", 24, *MEMORY).stdout.splitlines() if re.match(r" +\d\. ", line)
-    ]
+    lines = _unbroken(_plan(base, "--gpus", 24, *MEMORY).stdout)
+    proposals = [line for line in lines if re.match(r" +\d\. ", line)]
     assert len(proposals) == 5
     for line in proposals:
         overrides = _as_overridden(line)
@@ -225,7 +237,7 @@ def test_what_fits_nowhere_is_said_with_the_reason(base: Path) -> None:
     assert result.exit_code == 1
     reason = "The engine's cache holds 0 tokens beside 7.1 GiB of weights, and the longest sequence has 17408."
     nothing = "Nothing fits on up to 512 GPUs (tried: 1 to 8, then 2, 3, 4, 6 ... 64 nodes)."
-    assert result.stdout.splitlines()[-1] == f"{nothing} {reason}"
+    assert _unbroken(result.stdout)[-1] == f"{nothing} {reason}"
     assert "layouts that train admits on 8 GPUs, none fits with 2% of a GPU to spare." in result.stdout
 
 
@@ -319,9 +331,6 @@ def test_what_the_sums_do_not_know_is_named(base: Path) -> None:
     assert "not counted: megatron.fine_grained_activation_offloading = True" in result.stdout
     assert "not counted: megatron.recompute_modules: 'layernorm' is taken to save nothing" in result.stdout
     assert "not counted: lora.rank = 8: " in result.stdout
-    kept = "not counted: what the trainer keeps on the GPU in a rollout, unless rollout.release_trainer = true"
-    assert kept in result.stdout
-    assert "not counted" not in _plan(base, *GPUS, "--set", "rollout.release_trainer=true").stdout
 
 
 def test_an_engine_of_its_own_is_left_out(base: Path) -> None:

@@ -1,10 +1,12 @@
 """Signals: a flag between steps, an interruption while sampling, an end on the second."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -38,6 +40,68 @@ def test_interruptible_work_is_left_at_once() -> None:
         assert requests.run_unless_asked(work) is None
         assert time.monotonic() - started < 10
         assert requests.run_unless_asked(lambda: pytest.fail("not begun")) is None
+
+
+def _in_a_task_group() -> None:
+    async def ends() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ends())
+            await asyncio.sleep(60)
+
+    asyncio.run(work())
+
+
+def _in_a_callback() -> None:
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    asyncio.run(work())
+
+
+def _in_a_task_that_is_not_awaited_yet() -> None:
+    async def ends() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def work() -> None:
+        task = asyncio.create_task(ends())
+        await asyncio.sleep(60)
+        await task
+
+    asyncio.run(work())
+
+
+def _and_cleaning_up_fails() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    "work",
+    [_in_a_task_group, _in_a_callback, _in_a_task_that_is_not_awaited_yet, _and_cleaning_up_fails],
+)
+def test_work_is_left_wherever_the_signal_comes(work: Callable[[], None]) -> None:
+    with StopRequests().handled() as requests:
+        started = time.monotonic()
+        assert requests.run_unless_asked(lambda: work() or 7) is None
+        assert time.monotonic() - started < 10
+
+
+def test_what_fails_by_itself_is_raised() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with StopRequests().handled() as requests:
+        with pytest.raises(asyncio.CancelledError):
+            requests.run_unless_asked(lambda: asyncio.run(cancelled()))
+        with pytest.raises(ZeroDivisionError):
+            requests.run_unless_asked(lambda: 1 // 0)
 
 
 def test_work_between_is_not_interrupted() -> None:

@@ -262,7 +262,8 @@ def test_open_places_come_once_more_before_all_others() -> None:
     stream = PromptStream(many(5), 0, True)
     first = stream.draw(7)
     stream.pass_over([8])
-    cursor = json.loads(json.dumps(stream.cursor_with([5, 1])))
+    top, again = stream.upcoming
+    cursor = json.loads(json.dumps(stream.cursor_at(top, [1, 5, *again])))
     again = PromptStream(many(5), 0, True, cursor).draw(4)
     assert [drawn.place for drawn in again] == [1, 5, 7, 9]
     assert again[:2] == [first[1], first[5]]

@@ -1,5 +1,6 @@
 """Each README's recipe for adding something works as it is written: its code blocks are read and followed."""
 
+import asyncio
 import json
 import os
 import re
@@ -69,7 +70,8 @@ def test_the_reward_scores_a_row_in_a_worker(tmp_path: Path, monkeypatch: pytest
         pools.start({training_reward(config): prompt})
         asked = [RewardRequest(prompt, " 4 ", "stop"), RewardRequest(prompt, "it is 5", "stop")]
         asked.append(RewardRequest(prompt, "4", "length"))
-        scored = pools.of(training_reward(config)).score(asked)
+        scorer = pools.of(training_reward(config))
+        scored = [asyncio.run(scorer.score_one(request)) for request in asked]
     assert scored == [
         RewardResult(1.0, {"num_words": 1.0}),
         RewardResult(0.0, {"num_words": 3.0}),
@@ -164,7 +166,7 @@ def test_the_metrics_stand_in_metrics_jsonl(tmp_path: Path, recipe: dict[str, An
     try:
         with RunFolder.open(config.run.folder, config.model_dump(mode="json"), False) as folder:
             run_logger = RunLogger(config, runtime, folder)
-            run_logger.describe_rollout(groups, counts)
+            run_logger.add_values(run_logger.describe_rollout(groups, counts))
             run_logger.write_step(0, 0, of_step)
             run_logger.write_rollout(0, {"total": 1.0})
     finally:

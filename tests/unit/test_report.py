@@ -1,9 +1,11 @@
 """The report: what is plotted is what was measured, and the words follow the data."""
 
+import hashlib
 import json
 import math
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from megatron_dppo.analysis.report.plots import smoothed
+import megatron_dppo.analysis as vendored
+from megatron_dppo.analysis.pages import plotly_basic
 from megatron_dppo.analysis.report.report import compare, summary
+from megatron_dppo.analysis.report.smoothing import smoothed
 from megatron_dppo.analysis.report.summary import ROWS
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
@@ -146,7 +150,7 @@ def test_points_are_the_file_s(report: Path, runs: list[Path], section: str, pan
             mine = [mine[0 if "live" in metric else 1]]
         assert len(mine) == bool(rows)
         for trace in mine:
-            assert trace["x"] == [row["rollout"] for row in rows]
+            assert trace["x"] == [row["rollout"] + 1 for row in rows]
             assert trace["y"] == [row[metric] for row in rows]
 
 
@@ -165,23 +169,79 @@ def test_step_rows_become_one_point_per_rollout(
     for index, run in enumerate(runs):
         values = [row[metric] for row in _rows(run) if row["kind"] == "step"]
         traces = _figures(report.read_text())[section]["data"]
-        (trace,) = [t for t in traces if t["meta"] == index and t["xaxis"] == axis]
-        assert trace["x"] == list(range(NUM_ROLLOUTS))
+        (trace, _) = [t for t in traces if t["meta"] == index and t["xaxis"] == axis]
+        assert trace["x"] == list(range(1, NUM_ROLLOUTS + 1))
         assert trace["y"] == [fmean(values[i : i + 4]) for i in range(0, len(values), 4)]
 
 
-def test_the_reward_is_smoothed_in_front_of_itself(report: Path, runs: list[Path]) -> None:
-    rewards = [row["reward/mean"] for row in _rows(runs[0]) if row["kind"] == "rollout"]
-    (trace,) = [
-        t
-        for t in _figures(report.read_text())["reward"]["data"]
-        if t["meta"] == 0 and t["name"].endswith("smoothed")
-    ]
-    for place in (0, 15, NUM_ROLLOUTS - 1):
-        weights = [math.exp(-((place - other) ** 2) / 8) for other in range(NUM_ROLLOUTS)]
-        mean = sum(w * r for w, r in zip(weights, rewards, strict=True)) / sum(weights)
-        assert trace["y"][place] == pytest.approx(mean, rel=1e-12)
+def test_every_curve_is_smoothed_in_front_of_itself(report: Path, runs: list[Path]) -> None:
+    """On a linear axis the values, on a logarithmic one their logarithms; the raw curve stands behind."""
+    rows = [row for row in _rows(runs[0]) if row["kind"] == "rollout"]
+    figures = _figures(report.read_text())
+    for section, metric, log in (("reward", "reward/mean", False), ("kl", "mismatch/kl_k3", True)):
+        raw, before = [t for t in figures[section]["data"] if t["meta"] == 0 and t["yaxis"] == "y"]
+        values = [row[metric] for row in rows]
+        assert raw["y"] == values and raw["opacity"] == 0.25
+        assert before["y"] == pytest.approx(smoothed(values, log=log), rel=1e-5)
+    of_rollouts = [t for id in ("entropy", "masked", "response-length", "paired") for t in figures[id]["data"]]
+    names = {trace["name"] for trace in of_rollouts if len(trace["x"]) >= 10}
+    assert all(f"{name.removesuffix(', smoothed')}, smoothed" in names for name in names) and names
+
+
+def test_smoothing_keeps_levels_and_lines_from_the_first_point_on() -> None:
+    places = [0.0, 2.0, 3.0, 7.0, 8.0, 9.0, 15.0, 16.0, 20.0, 21.0, 30.0]
+    line = [0.5 + 0.03 * x for x in places]
+    assert smoothed(line, places) == pytest.approx(line, rel=1e-12)
+    assert smoothed(len(places) * [0.7]) == pytest.approx(len(places) * [0.7], rel=1e-12)
+    exponential = [math.exp(y) for y in line]
+    assert smoothed(exponential, places, log=True) == pytest.approx(exponential, rel=1e-12)
+    gap = [*line[:4], math.nan, *line[5:]]
+    assert smoothed(gap, places) == pytest.approx(line, rel=1e-12), "a gap is bridged"
+    noise = random.Random(1)
+    noisy = [noise.random() for _ in range(50)]
+    assert min(noisy) <= min(smoothed(noisy)) and max(smoothed(noisy)) <= max(noisy)
+    assert (
+        sum(abs(b - a) for a, b in pairwise(smoothed(noisy))) < sum(abs(b - a) for a, b in pairwise(noisy)) / 3
+    )
     assert smoothed([math.nan, math.nan])[0] != smoothed([1.0, math.nan])[0] == 1.0
+
+
+def test_noise_does_not_fill_an_axis(report: Path) -> None:
+    """Lengths of 16.9 to 17.1 tokens look flat; a reward that moves keeps its own range."""
+    figures = _figures(report.read_text())
+    low, high = figures["response-length"]["layout"]["yaxis"]["range"]
+    assert high - low == pytest.approx(1.7, rel=0.02) and low < 16.9 < 17.1 < high
+    assert "range" not in figures["reward"]["layout"]["yaxis"]
+    low, high = figures["agreement"]["layout"]["yaxis"]["range"]
+    assert high - low >= 0.02
+
+
+def test_an_alarm_stands_on_its_rollout(tmp_path: Path) -> None:
+    run = _write_run(tmp_path / "run", 5)
+    rows = _rows(run)
+    next(r for r in rows if r["kind"] == "rollout" and r["rollout"] == 12)["rollout/response_length_mean"] = (
+        90.0
+    )
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compare([run], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    marks = [shape["x0"] for shape in _figures(html)["reward"]["layout"]["shapes"]]
+    assert marks == [13]
+    assert 'id="alarms"' in html and "<td>length_jump</td>" in html and "found 90.0; usual was" in html
+    assert "run: 1 alarm (length_jump at rollout 13)" in html
+
+
+def test_the_library_in_the_page_is_the_vendored_one_and_enough(report: Path) -> None:
+    """The basic bundle has scatter, bar and pie; the file is what its README says."""
+    readme = (Path(vendored.__file__).parent / "vendored" / "README.md").read_text()
+    text = plotly_basic()
+    assert hashlib.sha256(text.encode()).hexdigest() in readme
+    version = re.search(r"plotly.js \(basic - minified\) v(\S+)", text)
+    assert version and f"version {version[1]}" in readme and "MIT license" in text[:300]
+    html = report.read_text()
+    assert text in html and len(html.encode()) <= 1_500_000
+    types = {trace["type"] for figure in _figures(html).values() for trace in figure["data"]}
+    assert types == {"scatter", "bar"}
 
 
 def test_means_in_the_plots_and_the_summary(report: Path, runs: list[Path]) -> None:
@@ -192,9 +252,11 @@ def test_means_in_the_plots_and_the_summary(report: Path, runs: list[Path]) -> N
         return sum(row[name] for row in of) / len(of)
 
     figures = _figures(report.read_text())
-    assert figures["time"]["data"][0]["y"] == pytest.approx(
-        [mean(f"time/{p}_s") for p in ("rollout", "batch", "train", "sync")]
-    )
+    seconds = [mean(f"time/{p}_s") for p in ("rollout", "batch", "train", "sync")]
+    assert figures["time"]["data"][0]["y"] == pytest.approx([100 * s / sum(seconds) for s in seconds])
+    compare(runs[:1], report.parent / "alone.html")
+    alone = _figures((report.parent / "alone.html").read_text())
+    assert alone["time"]["data"][0]["y"] == pytest.approx(seconds)
     layers = next(t for t in figures["agreement"]["data"] if t["meta"] == 0 and t["xaxis"] == "x2")
     assert layers["x"] == [0, 1, 2]
     assert layers["y"] == pytest.approx([mean(f"routing/agreement_layer_{n}") for n in range(3)])
@@ -302,9 +364,14 @@ def test_names_and_wrong_arguments(tmp_path: Path) -> None:
 
 
 def _shadows(step: int) -> dict[str, float]:
-    """What one gradient step of a run may say of two presets beside its own."""
+    """What one gradient step of a run may say of others' presets and a user's own rule beside its own."""
     values = {"theory/surrogate": 0.01 * step, "theory/linear_term": 0.5, "theory/quadratic_term": 3.0}
-    for name, masked in (("pg_is", 0.0), ("grpo", 0.02 + step / 100), ("dppo_topk_tv", 0.01)):
+    for name, masked in (
+        ("pg_is", 0.0),
+        ("grpo", 0.02 + step / 100),
+        ("my:rule", 0.25),
+        ("dppo_topk_tv", 0.01),
+    ):
         of_preset = {"masked_fraction": masked, "agreement": 1 - masked, "dropped_mass_fraction": masked / 2}
         values |= {f"shadow/{name}/{metric}": value for metric, value in of_preset.items()}
     return values
@@ -321,15 +388,19 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     compare([tmp_path / "shadowed", plain], tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
     figures, text = _figures(html), html[: html.index("<script>")]
-    assert [trace["y"] for trace in figures["shadow"]["data"]] == [[0.025, 0.045], [0.01, 0.01]]
+    assert [trace["y"] for trace in figures["shadow"]["data"]] == [[0.025, 0.045], [0.01, 0.01], [0.25, 0.25]]
     titles = [annotation["text"] for annotation in figures["shadow"]["layout"]["annotations"]]
-    assert titles == [f"{name}, mean of gradient steps" for name in ("grpo", "dppo_topk_tv")]
+    assert titles == [f"{name}, mean of gradient steps" for name in ("grpo", "dppo_topk_tv", "my:rule")]
     by_place = figures["shadow-mini-steps"]["data"][0]
     assert (by_place["x"], by_place["y"]) == ([0, 1], pytest.approx([0.03, 0.04]))
     assert figures["bound"]["data"][0]["y"] == [0.005, 0.025]
     cell = 'title="would mask 3.50% of the tokens and drop 1.75% of the gradient&#39;s weight">96.50%</td>'
     assert cell in text and "this run did not evaluate it" in text
-    assert "<code>pg_is</code>" not in text
+    assert "<code>pg_is</code>" not in text and "<code>my:rule</code>" in text
+    assert (
+        'title="would mask 25.00% of the tokens and drop 12.50% of the gradient&#39;s weight">75.00%</td>'
+        in text
+    )
     assert "shadowed: in 1 of 2 rollouts more than 1% of the tokens were masked before any update" in text
     assert summary(tmp_path / "shadowed")["noise_masked_mean"] == pytest.approx(0.017)
     compare([plain], tmp_path / "alone.html")

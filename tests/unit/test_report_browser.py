@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_what_if_figures import answer
 
 from megatron_dppo.analysis.report.plots import PHASES
 from megatron_dppo.analysis.report.report import compare
 from megatron_dppo.analysis.report.sections import TRAINING
+from megatron_dppo.analysis.what_if.page import write_page
+from megatron_dppo.analysis.what_if.variants import Variant
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.runtime.jsonl import write_jsonl
 
-NUM_SECTIONS = len(TRAINING) + 5  # and reward, evaluation, sources of the mismatch, drift, staleness
+NUM_SECTIONS = len(TRAINING) + 9  # reward, evaluation, sources, drift, staleness, time (2), shadows (2)
 
 
 def _write_run(path: Path, seed: int, *, routed: bool) -> Path:
@@ -45,9 +48,8 @@ def _write_run(path: Path, seed: int, *, routed: bool) -> Path:
     with RunFolder.open(path, config, resume=False) as folder:
         for rollout in range(80):
             for step in range(4 * rollout, 4 * rollout + 4):
-                folder.write_step(
-                    rollout, step, {f"drift/{name}": noise.random() for name in ("kl_k3", "tv_p999")}
-                )
+                values = {f"drift/{name}": noise.random() for name in ("kl_k3", "tv_p999")}
+                folder.write_step(rollout, step, values | {"shadow/grpo/masked_fraction": noise.random()})
             row = {name: noise.uniform(0.001, 1) for name in sorted(names)}
             folder.write_rollout(rollout, row, num_rollouts=80)
         folder.write_evaluation(80, {"eval/held_out/avg_at_8": noise.random()})
@@ -209,10 +211,31 @@ FOCUSED = """(() => {
     return {tag: on.tagName, text: on.textContent.trim(), class: on.className,
         top: on.getBoundingClientRect().top, outline: getComputedStyle(on).outlineStyle};
 })()"""
+BOXES = """[...document.querySelectorAll("main table")].map(table => table.closest(".scroll")).filter(
+    box => box.checkVisibility()).map(box => ({
+        section: box.closest("section").id, right: box.getBoundingClientRect().right,
+        fits: box.scrollWidth <= box.clientWidth + 1, scrolls: getComputedStyle(box).overflowX === "auto"}))"""
+COLLIDING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
+    const places = [...plot.querySelectorAll(".xtick text")];
+    const ticks = places.map(e => [e.getBoundingClientRect(), e.textContent]);
+    const meet = (a, b) => Math.abs(a.top - b.top) < 5 && a.right > b.left + 1 && b.right > a.left + 1;
+    return ticks.flatMap(([a, text], i) => ticks.slice(i + 1).filter(([b]) => meet(a, b)).map(
+        ([, other]) => [text, other]));
+})"""
+DRAWN = """new Promise((done, fail) => {
+    const end = Date.now() + 20000;
+    (function look() {
+        if ([...document.querySelectorAll(".plot")].every(p => p.querySelector(".main-svg"))) done();
+        else if (Date.now() > end) fail("not every plot was drawn"); else {
+            [...document.querySelectorAll(".plot")].find(p => !p.querySelector(".main-svg")).scrollIntoView();
+            setTimeout(look, 30); }
+    })();
+})"""
 PLOTS = """[...document.querySelectorAll("[data-figure]")].map(plot => ({
     id: plot.dataset.figure,
     width: plot.querySelector("svg.main-svg")?.getBoundingClientRect().width ?? 0,
     room: plot.getBoundingClientRect().width,
+    folded: Boolean(plot.closest("details:not([open])")),
     traces: [...plot.querySelectorAll(".scatterlayer .trace, .barlayer .trace")].filter(
         t => t.getBoundingClientRect().width > 0).length,
 }))"""
@@ -223,6 +246,10 @@ PLOTS = """[...document.querySelectorAll("[data-figure]")].map(plot => ({
 def test_a_browser_draws_every_plot(browser: Chromium, report: Path, width: int, scheme: str) -> None:
     """No error, no request beyond the file, each plot with all its lines, nothing wider than the window."""
     browser.open(report, width, scheme)
+    folded = [plot for plot in browser.evaluate(PLOTS) if plot["folded"]]
+    assert {(plot["id"], plot["traces"]) for plot in folded} == {("shadow", 0), ("shadow-mini-steps", 0)}
+    browser.evaluate("document.querySelectorAll('details:has(.plot)').forEach(folded => folded.open = true)")
+    browser.evaluate(DRAWN)
     plots = browser.evaluate(PLOTS)
     if folder := os.environ.get("REPORT_SCREENSHOTS"):
         browser.screenshot(Path(folder) / f"report-{width}-{scheme}.png")
@@ -233,6 +260,12 @@ def test_a_browser_draws_every_plot(browser: Chromium, report: Path, width: int,
     }
     assert all(0 < plot["width"] <= plot["room"] + 1 for plot in plots)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = browser.evaluate(BOXES)
+    assert boxes and all(box["right"] <= width and (box["fits"] or box["scrolls"]) for box in boxes)
+    assert all(
+        box["fits"] for box in boxes if box["section"] in ("summary", "mismatch-table") and width == 1280
+    )
+    assert browser.evaluate(COLLIDING) == []
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     lightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
     assert (lightness > 200) == (scheme == "light")
@@ -245,9 +278,44 @@ def test_a_browser_draws_every_plot(browser: Chromium, report: Path, width: int,
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
 
 
+TEXTS = """[...document.querySelectorAll("svg")].flatMap(svg => {
+    const boxes = [...svg.querySelectorAll("text")].map(e => [e.getBoundingClientRect(), e.textContent]);
+    const across = (a, b) => a.right > b.left + 1 && b.right > a.left + 1;
+    const meet = (a, b) => across(a, b) && a.bottom > b.top + 4 && b.bottom > a.top + 4;
+    return boxes.flatMap(([a, text], i) => boxes.slice(i + 1).filter(([b]) => meet(a, b)).map(
+        ([, other]) => [text, other]));
+})"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_browser_shows_the_page_of_what_if(
+    browser: Chromium, tmp_path: Path, width: int, scheme: str
+) -> None:
+    """No error, nothing wider than the window but tables that scroll, and no text over another."""
+    names = ("grpo", "grpo_clip_higher", "drpo", "gspo", "pg_is")
+    page = tmp_path / "what_if.html"
+    write_page(page, answer([Variant("dppo_topk_tv", {"top_k": 4}), *(Variant(name) for name in names)]))
+    browser.open(page, width, scheme)
+    if folder := os.environ.get("REPORT_SCREENSHOTS"):
+        browser.screenshot(Path(folder) / f"what_if-{width}-{scheme}.png")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(TEXTS) == []
+    assert all(box["fits"] or box["scrolls"] for box in browser.evaluate(BOXES))
+    assert browser.evaluate("document.querySelectorAll('#probability rect').length") == 10 * 5, (
+        "5 of them weigh"
+    )
+    assert not [
+        event
+        for event in browser.events
+        if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")
+    ]
+
+
 def test_a_run_is_toggled_in_every_plot(browser: Chromium, report: Path) -> None:
     """One press hides the run's lines everywhere, the next brings them back."""
     browser.open(report, 1280, "light")
+    browser.evaluate("document.querySelectorAll('details:has(.plot)').forEach(folded => folded.open = true)")
+    browser.evaluate(DRAWN)
     before = browser.evaluate(PLOTS)
     browser.evaluate("document.querySelector(\"[data-run='1']\").click()")
     hidden = browser.evaluate(PLOTS)
@@ -271,13 +339,13 @@ def test_everything_is_reached_by_keyboard(browser: Chromium, report: Path) -> N
     tags = [stop["tag"] for stop in stops]
     titles = browser.evaluate('[...document.querySelectorAll("main section h2")].map(h => h.textContent)')
     assert [stop["text"] for stop in stops[1:] if stop["tag"] == "A"] == titles
-    assert [tag for tag, _ in itertools.groupby(tags)][:3] == ["A", "BUTTON", "SUMMARY"]
+    assert [tag for tag, _ in itertools.groupby(tags)][:3] == ["A", "BUTTON", "DIV"]
     scrolling = browser.evaluate(
         """[...document.querySelectorAll(".scroll, ol[tabindex], pre")].filter(e => e.checkVisibility())
             .map(e => e.tabIndex === 0 && (e.tagName === "PRE" || Boolean(e.getAttribute("aria-label"))))"""
     )
     assert len(scrolling) >= 3 and all(scrolling) and tags.count("DIV") >= len(scrolling)
-    assert tags.count("SELECT") == 1 and tags.count("SUMMARY") == 5
+    assert tags.count("SELECT") == 1 and tags.count("SUMMARY") == 7
     levels = browser.evaluate('[...document.querySelectorAll("h1, h2, h3")].map(h => Number(h.tagName[1]))')
     assert levels[0] == levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
@@ -318,7 +386,7 @@ def test_many_runs_are_folded_by_setting_and_drawn_when_seen(browser: Chromium, 
     drawn = "[...document.querySelectorAll('.plot')].map(p => Boolean(p.querySelector('.main-svg')))"
     assert browser.evaluate(drawn).count(False) > 0
     labels = browser.evaluate("[...document.querySelectorAll('[data-run]')].map(b => b.textContent.trim())")
-    assert labels == [f"delta_{setting} ×3" for setting in range(8)]
+    assert labels == [f"delta_low {0.1 * setting:g} ×3" for setting in range(8)]
     browser.evaluate("document.querySelector('[data-run=\"3 4 5\"]').click()")
     browser.evaluate("document.querySelector('#reward').scrollIntoView()")
     browser.evaluate("new Promise(done => setTimeout(done, 400))")
@@ -327,3 +395,23 @@ def test_many_runs_are_folded_by_setting_and_drawn_when_seen(browser: Chromium, 
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390
     methods = {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
     assert [event for event in browser.events if event.get("method") in methods] == []
+
+
+def test_a_watched_page_reloads_and_stays_where_it_was(browser: Chromium, tmp_path: Path) -> None:
+    """What was hidden stays hidden, what was scrolled to stays in view; the last page reloads no more."""
+    runs = [_write_run(tmp_path / name, seed, routed=False) for seed, name in enumerate(("a", "b"))]
+    compare(runs, tmp_path / "report.html", refresh_s=1)
+    browser.open(tmp_path / "report.html", 1280, "light")
+    browser.evaluate("document.querySelector(\"[data-run='1']\").click(); scrollTo(0, 900)")
+    compare(runs, tmp_path / "report.html")
+    deadline, is_last = time.monotonic() + 30, False
+    while not is_last:
+        assert time.monotonic() < deadline, "the page did not reload within 30 s"
+        time.sleep(0.1)
+        with contextlib.suppress(AssertionError):  # asked in the midst of the reload
+            is_last = browser.evaluate(
+                "document.querySelector('[data-refresh]') === null && document.readyState === 'complete'"
+            )
+    assert browser.evaluate("new Promise(done => setTimeout(() => done(scrollY), 100))") == 900
+    pressed = "document.querySelector(\"[data-run='1']\").getAttribute('aria-pressed')"
+    assert browser.evaluate(pressed) == "false"

@@ -70,7 +70,7 @@ def test_a_run_without_lists_has_no_section(run: Path, tmp_path: Path) -> None:
     assert 'id="masked-tokens"' not in (tmp_path / "plain.html").read_text()
     compare([tmp_path / "plain", run], tmp_path / "both.html")
     assert (
-        'style="--run: var(--run-1)">\n    <summary>run, 2 gradient steps'
+        'style="--run: var(--run-1)">\n    <summary>grpo, 2 gradient steps'
         in (tmp_path / "both.html").read_text()
     )
 

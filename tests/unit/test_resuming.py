@@ -70,6 +70,14 @@ def test_a_run_may_become_longer_where_its_learning_rates_stay(schedule: str, is
     assert experiment_changes(was, now) == expected
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_that_samples_ahead_keeps_its_length(lag: int) -> None:
+    """At its end it stops sampling: a longer run would have gone on."""
+    was, now = ({"run": {"num_rollouts": n}, "rollout": {"lag": lag}} for n in (10, 20))
+    expected = [SettingChange("run.num_rollouts", "10", "20")] if lag else []
+    assert experiment_changes(was, now) == expected
+
+
 def test_settings_are_compared_by_value_and_shown_as_text() -> None:
     """What an older config lacks had its default; a reward may be a name or a table."""
     assert setting_changes({}, DEFAULTS) == []

@@ -1,5 +1,7 @@
 """Responses that a server retracted: their routes are not trained on, and each retraction is counted."""
 
+import asyncio
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,7 +62,7 @@ def test_a_retracted_sample_is_dropped_where_its_routes_were_captured(captures: 
 def _read(request: Request, **of_answer: Any) -> Completion:
     generation = GENERATIONS["0.5.21"]
     body = answer(generation.generate_body(request, PARAMS, MODEL), **of_answer)
-    return generation.read_reply(body, request, PARAMS, MODEL)
+    return asyncio.run(generation.read_reply(json.dumps(body).encode(), request, PARAMS, MODEL))
 
 
 FRESH = Request("g+0", (1, 2), (0, 0, 0))

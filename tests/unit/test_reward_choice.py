@@ -1,7 +1,9 @@
 """What `[data]` says of rewards: sums of them, what right and wrong are worth, thinking, and long responses."""
 
+import asyncio
 import dataclasses
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import REWARDS, RewardChoice, RewardPool, RewardRequest, RewardResult, problems_with
 from megatron_dppo.rewards.choice import after_thinking, chosen
 from megatron_dppo.rollout.scoring import Fault, OverlongShaping, RewardPools, Scorer
+from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt, Sample
 
 PROMPT = Prompt("p", "34", "test", text="What is it?")
@@ -182,6 +185,12 @@ def test_what_is_no_choice_has_one_problem(value: str) -> None:
     assert caught.value.problems[0].expected == "a name in quotes, or a table of names and their weights"
 
 
+def scored_by(
+    scorer: Scorer, answered: Sequence[tuple[Prompt, Sample, Episode | None]]
+) -> list[Sample | Fault]:
+    return asyncio.run(all_of(scorer.score(*each) for each in answered))
+
+
 def test_the_environment_alone_gives_the_rewards() -> None:
     """No worker starts, and a response that its environment left without a reward is dropped by name."""
     choice = RewardChoice("environment")
@@ -191,7 +200,7 @@ def test_the_environment_alone_gives_the_rewards() -> None:
         scorer = Scorer(TOKENIZER, pools.of(choice.text), needs_routes=False, validate_routes=None)
         sample = dataclasses.replace(make_sample([1] * 4, 2), reward=None)
         episodes = [Episode("so", reward=0.25), Episode("so", reward=None), None]
-        rewarded, *dropped = scorer([(PROMPT, sample, episode) for episode in episodes])
+        rewarded, *dropped = scored_by(scorer, [(PROMPT, sample, episode) for episode in episodes])
     assert isinstance(rewarded, Sample) and rewarded.reward == 0.25
     for fault in dropped:
         assert isinstance(fault, Fault) and fault.reason == "reward_failed"
@@ -214,7 +223,7 @@ def test_long_responses_are_lowered_where_they_are_scored() -> None:
     def rewarded(scorer: Scorer) -> list[tuple[float | None, dict[str, float]]]:
         unscored = [dataclasses.replace(make_sample([1] * length, 2), reward=None) for length in (4, 10, 12)]
         answered = [(PROMPT, sample, None) for sample in unscored]
-        samples = [each for each in scorer(answered) if isinstance(each, Sample)]
+        samples = [each for each in scored_by(scorer, answered) if isinstance(each, Sample)]
         return [(sample.reward, dict(sample.reward_info)) for sample in samples]
 
     plain = Scorer(TOKENIZER, InProcessScorer(always), False, None)

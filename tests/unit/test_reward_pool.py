@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import RewardFault, RewardPool, RewardRequest, RewardResult
 from megatron_dppo.rewards.wire import decode_request, decode_result, encode_request
 from megatron_dppo.types import Prompt
+from megatron_dppo.workers.pool import WorkerPool
 from megatron_dppo.workers.wire import OUT_OF_MEMORY, read_answer, read_hello, read_request, request_line
 
 SLEEP_S = f"99999.{os.getpid()}"  # other test processes have sleepers of their own
@@ -303,3 +305,76 @@ def test_a_reward_that_answers_nothing_is_not_waited_for() -> None:
         with pytest.raises(RewardError, match="16 requests in a row timed out"):
             pool.score(ask(*["sleep"] * 1000))
         assert pool.score(ask("a"))
+
+
+def test_any_number_of_threads_ask_one_pool() -> None:
+    """Each gets its own answers; what hangs in one costs the others no answer."""
+    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
+        slow, asked = pool.submit(ask("sleep")[0]), [ask(*["a" * (k + 1)] * 20) for k in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            assert [values(found) for found in threads.map(pool.score, asked)] == [
+                [k + 1.0] * 20 for k in range(4)
+            ]
+        assert not slow.done()
+
+
+def test_what_was_sent_behind_a_hanging_request_goes_to_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerPool, "_most_sent", 30)  # as if rewards had been quick so far
+    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
+        pool.start()  # one worker, which takes the first thirty before the other has started
+        slow, *quick = (call.answer for call in pool._queued(ask("sleep", *["a"] * 60)))
+        results = [answer.result(50) for answer in quick]
+        assert all(isinstance(result, RewardResult) and result.value == 1.0 for result in results)
+        assert not slow.done()
+
+
+def test_what_nobody_waits_for_leaves_its_worker() -> None:
+    with RewardPool(NAME, num_workers=1, timeout_s=60, memory_mb=0) as pool:
+        slow, waiting = (pool.submit(request) for request in ask("sleep", "abc"))
+        assert slow.cancel()
+        assert isinstance(result := waiting.result(30), RewardResult) and result.value == 3.0
+        assert values(pool.score(ask("a"))) == [1.0]
+
+
+def test_closing_cancels_what_is_asked() -> None:
+    with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
+        submitted = [pool.submit(request) for request in ask(*["sleep"] * 5)]
+        with ThreadPoolExecutor(3) as threads:
+            asking = threads.submit(pool.score, ask(*["sleep"] * 3))
+            while not asking.done():  # it may come after the first has closed
+                for closing in [threads.submit(pool.close) for _ in range(2)]:
+                    closing.result(60)
+            with pytest.raises(CancelledError):
+                asking.result()
+        assert all(answer.cancelled() for answer in submitted)
+        assert descendants() == []
+        assert values(pool.score(ask("a"))) == [1.0]
+
+
+def test_requests_that_time_out_count_over_all_calls() -> None:
+    with RewardPool(NAME, num_workers=1, timeout_s=0.05, memory_mb=0) as pool:
+        for _ in range(15):
+            (fault,) = pool.score(ask("sleep"))
+            assert isinstance(fault, RewardFault) and fault.kind == "reward_timed_out"
+        last, behind = (pool.submit(request) for request in ask("sleep", "a"))
+        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+            last.result()
+        with pytest.raises(RewardError, match="16 requests in a row timed out"):
+            behind.result()
+        assert values(pool.score(ask("a"))) == [1.0]
+
+
+def test_an_interruption_leaves_the_requests_of_others() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RewardPool(NAME, num_workers=2, timeout_s=60, memory_mb=0) as pool:
+            other = pool.submit(ask("sleep")[0])
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score(ask(*["sleep"] * 5))
+            assert not other.done() and values(pool.score(ask("a"))) == [1.0]
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -1,15 +1,17 @@
 """What captured routes are refused for, and how agreement is counted."""
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 import torch
+from counted_bytes import tensor_work
 from samples import ROUTING, make_sample
 
 from megatron_dppo.errors import RoutingReplayError
 from megatron_dppo.routing_replay.agreement import overlap
 from megatron_dppo.routing_replay.capture import validate_routes
-from megatron_dppo.types import RoutedExperts, Sample
+from megatron_dppo.types import ModelRouting, RoutedExperts, Sample
 
 GOOD = make_sample([1, 2, 3, 4], prompt_length=1)
 assert GOOD.routed_experts is not None
@@ -51,3 +53,25 @@ def test_overlap_is_the_shared_fraction_whatever_the_order() -> None:
     own = torch.tensor([[0, 1], [2, 3], [4, 5]])
     rollout = torch.tensor([[1, 0], [3, 6], [6, 7]])
     assert overlap(own, rollout, 8).tolist() == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(("dtype", "num_experts"), [(torch.uint8, 128), (torch.int16, 512)])
+def test_routes_are_checked_as_narrow_as_they_came(dtype: torch.dtype, num_experts: int) -> None:
+    """There are 384 of them for each token of Qwen3-30B-A3B: as int64, they would take 3 kB of it."""
+    routing = ModelRouting(tuple(range(48)), num_experts, 8)
+    places = torch.arange(4000)[:, None, None] + torch.arange(48)[:, None] + 16 * torch.arange(8)
+    routes = RoutedExperts((places % num_experts).to(dtype), routing.layer_numbers, num_experts)
+    sample = replace(GOOD, tokens=torch.zeros(4001, dtype=torch.int64), routed_experts=routes)
+    work = tensor_work(lambda: validate_routes(sample, routing))
+    tracemalloc.start()
+    try:
+        validate_routes(sample, routing)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert work.num_bytes + peak < 1.5 * routes.indices.nbytes, "torch's and NumPy's"
+    repeated = routes.indices.clone()
+    repeated[7, 3, 5] = repeated[7, 3, 2]
+    repeated[9, 0, :3] = repeated[9, 0, 0]
+    with pytest.raises(RoutingReplayError, match="2 of its rows name an expert twice"):
+        validate_routes(replace(sample, routed_experts=replace(routes, indices=repeated)), routing)

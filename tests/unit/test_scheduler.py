@@ -1,5 +1,6 @@
 """Over-sampling and dynamic sampling, with an engine that answers from a script."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
 from megatron_dppo.rewards import Reward, RewardResult
 from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
+from megatron_dppo.rollout.engine import Completion, HasEnded, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.rollouts import RolloutScheduler
 from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.runtime.concurrency import all_of
 from megatron_dppo.types import FinishReason, Prompt
 
 NUM_PROMPTS = 40
@@ -35,10 +37,14 @@ class Halting:
         self.asked: list[Request] = []
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        return self.generate_until(requests, params, lambda completion: False)
+        raise AssertionError("responses are asked for with what hears of their ends")
 
-    def generate_until(
-        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
+    def generate_each(
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        ended: HasEnded,
+        is_enough: IsEnough | None = None,
     ) -> list[Completion]:
         self.asked += requests
         answers = {
@@ -47,7 +53,8 @@ class Halting:
         }
         for request in sorted(requests, key=lambda request: self.slow(request.id.split("/")[1])):
             answers[request.id] = complete(request, WHOLE)
-            if is_enough(answers[request.id]):
+            asyncio.run(all_of([ended(answers[request.id])]))
+            if is_enough is not None and is_enough(answers[request.id]):
                 break
         return list(answers.values())
 
@@ -92,7 +99,7 @@ class Run:
     def next(self) -> list[Collected]:
         pairs = list(zip(self.schedulers, self.streams, strict=True))
         batches = [Collected(*scheduler.run(self.num_rollouts, stream)) for scheduler, stream in pairs]
-        told = [scheduler.places for scheduler in self.schedulers]
+        told = [scheduler.out_of_order for scheduler in self.schedulers]
         self.cursors = [scheduler.settle(stream, told) for scheduler, stream in pairs]
         self.num_rollouts += 1
         return batches
@@ -112,79 +119,44 @@ def test_without_either_prompts_come_in_turn() -> None:
     assert run.cursors == [{"epoch": 0, "index": 8}] * 2
 
 
-def test_over_sampling_ends_with_the_groups_that_are_whole_first() -> None:
-    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5)
+def test_over_sampling_ends_with_the_groups_that_are_whole_first_and_drops_the_others() -> None:
+    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5, keep_partials=False)
     (batch,) = run.next()
     assert _ids([batch]) == ["0", "2", "3", "4"] and _places([batch]) == [0, 1, 2, 3]
-    assert (batch.counts.num_samples, batch.counts.num_kept_partials, batch.counts.num_continued) == (8, 4, 0)
-    assert batch.counts.num_dropped_samples == 0
-    assert run.cursors == [{"epoch": 0, "index": 6, "again": [1, 5]}]
-
-
-def test_what_was_aborted_goes_on_in_the_next_rollout() -> None:
-    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5)
-    run.next()
-    run.engine.asked.clear()
-    run.engine.slow = lambda prompt: prompt in "89"
+    counts = batch.counts
+    assert (counts.num_samples, counts.num_discarded_partials, counts.num_continued) == (8, 4, 0)
+    assert counts.num_dropped_samples == 0
+    assert run.cursors == [{"epoch": 0, "index": 6}]
     (batch,) = run.next()
-    assert _ids([batch]) == ["1", "5", "6", "7"] and _places([batch]) == [0, 1, 2, 3]
-    begun = [request for request in run.engine.asked if request.partial is not None]
-    assert [request.id for request in begun] == [f"rollout0/{p}/{2 * p}+{k}" for p in (1, 5) for k in (0, 1)]
-    assert batch.counts.num_continued == 4
-    assert batch.counts.num_kept_partials == 4  # of prompts 8 and 9
-    assert run.cursors == [{"epoch": 0, "index": 10, "again": [8, 9]}]
+    assert _ids([batch]) == ["6", "7", "8", "9"] and batch.counts.num_continued == 0
+    assert not any(request.partial for request in run.engine.asked)
 
 
-def test_whole_groups_beyond_what_is_wanted_come_first_in_the_next_rollout() -> None:
+def test_whole_groups_beyond_what_is_wanted_are_no_partials() -> None:
     class Late(Halting):
-        def generate_until(
-            self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
+        def generate_each(
+            self,
+            requests: Sequence[Request],
+            params: SamplingParams,
+            ended: HasEnded,
+            is_enough: IsEnough | None = None,
         ) -> list[Completion]:
-            super().generate_until(requests, params, is_enough)
+            super().generate_each(requests, params, ended, is_enough)
             return [complete(request, WHOLE) for request in requests]  # all ended before they could be aborted
 
     run = Run(engine=Late(), over_sampling=1.5)
-    assert _ids(run.next()) == ["0", "1", "2", "3"]
-    num_asked = len(run.engine.asked)
-    assert _ids(run.next()) == ["4", "5", "6", "7"]
-    assert {request.id.split("/")[1] for request in run.engine.asked[num_asked:]} == {"6", "7", "8", "9"}
+    (batch,) = run.next()
+    assert _ids([batch]) == ["0", "1", "2", "3"] and batch.counts.num_discarded_partials == 0
+    assert _ids(run.next()) == ["6", "7", "8", "9"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_no_prompt_is_lost_or_comes_twice(size: int) -> None:
+def test_ranks_draw_more_than_they_train_on_and_none_twice(size: int) -> None:
     run = Run(size, Halting(slow=lambda prompt: int(prompt) % 3 == 1), over_sampling=1.5)
     seen = [prompt for _ in range(6) for prompt in _ids(run.next())]
     assert len(seen) == len(set(seen)) == 24
-    again = [int(place) for place in run.cursors[0]["again"]]
-    assert sorted([*map(int, seen), *again]) == list(range(26))
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
-def test_a_resume_begins_open_groups_once_more_on_any_number_of_ranks(before: int, after: int) -> None:
-    slow = Halting(slow=lambda prompt: int(prompt) % 3 == 1)
-    run = Run(before, slow, over_sampling=1.5)
-    seen = [prompt for _ in range(3) for prompt in _ids(run.next())]
-    resumed = Run(after, slow, cursor=run.cursors[0], over_sampling=1.5)
-    seen += [prompt for _ in range(3) for prompt in _ids(resumed.next())]
-    assert len(seen) == len(set(seen)) == 24
-    assert resumed.cursors[0]["index"] == 26
-
-
-def test_over_sampling_that_is_turned_off_leaves_no_prompt_behind() -> None:
-    slow = Halting(slow=lambda prompt: int(prompt) % 3 == 1)
-    run = Run(engine=slow, over_sampling=2.5)
-    seen = _ids(run.next())
-    resumed = Run(engine=slow, cursor=run.cursors[0])
-    seen += [prompt for _ in range(3) for prompt in _ids(resumed.next())]
-    assert sorted(map(int, seen)) == list(range(16))
-
-
-def test_partials_that_are_not_kept_are_counted() -> None:
-    run = Run(engine=Halting(slow=lambda prompt: prompt in "15"), over_sampling=1.5, keep_partials=False)
-    (batch,) = run.next()
-    assert (batch.counts.num_kept_partials, batch.counts.num_discarded_partials) == (0, 4)
-    assert run.cursors == [{"epoch": 0, "index": 6}]
-    assert _ids(run.next()) == ["6", "7", "8", "9"]
+    assert sorted({int(request.id.split("/")[1]) for request in run.engine.asked}) == list(range(36))
+    assert run.cursors == [{"epoch": 0, "index": 36}] * size
 
 
 def test_groups_without_variance_are_replaced_by_those_of_the_next_prompts() -> None:
@@ -237,8 +209,22 @@ def test_both_together() -> None:
     )
     (batch,) = run.next()
     assert _ids([batch]) == ["6", "2", "3", "4"]  # a new prompt was faster than those that were open
-    assert (batch.counts.num_replaced_groups, batch.counts.num_kept_partials) == (1, 4)
-    assert run.cursors == [{"epoch": 0, "index": 7, "again": [1, 5]}]
+    assert (batch.counts.num_replaced_groups, batch.counts.num_discarded_partials) == (1, 4)
+    assert run.cursors == [{"epoch": 0, "index": 7}]
+
+
+def test_what_over_sampling_left_replaces_a_group_of_the_same_rollout() -> None:
+    run = Run(
+        engine=Halting(slow=lambda prompt: prompt in "156"),
+        over_sampling=1.5,
+        equal=lambda prompt: prompt == "0",
+        refill_zero_variance=True,
+    )
+    (batch,) = run.next()
+    assert _ids([batch]) == ["1", "2", "3", "4"]
+    assert (batch.counts.num_continued, batch.counts.num_discarded_partials) == (2, 4)
+    begun = [request.id for request in run.engine.asked if request.partial is not None]
+    assert begun == [f"rollout0/{p}/{2 * p}+{k}" for p in (1, 5) for k in (0, 1)]
 
 
 def test_prompts_that_are_too_long_make_a_rollout_smaller_and_no_more() -> None:
@@ -254,7 +240,7 @@ def test_old_tokens_moves_and_retractions_are_counted() -> None:
     class Moving(Halting):
         weight_version = 8
 
-        def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        def generate_each(self, requests: Sequence[Request], *_: object) -> list[Completion]:
             return [complete(request, WHOLE, num_moves=1, num_retractions=2) for request in requests]
 
     (batch,) = Run(engine=Moving()).next()

@@ -1,6 +1,7 @@
 """The client against a small HTTP server that misbehaves on purpose, and counts what reaches it."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpcore2
 import pytest
 
 from megatron_dppo.errors import ServerError
@@ -24,7 +26,7 @@ class Misbehaving:
     """Answers /generate with one step of `script` after another, the last of them again and again."""
 
     def __init__(self, script: list[Step]) -> None:
-        self.script, self.calls, self.keys = script, [], []
+        self.script, self.calls, self.keys, self.rids = script, [], [], []
         self.url = ""
 
     @property
@@ -40,7 +42,8 @@ def _serve(script: list[Step]) -> Iterator[Misbehaving]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+            behaviour.rids.append(body.get("rid"))
             behaviour.calls.append(self.path)
             behaviour.keys.append(self.headers.get("Authorization"))
             if self.path == "/abort_request":
@@ -107,31 +110,35 @@ def _with_client(
 
 
 def _generate(client: SglangClient) -> Coroutine[Any, Any, object]:
-    return client.generate({"rid": "g+0"})
+    return client.generate({"rid": "g+0#1"})
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_what_was_not_begun_is_asked_again(status: int) -> None:
     with _serve([(status, b"busy"), GOOD]) as server:
         client, answer = _with_client(server.url, _generate)
-    assert answer == {"output_ids": []}
+    assert answer == GOOD[1]
     assert server.calls == ["/generate"] * 2
     assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (1, 0)
 
 
-@pytest.mark.parametrize("step", [(500, b"x"), (502, b""), "close", "cut", (200, b'{"output_ids')])
+@pytest.mark.parametrize(
+    "step", [(500, b"x"), (502, b""), "close", "cut", (200, b'{"output_ids'), (200, b"<html>"), (200, b"")]
+)
 def test_what_may_have_been_sampled_is_aborted_and_counted(step: Step) -> None:
     with _serve([step, GOOD]) as server:
         client, answer = _with_client(server.url, _generate)
-    assert answer == {"output_ids": []}
+    assert answer == GOOD[1]
     assert server.calls == ["/generate", "/abort_request", "/generate"]
+    first, aborted, second = server.rids
+    assert first == aborted == "g+0#1" and second.startswith("g+0#") and second != first
     assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (1, 1)
 
 
 def test_attempts_are_bounded() -> None:
     with _serve([(500, b'{"error": {"message": "out of luck"}}')]) as server:
         client, error = _with_client(server.url, _generate)
-    assert server.num_generations == QUICK.max_attempts
+    assert server.num_generations == QUICK.max_attempts == len(set(server.rids))
     assert (client.counts.num_retries, client.counts.num_maybe_sampled_twice) == (2, 2)
     assert isinstance(error, ServerError)
     for part in ("POST", server.url, "status 500 (out of luck)", "within 3 attempts", "server's log"):
@@ -173,6 +180,20 @@ def test_the_key_is_sent() -> None:
         _with_client(server.url, _generate, api_key="secret")
         _with_client(server.url, _generate)
     assert server.keys == ["Bearer secret", None]
+
+
+def test_certificates_are_read_where_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = httpcore2.default_ssl_context
+
+    async def opened(url: str) -> None:
+        monkeypatch.setattr(httpcore2, "default_ssl_context", lambda **k: read.append(url) or original(**k))
+        async with SglangClient(url):
+            pass
+
+    for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
+        asyncio.run(opened(url))
+    assert read == ["https://127.0.0.1:1"]
 
 
 def test_another_kind_of_server_is_refused() -> None:

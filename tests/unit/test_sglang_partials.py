@@ -1,6 +1,8 @@
 """What is sent of a response that goes on, and how its parts become one."""
 
+import asyncio
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -98,8 +100,9 @@ def test_an_answer_from_the_queue_leaves_what_there_was(version: str) -> None:
         "output_ids": [],
         "meta_info": {"id": "g+0", "finish_reason": {"type": "abort"}, "completion_tokens": 0},
     }
-    assert GENERATIONS[version].read_reply(body, REQUEST, PARAMS, MODEL) is OLD
+    content = json.dumps(body).encode()
+    assert asyncio.run(GENERATIONS[version].read_reply(content, REQUEST, PARAMS, MODEL)) is OLD
     fresh = dataclasses.replace(REQUEST, partial=None)
-    nothing = GENERATIONS[version].read_reply(body, fresh, PARAMS, MODEL)
+    nothing = asyncio.run(GENERATIONS[version].read_reply(content, fresh, PARAMS, MODEL))
     assert (nothing.finish_reason, nothing.tokens.numel(), nothing.topk) == ("abort", 0, None)
     assert aborted(fresh).tokens.dtype == torch.int64

@@ -1,7 +1,9 @@
-"""Answers that a real SGLang server gave, as they came and corrupted."""
+"""Answers that a real SGLang server gave, as they came and corrupted, read here and in the decoding process."""
 
+import asyncio
 import base64
 import copy
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -16,35 +18,64 @@ import torch
 from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.sglang.decoding import decode_routes
+from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
 from megatron_dppo.rollout.sglang.protocol import (
     GENERATIONS,
+    Generation,
+    Generation0521,
     ServedModel,
     generation_of,
 )
-from megatron_dppo.types import ModelRouting, WeightVersionSpan
+from megatron_dppo.types import ModelRouting, RoutedExperts, WeightVersionSpan
 
 REPLIES = Path(__file__).parent / "sglang_replies"
 ROUTING = ModelRouting((0, 1, 2), 8, 2)
 MODEL = ServedModel(vocab_size=97, num_layers=3, end_tokens=(0,), routing=ROUTING)
 Corruption = Callable[[dict[str, Any]], object]
+HERE, THERE = (Generation0521(DecodingProcess(small_bytes=size)) for size in (1 << 30, 0))
 
 
-def _recorded(name: str) -> tuple[Request, SamplingParams, dict[str, Any]]:
+def recorded(name: str) -> tuple[Request, SamplingParams, dict[str, Any]]:
     case = json.loads((REPLIES / f"{name}.json").read_text())
     request = Request(case["request"]["id"], tuple(case["request"]["prompt_tokens"]), (0, 0, 0))
     return request, SamplingParams(**case["params"]), case["body"]
 
 
+def _outcome(
+    generation: Generation, content: bytes, request: Request, params: SamplingParams
+) -> Completion | ReplyError:
+    try:
+        return asyncio.run(generation.read_reply(content, request, params, MODEL))
+    except ReplyError as error:
+        return error
+
+
+def _read_body(body: object, request: Request, params: SamplingParams) -> Completion:
+    """What both ways make of the answer, which must be the same to the bit, and to the letter of an error."""
+    content = json.dumps(body).encode()
+    here, there = (_outcome(generation, content, request, params) for generation in (HERE, THERE))
+    if isinstance(here, ReplyError):
+        assert isinstance(there, ReplyError) and str(there) == str(here)
+        raise here
+    assert isinstance(there, Completion)
+    of_here, of_there = (dataclasses.asdict(each) for each in (here, there))
+    for name in ("tokens", "log_probs", "topk", "routed_experts"):
+        one, other = of_here.pop(name), of_there.pop(name)
+        torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+    assert of_there == of_here
+    return here
+
+
 def _read(name: str, corrupt: Corruption = lambda body: None) -> Completion:
-    request, params, body = _recorded(name)
+    request, params, body = recorded(name)
     body = copy.deepcopy(body)
     corrupt(body)
-    return generation_of("0.5.21").read_reply(body, request, params, MODEL)
+    return _read_body(body, request, params)
 
 
 @pytest.mark.parametrize("name", ["plain", "topk_and_routes", "stop", "greedy", "abort"])
 def test_recorded_answers_are_read(name: str) -> None:
-    request, params, body = _recorded(name)
+    request, params, body = recorded(name)
     completion, meta = _read(name), body["meta_info"]
     assert completion.request_id == request.id
     assert completion.tokens.tolist() == body["output_ids"]
@@ -60,10 +91,10 @@ def test_recorded_answers_are_read(name: str) -> None:
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool) -> None:
     """Its tokens and log-probs are those that were sampled, its routes those of the recomputation."""
-    request, params, body = _recorded("retracted")
+    request, params, body = recorded("retracted")
     assert body["meta_info"]["num_retractions"] == 1 and body["meta_info"]["routed_experts"]
     params = replace(params, capture_routes=captures)
-    completion = generation_of("0.5.21").read_reply(body, request, params, MODEL)
+    completion = _read_body(body, request, params)
     assert completion.num_retractions == 1
     assert completion.tokens.tolist() == body["output_ids"] and completion.topk is not None
     assert completion.routed_experts is None
@@ -74,13 +105,21 @@ def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("generation", [HERE, THERE])
+def test_an_answer_without_tokens_is_an_aborted_one(generation: Generation) -> None:
+    request, params, _ = recorded("plain")
+    meta = {"id": request.id, "finish_reason": {"type": "abort"}, "completion_tokens": 0}
+    outcome = _outcome(generation, json.dumps({"output_ids": [], "meta_info": meta}).encode(), request, params)
+    assert isinstance(outcome, Completion) and (outcome.finish_reason, outcome.tokens.numel()) == ("abort", 0)
+
+
 def test_an_answer_that_does_not_say_how_often_it_was_retracted_is_refused() -> None:
     with pytest.raises(ReplyError, match="found nothing as num_retractions"):
         _read("plain", _drop("num_retractions"))
 
 
 def test_topk_and_routes_are_those_of_the_answer() -> None:
-    request, _, body = _recorded("topk_and_routes")
+    request, _, body = recorded("topk_and_routes")
     completion = _read("topk_and_routes")
     assert completion.topk is not None
     assert completion.routed_experts is not None
@@ -114,8 +153,8 @@ def _first_entry(column: int, value: Any) -> Corruption:
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda body: body.pop("output_ids"), "found nothing as output_ids"),
-        (lambda body: body.update(meta_info=[]), r"found \[\] as meta_info"),
+        (lambda body: body.pop("output_ids"), "missing required field `output_ids`"),
+        (lambda body: body.update(meta_info=[]), "Expected `object`, got `array` - at `..meta_info`"),
         (_meta(id="other+1"), "found id 'other"),
         (_meta(prompt_tokens=7), "found prompt_tokens 7; expected 6"),
         (_meta(prompt_tokens=True), "found True as prompt_tokens"),
@@ -130,15 +169,23 @@ def _first_entry(column: int, value: Any) -> Corruption:
         (_shift("output_token_logprobs"), "log-probs are of other tokens"),
         (
             lambda body: body["meta_info"]["output_token_logprobs"].pop(),
-            "found 7 rows of output_token_logprobs",
+            "8 lists in all; expected .8,. entries",
         ),
-        (_meta(output_token_logprobs=[]), "found 0 rows of output_token_logprobs"),
-        (_meta(output_token_logprobs=["x"] * 8), "found 8 rows of output_token_logprobs"),
+        (_meta(output_token_logprobs=[]), r"found \[\] .* as log-probs, 1 lists in all"),
+        (_meta(output_token_logprobs=["x"] * 8), "as log-probs, 1 lists in all; expected .8,. entries"),
         (_shift("output_top_logprobs"), "another log-prob of the sampled token|rise"),
-        (lambda body: body["meta_info"]["output_top_logprobs"].pop(), "found 7 rows of output_top_logprobs"),
-        (lambda body: body["meta_info"]["output_top_logprobs"][1].pop(), "found 8 rows of output_top_logprobs"),
+        (lambda body: body["meta_info"]["output_top_logprobs"].pop(), "148 lists in all; expected .8, 20."),
+        (lambda body: body["meta_info"]["output_top_logprobs"][1].pop(), "168 lists in all; expected .8, 20."),
         (_first_entry(1, 97), "token ids outside of 0 to 96"),
-        (_first_entry(1, None), "found 8 rows of output_top_logprobs"),
+        (_first_entry(1, None), "expected .8, 20. entries"),
+        (_first_entry(1, 10**400), "expected .8, 20. entries"),
+        (_first_entry(1, math.inf), "found no JSON"),
+        (_first_entry(1, 1e300), "token ids outside of 0 to 96"),
+        (_first_entry(2, "text"), "expected .8, 20. entries"),
+        (_first_entry(2, [0]), "expected .8, 20. entries"),
+        (_first_entry(0, []), "expected .8, 20. entries"),
+        (_first_entry(1, 2.0**32 + 5), "token ids outside of 0 to 96"),
+        (_meta(output_top_logprobs=[-0.5, 3, None] * 160), "1 lists in all; expected .8, 20."),
         (_first_entry(0, None), "log-probs that are no numbers"),
         (_first_entry(0, -50.0), "rise along a row"),
         (_meta(weight_versions=[]), "do not cover 8 tokens"),
@@ -164,9 +211,19 @@ def test_a_token_twice_among_the_most_probable_is_refused() -> None:
 
 @pytest.mark.parametrize("body", [[], None, "error"])
 def test_what_is_no_object_is_refused(body: object) -> None:
-    request, params, _ = _recorded("plain")
+    request, params, _ = recorded("plain")
     with pytest.raises(ReplyError, match="expected one JSON object"):
-        generation_of("0.5.21").read_reply(body, request, params, MODEL)
+        _read_body(body, request, params)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"output_ids": [', b"{\xff}", b"[" * 100_000, b"{" + b"9" * 5000 + b"}", b'{"a": 1} {}']
+)
+def test_what_is_no_json_is_refused(content: bytes) -> None:
+    request, params, _ = recorded("plain")
+    outcomes = [_outcome(generation, content, request, params) for generation in (HERE, THERE)]
+    assert all(isinstance(each, ReplyError) and "found no JSON" in str(each) for each in outcomes)
+    assert str(outcomes[0]) == str(outcomes[1])
 
 
 def test_a_log_prob_that_is_null_is_kept_for_validation() -> None:
@@ -181,18 +238,22 @@ def test_two_versions_of_the_weights_are_kept_apart() -> None:
 
 
 def _routes(change: Callable[[np.ndarray], object] = lambda routes: None) -> str:
-    _, _, body = _recorded("topk_and_routes")
+    _, _, body = recorded("topk_and_routes")
     routes = np.frombuffer(base64.b64decode(body["meta_info"]["routed_experts"]), np.int32).reshape(-1, 3, 2)
     routes = routes.copy()
     changed = change(routes)
     return base64.b64encode((changed if isinstance(changed, np.ndarray) else routes).tobytes()).decode()
 
 
+def _json(payload: object) -> bytes:
+    return json.dumps(payload).encode()
+
+
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
         (None, "found no routed_experts"),
-        (17, "found no routed_experts"),
+        (17, "is no base64"),
         ("!!!", "is no base64"),
         (_routes(lambda routes: routes[:-1]), "found 288 bytes"),
         (_routes(lambda routes: np.repeat(routes, 2, axis=0)), "found 624 bytes"),
@@ -212,30 +273,50 @@ def test_routes_that_do_not_fit_cost_the_sample_its_routes(payload: object, mess
     assert completion.routed_experts is None
     assert completion.routes_fault is not None
     with pytest.raises(RoutingReplayError, match=message):
-        decode_routes(payload, 13, 3, ROUTING, "answer")
+        decode_routes(_json(payload), 13, 3, ROUTING, "answer")
+
+
+@pytest.mark.parametrize("generation", [HERE, THERE])
+def test_scores_of_a_prompt_are_read(generation: Generation) -> None:
+    tokens = list(range(13))
+    rows = [[None, 0, None], *([-token / 7, token, None] for token in tokens[1:])]
+
+    def read(payload: object, *, with_routes: bool) -> tuple[torch.Tensor, RoutedExperts | None]:
+        body = {"meta_info": {"input_token_logprobs": rows, "routed_experts": payload}}
+        content = json.dumps(body).encode()
+        return asyncio.run(generation.read_scores(content, tokens, MODEL, with_routes=with_routes))
+
+    log_probs, routes = read(_routes(), with_routes=True)
+    torch.testing.assert_close(log_probs, -torch.arange(1, 13) / 7, rtol=0, atol=0)
+    assert routes is not None and routes.indices.shape == (13, 3, 2) and routes.num_experts == 8
+    assert read(None, with_routes=False)[1] is None
+    with pytest.raises(RoutingReplayError, match="log-probs of a prompt: found no routed_experts"):
+        read(None, with_routes=True)
+    rows[3][1] = 5
+    with pytest.raises(ReplyError, match="the log-probs are of other tokens"):
+        read(None, with_routes=False)
 
 
 def test_dense_layers_are_left_out_and_must_be_zero() -> None:
     routing = ModelRouting((0, 2), 8, 2)
     payload = _routes(lambda routes: routes[:, 1].fill(0))
-    decoded = decode_routes(payload, 13, 3, routing, "answer")
-    assert decoded.indices.shape == (13, 2, 2)
-    assert decoded.layer_numbers == (0, 2)
+    decoded = decode_routes(_json(payload), 13, 3, routing, "answer")
+    assert decoded.shape == (13, 2, 2)
     with pytest.raises(RoutingReplayError, match="names experts in dense layers"):
-        decode_routes(_routes(), 13, 3, routing, "answer")
+        decode_routes(_json(_routes()), 13, 3, routing, "answer")
 
 
 def test_nothing_but_zeros_with_one_expert_per_token_is_refused() -> None:
     payload = base64.b64encode(bytes(4 * 13 * 3)).decode()
     with pytest.raises(RoutingReplayError, match="nothing was captured"):
-        decode_routes(payload, 13, 3, ModelRouting((0, 1, 2), 8, 1), "answer")
+        decode_routes(_json(payload), 13, 3, ModelRouting((0, 1, 2), 8, 1), "answer")
 
 
 def test_many_experts_take_two_bytes() -> None:
     payload = _routes(lambda routes: routes.__setitem__((3, 1), (300, 2)))
-    decoded = decode_routes(payload, 13, 3, ModelRouting((0, 1, 2), 512, 2), "answer")
-    assert decoded.indices.dtype == torch.int16
-    assert decoded.indices[3, 1].tolist() == [300, 2]
+    decoded = decode_routes(_json(payload), 13, 3, ModelRouting((0, 1, 2), 512, 2), "answer")
+    assert decoded.dtype == np.int16
+    assert decoded[3, 1].tolist() == [300, 2]
 
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23", None, 5, []])

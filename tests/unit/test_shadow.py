@@ -9,15 +9,24 @@ from dppo_vectors import CASES, SETTINGS, build, is_decided, log_softmax
 from hypothesis import given
 from test_algorithms_properties import FEW, Policies, policies
 
-from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, TopKLogProbs, policy_loss, preset, shadow_masks
+from megatron_dppo.algorithms import (
+    PRESETS,
+    PolicyLossInputs,
+    TopKLogProbs,
+    policy_loss,
+    preset,
+    shadow_masks,
+    shadow_weights,
+)
 
 
 def _require_equal(objectives, inputs: PolicyLossInputs):
-    masks = shadow_masks(objectives, inputs)
-    assert list(masks) == list(objectives)
+    masks, weights = shadow_masks(objectives, inputs), shadow_weights(objectives, inputs)
+    assert list(masks) == list(weights) == list(objectives)
     for name, objective in objectives.items():
-        expected = policy_loss(objective, inputs).mask
-        assert masks[name].dtype == torch.bool and masks[name].equal(expected), name
+        expected = policy_loss(objective, inputs)
+        assert masks[name].dtype == torch.bool and masks[name].equal(expected.mask), name
+        assert weights[name].equal(expected.weight), name
         assert not masks[name].requires_grad
 
 
@@ -66,6 +75,8 @@ def test_objectives_without_their_inputs_are_left_out():
     topk = {name for name, objective in PRESETS.items() if objective.needs_topk}
     assert set(shadow_masks(PRESETS, replace(inputs, old_log_probs=None))) == set(PRESETS) - recomputed
     assert set(shadow_masks(PRESETS, replace(inputs, topk=None))) == set(PRESETS) - topk
+    over_responses = {name for name, objective in PRESETS.items() if objective.needs_responses}
+    assert set(shadow_masks(PRESETS, replace(inputs, response_lengths=None))) == set(PRESETS) - over_responses
     assert shadow_masks({}, inputs) == {}
 
 

@@ -37,7 +37,9 @@ def test_auto_takes_what_can_do_it(tables: dict[str, Any], library: Library, nam
 def test_several_ranks_of_a_sequence_are_refused() -> None:
     assert not list(transformer_engine_problems(_config("transformer_engine"), USABLE))
     split = _config("transformer_engine", parallel={"context": 2})
-    assert [problem.where for problem in transformer_engine_problems(split, USABLE)] == ["parallel.context"]
+    (problem,) = transformer_engine_problems(split, USABLE)
+    assert problem.where == "parallel.context" and "ring" in problem.expected
+    assert "1" in problem.action and "model.layer_spec = 'torch'" in problem.action
 
 
 @pytest.mark.parametrize("spec", ["torch", "transformer_engine"])

@@ -40,7 +40,7 @@ def by_kernels(library: KernelLibrary) -> Implementation:
         )
         statistics = torch.stack([zero, one, zero, pi / math.log(2)], dim=1)[None]
         planes, _ = combined(library, tokens, statistics, objective)
-        return tuple(planes[ROWS.index(name)] for name in ("ratio", "divergence", "mask"))  # type: ignore[return-value]
+        return tuple(planes[ROWS.index(name)] for name in ("ratio", "divergence", "weight"))  # type: ignore[return-value]
 
     return masked
 

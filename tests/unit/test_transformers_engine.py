@@ -173,6 +173,43 @@ def test_results_do_not_depend_on_batch_or_order(model: Any, batch_size: int) ->
         assert torch.equal(completion.routed_experts.indices, other.routed_experts.indices)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "prefill_tokens", "prefills", "num_cached"),
+    [
+        (12, 16384, [(3, 8)], 3 * (2 + 8 + 4)),
+        (12, 16, [(2, 8), (1, 4)], 3 * (2 + 8 + 4)),  # the bound is of what is forwarded
+        (6, 16384, [(2, 8), (2, 8)], 3 * 2 + 8 + 8 + 3 * 4),  # a group that two admissions split
+    ],
+)
+def test_requests_of_one_prompt_share_its_prefill(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int,
+    prefill_tokens: int,
+    prefills: list[tuple[int, int]],
+    num_cached: int,
+) -> None:
+    monkeypatch.setattr(ContinuousBatch, "PREFILL_TOKENS", prefill_tokens)
+    prompts = [request.prompt_tokens for request in requests_of((3, 9, 5))]
+    requests = [Request(f"p{i // 4}+{i % 4}", prompts[i // 4], (3, 1, i)) for i in range(12)]
+    params = SamplingParams(max_response_tokens=8, capture_routes=True)
+    engine = engine_of(model, batch_size=batch_size)
+    forwarded: list[tuple[int, int]] = []
+    embedding = engine._decoder.model.model.embed_tokens
+    embedding.register_forward_hook(lambda _m, inputs, _o: forwarded.append(tuple(inputs[0].shape)))
+    completions = engine.generate(requests, params)
+    assert [shape for shape in forwarded if shape[1] > 1] == prefills
+    assert engine.counts == EngineCounts(num_prompt_tokens=4 * (3 + 9 + 5), num_cached_tokens=num_cached)
+    assert sum(completion.num_cached_tokens for completion in completions) == num_cached
+    assert len({tuple(completion.tokens.tolist()) for completion in completions}) > 6
+    for request, completion in zip(requests, completions, strict=True):
+        (alone,) = engine_of(model).generate([request], params)
+        assert torch.equal(completion.tokens, alone.tokens)
+        torch.testing.assert_close(completion.log_probs, alone.log_probs, atol=1e-5, rtol=0)
+        assert completion.routed_experts and alone.routed_experts
+        assert torch.equal(completion.routed_experts.indices, alone.routed_experts.indices)
+
+
 @pytest.mark.parametrize("sweep_fraction", [1 / 8, 0.7])  # 0.7: finished rows wait, some at the cache's end
 @pytest.mark.parametrize("batch_size", [6, 24])
 def test_responses_that_end_early_are_refilled_correctly(

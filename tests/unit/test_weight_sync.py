@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
+from megatron_dppo.runtime.gpu_ledger import GpuLedger
 from megatron_dppo.weight_sync.in_process import InProcessSync
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -42,6 +43,7 @@ class Ranks:
 
     def __init__(self, *others: str) -> None:
         self.others = others
+        self.gpu_ledger = GpuLedger(lambda: None, lambda: None)
 
     def all_gather(self, value: str) -> list[str]:
         return [value, *self.others]

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset
-from megatron_dppo.analysis.what_if.question import parse_sweeps, question_of
-from megatron_dppo.analysis.what_if.variants import Variant, evaluate_variants, require_inputs, variants
+from megatron_dppo.analysis.what_if.answer import learning_lengths
+from megatron_dppo.analysis.what_if.measures import PolicyTokens, evaluate_variants
+from megatron_dppo.analysis.what_if.question import Asked, parse_sweeps, question_of
+from megatron_dppo.analysis.what_if.variants import Variant, require_inputs, variants
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
 from megatron_dppo.errors import ConfigError, DataError
+from megatron_dppo.types import Microbatch
 
 BASE = Variant("dppo_topk_tv", {"top_k": 4})
 
@@ -28,11 +31,21 @@ def tokens(num: int = 400) -> PolicyLossInputs:
         advantages=torch.randn(num, generator=generator),
         targets=targets,
         topk=TopKLogProbs(ids.int(), mu.gather(1, ids), pi.gather(1, ids)),
+        response_lengths=torch.tensor([num - 130, 0, 100, 30]),
     )
 
 
+def of_two_rollouts(inputs: PolicyLossInputs) -> PolicyTokens:
+    """The tokens as those of two rollouts, with made-up norms of scores."""
+    num = inputs.log_probs.numel()
+    norms = torch.rand(num, generator=torch.Generator().manual_seed(1)) + 0.1
+    return PolicyTokens(inputs, norms, rollouts=torch.arange(num) // (num // 2))
+
+
 def test_each_variant_masks_what_policy_loss_masks() -> None:
-    asked = variants(BASE, ["grpo", "dppo_binary_kl", "dppo_topk_tv"], {"delta": [0.05, 0.3], "top_k": [2]})
+    names = ["grpo", "dppo_binary_kl", "dppo_topk_tv"]
+    swept = variants(BASE, names, {"delta": [0.05, 0.3], "top_k": [2]})
+    asked = [*swept, Variant("gspo"), Variant("drpo")]
     assert [variant.name for variant in asked] == [
         "dppo_topk_tv top_k=4",
         "grpo",
@@ -40,19 +53,41 @@ def test_each_variant_masks_what_policy_loss_masks() -> None:
         "dppo_binary_kl delta=0.3",
         "dppo_topk_tv delta=0.05 top_k=2",
         "dppo_topk_tv delta=0.3 top_k=2",
+        "gspo",
+        "drpo",
     ]
     inputs = tokens()
-    rows = evaluate_variants(asked, {"live": inputs})
+    rows, _ = evaluate_variants(asked, {"live": of_two_rollouts(inputs)})
     own = policy_loss(preset("dppo_topk_tv", top_k=4), inputs).mask
     for variant, row in zip(asked, rows, strict=True):
         out = policy_loss(variant.objective, inputs)
         negative = inputs.advantages < 0
         assert row["masked_fraction_negative"] == pytest.approx(float((~out.mask)[negative].double().mean()))
         assert row["agreement"] == pytest.approx(float((out.mask == own).double().mean()))
-        kept = out.coefficient.abs().double().sum()
-        mass = (out.ratio * inputs.advantages.abs()).double().sum()
-        assert row["dropped_mass_fraction"] == pytest.approx(float(1 - kept / mass), abs=1e-6)
-    assert all(row["masked_fraction"] > 0 for row in rows)
+        mass = (out.ratio * inputs.advantages.abs()).double()
+        kept = mass[out.mask].sum() / mass.sum()
+        assert row["dropped_mass_fraction"] == pytest.approx(float(1 - kept), abs=1e-6)
+    assert all(row["masked_fraction"] > 0 for row in rows[:-1])
+    assert ["weight_mean" in row for row in rows] == [False] * 7 + [True]
+    assert rows[-1]["weight_mean"] == pytest.approx(float(out.weight.double().mean()), rel=1e-6)
+
+
+def test_responses_are_the_learning_tokens_of_each_sequence() -> None:
+    tokens = torch.arange(9)
+    mask = torch.tensor([0, 1, 1, 0, 0, 0, 1, 0, 1], dtype=torch.bool)
+    lengths = torch.tensor([0, 3, 5, 5, 9], dtype=torch.int32)
+    zeros = torch.zeros(9)
+    m = Microbatch(
+        tokens=tokens,
+        targets=tokens,
+        position_ids=tokens,
+        cu_seqlens=lengths,
+        loss_mask=mask,
+        advantages=zeros,
+        rollout_log_probs=zeros,
+        token_weights=zeros,
+    )
+    assert learning_lengths(m).tolist() == [2, 0, 0, 2]
 
 
 def test_a_variant_that_is_the_runs_own_comes_once() -> None:
@@ -93,8 +128,7 @@ def test_sweeps_are_values_of_toml() -> None:
 
 def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     def ask() -> None:
-        given = dict(checkpoint=None, before=None, rollouts=(), presets=(), sweeps=(), overrides=())
-        question_of(tmp_path, **given, world_size=1, out=tmp_path)  # type: ignore[arg-type]
+        question_of(Asked(tmp_path, tmp_path), world_size=1)
 
     with pytest.raises(ConfigError, match=r"no config\.toml"):
         ask()

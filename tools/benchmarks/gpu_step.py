@@ -264,6 +264,16 @@ def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int,
     title = f"training step, {layers} of Qwen3-30B-A3B's 48 layers, sequences of {sequence_length} tokens"
     names = ("layer spec", "objective", "tokens", "ms", "tokens/s", "MFU", "peak GiB", "planned")
     show_table(title, names, cells)
+    done = [(row, cell) for row, cell in zip(rows, cells, strict=True) if row.seconds]
+    if done:
+        row, (spec, objective, tokens, milliseconds, speed, mfu, *_) = max(
+            done, key=lambda one: one[0].tokens_per_s
+        )
+        most = max(each.peak_bytes for each, _ in done) / 2**30
+        typer.echo(
+            f"\nbest: {tokens} tokens in {milliseconds} ms, {speed} tokens/s, MFU {mfu} ({spec}, {objective}); "
+            f"at most {most:.1f} GiB in any step"
+        )
     typer.echo()
 
 

@@ -6,10 +6,13 @@
 Four variants run one after another: 1 process, and 2 processes with the experts split between them, each
 without and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts,
 read from the run's own metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is a
-rollout's wall clock that no phase claims. Figures and run folders go to runs/bench/. Another busy program
+rollout's wall clock that no phase claims. The floor is the time that the rollout's products would take at the
+speed of one product of the model's sizes, measured before each variant on one thread, times the processes that
+have a core each. Figures and run folders go to runs/bench/. Another busy program
 distorts them; the tool says so where it sees one.
 """
 
+import json
 import os
 import re
 import shutil
@@ -26,6 +29,8 @@ import torch
 import typer
 from tqdm import tqdm
 
+from megatron_dppo.architectures.parameters import model_shape
+from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.run_folder.reader import Run, read_run
 from tools.benchmarks.benchmarking import (
     OUT,
@@ -86,6 +91,7 @@ class Speed:
     phase_share: dict[str, float]
     num_rollouts: int
     other_cores: float | None
+    floor_s: float  # of the products of a rollout
 
 
 def main(
@@ -110,10 +116,10 @@ def main(
             *(f"rollout.routing_replay='{variant.routing_replay}'", "tracking.paired_routing_every=0"),
             *("tracking.samples_every=0", "checkpoint.every=0", "optimizer.warmup_steps=4"),
         ]
-        folder = OUT / variant.folder
+        folder, flops_per_s = OUT / variant.folder, product_speed(variant.num_processes)
         watched = train(folder, variant.num_processes, overrides, rollouts, variant.title)
         run = read_run(folder)
-        speeds[variant.title], versions = measure(run, watched.other_cores), run.versions
+        speeds[variant.title], versions = measure(run, watched.other_cores, flops_per_s), run.versions
     show(speeds)
     results = {title: asdict(speed) for title, speed in speeds.items()}
     write_json(OUT / "loop.json", {"machine": machine(), "versions": versions, "variants": results})
@@ -125,11 +131,13 @@ def require_model() -> None:
     subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
 
 
-def train(folder: Path, num_processes: int, overrides: list[str], num_rollouts: int, title: str) -> Watched:
+def train(
+    folder: Path, num_processes: int, overrides: list[str], num_rollouts: int, title: str, model: Path = MODEL
+) -> Watched:
     """`megatron-dppo train` under torchrun, into a new folder; a line is seen at the end of each rollout."""
     shutil.rmtree(folder, ignore_errors=True)
-    sets = [f"run.folder={str(folder)!r}", f"model.load={str(MODEL)!r}"]
-    sets += [f"data.prompts={str(MODEL / 'prompts.jsonl')!r}", *overrides]
+    sets = [f"run.folder={str(folder)!r}", f"model.load={str(model)!r}"]
+    sets += [f"data.prompts={str(model / 'prompts.jsonl')!r}", *overrides]
     command = [*torchrun(sys.executable, num_processes), "-m", "megatron_dppo", "train"]
     command += [str(QUICKSTART / "base.toml"), *(part for item in sets for part in ("--set", item))]
     return watch(command, folder.with_suffix(".log"), 1, ROLLOUT_DONE, num_rollouts, title)
@@ -172,8 +180,38 @@ def watch(
     return Watched(started, set_up, lines, others.cores())
 
 
-def measure(run: Run, other_cores: float | None) -> Speed:
-    """Medians over a run's rollouts, without the first ones."""
+def product_speed(num_processes: int) -> float:
+    """FLOP/s of `num_processes` threads, as far as there are cores, at float32 products of an expert layer."""
+    hf = json.loads((MODEL / "config.json").read_text())
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    tokens = torch.randn(2048, hf["hidden_size"])
+    weight = torch.randn(hf["hidden_size"], 2 * hf["moe_intermediate_size"])
+    seconds: list[float] = []
+    for _ in range(200):
+        started = time.perf_counter()
+        torch.mm(tokens, weight)
+        seconds.append(time.perf_counter() - started)
+    torch.set_num_threads(num_threads)
+    flops = 2 * tokens.numel() * weight.shape[1]
+    return flops / min(seconds) * min(num_processes, os.cpu_count() or 1)
+
+
+def rollout_flops(cost: SampleCost, num_samples: int, row: Mapping[str, float]) -> float:
+    """FLOPs of the products of a rollout: sampling is a forward pass, a prompt in the cache is not forwarded.
+
+    Args:
+        cost: Of forward and backward.
+        num_samples: All of about the same length.
+        row: The rollout's metrics.
+    """
+    prompt_length = row["engine/prompt_tokens"] / num_samples
+    training = num_samples * cost.of(round(prompt_length + row["rollout/response_length_mean"]))
+    return training + (training - cost.linear * row["engine/cached_tokens"]) / 3
+
+
+def measure(run: Run, other_cores: float | None, flops_per_s: float) -> Speed:
+    """Medians over a run's rollouts, without the first ones; the floor at a speed of products in FLOP/s."""
     rows = [row.values for row in run.rollouts[SKIPPED:]]
 
     def median(name: str) -> float:
@@ -183,6 +221,7 @@ def measure(run: Run, other_cores: float | None) -> Speed:
     phase_s = {phase: median(f"time/{phase}_s") for phase in PHASES}
     phase_s["other"] = total_s - sum(phase_s.values())
     num_samples = run.option("rollout.prompts_per_rollout") * run.option("rollout.samples_per_prompt")
+    cost = SampleCost.of_model(model_shape(json.loads((MODEL / "config.json").read_text())))
     return Speed(
         rollout_tokens_per_s=tokens / phase_s["rollout"],
         train_tokens_per_s=tokens / phase_s["train"],
@@ -193,6 +232,7 @@ def measure(run: Run, other_cores: float | None) -> Speed:
         phase_share={phase: seconds / total_s for phase, seconds in phase_s.items()},
         num_rollouts=len(rows),
         other_cores=other_cores,
+        floor_s=statistics.median(rollout_flops(cost, num_samples, row) for row in rows) / flops_per_s,
     )
 
 
@@ -206,11 +246,17 @@ def show(speeds: Mapping[str, Speed]) -> None:
             f"{speed.tokens_per_s:10,.0f}{speed.samples_per_s:11,.0f}"
         )
     names = (*PHASES, "other")
-    typer.echo(f"\n{'s per rollout':15}{'total':>8}" + "".join(f"{name:>14}" for name in names))
+    columns = "".join(f"{name:>14}" for name in names)
+    typer.echo(f"\n{'s per rollout':15}{'floor':>8}{'of total':>9}{'total':>8}{columns}")
     for title, speed in speeds.items():
         cells = (f"{speed.phase_s[name]:8.3f} {speed.phase_share[name]:>5.0%}" for name in names)
-        typer.echo(f"{title:15}{speed.total_s:8.3f}" + "".join(cells))
-    typer.echo()
+        floor = f"{speed.floor_s:8.3f}{speed.floor_s / speed.total_s:>9.0%}"
+        typer.echo(f"{title:15}{floor}{speed.total_s:8.3f}" + "".join(cells))
+    title, best = max(speeds.items(), key=lambda item: item[1].tokens_per_s)
+    phase, share = max(best.phase_share.items(), key=lambda item: item[1])
+    typer.echo(
+        f"\nfastest: {title}, {best.tokens_per_s:,.0f} tokens/s; the {phase} phase takes {share:.0%} of it"
+    )
     for title, speed in speeds.items():
         warn_if_busy(title, speed.other_cores)
 

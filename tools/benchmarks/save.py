@@ -46,7 +46,8 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int) -> None
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
-    from megatron_dppo.run.checkpoints import Checkpoints, RunPoint
+    from megatron_dppo.run.checkpoints import Checkpoints
+    from megatron_dppo.run.run_point import RunPoint
     from megatron_dppo.types import RunState
 
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)

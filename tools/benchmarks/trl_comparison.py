@@ -2,14 +2,18 @@
 
     make bench-trl                                                  # sets up TRL's own environment first
     python -m tools.benchmarks.trl_comparison --trl-python .venv-trl/bin/python --repeats 1 --rollouts 30
+    python -m tools.benchmarks.trl_comparison --workload mixed      # responses of 17 to 256 tokens, most short
 
-Both train the quickstart's model in float32 and roll out in float32, on two cores: ours as 2 processes of one
-thread with the experts split between them, TRL as 1 process of 2 threads (its default) or 2 data-parallel
-processes of one thread, whichever is faster in a short trial. TRL's settings are derived from our config. Runs
-alternate, so that a slow spell of the machine meets both. Seconds are wall clock from rollout to rollout, taken
-here for both sides; reward .75 counts as reached when three rollouts in a row earn it on average, and its
-seconds count from the start of the first rollout. Results go to runs/bench/trl.json. Run it on an idle machine;
-the tool warns of a busy one.
+All train the quickstart's model in float32 and roll out in float32, on two cores: ours as 2 processes of one
+thread, data-parallel (DP2) and with the experts split between them (EP2, as the quickstart); TRL as 1 process
+of 2 threads (its default) or 2 data-parallel processes of one thread, whichever is faster in a short trial.
+TRL's settings are derived from our config. Runs alternate, so that a slow spell of the machine meets all.
+Seconds are wall clock from rollout to rollout, taken here for both sides; reward .75 counts as reached when
+three rollouts in a row earn it on average, and its seconds count from the start of the first rollout. Results
+go to runs/bench/trl_WORKLOAD.json. Run it on an idle machine; the tool warns of a busy one.
+
+The workload "mixed" is the quickstart's task by a model that often rambles before it answers
+(mixed_lengths.py), which it learns within minutes when it is first asked for.
 """
 
 import json
@@ -18,6 +22,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,9 +34,42 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.run_folder.reader import read_run
 from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, spread, torchrun, warn_if_busy, write_json
 from tools.benchmarks.loop import MODEL, QUICKSTART, require_model, train, watch
+from tools.benchmarks.mixed_lengths import LONGEST, make_mixed_model
 
 TARGET, SKIPPED, TRIAL_ROLLOUTS, CORES = 0.75, 3, 8, 2
-OURS, TRL = "ours", "TRL"
+
+
+class Workload(StrEnum):
+    """What is sampled and trained on."""
+
+    QUICKSTART = "quickstart"
+    MIXED = "mixed"
+
+    @property
+    def model(self) -> Path:
+        """Where its model is."""
+        return MODEL if self is Workload.QUICKSTART else OUT / "mixed_model"
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Of the quickstart's config."""
+        if self is Workload.QUICKSTART:
+            return SAME_AS_TRL
+        return (*SAME_AS_TRL, f"rollout.max_response_tokens={LONGEST}")
+
+    def make_model(self) -> None:
+        """Make it where it is not there."""
+        require_model()
+        if self is Workload.MIXED:
+            make_mixed_model(MODEL, self.model)
+
+    def config(self) -> Config:
+        """The run that both sides copy."""
+        return load_config([QUICKSTART / "base.toml"], self.overrides)
+
+
+TRL = "TRL"
+OURS: Mapping[str, int] = {"ours, DP2": 1, "ours, EP2": CORES}  # parallel.expert
 TRL_LINE = re.compile(r"^ROLLOUT ")
 SAME_AS_TRL = (
     *("rollout.transformers.weights='float32'", "rollout.routing_replay='off'", "data.shuffle=false"),
@@ -83,7 +121,8 @@ def main(
     trl_python: Annotated[
         Path, typer.Option(help="Python of an environment with trl==1.16.0; `make bench-trl` makes one.")
     ] = Path(".venv-trl/bin/python"),
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side; a run's seed is its number.")] = 3,
+    workload: Annotated[Workload, typer.Option(help="What is sampled and trained on.")] = Workload.QUICKSTART,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; a run's seed is its number.")] = 3,
     rollouts: Annotated[
         int, typer.Option(min=5, help=f"Rollouts of each run; speed leaves out the first {SKIPPED}.")
     ] = 45,
@@ -91,7 +130,7 @@ def main(
         int | None, typer.Option(min=1, max=CORES, help="TRL on 1 process or 2. [default: try both]")
     ] = None,
 ) -> None:
-    """Run both in turn; print medians, spread and ratios."""
+    """Run all in turn; print medians, spread and ratios."""
     os.chdir(ROOT)
     if not trl_python.is_file():
         found = (
@@ -99,29 +138,32 @@ def main(
         )
         typer.echo(found, err=True)
         raise typer.Exit(2)
-    require_model()
+    workload.make_model()
     trial: dict[int, float] = {}
     if trl_processes is None:
-        trial = try_layouts(trl_python)
+        trial = try_layouts(workload, trl_python)
         trl_processes = min(trial, key=lambda num_processes: trial[num_processes])
-    runs: dict[str, list[Measured]] = {OURS: [], TRL: []}
+    runs: dict[str, list[Measured]] = {name: [] for name in (*OURS, TRL)}
     for seed in range(repeats):
-        runs[OURS].append(run_ours(rollouts, seed, f"ours {seed + 1}/{repeats}"))
-        runs[TRL].append(run_trl(trl_python, trl_processes, rollouts, seed, f"TRL  {seed + 1}/{repeats}"))
+        for name, expert in OURS.items():
+            runs[name].append(run_ours(workload, expert, rollouts, seed, f"{name} {seed + 1}/{repeats}"))
+        title = f"TRL {seed + 1}/{repeats}"
+        runs[TRL].append(run_trl(workload, trl_python, trl_processes, rollouts, seed, title))
     show(runs, rollouts, trl_processes)
     layout = {"processes": trl_processes, "threads": CORES // trl_processes, "trial_rollout_s": trial}
-    content = {"machine": machine(), "target": TARGET, "trl_layout": layout, "ratios": ratios(runs)}
+    content = {"machine": machine(), "target": TARGET, "trl_layout": layout}
+    content["ratios"] = {name: ratios(runs[name], runs[TRL]) for name in OURS}
     content |= {name: [as_json(run) for run in of_side] for name, of_side in runs.items()}
-    write_json(OUT / "trl.json", content)
+    write_json(OUT / f"trl_{workload}.json", content)
 
 
-def try_layouts(python: Path) -> dict[int, float]:
+def try_layouts(workload: Workload, python: Path) -> dict[int, float]:
     """Seconds per rollout of TRL on one process with both cores, and on two."""
     trial = {}
     for num_processes in (1, CORES):
         threads = CORES // num_processes
         title = f"trial: TRL on {num_processes} x {threads} threads"
-        measured = run_trl(python, num_processes, TRIAL_ROLLOUTS, 0, title)
+        measured = run_trl(workload, python, num_processes, TRIAL_ROLLOUTS, 0, title)
         warn_if_busy(title, measured.other_cores)
         trial[num_processes] = measured.rollout_s
     for num_processes, seconds in trial.items():
@@ -131,27 +173,32 @@ def try_layouts(python: Path) -> dict[int, float]:
     return trial
 
 
-def run_ours(rollouts: int, seed: int, title: str) -> Measured:
-    """`megatron-dppo train` on two processes. Its first rollout starts where the run's own clock says."""
+def run_ours(workload: Workload, expert: int, rollouts: int, seed: int, title: str) -> Measured:
+    """`megatron-dppo train` on two processes, with the experts in `expert` parts.
+
+    Its first rollout starts where the run's own clock says.
+    """
     folder = OUT / "trl_ours"
-    overrides = [f"parallel.expert={CORES}", f"run.num_rollouts={rollouts}", f"run.seed={seed}", *SAME_AS_TRL]
-    watched = train(folder, CORES, overrides, rollouts, title)
+    overrides = [f"parallel.expert={expert}", f"run.num_rollouts={rollouts}", f"run.seed={seed}"]
+    watched = train(folder, CORES, [*overrides, *workload.overrides], rollouts, title, workload.model)
     rows, ends = read_run(folder).rollouts, [moment for moment, _ in watched.lines]
     start = ends[0] - rows[0].values["time/total_s"]
     seconds = [after - before for before, after in pairwise([start, *ends])]
     rewards = [row.values["reward/mean"] for row in rows]
-    samples = samples_per_rollout(quickstart())
+    samples = samples_per_rollout(workload.config())
     return Measured(seed, start - watched.started, seconds, rewards, samples, watched.other_cores)
 
 
-def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: str) -> Measured:
+def run_trl(
+    workload: Workload, python: Path, num_processes: int, rollouts: int, seed: int, title: str
+) -> Measured:
     """trl_baseline.py in TRL's environment, set as our run is."""
-    config, threads = quickstart(), CORES // num_processes
+    config, threads = workload.config(), CORES // num_processes
     settings = OUT / "trl_settings.json"
     settings.write_text(json.dumps(grpo_settings(config, num_processes, rollouts, seed), indent=1) + "\n")
     launcher = [str(python)] if num_processes == 1 else torchrun(str(python), num_processes)
     command = [*launcher, "-m", "tools.benchmarks.trl_baseline"]
-    command += ["--model", str(MODEL), "--settings", str(settings), "--threads", str(threads)]
+    command += ["--model", str(workload.model), "--settings", str(settings), "--threads", str(threads)]
     watched = watch(command, OUT / "trl_baseline.log", threads, TRL_LINE, rollouts, title)
     rows = [json.loads(line.removeprefix("ROLLOUT ")) for _, line in watched.lines]
     assert watched.set_up is not None, "the line comes before the first rollout's"
@@ -160,11 +207,6 @@ def run_trl(python: Path, num_processes: int, rollouts: int, seed: int, title: s
     rewards = [row["reward"] for row in rows]
     setup_s = watched.set_up - watched.started
     return Measured(seed, setup_s, seconds, rewards, samples_per_rollout(config), watched.other_cores)
-
-
-def quickstart() -> Config:
-    """The run that both sides copy."""
-    return load_config([QUICKSTART / "base.toml"], SAME_AS_TRL)
 
 
 def samples_per_rollout(config: Config) -> int:
@@ -213,34 +255,36 @@ def grpo_settings(config: Config, num_processes: int, rollouts: int, seed: int) 
     }
 
 
-def ratios(runs: Mapping[str, Sequence[Measured]]) -> dict[str, list[float]]:
-    """Ours / TRL of each pair of neighbours; a pair of which one missed the target has no second ratio."""
-    pairs = list(zip(runs[OURS], runs[TRL], strict=True))
-    targets = [(ours.seconds_to_target, trl.seconds_to_target) for ours, trl in pairs]
+def ratios(ours: Sequence[Measured], trl: Sequence[Measured]) -> dict[str, list[float]]:
+    """Ours / TRL of each pair with one seed; a pair of which one missed the target has no second ratio."""
+    pairs = list(zip(ours, trl, strict=True))
+    targets = [(one.seconds_to_target, other.seconds_to_target) for one, other in pairs]
     return {
-        "samples_per_s": [ours.samples_per_s / trl.samples_per_s for ours, trl in pairs],
-        "seconds_to_target": [ours / trl for ours, trl in targets if ours is not None and trl is not None],
+        "samples_per_s": [one.samples_per_s / other.samples_per_s for one, other in pairs],
+        "seconds_to_target": [a / b for a, b in targets if a is not None and b is not None],
     }
 
 
 def show(runs: Mapping[str, Sequence[Measured]], rollouts: int, trl_processes: int) -> None:
     """Medians with their spread, the ratios, and what they do not say."""
-    repeats = len(runs[OURS])
+    repeats = len(runs[TRL])
     typer.echo(
         f"\n{repeats} runs of each, {rollouts} rollouts; TRL on {trl_processes} processes. Median (range):"
     )
-    typer.echo(f"{'':8}{'samples/s':>20}{'s per rollout':>22}{f's to reward {TARGET}':>24}{'set-up s':>20}")
+    typer.echo(f"{'':12}{'samples/s':>20}{'s per rollout':>22}{f's to reward {TARGET}':>24}{'set-up s':>20}")
     for name, of_side in runs.items():
         reached = [seconds for run in of_side if (seconds := run.seconds_to_target) is not None]
         typer.echo(
-            f"{name:8}{spread([run.samples_per_s for run in of_side], 0):>20}"
+            f"{name:12}{spread([run.samples_per_s for run in of_side], 0):>20}"
             f"{spread([run.rollout_s for run in of_side], 2):>22}{spread(reached, 1):>24}"
             f"{spread([run.setup_s for run in of_side], 1):>20}"
         )
-    of_pairs = ratios(runs)
     typer.echo("\nours / TRL, pair by pair; above 1 we are faster in the first, below 1 in the second:")
-    typer.echo(f"  samples/s            {spread(of_pairs['samples_per_s'], 2)}")
-    typer.echo(f"  seconds to {TARGET}      {spread(of_pairs['seconds_to_target'], 2)}")
+    typer.echo(f"{'':12}{'samples/s':>20}{f'seconds to {TARGET}':>24}")
+    for name in OURS:
+        of_pairs = ratios(runs[name], runs[TRL])
+        seconds = spread(of_pairs["seconds_to_target"], 2)
+        typer.echo(f"{name:12}{spread(of_pairs['samples_per_s'], 2):>20}{seconds:>24}")
     for name, of_side in runs.items():
         missed = [run for run in of_side if run.seconds_to_target is None]
         if missed:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_dppo.analysis.figures.canvas import Drawing
-from megatron_dppo.analysis.figures.curves import CurvePanel, on_one_scale
+from megatron_dppo.analysis.figures.curves import MOST_BANDS, CurvePanel, on_one_scale
 from megatron_dppo.analysis.figures.experiment_figures import (
     REWARD,
     drawings_of,
@@ -22,8 +22,8 @@ from megatron_dppo.analysis.figures.runs import Experiment, Line
 
 
 def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figure 8 (and the right of Figure 1): scores with and without R3, side by side."""
-    experiments = [e for e in material.experiments if len({line.is_replayed for line in e.lines}) > 1]
+    """Draw Figure 8 (and the right of Figure 1): scores with and without R3, a panel for each algorithm."""
+    experiments = [e for e in material.experiments if _has_both(e)]
     if not experiments:
         return Lacking(
             "no two runs differ in R3",
@@ -31,20 +31,29 @@ def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         )
 
     def panels(experiment: Experiment) -> list[CurvePanel]:
-        sides = [
-            (words, [line for line in experiment.lines if line.is_replayed == is_replayed])
-            for words, is_replayed in (("without R3", False), ("with R3", True))
-        ]
+        algorithms = dict.fromkeys(line.objective for line in experiment.lines)
+        of_each = [[line for line in experiment.lines if line.objective == own] for own in algorithms]
+        both = [lines for lines in of_each if len({line.is_replayed for line in lines}) > 1]
         return [
             side
             for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
             for side in on_one_scale(
-                [replace(panel, title=f"{panel.title}, {words}", lines=lines) for words, lines in sides]
+                [replace(panel, title=_title(panel.title, lines, both), lines=lines) for lines in both]
             )
         ]
 
     notes = score_notes(experiments)
     return per_experiment(kind, experiments, "Routing replay (R3)", panels, notes, columns=4)
+
+
+def _has_both(experiment: Experiment) -> bool:
+    """Whether some algorithm was trained with R3 and without."""
+    sides = {(line.objective, line.is_replayed) for line in experiment.lines}
+    return any((objective, not is_replayed) in sides for objective, is_replayed in sides)
+
+
+def _title(title: str, lines: Sequence[Line], among: Sequence[Sequence[Line]]) -> str:
+    return title if len(among) == 1 else f"{title}, {lines[0].label.removesuffix(' + R3')}"
 
 
 def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -90,10 +99,15 @@ def _with_topk(experiments: Iterable[Experiment]) -> list[Experiment]:
 
 
 def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figures 11 to 15: reward, scores, mismatch, length and entropy of an experiment's algorithms."""
-    split = [
+    """Draw Figures 11 to 15: reward, scores, mismatch, length and entropy of an experiment's algorithms.
+
+    Lines with and without R3 stand together where they are few, else in a figure each.
+    """
+    few = [e for e in material.compared if len(e.lines) <= MOST_BANDS]
+    split = few + [
         replace(e, label=", ".join(filter(None, [e.label, words])), lines=lines)
         for e in material.compared
+        if e not in few
         for words, is_replayed in (("", False), ("with R3", True))
         if (lines := tuple(x for x in e.lines if x.is_replayed == is_replayed))
     ]

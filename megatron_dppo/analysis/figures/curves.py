@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from megatron_dppo.analysis.contrasts import NUM_RESAMPLES
 from megatron_dppo.analysis.figures.runs import Line
 from megatron_dppo.analysis.figures.style import look
-from megatron_dppo.analysis.report.plots import MIN_POINTS_TO_SMOOTH, smoothed
+from megatron_dppo.analysis.report.smoothing import MIN_POINTS, smoothed
 from megatron_dppo.analysis.report.text import changes_of
 
 Floats = np.ndarray
@@ -20,6 +21,8 @@ _PERCENTS = (2.5, 97.5)
 _SEED = 0
 _MARGIN = 0.05  # of the values' range
 _FEW_POINTS = 15  # of which each one is marked
+_LEAST_RANGE = 0.1  # of the largest value: noise does not fill an axis
+MOST_BANDS = 4  # in a panel; of more, the interval of the last rollout alone is drawn
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
     by_rollout = [dict(zip(x, y, strict=True)) for x, y in known]
     values = panel.factor * np.asarray([[of[x] for x in shared] for of in by_rollout], dtype=np.float64)
     values[~np.isfinite(values)] = np.nan  # a gap
-    is_smoothed = panel.can_be_smoothed and len(shared) >= MIN_POINTS_TO_SMOOTH
-    seen = np.asarray([smoothed(row.tolist()) for row in values]) if is_smoothed else values
+    is_smoothed = panel.can_be_smoothed and len(shared) >= MIN_POINTS
+    seen = np.asarray([smoothed(row.tolist(), shared) for row in values]) if is_smoothed else values
     low, high = mean_intervals(seen) if len(known) > 1 else (None, None)
     x = np.asarray(shared)
     return Curve(x, values.mean(axis=0), seen.mean(axis=0), low, high, len(known), is_smoothed)
@@ -96,26 +99,48 @@ def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
 
 def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
-        for line, curve in curves:
-            _draw_curve(axes, line, curve)
+        num_bands = sum(curve.low is not None for _, curve in curves)
+        sides = {(line.objective, line.is_replayed) for line, _ in curves}
+        is_of_one = len({objective for objective, _ in sides}) == 1 < len(sides)
+        for place, (line, curve) in enumerate(curves):
+            own = look(line.objective, line.shade, is_replayed=line.is_replayed, is_alone=is_of_one)
+            _draw_curve(axes, line.label, curve, own, has_band=num_bands <= MOST_BANDS)
+            if num_bands > MOST_BANDS:
+                _draw_last_interval(axes, curve, own, place)
         axes.set_title(panel.title)
         axes.set_xlabel("rollout")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.margins(x=0.02)
         if panel.y_range is not None:
             axes.set_ylim(*panel.y_range)
+            return
+        low, high = axes.get_ylim()
+        if high - low < (least := _LEAST_RANGE * max(abs(low), abs(high))):
+            axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
 
     return draw
 
 
-def _draw_curve(axes: Axes, line: Line, curve: Curve) -> None:
-    own = look(line.objective, line.shade, is_replayed=line.is_replayed)
+def _draw_curve(axes: Axes, label: str, curve: Curve, own: Mapping[str, Any], *, has_band: bool) -> None:
     if curve.is_smoothed:
         axes.plot(curve.x, curve.raw, color=own["color"], linewidth=0.6, alpha=0.25, gid="raw")
-    if curve.low is not None and curve.high is not None:
+    if has_band and curve.low is not None and curve.high is not None:
         axes.fill_between(curve.x, curve.low, curve.high, color=own["color"], alpha=0.15, linewidth=0)
     marker = "o" if curve.x.size <= _FEW_POINTS and not curve.is_smoothed else ""
-    axes.plot(curve.x, curve.mean, marker=marker, label=line.label, **own)
+    axes.plot(curve.x, curve.mean, marker=marker, label=label, **own)
+
+
+def _draw_last_interval(axes: Axes, curve: Curve, own: Mapping[str, Any], place: int) -> None:
+    """Draw the interval of the last rollout right of it, a column for each line."""
+    if curve.low is None or curve.high is None:
+        return
+    x = curve.x[-1] + 0.02 * (1 + place) * max(np.ptp(curve.x), 1)
+    axes.plot([x, x], [curve.low[-1], curve.high[-1]], color=own["color"], linewidth=2, gid="interval")
+
+
+def _num_bands(panel: CurvePanel) -> int:
+    curves = [curve_of(line, panel) for line in panel.lines]
+    return sum(curve is not None and curve.low is not None for curve in curves)
 
 
 def seeds_said(lines: Sequence[Line]) -> list[str]:
@@ -147,12 +172,18 @@ def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
             "Lines are means over seeds, to the last rollout that all of a line's seeds have; "
             "shades are 95 % bootstrap intervals of the mean."
         )
+    if any(_num_bands(panel) > MOST_BANDS for panel in panels):
+        said.append(
+            f"Of more than {MOST_BANDS} lines the interval of the last rollout alone is drawn, to the right."
+        )
     if any(curve.num_seeds == 1 for _, curve in curves):
         said.append("A line without a shade is a single seed: its distance from another may be chance.")
     names = dict.fromkeys(panel.title for panel, curve in curves if curve.is_smoothed)
     plain = dict.fromkeys(panel.title for panel, curve in curves if not curve.is_smoothed)
     if names:
-        said.append(f"Smoothed by a Gaussian of 2 points, the raw mean behind: {'; '.join(names)}.")
+        said.append(
+            f"Smoothed by a local line (Gaussian of 2 points), the raw mean behind: {'; '.join(names)}."
+        )
     if plain:
         said.append(f"Not smoothed: {'; '.join(plain)}.")
     return said

@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 
-from megatron_dppo.algorithms import PRESETS, Objective, PolicyLossInputs, policy_loss
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss
 from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
 from megatron_dppo.analysis.figures.style import objective_label, plain_log_ticks
@@ -20,7 +20,8 @@ LARGEST_RATIO = 2.0
 _RAREST = 1e-4  # of the logarithmic axes
 _SHOWN = (0.05, 0.5, 0.9)  # mu of the surrogates
 _MOST_OBJECTIVES = 4
-_COLOURS = ("#ffffff", "#f2b48c", "#9ac3e0")  # kept; dropped where A > 0; dropped where A < 0
+_COLOURS = ("#ffffff", "#f2b48c", "#9ac3e0", "#c3b5d6")  # kept; dropped where A > 0; where A < 0; either way
+_TOKEN_MASKS = ("ratio", "divergence", "negative", "distance")  # rules that drop a token by itself, or keep it
 _LINES = ("#000000", "#009e73", "#cc79a7")
 
 
@@ -35,8 +36,10 @@ class Region:
 
 
 def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw the runs' own trust regions; PPO's and DPPO's as published where the runs have none."""
+    """Draw the runs' own trust regions, and no others."""
     objectives, notes = _chosen([line.objective for line in material.lines])
+    if not objectives:
+        return Lacking("no run has a mask that π and μ of a token decide", "train grpo or dppo_binary_tv")
     labels = [_label(objective, objectives) for objective in objectives]
     rows = (_surrogate, _linear, _logarithmic)
     return [
@@ -62,28 +65,21 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _chosen(of_runs: Sequence[Objective]) -> tuple[list[Objective], list[str]]:
-    """Choose one PPO, one DPPO, and the runs' other objectives that mu and pi of the token decide."""
-    drawable = [
-        o for o in dict.fromkeys(of_runs) if o.rule != "none" and not o.needs_topk and o.anchor == "rollout"
-    ]
-    left_out = [o for o in dict.fromkeys(of_runs) if o.rule != "none" and o not in drawable]
-    chosen: list[Objective] = []
-    notes: list[str] = []
-    for rule, name in (("ratio", "grpo_clip_higher"), ("divergence", "dppo_binary_tv")):
-        own = [o for o in drawable if o.rule == rule]
-        chosen.append(own[0] if own else PRESETS[name])
-        if not own:
-            notes.append(
-                f"No run trains with such a mask: {objective_label(chosen[-1], [])} is drawn as published."
-            )
-    chosen += [o for o in drawable if o not in chosen]
-    left_out += chosen[_MOST_OBJECTIVES:]
-    if left_out:
-        names = ", ".join(dict.fromkeys(objective_label(o, []) for o in left_out))
-        notes.append(
-            f"Not drawn, for lack of room or because they compare more than mu and pi of a token: {names}."
-        )
-    return chosen[:_MOST_OBJECTIVES], notes
+    """Choose the runs' objectives whose masks mu and pi of the token decide, and say which others there are."""
+    masks = [o for o in dict.fromkeys(of_runs) if o.rule != "none"]
+    drawable = [o for o in masks if is_drawable(o)]
+    chosen = drawable[:_MOST_OBJECTIVES]
+    names = dict.fromkeys(objective_label(o, []) for o in masks if o not in chosen)
+    if not names:
+        return chosen, []
+    why = "Not drawn, for lack of room or because they are no masks that mu and pi of a token decide"
+    return chosen, [f"{why}: {', '.join(names)}."]
+
+
+def is_drawable(objective: Objective) -> bool:
+    """Return whether the trust region is a mask that mu and pi of a token decide."""
+    is_of_two = not objective.needs_topk and objective.anchor == "rollout"
+    return objective.rule in _TOKEN_MASKS and is_of_two
 
 
 def _label(objective: Objective, among: Sequence[Objective]) -> str:
@@ -140,8 +136,8 @@ def _logarithmic(objective: Objective, label: str) -> Callable[[Axes], None]:
 def _plane(objective: Objective, label: str, *, is_logarithmic: bool) -> Callable[[Axes], None]:
     def panel(axes: Axes) -> None:
         own = region(objective, is_logarithmic=is_logarithmic)
-        codes = np.where(own.drops_positive, 1, np.where(own.drops_negative, 2, 0))
-        axes.pcolormesh(own.mu, own.pi, codes, cmap=ListedColormap(_COLOURS), vmin=0, vmax=2, rasterized=True)
+        codes = own.drops_positive + 2 * own.drops_negative
+        axes.pcolormesh(own.mu, own.pi, codes, cmap=ListedColormap(_COLOURS), vmin=0, vmax=3, rasterized=True)
         axes.plot(own.mu, own.pi, color="black", linewidth=0.6)
         if is_logarithmic:
             axes.set_xscale("log")
@@ -151,7 +147,9 @@ def _plane(objective: Objective, label: str, *, is_logarithmic: bool) -> Callabl
         axes.set_xlabel("μ")
         axes.set_ylabel("π")
         axes.grid(visible=False)
-        for colour, sign in zip(_COLOURS[1:], "><", strict=True):
-            axes.fill_between([], [], color=colour, label=f"dropped where A {sign} 0")
+        names = ("dropped where A > 0", "dropped where A < 0", "dropped in both cases")
+        for code, name in enumerate(names, start=1):
+            if (codes == code).any() or code < 3:
+                axes.fill_between([], [], color=_COLOURS[code], label=name)
 
     return panel

@@ -88,7 +88,7 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
         run = read_run(path)
         scores = {name for row in run.evaluations for name in row.values if SCORE.fullmatch(name)}
         points = {metric: over_rollouts(run, metric) for metric in (*METRICS, *sorted(scores))}
-        rollout_of = {row.step: row.rollout for row in run.steps if row.step is not None}
+        rollout_of = {row.step: row.rollout + 1 for row in run.steps if row.step is not None}
         clipped = step_files(run, "clipped_tokens")
         points |= clipped_curves(clipped, rollout_of)
         bare = replace(run, steps=(), rollouts=(), evaluations=())

@@ -69,6 +69,16 @@ LOOKS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "relax_both": ("#117733", SOLID),
         "relax_high": ("#999933", SOLID),
         "relax_low": ("#aa4499", SOLID),
+        "ipo": ("#332288", SOLID),
+        "drpo": ("#332288", DASHED),
+        "cppo": ("#44aa99", SOLID),
+        "cppo_topk": ("#44aa99", DASHED),
+        "trm": ("#44aa99", DOTTED),
+        "sapo": ("#ddcc77", SOLID),
+        "gspo": ("#cc6677", SOLID),
+        "icepop": ("#cc6677", DASHED),
+        "mis": ("#cc6677", DOTTED),
+        "dppo_topk_kl_predictive": ("#009e73", DOTTED),
     }
 )
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -91,6 +101,16 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "relax_both": "Relax-both",
         "relax_high": "Relax-high",
         "relax_low": "Relax-low",
+        "ipo": "IPO",
+        "drpo": "DRPO",
+        "cppo": "CPPO",
+        "cppo_topk": "CPPO-TopK",
+        "trm": "TRM",
+        "sapo": "SAPO",
+        "gspo": "GSPO",
+        "icepop": "IcePop",
+        "mis": "MIS",
+        "dppo_topk_kl_predictive": "DPPO-TopK-KL, predictive",
     }
 )
 _SYMBOLS = {
@@ -99,12 +119,19 @@ _SYMBOLS = {
     "eps_low": "ε₋",
     "eps_high": "ε₊",
     "alpha": "α",
+    "rho_low": "ρ₋",
+    "rho_high": "ρ₊",
+    "tau_low": "τ₋",
+    "tau_high": "τ₊",
     "ratio_cap": "C",
     "top_k": "K",
     "entropy_coef": "entropy",
+    "ref_kl_coef": "β",
 }
 _WHITES = (0.0, 0.45, 0.25, 0.65)  # shares of white in the shades, those in turn far apart
 _REPLAYED = (0, (6, 1, 1, 1))
+_REPLAYED_COLOURS = ("#d55e00", "#0072b2")  # beside cold colours, beside warm ones
+_WARM = ("#d55e00", "#e69f00", "#cc79a7", "#882255", "#aa4499", "#999933", "#cc6677", "#ddcc77")
 
 
 def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
@@ -128,12 +155,17 @@ def _number(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def look(objective: Objective, shade: int = 0, *, is_replayed: bool = False) -> dict[str, Any]:
+def look(
+    objective: Objective, shade: int = 0, *, is_replayed: bool = False, is_alone: bool = False
+) -> dict[str, Any]:
     """Return colour and dash of an algorithm's lines; further lines of one preset are lighter.
 
-    A value of another field is no other algorithm, so its colour stays the preset's.
+    A value of another field is no other algorithm, so its colour stays the preset's. Where one algorithm alone
+    stands in a panel with and without R3, colour tells them apart; among others, the dash does.
     """
     colour, dash = LOOKS.get(objective.name, ("#777777", SOLID))
+    if is_replayed and is_alone:
+        return {"color": _REPLAYED_COLOURS[colour in _WARM], "linestyle": SOLID}
     white = _WHITES[shade % len(_WHITES)]
     mixed = (1 - white) * np.asarray(to_rgb(colour)) + white
     return {"color": to_hex(tuple(mixed)), "linestyle": _REPLAYED if is_replayed and dash == SOLID else dash}

@@ -30,7 +30,7 @@ _COLUMNS = {
     "ratio_max": "max",
 }
 _AGE = re.compile(r"mismatch_age_(\d+)/kl_k3$")
-_TICKS = ("engines", "engines + routing", "as trained, before", "after the steps")
+_TICKS = ("engines", "engines +<br>routing", "before<br>the steps", "after<br>the steps")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ _SOURCES = Section(
         Panel(
             "k3 KL, mean over rollouts",
             ("mismatch/kl_k3", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3"),
-            x_title="source",
+            x_title="",
             points=by_source,
             bars=True,
             bar_labels=_TICKS,

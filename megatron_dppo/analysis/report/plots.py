@@ -1,8 +1,8 @@
 """Builds the report's figures as plain dictionaries for plotly.js. Colours belong to the page, not to them.
 
-A point is the number of a rollout's row in metrics.jsonl as it stands: nothing is smoothed. What only step rows
-have is the mean of the rollout's gradient steps; bars and the agreement of single layers are means over the
-run, and their titles say so.
+A point is the number of a rollout's row in metrics.jsonl as it stands; from ten points on a smoothed curve
+stands before it. What only step rows have is the mean of the rollout's gradient steps; bars and the agreement
+of single layers are means over the run, and their titles say so.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
+from megatron_dppo.analysis.report.axes import is_logarithmic, panel_title, x_axis, y_axis
+from megatron_dppo.analysis.report.smoothing import MIN_POINTS, smoothed
+from megatron_dppo.analysis.report.stability import alarms_of
 from megatron_dppo.run_folder.reader import MetricsRow, Run
 
 Points = tuple[list[float], list[float]]
@@ -26,12 +27,9 @@ GAP = 76  # pixels between them: tick labels, axis title, the next panel's title
 DASHES = ("solid", "dash", "dot", "dashdot")
 COLOURS = 8  # the page has this many; further runs repeat them with the next dash
 LAYER = re.compile(r"routing/agreement_layer_(\d+)$")
-SMOOTHING_SIGMA = 2.0  # points
-MIN_POINTS_TO_SMOOTH = 10
 PHASES = ("rollout", "batch", "train", "sync")
 MAX_POINTS_WITH_MARKERS = 60
 MAX_RUNS_AT_ONCE = 12  # else pointing at a plot shows one curve's number, not all
-MAX_LABELLED_PLACES = 8  # else plotly chooses round numbers
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class Panel:
     bar_labels: tuple[str, ...] = PHASES
     unit: str = ""  # of bars
     band: tuple[str, str] | None = None  # metrics between which the first one's interval is shaded
-    smooth: bool = False  # whether a smoothed curve stands before the raw one
+    least: float = 0.0  # range that a linear y axis has at least
+    least_share: float = 0.0  # the same as a share of the largest value
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Section:
     title: str
     reading: str
     panels: tuple[Panel, ...] = field(default=())
+    folded: bool = False  # whether its plots are behind a summary
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -66,15 +66,19 @@ class Section:
 
 
 def over_rollouts(run: Run, metric: str) -> Points:
-    """Return the metric by rollout, from rollout rows; else the mean of each rollout's gradient steps."""
-    rows: Sequence[MetricsRow] = [row for row in (*run.rollouts, *run.evaluations) if metric in row.values]
-    if rows:
-        return [float(row.rollout) for row in rows], [row.values[metric] for row in rows]
+    """Return the metric by rollout, from rollout rows; else the mean of each rollout's gradient steps.
+
+    Rollouts count from 1, as in the log; an evaluation stands at the number of rollouts before it.
+    """
+    rows = [(row.rollout + 1.0, row.values) for row in run.rollouts]
+    rows += [(float(row.rollout), row.values) for row in run.evaluations]
+    if found := [(rollout, values[metric]) for rollout, values in rows if metric in values]:
+        return points_of(found)
     of_rollout: dict[int, list[float]] = {}
     for row in run.steps:
         if metric in row.values:
             of_rollout.setdefault(row.rollout, []).append(row.values[metric])
-    return [float(rollout) for rollout in of_rollout], [fmean(values) for values in of_rollout.values()]
+    return [rollout + 1.0 for rollout in of_rollout], [fmean(values) for values in of_rollout.values()]
 
 
 def by_mini_step(run: Run, metric: str) -> Points:
@@ -101,7 +105,7 @@ def finite_mean(values: Iterable[float]) -> float | None:
     return fmean(finite) if finite else None
 
 
-def points_of(values: Iterable[tuple[int, float | None]]) -> Points:
+def points_of(values: Iterable[tuple[float, float | None]]) -> Points:
     """Return the points (x, y) whose y is known."""
     known = [(float(x), y) for x, y in values if y is not None]
     return [x for x, _ in known], [y for _, y in known]
@@ -120,6 +124,13 @@ def seconds_by_phase(run: Run, _metric: str) -> Points:
     """Return the mean seconds of each phase, x counting phases."""
     means = [finite_mean(over_rollouts(run, f"time/{phase}_s")[1]) for phase in PHASES]
     return points_of(enumerate(means))
+
+
+def shares_by_phase(run: Run, metric: str) -> Points:
+    """Return the percentage of its phases' time that each phase takes, x counting phases."""
+    x, seconds = seconds_by_phase(run, metric)
+    total = sum(seconds)
+    return x, [100 * value / total if total else 0.0 for value in seconds]
 
 
 def figure(
@@ -151,11 +162,14 @@ def figure(
         top = 1 - index * (AXES_HEIGHT + GAP) / axes_height
         bottom = max(0.0, top - AXES_HEIGHT / axes_height)
         data += [{**trace, "xaxis": f"x{axis}", "yaxis": f"y{axis}"} for trace in traces]
-        layout[f"xaxis{axis}"] = _x_axis(panel, traces, f"y{axis}")
+        places = (x for trace in traces for x in trace["x"])
+        layout[f"xaxis{axis}"] = x_axis(
+            panel.x_title, f"y{axis}", places, panel.bar_labels if panel.bars else ()
+        )
         layout[f"yaxis{axis}"] = _y_axis(panel, traces, f"x{axis}", (bottom, top))
-        layout["annotations"].append(_panel_title(_title(panel, runs), top))
+        layout["annotations"].append(panel_title(_title(panel, runs), top))
         if panel.points is None:
-            layout["shapes"] += _change_lines(runs, axis)
+            layout["shapes"] += _change_lines(runs, axis) + _alarm_marks(runs, axis)
     return {"data": data, "layout": layout}
 
 
@@ -172,22 +186,13 @@ def _panel_traces(panel: Panel, runs: Sequence[Run], names: Sequence[str], looks
             label = name if position == 0 else f"{name} ({metric.split('/')[0].split('_')[-1]})"
             dash = DASHES[(looks[index] // COLOURS + 2 * position) % len(DASHES)]
             drawn = _bar(label, index, x, y, panel.unit) if panel.bars else _line(label, index, dash, x, y)
-            if panel.smooth and len(x) >= MIN_POINTS_TO_SMOOTH:
-                before = _line(f"{label}, smoothed", index, dash, x, smoothed(y))
-                traces += [drawn | {"opacity": 0.3}, before | {"mode": "lines"}]
+            if panel.points is None and panel.band is None and len(x) >= MIN_POINTS:
+                log = is_logarithmic([value for value in y if math.isfinite(value)], panel.log)
+                before = _line(f"{label}, smoothed", index, dash, x, _rounded(smoothed(y, x, log=log)))
+                traces += [drawn | {"opacity": 0.25, "mode": "lines"}, before | {"mode": "lines"}]
             else:
                 traces.append(drawn)
     return traces
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Smooth with the paper's Gaussian over the points before and after; non-finite values do not count."""
-    known = np.asarray(values, dtype=np.float64)
-    places = np.arange(known.size)
-    weights = np.exp(-0.5 * ((places[:, None] - places) / SMOOTHING_SIGMA) ** 2) * np.isfinite(known)
-    total = weights.sum(axis=1)
-    mean = weights @ np.nan_to_num(known, posinf=0.0, neginf=0.0) / np.where(total > 0, total, 1.0)
-    return np.where(total > 0, mean, np.nan).tolist()
 
 
 def _change_lines(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
@@ -199,14 +204,39 @@ def _change_lines(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
             "name": str(index),
             "xref": f"x{axis}",
             "yref": f"y{axis} domain",
-            "x0": rollout - 0.5,
-            "x1": rollout - 0.5,
+            "x0": rollout + 0.5,
+            "x1": rollout + 0.5,
             "y0": 0,
             "y1": 1,
             "line": {"width": 1.5, "dash": "dot"},
         }
         for index, rollout in sorted(places)
     ]
+
+
+def _alarm_marks(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
+    """Return a short mark on the x axis at each rollout that raised an alarm; `name` is the run's index."""
+    places = {(index, alarm.rollout) for index, run in enumerate(runs) for alarm in alarms_of(run)}
+    return [
+        {
+            "type": "line",
+            "name": str(index),
+            "xref": f"x{axis}",
+            "yref": f"y{axis} domain",
+            "x0": rollout,
+            "x1": rollout,
+            "y0": 0.06 * index % 0.3,
+            "y1": 0.06 * index % 0.3 + 0.05,
+            "line": {"width": 4},
+        }
+        for index, rollout in sorted(places)
+    ]
+
+
+def _y_axis(panel: Panel, traces: Sequence[Trace], anchor: str, domain: tuple[float, float]) -> dict[str, Any]:
+    values = [value for trace in traces for value in trace["y"] if value is not None]
+    least = max(panel.least, panel.least_share * max(map(abs, values), default=0.0))
+    return y_axis(values, anchor, domain, log=panel.log, bars=panel.bars, least=least)
 
 
 def _line(label: str, run: int, dash: str, x: list[float], y: list[float]) -> Trace:
@@ -257,39 +287,14 @@ def _bar(label: str, run: int, x: list[float], y: list[float], unit: str) -> Tra
     }
 
 
+def _rounded(values: Iterable[float]) -> list[float]:
+    """Round to six digits: a smoothed curve has no more, and the page is smaller."""
+    return [float(f"{value:.6g}") for value in values]
+
+
 def _or_gap(value: float) -> float | None:
     """Return null, which plotly draws as a gap, for values that are not finite."""
     return value if math.isfinite(value) else None
-
-
-def _x_axis(panel: Panel, traces: Sequence[Trace], anchor: str) -> dict[str, Any]:
-    axis: dict[str, Any] = {
-        "anchor": anchor,
-        "title": {"text": panel.x_title, "font": {"size": 12}, "standoff": 6},
-    }
-    if panel.bars:
-        return {**axis, "tickvals": list(range(len(panel.bar_labels))), "ticktext": list(panel.bar_labels)}
-    places = sorted({x for trace in traces for x in trace["x"]})
-    return {**axis, "tickvals": places} if len(places) <= MAX_LABELLED_PLACES else {**axis, "nticks": 9}
-
-
-def _y_axis(panel: Panel, traces: Sequence[Trace], anchor: str, domain: tuple[float, float]) -> dict[str, Any]:
-    """Return the y axis, logarithmic only where every value can be shown so: a zero would silently vanish."""
-    values = [value for trace in traces for value in trace["y"] if value is not None]
-    log = panel.log and min(values, default=0) > 0
-    axis: dict[str, Any] = {"anchor": anchor, "domain": list(domain), "automargin": True, "nticks": 6}
-    if panel.bars:
-        axis |= {"range": [0, 1.15 * max(values, default=1.0)]}
-    return axis | (_log_ticks(min(values), max(values)) if log else {"exponentformat": "e"})
-
-
-def _log_ticks(lowest: float, highest: float) -> dict[str, Any]:
-    """Return 1, 2, 5 times powers of ten where few decades are shown, else powers of ten alone."""
-    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
-    digits = (1, 2, 5) if last - first <= 2 else (1,)
-    step = max(1, (last - first) // 6)
-    ticks = [float(f"{digit}e{exponent}") for exponent in range(first, last + 1, step) for digit in digits]
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _title(panel: Panel, runs: Sequence[Run]) -> str:
@@ -300,17 +305,3 @@ def _title(panel: Panel, runs: Sequence[Run]) -> str:
         for metric in panel.metrics
     )
     return f"{panel.title}, mean of gradient steps" if has_steps_only else panel.title
-
-
-def _panel_title(text: str, top: float) -> dict[str, Any]:
-    return {
-        "text": text,
-        "xref": "paper",
-        "yref": "paper",
-        "x": 0,
-        "y": top,
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "yshift": 3,
-        "showarrow": False,
-    }

@@ -10,16 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from plotly.offline import get_plotlyjs
 
-from megatron_dppo.analysis.pages import page_templates
+from megatron_dppo.analysis.pages import page_templates, plotly_basic
 from megatron_dppo.analysis.report.context import farthest
+from megatron_dppo.analysis.report.findings import findings, sentences
 from megatron_dppo.analysis.report.mismatch import mismatch_tables
+from megatron_dppo.analysis.report.names import run_names
 from megatron_dppo.analysis.report.plots import COLOURS, Section, figure
 from megatron_dppo.analysis.report.sections import sections
 from megatron_dppo.analysis.report.seeds import seed_tables
 from megatron_dppo.analysis.report.shadow import agreement_table
-from megatron_dppo.analysis.report.summary import ROWS, SummaryRow, formatted, paired_kl_k3, summary
+from megatron_dppo.analysis.report.speed import why_not_comparable
+from megatron_dppo.analysis.report.stability import alarm_table
+from megatron_dppo.analysis.report.summary import (
+    ROWS,
+    SummaryRow,
+    difference,
+    formatted,
+    is_speed,
+    paired_kl_k3,
+    summary,
+)
 from megatron_dppo.analysis.report.text import (
     caveats,
     changes_of,
@@ -29,6 +40,8 @@ from megatron_dppo.analysis.report.text import (
     settings_of,
     why_missing,
 )
+from megatron_dppo.analysis.report.timeline_plot import SECTION as TIME_LINE
+from megatron_dppo.analysis.report.timeline_plot import time_line
 from megatron_dppo.analysis.report.tokens import token_lists
 from megatron_dppo.errors import ConfigError, Problem, writing_to
 from megatron_dppo.metrics.clipped_tokens import TOP
@@ -39,11 +52,21 @@ from megatron_dppo.runtime.jsonl import write_whole
 __all__ = ["compare", "summary"]
 
 FEW = 4  # runs that are each named in the title, and toggled one by one
-_SEED = re.compile(r"[/_.-]*(seed)?[/_.-]*\d+$")
+_SEED = re.compile(r"[/_., -]*(seed)?[/_. -]*\d+$")
 
 
-def compare(runs: Sequence[Path], out: Path) -> None:
-    """Write one self-contained HTML report on the runs, in their order, to `out`."""
+def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0) -> list[str]:
+    """Write one self-contained HTML report on the runs, in their order, to `out`; return its findings.
+
+    Args:
+        runs: Run folders.
+        out: The file.
+        refresh_s: Seconds after which the page reloads itself; 0 never.
+
+    Raises:
+        ConfigError: No run was named, one twice, or `out` cannot be written.
+        DataError: A folder is no run's.
+    """
     if not runs:
         raise ConfigError("compare: found no run folder; expected one or more. Name the folders to compare.")
     resolved = [Path(path).resolve() for path in runs]
@@ -55,17 +78,22 @@ def compare(runs: Sequence[Path], out: Path) -> None:
         raise ConfigError(Problem("--out", found, "the file to write", action))
     with writing_to("--out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
-    html = render([read_run(Path(path)) for path in runs], out.parent)
+    read = [read_run(Path(path)) for path in runs]
+    html = render(read, out.parent, refresh_s)
     with writing_to("--out", out):
         write_whole(out, [html])
+    return sentences(findings(read, run_names(read)))
 
 
-def render(runs: Sequence[Run], folder: Path) -> str:
-    """Return the report's HTML; links are relative to `folder`."""
-    names = distinct_names(runs)
+def render(runs: Sequence[Run], folder: Path, refresh_s: float = 0) -> str:
+    """Return the report's HTML, which reloads itself every `refresh_s`; links are relative to `folder`."""
+    names = run_names(runs)
     shown = sections(runs)
     toggled = toggles(runs, names)
     figures = {section.id: figure(section, runs, names, looks(toggled)) for section in shown}
+    line = time_line(runs, names)
+    if line is not None:
+        figures[TIME_LINE.id] = line.pop("figure")
     listed = [of | {"farthest": farthest(runs[of["run"]], folder)} for of in token_lists(runs, names)]
     return (
         page_templates("megatron_dppo.analysis.report")
@@ -77,10 +105,13 @@ def render(runs: Sequence[Run], folder: Path) -> str:
             looks=looks(toggled),
             few=FEW,
             num_colours=COLOURS,
+            findings=findings(runs, names),
+            refresh_s=refresh_s,
             runs=[_header(run) for run in runs],
             differences=differences(runs),
             is_changed=any(run.changes for run in runs),
-            summary_rows=_summary_table(runs),
+            summary_rows=_summary_table(runs, names),
+            why_no_speed=why_not_comparable(runs),
             sections=[
                 {
                     "section": section,
@@ -89,8 +120,10 @@ def render(runs: Sequence[Run], folder: Path) -> str:
                 }
                 for section in shown
             ],
+            time_line=None if line is None else line | {"section": TIME_LINE},
             mismatch=mismatch_tables(runs),
             agreement_rows=agreement_table(runs),
+            alarms=alarm_table(runs),
             seeds=seed_tables(runs),
             token_lists=listed,
             top=TOP,
@@ -98,7 +131,7 @@ def render(runs: Sequence[Run], folder: Path) -> str:
             caveats=caveats(runs, names),
             figures_json=_for_script({key: value for key, value in figures.items() if value is not None}),
             token_lists_json=_for_script(listed),
-            plotly_js=get_plotlyjs(),
+            plotly_js=plotly_basic(),
         )
     )
 
@@ -118,15 +151,24 @@ def _header(run: Run) -> dict[str, Any]:
     }
 
 
-def _summary_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the rows of the summary table; metrics that no run has are left to the sections."""
+def _summary_table(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the summary's rows, of two runs with their difference; metrics that no run has are left out.
+
+    So are seconds that may not be compared: the section on time has those of each run.
+    """
     summaries = [summary(run) for run in runs]
+    folders = distinct_names(runs)
     table: list[dict[str, Any]] = []
+    if folders != list(names):
+        table.append({"label": "folder", "cells": [{"text": name, "why": ""} for name in folders]})
+    without_speed = bool(why_not_comparable(runs))
     for row in ROWS:
-        if all(values[row.key] is None for values in summaries):
+        if all(values[row.key] is None for values in summaries) or (without_speed and is_speed(row)):
             continue
         cells = [_cell(row, run, values[row.key]) for run, values in zip(runs, summaries, strict=True)]
         table.append({"label": row.label, "cells": cells})
+        if len(runs) == 2:
+            table[-1]["difference"] = difference(summaries[0][row.key], summaries[1][row.key], row.format)
     return table
 
 
@@ -160,7 +202,7 @@ def _has(run: Run, metric: str) -> bool:
 
 def _for_script(value: Any) -> str:
     """Return JSON that cannot end the script element around it."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,27 @@
 
 import re
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 
 from megatron_dppo.analysis.report.mismatch import mismatch_sections
-from megatron_dppo.analysis.report.plots import PHASES, Panel, Section, agreement_by_layer, seconds_by_phase
+from megatron_dppo.analysis.report.plots import (
+    PHASES,
+    Panel,
+    Section,
+    agreement_by_layer,
+    seconds_by_phase,
+    shares_by_phase,
+)
 from megatron_dppo.analysis.report.shadow import shadow_sections
+from megatron_dppo.analysis.report.speed import why_not_comparable
 from megatron_dppo.run_folder.reader import Run
 
 REWARD = Section(
     "reward",
     "Reward",
     "Mean reward of each rollout's samples, at the training temperature: it should rise, and a steady fall "
-    "is how a collapse shows. In front, smoothed over rollouts (Gaussian, sigma 2); behind, as it was.",
-    (Panel("reward/mean", ("reward/mean",), smooth=True),),
+    "is how a collapse shows.",
+    (Panel("reward/mean", ("reward/mean",), least=0.1),),
 )
 
 TRAINING = (
@@ -22,21 +31,21 @@ TRAINING = (
         "Response length",
         "Tokens per response, end-of-sequence included: a climb to the limit or a sudden drop often comes with "
         "a collapse.",
-        (Panel("rollout/response_length_mean", ("rollout/response_length_mean",)),),
+        (Panel("rollout/response_length_mean", ("rollout/response_length_mean",), least_share=0.1),),
     ),
     Section(
         "entropy",
         "Entropy",
         "How undecided the policy is at each token, in nats: it falls as the model learns, and near 0 it has "
         "stopped exploring.",
-        (Panel("policy/entropy", ("policy/entropy",)),),
+        (Panel("policy/entropy", ("policy/entropy",), least=0.05),),
     ),
     Section(
         "prob-diff",
         "Mean |π − μ|",
         "Distance between trainer and rollout engine at the same weights, before the first gradient step: the "
         "lower the better, and a masking threshold below it masks noise.",
-        (Panel("mismatch/abs_prob_diff_mean", ("mismatch/abs_prob_diff_mean",)),),
+        (Panel("mismatch/abs_prob_diff_mean", ("mismatch/abs_prob_diff_mean",), least_share=0.2),),
     ),
     Section(
         "kl",
@@ -64,9 +73,11 @@ TRAINING = (
         "Share of the tokens with positive and with negative advantage that the trust region drops: near 0 it "
         "hardly acts, and far above a few percent it does much of the steering.",
         (
-            Panel("A > 0", ("trust_region/masked_fraction_positive",)),
-            Panel("A < 0", ("trust_region/masked_fraction_negative",)),
-            Panel("before any update: noise of the engines", ("trust_region/noise_masked_fraction",)),
+            Panel("A > 0", ("trust_region/masked_fraction_positive",), least=0.002),
+            Panel("A < 0", ("trust_region/masked_fraction_negative",), least=0.002),
+            Panel(
+                "before any update: noise of the engines", ("trust_region/noise_masked_fraction",), least=0.002
+            ),
         ),
     ),
     Section(
@@ -75,12 +86,13 @@ TRAINING = (
         "Share of experts on which the trainer's live router and the rollout's agree: 1 means the same "
         "experts, and replay does not change this number, it makes up for what is missing.",
         (
-            Panel("routing/agreement_mean", ("routing/agreement_mean",)),
+            Panel("routing/agreement_mean", ("routing/agreement_mean",), least=0.02),
             Panel(
                 "by layer, mean over the run",
                 ("routing/agreement_layer_<n>",),
                 x_title="layer",
                 points=agreement_by_layer,
+                least=0.02,
             ),
         ),
     ),
@@ -91,24 +103,25 @@ TRAINING = (
         "experts (dotted): the gap between the two lines of a run is what replay removes.",
         (Panel("k3 KL", ("mismatch_live/kl_k3", "mismatch_replayed/kl_k3"), log=True),),
     ),
-    Section(
-        "time",
-        "Time per phase",
-        "Where a rollout's seconds go on the machine that ran it: shorter is faster, and the tallest bar is "
-        "the one worth work.",
-        (
-            Panel(
-                "seconds per rollout, mean over the run",
-                tuple(f"time/{phase}_s" for phase in PHASES),
-                x_title="phase",
-                points=seconds_by_phase,
-                bars=True,
-                unit=" s",
-            ),
+)
+
+TIME = Section(
+    "time",
+    "Time per phase",
+    "Where a rollout's seconds go on the machine that ran it: shorter is faster, and the tallest bar is the "
+    "one worth work.",
+    (
+        Panel(
+            "seconds per rollout, mean over the run",
+            tuple(f"time/{phase}_s" for phase in PHASES),
+            x_title="phase",
+            points=seconds_by_phase,
+            bars=True,
+            unit=" s",
         ),
     ),
 )
-
+_KL = next(section for section in TRAINING if section.id == "kl")
 
 BOUND = Section(
     "bound",
@@ -135,14 +148,27 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         tuple(_eval_panels(names)),
     )
     has_bound = any("theory/surrogate" in row.values for run in runs for row in run.steps)
+    sources, *others = mismatch_sections(runs) or [_KL]
     return [
+        sources,
         REWARD,
         *([evaluation] if names else []),
-        *TRAINING,
-        *mismatch_sections(runs),
+        *(section for section in TRAINING if section is not sources),
+        _time(runs),
+        *others,
         *shadow_sections(runs),
         *([BOUND] if has_bound else []),
     ]
+
+
+def _time(runs: Sequence[Run]) -> Section:
+    """Return the section on seconds; of runs whose seconds may not be compared, on the shares of phases."""
+    why = why_not_comparable(runs)
+    if not why:
+        return TIME
+    panel = replace(TIME.panels[0], title="% of a rollout's time", points=shares_by_phase, unit=" %")
+    reading = f"Where a rollout's time goes in each run. Seconds are not compared: {why}."
+    return replace(TIME, reading=reading, panels=(panel,))
 
 
 def _eval_panels(names: Set[str]) -> Iterator[Panel]:

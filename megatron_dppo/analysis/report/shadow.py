@@ -37,6 +37,7 @@ def shadow_sections(runs: Sequence[Run]) -> list[Section]:
         "Share of the tokens with A ≠ 0 that each preset, as published, would have masked at the same weights "
         "and batches: it trained on none of them, so this says who would act, not how its own run would end.",
         tuple(Panel(name, (f"shadow/{name}/masked_fraction",)) for name in names),
+        folded=True,
     )
     mini_steps = Section(
         "shadow-mini-steps",
@@ -47,6 +48,7 @@ def shadow_sections(runs: Sequence[Run]) -> list[Section]:
             Panel(name, (f"shadow/{name}/masked_fraction",), x_title="gradient step", points=by_mini_step)
             for name in names
         ),
+        folded=True,
     )
     return [over_the_run, mini_steps]
 

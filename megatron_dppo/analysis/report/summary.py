@@ -113,6 +113,33 @@ def _first_reward(run: Run) -> float | None:
     return finite_mean(row.values["reward/mean"] for row in first if "reward/mean" in row.values)
 
 
+def is_speed(row: SummaryRow) -> bool:
+    """Whether the row says how fast the machine was, not what was learnt."""
+    return row.format == "seconds" or row.key == "tokens_per_s"
+
+
+def difference(before: float | None, after: float | None, style: Format) -> str:
+    """Format what the second run has more than the first: fractions and counts plainly, others in percent."""
+    if before is None or after is None:
+        return "–"
+    match style:
+        case "count":
+            text = f"{after - before:+,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+        case "fraction":
+            text = f"{after - before:+.3f}"
+        case "change":
+            text = f"{100 * (after - before):+.0f} points"
+        case _:
+            text = _relative(after / before) if before else "–"
+    is_none = not any(digit in text for digit in "123456789")
+    return "=" if is_none and text != "–" else text.replace("-", "\N{MINUS SIGN}")
+
+
+def _relative(ratio: float) -> str:
+    """Format a ratio as percent, from the double on as a factor."""
+    return f"× {ratio:.3g}" if ratio >= 2 else f"{ratio - 1:+.0%}".replace("%", " %")
+
+
 def formatted(value: float | None, style: Format) -> str:
     """Format a number for the table."""
     if value is None:

@@ -148,7 +148,7 @@ def _lengths(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     if min(counts) != max(counts):
         texts.append(
             f"The runs have between {min(counts)} and {max(counts)} rollouts: compare curves only up to "
-            f"rollout {max(min(counts) - 1, 0)}, and read closing means with that in mind."
+            f"rollout {min(counts)}, and read closing means with that in mind."
         )
     else:
         texts.append(f"Each run has {counts[0]} rollouts: what would come later is not known.")

@@ -13,9 +13,15 @@ from tqdm import tqdm
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.algorithms import PolicyLossInputs
-from megatron_dppo.analysis.what_if.plot import write_plot
+from megatron_dppo.analysis.what_if.measures import (
+    PolicyTokens,
+    TokensByRoutes,
+    evaluate_variants,
+    mismatch_by_routes,
+)
+from megatron_dppo.analysis.what_if.page import write_page
 from megatron_dppo.analysis.what_if.question import Question
-from megatron_dppo.analysis.what_if.variants import TokensByRoutes, evaluate_variants, mismatch_by_routes
+from megatron_dppo.analysis.what_if.table import as_text
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.kept_batches import read_share
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
@@ -38,7 +44,8 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
         runtime: This process.
 
     Returns:
-        What `what_if.json` holds: `rows` of `evaluate_variants`, `mismatch` by routes, and their source.
+        What `what_if.json` holds: `rows` and `agreement` of `evaluate_variants`, the variants' names in that
+        order, those that were left out and why, `mismatch` by routes, and their source.
 
     Raises:
         DataError: A rollout was not kept, or cannot be shared out over these processes.
@@ -47,42 +54,59 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
     load = question.before or config.model.load
     actor = Actor(config.model_copy(update={"model": config.model.model_copy(update={"load": load})}), runtime)
     place = data_parallel_place()
-    steps = [step for rollout in question.rollouts for step in read_share(question.batches, rollout, place)]
+    by_rollout = {number: read_share(question.batches, number, place) for number in question.rollouts}
+    steps = [step for own in by_rollout.values() for step in own]
+    numbers = [number for number, own in by_rollout.items() for step in own for _ in step.microbatches]
     has_routes = any(m.routed_experts is not None for step in steps for m in step.microbatches)
+    is_replaying = config.rollout.routing_replay == "replay"
     kinds: tuple[Routes, ...] = ("live", "replayed") if has_routes else ("live",)
     old: list[dict[Routes, Tensor]] | None = None
     if question.before is not None:
         old = _columns(actor, steps, kinds, "before", runtime)
         load_weights(actor.chunks, config.model.load, actor.hf)
-    own = _learning(steps, _columns(actor, steps, kinds, "forward", runtime), old, kinds)
+    columns = _columns(actor, steps, kinds, "forward", runtime, has_score_norms=True)
+    own = _learning(steps, numbers, columns, old, kinds)
     parts = [part for of_rank in runtime.all_gather(own) for part in of_rank]
     tokens: TokensByRoutes = {routes: _joined([part[routes] for part in parts]) for routes in kinds}
+    rows, agreement = evaluate_variants(question.variants, tokens)
     return {
         "run": str(question.run),
         "checkpoint": str(config.model.load),
         "before": None if question.before is None else str(question.before),
         "rollouts": list(question.rollouts),
-        "num_tokens": tokens[kinds[0]].log_probs.numel(),
+        "num_tokens": tokens[kinds[0]].score_norms.numel(),
+        "trained_routes": "replayed" if "replayed" in kinds and is_replaying else "live",
         "mismatch": mismatch_by_routes(tokens),
-        "rows": evaluate_variants(question.variants, tokens),
+        "variants": [variant.name for variant in question.variants],
+        "left_out": dict(question.left_out),
+        "rows": rows,
+        "agreement": agreement,
     }
 
 
 def write(folder: Path, found: Mapping[str, Any]) -> None:
     """Write `what_if.json` and `what_if.html` of an answer; the page opens without a network."""
-    write_plot(folder / "what_if.html", found["rows"], f"{found['run']}: rollouts {found['rollouts']}")
+    write_page(folder / "what_if.html", found)
     content = json_values({**found, "versions": versions()})
     (folder / "what_if.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _columns(
-    actor: Actor, steps: Sequence[TrainBatch], kinds: Sequence[Routes], what: str, runtime: Runtime
+    actor: Actor,
+    steps: Sequence[TrainBatch],
+    kinds: Sequence[Routes],
+    what: str,
+    runtime: Runtime,
+    *,
+    has_score_norms: bool = False,
 ) -> list[dict[Routes, Tensor]]:
-    """Return [T, 1 + K] of each micro-batch, for each way of routing; see `Actor.token_log_probs`."""
+    """Return the columns of each micro-batch, for each way of routing; see `Actor.token_log_probs`."""
     found: list[dict[Routes, Tensor]] = []
     for step in tqdm(steps, desc=what, unit="mini-batch", disable=not runtime.is_main):
         of_step: dict[Routes, list[Tensor]] = {
-            routes: actor.token_log_probs(step, Metrics(), is_replaying=routes == "replayed")
+            routes: actor.token_log_probs(
+                step, Metrics(), is_replaying=routes == "replayed", has_score_norms=has_score_norms
+            )
             for routes in kinds
         }
         for index in range(len(step.microbatches)):
@@ -93,6 +117,7 @@ def _columns(
 
 def _learning(
     steps: Sequence[TrainBatch],
+    numbers: Sequence[int],
     columns: Sequence[Mapping[Routes, Tensor]],
     old: Sequence[Mapping[Routes, Tensor]] | None,
     kinds: Sequence[Routes],
@@ -102,23 +127,42 @@ def _learning(
         return []
     microbatches = [m for step in steps for m in step.microbatches]
     befores: Sequence[Mapping[Routes, Tensor]] = old or [{} for _ in microbatches]
-    triples = zip(microbatches, columns, befores, strict=True)
-    return [_of_microbatch(m, now, before, kinds) for m, now, before in triples]
+    every = zip(microbatches, numbers, columns, befores, strict=True)
+    return [_of_microbatch(m, number, now, before, kinds) for m, number, now, before in every]
 
 
 def _of_microbatch(
-    m: Microbatch, now: Mapping[Routes, Tensor], before: Mapping[Routes, Tensor], kinds: Sequence[Routes]
+    m: Microbatch,
+    rollout: int,
+    now: Mapping[Routes, Tensor],
+    before: Mapping[Routes, Tensor],
+    kinds: Sequence[Routes],
 ) -> TokensByRoutes:
     rows = m.loss_mask.bool()
     learning, has_topk = m.rows(rows), m.topk is not None and m.topk.ids.shape[1] > 0
-    found: dict[Routes, PolicyLossInputs] = {}
+    found: dict[Routes, PolicyTokens] = {}
     for routes in kinds:
         columns = now[routes][rows]
-        at_topk = columns[:, 1:] if has_topk else None
-        inputs = PolicyLossInputs.of(learning, columns[:, 0].clamp(max=0), topk_log_probs=at_topk)
+        at_topk = columns[:, 1:-1] if has_topk else None
+        inputs = PolicyLossInputs.of(
+            learning,
+            columns[:, 0].clamp(max=0),
+            topk_log_probs=at_topk,
+            response_lengths=learning_lengths(m),
+        )
         old = before[routes][rows, 0] if routes in before else learning.old_log_probs
-        found[routes] = replace(inputs, loss_mask=None, token_weights=None, old_log_probs=old)
+        found[routes] = PolicyTokens(
+            replace(inputs, loss_mask=None, old_log_probs=old),
+            score_norms=columns[:, -1],
+            rollouts=torch.full_like(learning.targets, rollout, dtype=torch.long),
+        )
     return found
+
+
+def learning_lengths(m: Microbatch) -> Tensor:
+    """Return [B] int64: learning tokens of each sequence of a micro-batch; its padding has none."""
+    before = torch.cat([m.loss_mask.new_zeros(1, dtype=torch.long), m.loss_mask.bool().long().cumsum(0)])
+    return before[m.cu_seqlens.long()].diff()
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -145,23 +189,3 @@ def run(config: Config, question: Question, folder: Path) -> None:
         if runtime.is_main:
             typer.echo(as_text(found))
             typer.echo(f"wrote what_if.json and what_if.html to {folder}")
-
-
-def as_text(found: Mapping[str, Any]) -> str:
-    """Format the answer as a table."""
-    title = f"{found['num_tokens']:,} tokens of rollouts {found['rollouts']}, weights of {found['checkpoint']}"
-    lines = [title]
-    for routes, values in found["mismatch"].items():
-        lines.append(
-            f"{routes} routes: mean |pi-mu| {values['abs_prob_diff_mean']:.2e}  k3 {values['kl_k3']:.2e}  "
-            f"pi/mu {values['ratio_min']:.3g} .. {values['ratio_max']:.3g}"
-        )
-    width = max(len(row["variant"]) for row in found["rows"])
-    lines.append(f"{'':{width}}  {'routes':8}  masked: A>0     A<0  agreement  dropped mass  mean mu of masked")
-    lines += [
-        f"{row['variant']:{width}}  {row['routes']:8}  {row['masked_fraction_positive']:11.3%} "
-        f"{row['masked_fraction_negative']:7.3%} {row['agreement']:10.3%} {row['dropped_mass_fraction']:13.3%} "
-        f"{row['rollout_prob_masked']:18.3f}"
-        for row in found["rows"]
-    ]
-    return "\n".join(lines)

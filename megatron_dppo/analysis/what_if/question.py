@@ -1,12 +1,23 @@
 """Validates a what-if question about a run's kept mini-batches before any model loads."""
 
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_dppo.algorithms import PRESETS
+from megatron_dppo.algorithms.objective import OWN_FIELDS
 from megatron_dppo.algorithms.presets import overrides_in
-from megatron_dppo.analysis.what_if.variants import Value, Variant, require_inputs, variants
+from megatron_dppo.analysis.what_if.variants import (
+    OPTION,
+    Value,
+    Variant,
+    flat_fields,
+    inputs_lacking,
+    require_inputs,
+    require_own_rules,
+    variants,
+)
 from megatron_dppo.checkpoints.checkpoint_folder import complete
 from megatron_dppo.checks import RULES, check
 from megatron_dppo.config.load import load_config
@@ -27,6 +38,22 @@ _RULES = (
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the command line says, as it was given."""
+
+    run: Path  # a run folder with `batches/`
+    out: Path  # will hold the answer
+    checkpoint: Path | None = None  # weights to evaluate; none: the run's newest checkpoint
+    before: Path | None = None  # weights that the rollouts were sampled with
+    rollouts: Sequence[str] = ()  # numbers of those kept, or "all"; none: the last
+    presets: Sequence[str] = ()  # beside the run's own; none: that one swept
+    is_all: bool = False  # all presets as well, but those whose inputs were not kept
+    sweeps: Sequence[str] = ()  # "field=value,value"
+    rule_options: str = ""  # "name=value,name=value" of own rules
+    overrides: Sequence[str] = ()  # "section.key=value" on top of the run's config
+
+
+@dataclass(frozen=True)
 class Question:
     """Rollouts, variants and weights of a what-if question."""
 
@@ -34,6 +61,7 @@ class Question:
     rollouts: tuple[int, ...]
     variants: tuple[Variant, ...]  # the run's own first
     before: Path | None = None  # weights that the rollouts were sampled with, for "recomputed" anchors
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])  # variants of --all, and what they lack
 
     @property
     def batches(self) -> Path:
@@ -41,57 +69,80 @@ class Question:
         return self.run / "batches"
 
 
-def question_of(
-    run: Path,
-    *,
-    checkpoint: Path | None,
-    before: Path | None,
-    rollouts: Sequence[int],
-    presets: Sequence[str],
-    sweeps: Sequence[str],
-    overrides: Sequence[str],
-    world_size: int,
-    out: Path,
-) -> tuple[Config, Question]:
-    """Return the config to build the actor from, and the question.
+def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
+    """Return the config to build the actor from, and the question; makes the output folder.
 
     Args:
-        run: A run folder with `batches/`.
-        checkpoint: Weights to ask; none means the run's newest checkpoint.
-        before: Weights that the rollouts were sampled with.
-        rollouts: Of those kept; none means the last.
-        presets: Beside the run's own; none means that one swept.
-        sweeps: "field=value,value".
-        overrides: "section.key=value" on top of the run's config.
+        asked: By the user.
         world_size: Processes; with one, the run's layout is left aside.
-        out: Will hold the answer; made here, so that nobody waits for what cannot be written.
 
     Raises:
         ConfigError: With every problem of what was given.
         DataError: A rollout was not kept.
     """
+    run, before = asked.run, asked.before
     if not (run / "config.toml").is_file():
         action = "Name the folder that run.folder said."
         raise ConfigError(Problem("RUN", f"no config.toml in {run}", "a run folder", action))
     if not (kept := kept_rollouts(run / "batches")):
         action = "Run with tracking.batches_every, say 10: it keeps the rollout's mini-batches as tensors."
         raise ConfigError(Problem("RUN", f"no mini-batches in {run / 'batches'}", "some rollout's", action))
-    config = _config_of(run, checkpoint, overrides, world_size)
-    chosen = tuple(rollouts) or (kept[-1],)
-    base = Variant(config.algorithm.preset, overrides_in(config.algorithm.model_dump()))
-    question = Question(run, chosen, tuple(variants(base, presets, parse_sweeps(sweeps))), before)
-    num_columns, has_old = kept_inputs(
-        [file for rollout in chosen for file in group_files(question.batches, rollout)]
-    )
-    require_inputs(question.variants, num_columns=num_columns, has_old_log_probs=has_old or before is not None)
+    config = _config_of(run, asked.checkpoint, asked.overrides, world_size)
+    rollouts = rollouts_of(asked.rollouts, kept)
+    files = [file for rollout in rollouts for file in group_files(run / "batches", rollout)]
+    num_columns, has_old = kept_inputs(files)
+    found, left_out = _variants(asked, config, num_columns, has_old or before is not None)
+    question = Question(run, rollouts, tuple(found), before, left_out)
     problems = check(config, world_size, {name: RULES[name] for name in _RULES})
     if before is not None and not before.is_dir():
         problems.append(Problem("--before", f"no folder {before}", "a checkpoint", "Check the path."))
     if problems:
         raise ConfigError(problems)
-    with writing_to("--out", out):
-        out.mkdir(parents=True, exist_ok=True)
+    with writing_to("--out", asked.out):
+        asked.out.mkdir(parents=True, exist_ok=True)
     return config, question
+
+
+def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
+    """Return the rollouts that are meant, each once: of numbers, "all" of those kept, or none for the last.
+
+    Raises:
+        ConfigError: One is neither a number nor "all".
+    """
+    numbers: list[int] = []
+    for word in asked:
+        if word != "all" and not word.isdecimal():
+            there = ", ".join(map(str, kept))
+            action = f"Kept are {there}."
+            raise ConfigError(Problem("--rollout", repr(word), "the number of a kept rollout, or all", action))
+        numbers += kept if word == "all" else [int(word)]
+    return tuple(dict.fromkeys(numbers)) or (kept[-1],)
+
+
+def _variants(
+    asked: Asked, config: Config, num_columns: int, has_old_log_probs: bool
+) -> tuple[list[Variant], dict[str, str]]:
+    """Return the variants to evaluate, and those of --all whose inputs were not kept, with what they lack."""
+    settings = config.algorithm.model_dump()
+    base = Variant(config.algorithm.preset, flat_fields(overrides_in(settings)))
+    own = flat_fields({name: settings[name] for name in OWN_FIELDS if settings.get(name) is not None})
+    if asked.rule_options:
+        own |= {f"{OPTION}{name}": value for name, value in parse_options(asked.rule_options).items()}
+        if not any(":" in name for name in asked.presets):
+            action = "Name it with --preset module:function, or leave the option out."
+            raise ConfigError(Problem("--rule-options", asked.rule_options, "a rule of one's own", action))
+    others = [name for name in PRESETS if asked.is_all and name not in asked.presets]
+    found = variants(base, [*asked.presets, *others], parse_sweeps(asked.sweeps), own)
+    kept = {"num_columns": num_columns, "has_old_log_probs": has_old_log_probs}
+    left_out: dict[str, str] = {}
+    for variant in found[1:]:
+        if variant.preset in others and (problems := inputs_lacking(variant, **kept)):
+            said = (f"{p.found.partition(', ')[2]}; expected {p.expected}. {p.action}" for p in problems)
+            left_out[variant.name] = " ".join(said)
+    usable = [variant for variant in found if variant.name not in left_out]
+    require_inputs(usable, **kept)
+    require_own_rules(usable)
+    return usable, left_out
 
 
 def _config_of(run: Path, checkpoint: Path | None, overrides: Sequence[str], world_size: int) -> Config:
@@ -108,6 +159,22 @@ def _config_of(run: Path, checkpoint: Path | None, overrides: Sequence[str], wor
     return config.model_copy(update={"parallel": alone})
 
 
+def parse_options(text: str) -> dict[str, Value]:
+    """Parse name -> value, from "name=value,name=value".
+
+    Raises:
+        ConfigError: It is not of that form.
+    """
+    found: dict[str, Value] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if not name.isidentifier() or not value:
+            action = "Write for example --rule-options delta=0.2,power=2."
+            raise ConfigError(Problem("--rule-options", repr(text), "name=value,name=value,...", action))
+        found[name] = _value(value)
+    return found
+
+
 def parse_sweeps(sweeps: Sequence[str]) -> dict[str, list[Value]]:
     """Parse field -> values, from "field=value,value" each.
 
@@ -118,7 +185,7 @@ def parse_sweeps(sweeps: Sequence[str]) -> dict[str, list[Value]]:
     for sweep in sweeps:
         name, _, text = sweep.partition("=")
         values = [_value(part.strip()) for part in text.split(",")]
-        if not name.isidentifier() or "" in values:
+        if not name.removeprefix(OPTION).isidentifier() or "" in values:
             action = "Write for example --sweep delta=0.05,0.1,0.2."
             raise ConfigError(Problem("--sweep", repr(sweep), "field=value,value,...", action))
         found[name] = values

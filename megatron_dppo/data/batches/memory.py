@@ -8,10 +8,11 @@ from megatron_dppo.types import Microbatch, ModelRouting, Sample
 
 
 def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routing: ModelRouting | None) -> int:
-    """Return an upper bound on a rollout's bytes on one rank: every response as long as allowed.
+    """Return an upper bound on the bytes of rollouts on one rank: every response as long as allowed.
 
     The samples that the rank sampled; one mini-batch on its way, as what is sent and as what came; and the
     micro-batches of its data-parallel group, once per epoch, each with up to one sample beyond an equal share.
+    Of rollouts sampled ahead (rollout.lag) there are micro-batches alone.
 
     Args:
         config: The run's.
@@ -27,12 +28,16 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
     sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
     masks = 1 if config.tracking.mismatch_share == 1 else 2
-    packed = num_tokens * (3 * 8 + masks + 5 * 4 + topk + routes)  # positions, targets; floats, weight version
+    floats = 5 + bool(algorithm.ref_kl_coef)  # log-probs, advantages, ..., and the weights' version
+    packed = num_tokens * (3 * 8 + masks + floats * 4 + topk + routes)  # positions, targets
     num_refilled = options.max_refills * options.prompts_per_rollout if options.refill_zero_variance else 0
     num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout) + num_refilled
+    if options.max_staleness:  # they are open beside those that are trained on
+        num_begun += options.prompts_per_rollout
     held = _share(num_begun, world_size) * options.samples_per_prompt * sample
     num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
-    trained = (_share(num_trained, num_groups) + (num_groups > 1)) * packed
+    num_at_once = 1 + min(options.lag, config.run.num_rollouts - 1)
+    trained = num_at_once * (_share(num_trained, num_groups) + (num_groups > 1)) * packed
     if world_size == 1:
         return held + trained
     minibatch = _share(options.prompts_per_rollout, algorithm.minibatches_per_rollout)

@@ -141,7 +141,7 @@ def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
     if not routes:
         return None
     assert len(routes) == len(samples), "either every sample carries routes or none does"
-    rows = torch.cat([torch.cat([route.indices, route.indices[-1:]]) for route in routes])
+    rows = torch.cat([rows for route in routes for rows in (route.indices, route.indices[-1:])])
     return RoutedExperts(rows, routes[0].layer_numbers, routes[0].num_experts)
 
 
@@ -150,7 +150,9 @@ def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
 
     Args:
         topk_columns: K of the rollout's top-K log-probs; 0 without.
-        routing: The model's, where micro-batches carry routes; each token then goes to the first top_k experts.
+        routing: The model's, where micro-batches carry routes; each token then goes to top_k experts that lie
+            evenly, so that none of up to top_k expert ranks is without tokens: modules of other libraries may
+            not bear that.
     """
     num_tokens = 2
     zeros, never = torch.zeros(num_tokens), torch.zeros(num_tokens, dtype=torch.bool)
@@ -159,7 +161,7 @@ def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
         none = torch.full((num_tokens, topk_columns), -1, dtype=torch.int32)
         topk = RolloutTopK(none, torch.full((num_tokens, topk_columns), float("-inf")))
     if routing is not None:
-        row = torch.arange(routing.top_k, dtype=torch.int16)
+        row = torch.arange(routing.top_k, dtype=torch.int16) * (routing.num_experts // routing.top_k)
         indices = row.expand(num_tokens, len(routing.layer_numbers), routing.top_k)
         routes = RoutedExperts(indices, routing.layer_numbers, routing.num_experts)
     return Microbatch(

@@ -29,18 +29,24 @@ class TokenSlice:
         sources[self.padded_position] = torch.arange(self.padded_position.numel(), device=sources.device)
         return sources[self.own]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all tokens, and nothing is padded."""
+        return self.own.numel() == self.padded_position.numel() == int(self.padded_cu_seqlens[-1])
+
     def local(self, microbatch: Microbatch) -> Microbatch:
         """Return this rank's tokens as a micro-batch; `cu_seqlens` stays that of the whole padded one.
 
         Padding learns nothing, is routed as the last token of the micro-batch, and stands behind its sequence,
-        where causal attention does not see it.
+        where causal attention does not see it. With all tokens and no padding it is the micro-batch itself.
         """
+        if self.is_whole:
+            return microbatch
         is_padding = self.source < 0
-        source = self.source.clamp(min=0)
+        source, padding = self.source.clamp(min=0), is_padding.nonzero()[:, 0]
 
         def take(values: Tensor, fill: float) -> Tensor:
-            taken = values.index_select(0, source)
-            return taken.masked_fill(is_padding.view(-1, *[1] * (values.dim() - 1)), fill)
+            return values.index_select(0, source).index_fill_(0, padding, fill)
 
         starts = self.padded_cu_seqlens[:-1].long().repeat_interleave(self.padded_cu_seqlens.diff().long())
         routes = microbatch.routed_experts

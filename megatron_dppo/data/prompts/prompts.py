@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from megatron_dppo.data.prompts.rows import each_row, fault, missing_column, prompt_of, read_columns, text_of
-from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, cell, detect, has, spellings
+from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, Schema, cell, detect, has, spellings
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import DataCursor, Message, Prompt
 
@@ -37,7 +37,7 @@ def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> l
             type, or repeats an id.
     """
     prompts: list[Prompt] = []
-    for row in read_prompts(path, prompt_column, answer_column):
+    for row in read_prompts(path, prompt_column, answer_column, logs_schema=True):
         if isinstance(row, DataError):
             raise row
         prompts.append(row.prompt)
@@ -53,8 +53,16 @@ class PromptRow:
     template: str | None  # that megatron-dppo prepare-data put the problem into, where the row says so
 
 
-def read_prompts(path: Path, prompt_column: str, answer_column: str | None) -> Iterator[PromptRow | DataError]:
+def read_prompts(
+    path: Path, prompt_column: str, answer_column: str | None, *, logs_schema: bool = False
+) -> Iterator[PromptRow | DataError]:
     """Yield each row's prompt, or the problem with the row; see `load_prompts`.
+
+    Args:
+        path: The file.
+        prompt_column: Where the prompt stands.
+        answer_column: Where its answer stands; none for the first of `TRAINING_SCHEMAS` that fits.
+        logs_schema: Whether a schema that was found so is logged.
 
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.
@@ -62,7 +70,11 @@ def read_prompts(path: Path, prompt_column: str, answer_column: str | None) -> I
     available = read_columns(path)
     if not has(available, prompt_column):
         raise missing_column(str(path), prompt_column, available)
-    answer_column = answer_column or detected_answer(path, prompt_column, available)
+    if not answer_column:
+        schema = detected_schema(path, prompt_column, available)
+        answer_column = schema.answer
+        if logs_schema:
+            logger.info("%s: %s's columns: %s and %s", path, schema.name, schema.prompt, schema.answer)
     if not has(available, answer_column):
         raise missing_column(str(path), answer_column, available)
     source_column = "data_source" if "data_source" in available and "source" not in available else "source"
@@ -113,8 +125,8 @@ class PromptsDigest:
         return self._hash.hexdigest()
 
 
-def detected_answer(path: Path, prompt_column: str, columns: Iterable[str]) -> str:
-    """Return the answer column of a file with these columns, in our own schema, verl's or slime's.
+def detected_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> Schema:
+    """Return the schema of a file with these columns: our own, verl's or slime's.
 
     Raises:
         DataError: Nowhere that is known.
@@ -124,8 +136,7 @@ def detected_answer(path: Path, prompt_column: str, columns: Iterable[str]) -> s
         expected = f"columns {spellings(TRAINING_SCHEMAS)}"
         action = "Set data.answer_column, or make a file of prompts with megatron-dppo prepare-data."
         raise fault(str(path), f"columns {list(columns)}", expected, action)
-    logger.info("%s: %s's columns: %s and %s", path, schema.name, schema.prompt, schema.answer)
-    return schema.answer
+    return schema
 
 
 def _required(where: str, row: Mapping[str, object], column: str) -> object:
@@ -177,17 +188,21 @@ class PromptStream:
     @property
     def cursor(self) -> DataCursor:
         """Cursor of the next prompts; as JSON in a checkpoint, all that resuming needs."""
-        return self.cursor_with(())
+        return self.cursor_at(self._next, tuple(self._again))
 
-    def cursor_with(self, open_places: Iterable[int]) -> DataCursor:
-        """Return the cursor of a stream that gives these places again, before all others."""
-        epoch, index = divmod(self._next, len(self._prompts))
-        again = [*sorted(open_places), *self._again]
-        return {"epoch": epoch, "index": index} | ({"again": again} if again else {})
+    def cursor_at(self, next_place: int, again: Sequence[int]) -> DataCursor:
+        """Return the cursor of a stream that gives `again`, and then all from `next_place` on."""
+        epoch, index = divmod(next_place, len(self._prompts))
+        return {"epoch": epoch, "index": index} | ({"again": list(again)} if again else {})
+
+    @property
+    def upcoming(self) -> tuple[int, Sequence[int]]:
+        """The next place that was never given, and those that are given again before it."""
+        return self._next, tuple(self._again)
 
     def draw(self, n: int) -> list[Drawn]:
         """Draw the next `n` prompts; crosses epochs as often as needed, so one may come more than once."""
-        return [self._drawn(self._take()) for _ in range(n)]
+        return [self.at(self._take()) for _ in range(n)]
 
     def next(self, n: int) -> list[Prompt]:
         """Return the prompts of `draw`, without their places."""
@@ -196,7 +211,7 @@ class PromptStream:
     def ahead(self, distance: int) -> Drawn:
         """Return the prompt that `draw` gives after `distance` others, without advancing."""
         num_again = len(self._again)
-        return self._drawn(self._again[distance] if distance < num_again else self._next + distance - num_again)
+        return self.at(self._again[distance] if distance < num_again else self._next + distance - num_again)
 
     def pass_over(self, places: Iterable[int]) -> None:
         """Skip the places that any rank took with `ahead`; the others come in their order."""
@@ -215,13 +230,15 @@ class PromptStream:
         self._next += 1
         return self._next - 1
 
-    def _drawn(self, place: int) -> Drawn:
+    def at(self, place: int) -> Drawn:
+        """Return the prompt at a place, without advancing."""
         epoch, index = divmod(place, len(self._prompts))
-        if epoch not in self._orders:
+        order = self._orders.get(epoch)  # several threads may be here
+        if order is None:
             if len(self._orders) == 2:  # one, but where epochs meet
                 self._orders.clear()
-            self._orders[epoch] = self._order_of(epoch)
-        return Drawn(place, self._prompts[self._orders[epoch][index]])
+            order = self._orders[epoch] = self._order_of(epoch)
+        return Drawn(place, self._prompts[order[index]])
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:

@@ -47,7 +47,7 @@ enum DppoRow {
   DPPO_ENTROPY = 1,           /* nats; meaningless where the statistics were taken without entropy */
   DPPO_DIVERGENCE = 2,        /* from the anchor */
   DPPO_RATIO = 3,             /* pi/mu, uncapped */
-  DPPO_MASK = 4,              /* 1 where the token learns */
+  DPPO_WEIGHT = 4,            /* 1 where the token learns */
   DPPO_COEFFICIENT = 5,       /* M min(r, C) A, without weights */
   DPPO_LOSS = 6,              /* with weights, entropy bonus included */
   DPPO_LOG_PROB_GRADIENT = 7, /* d loss / d log_prob */
@@ -72,7 +72,7 @@ DPPO_API int dppo_row_statistics(
     const void* logits,         /* [num_rows, row_stride] */
     int dtype,                  /* DppoDtype */
     int64_t num_rows,
-    int64_t row_stride,         /* elements; base or stride off 16 bytes is slower, not wrong */
+    int64_t row_stride,         /* elements; any, and so may be the base: vectors of 16 bytes start within the row */
     int num_columns,            /* of the shard that are tokens */
     int vocab_start,            /* global id of column 0 */
     const int64_t* targets,     /* [N] global ids */

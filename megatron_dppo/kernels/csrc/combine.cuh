@@ -125,7 +125,7 @@ __device__ __forceinline__ void write_row(const CombineArguments& in, int64_t ro
   out[DPPO_ENTROPY * plane] = softmax.entropy;
   out[DPPO_DIVERGENCE * plane] = token.divergence;
   out[DPPO_RATIO * plane] = ratio;
-  out[DPPO_MASK * plane] = mask;
+  out[DPPO_WEIGHT * plane] = mask;
   out[DPPO_COEFFICIENT * plane] = coefficient;
   out[DPPO_LOSS * plane] = loss;
   out[DPPO_LOG_PROB_GRADIENT * plane] = log_prob_gradient;

@@ -19,13 +19,13 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kWarpSize = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
-// Loads in flight per thread: what hides the memory's latency.
+// Vectors of 16 bytes that a thread has in flight: what hides the memory's latency.
 constexpr int kUnroll = 4;
-#ifdef DPPO_HOST
-constexpr int kThreadsPerRow = 128;
-#else
-constexpr int kThreadsPerRow = 512;
-#endif
+// Of a block, which has one row. Three blocks of the most, or as many threads in smaller blocks, fit a
+// multiprocessor where a thread takes at most 40 registers: 96 KiB of loads in flight.
+constexpr int kMostThreadsPerRow = 512;
+constexpr int kFewestThreadsPerRow = 128;
+constexpr int kBlocksPerMultiprocessor = 3;
 
 #ifndef DPPO_HOST
 // Logits are read once and gradients written once: neither is worth a place in the cache.
@@ -37,12 +37,37 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* address) {
   return value;
 }
 __device__ __forceinline__ void store_streaming(uint4* address, uint4 value) { __stcs(address, value); }
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 __device__ __forceinline__ float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Of two pairs of bfloat16, pairwise; a NaN loses against a number.
+__device__ __forceinline__ uint32_t max_of_pairs(uint32_t a, uint32_t b) {
+  uint32_t highest;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(highest) : "r"(a), "r"(b));
+  return highest;
+}
+// Two numbers as bfloat16, the first in the lower bits.
+__device__ __forceinline__ uint32_t pair_of(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 #endif
+
+// Threads for a row of so many bytes: at least 16 vectors each, where there are as many, so that a narrow shard's
+// rows do not end while their threads are still merging, and enough to gather a Top-K at once.
+inline int threads_per_row(int64_t row_bytes) {
+  int threads = kMostThreadsPerRow;
+  while (threads > kFewestThreadsPerRow && row_bytes < threads * 16 * static_cast<int64_t>(sizeof(uint4))) {
+    threads /= 2;
+  }
+  return threads;
+}
 
 // fminf and fmaxf drop a NaN; these keep it.
 __device__ __forceinline__ float at_least(float x, float low) { return x < low ? low : x; }
@@ -64,6 +89,19 @@ struct Packed<float> {
     return make_uint4(__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
                       __float_as_uint(values[3]));
   }
+  // The largest of a vector's numbers; NaN only where there is nothing else.
+  template <int count>
+  __device__ static __forceinline__ float highest(const uint4* vectors) {
+    float result = -INFINITY;
+#pragma unroll
+    for (int v = 0; v < count; ++v) {
+      float values[kSize];
+      unpack(vectors[v], values);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) result = fmaxf(result, values[i]);
+    }
+    return result;
+  }
   __device__ static __forceinline__ float widen(float value) { return value; }
   __device__ static __forceinline__ float narrow(float value) { return value; }
 };
@@ -80,24 +118,50 @@ struct Packed<__nv_bfloat16> {
     }
   }
   __device__ static __forceinline__ uint4 pack(const float* values) {
-    uint32_t words[4];
+    return make_uint4(pair_of(values[0], values[1]), pair_of(values[2], values[3]), pair_of(values[4], values[5]),
+                      pair_of(values[6], values[7]));
+  }
+  // As for float, two at a time.
+  template <int count>
+  __device__ static __forceinline__ float highest(const uint4* vectors) {
+    uint32_t pair = 0xff80ff80u;  // -inf twice
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t low = __bfloat16_as_ushort(narrow(values[2 * i]));
-      const uint32_t high = __bfloat16_as_ushort(narrow(values[2 * i + 1]));
-      words[i] = low | (high << 16);
+    for (int v = 0; v < count; ++v) {
+      pair = max_of_pairs(pair, max_of_pairs(vectors[v].x, vectors[v].y));
+      pair = max_of_pairs(pair, max_of_pairs(vectors[v].z, vectors[v].w));
     }
-    return make_uint4(words[0], words[1], words[2], words[3]);
+    return fmaxf(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   }
   __device__ static __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
   __device__ static __forceinline__ __nv_bfloat16 narrow(float value) { return __float2bfloat16_rn(value); }
 };
 
-// How many 16-byte vectors a row's columns hold; none where the row is not aligned to them.
+// Columns [0, num_columns) of a row, cut at its addresses that are multiples of 16: a head, vectors, a tail.
+// Head and tail together are the edges, each shorter than a vector.
 template <typename T>
-__device__ __forceinline__ int num_vectors(const void* row, int num_columns) {
-  return reinterpret_cast<uintptr_t>(row) % sizeof(uint4) == 0 ? num_columns / Packed<T>::kSize : 0;
-}
+struct Cut {
+  int head;         // columns
+  int num_vectors;  // from column `head` on
+  int num_edges;    // columns of head and tail
+  int num_columns;
+
+  __device__ __forceinline__ Cut(const T* row, int columns) : num_columns(columns) {
+    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(row) % sizeof(uint4) / sizeof(T));
+    head = min((Packed<T>::kSize - past) % Packed<T>::kSize, columns);
+    num_vectors = (columns - head) / Packed<T>::kSize;
+    num_edges = columns - num_vectors * Packed<T>::kSize;
+  }
+  // Makes the last vector, if there is one, a part of the edges: these are then shorter than two vectors.
+  __device__ __forceinline__ void leave_last_vector() {
+    if (num_vectors == 0) return;
+    num_vectors -= 1;
+    num_edges += Packed<T>::kSize;
+  }
+  // Column of the edge `index`: the head's come first.
+  __device__ __forceinline__ int edge(int index) const {
+    return index < head ? index : num_columns - num_edges + index;
+  }
+};
 
 // A logit in base 2. The product is rounded before anything is subtracted from it, here and in the gradient: so
 // the largest column's distance to the maximum is exactly 0, and log pi -> 0 is not lost in rounding.

@@ -40,6 +40,10 @@ inline bool is_objective(const DppoObjective& objective, int top_k) {
          (has_other || objective.divergence != DPPO_TOPK_KL);
 }
 
+inline int64_t row_bytes(int columns, int dtype) {
+  return static_cast<int64_t>(columns) * (dtype == DPPO_FLOAT32 ? sizeof(float) : sizeof(__nv_bfloat16));
+}
+
 // The instance of a kernel template for a dtype, with or without entropy.
 template <typename Kernel>
 inline Kernel instance(int dtype, int with_entropy, Kernel of_float, Kernel of_float_entropy, Kernel of_bfloat16,
@@ -74,7 +78,7 @@ DPPO_API int dppo_row_statistics(const void* logits, int dtype, int64_t num_rows
   const auto kernel =
       instance(dtype, with_entropy, row_statistics<float, false>, row_statistics<float, true>,
                row_statistics<__nv_bfloat16, false>, row_statistics<__nv_bfloat16, true>);
-  return launch(kernel, num_rows, kThreadsPerRow, stream, arguments);
+  return launch(kernel, num_rows, threads_per_row(row_bytes(num_columns, dtype)), stream, arguments);
 }
 
 DPPO_API int dppo_combine(const float* statistics, int num_shards, int64_t num_rows, int top_k,
@@ -120,5 +124,5 @@ DPPO_API int dppo_logits_gradient(const void* logits, void* gradient, int dtype,
   const auto kernel =
       instance(dtype, with_entropy, logits_gradient<float, false>, logits_gradient<float, true>,
                logits_gradient<__nv_bfloat16, false>, logits_gradient<__nv_bfloat16, true>);
-  return launch(kernel, num_rows, kThreadsPerRow, stream, arguments);
+  return launch(kernel, num_rows, threads_per_row(row_bytes(width, dtype)), stream, arguments);
 }

@@ -1,6 +1,6 @@
 // Runs CUDA C++ kernels on the host, for tests: blocks one after the other, each thread of a block on a stack of
 // its own. A thread runs until it must wait for others, then the next one does. Covers what these kernels use:
-// __shared__, __syncthreads, __shfl_xor_sync of the whole warp, bfloat16, 16-byte loads.
+// __shared__, __syncthreads, __shfl_xor_sync of the whole warp, bfloat16 and pairs of it, 16-byte loads.
 //
 // Waits that would hang or be undefined on a GPU end the launch with cudaErrorLaunchFailure: threads of a warp at
 // different barriers, a block's barrier that some never reach, a shuffle with lanes that have returned.
@@ -62,6 +62,9 @@ inline To same_bits(From from) {
 inline float __uint_as_float(uint32_t bits) { return same_bits<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return same_bits<uint32_t>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned bits) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (bits & 31));
+}
 
 struct __nv_bfloat16 {
   uint16_t bits;
@@ -83,16 +86,26 @@ inline uint4 load_streaming(const uint4* address) {
   return *static_cast<const uint4*>(__builtin_assume_aligned(address, 16));
 }
 inline void store_streaming(uint4* address, uint4 value) { *address = value; }
+inline void prefetch(const void*) {}
 inline float fast_exp2(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.f : y;  // no subnormals, as on the device
+}
+inline uint32_t max_of_pairs(uint32_t a, uint32_t b) {
+  const float high = fmaxf(__uint_as_float(a & 0xffff0000u), __uint_as_float(b & 0xffff0000u));
+  const float low = fmaxf(__uint_as_float(a << 16), __uint_as_float(b << 16));
+  return (__float_as_uint(high) & 0xffff0000u) | (__float_as_uint(low) >> 16);
+}
+inline uint32_t pair_of(float low, float high) {
+  const uint32_t upper = __bfloat16_as_ushort(__float2bfloat16_rn(high));
+  return upper << 16 | __bfloat16_as_ushort(__float2bfloat16_rn(low));
 }
 }  // namespace dppo
 
 struct Dim3 {
   unsigned x;
 };
-inline Dim3 threadIdx, blockIdx;
+inline Dim3 threadIdx, blockIdx, blockDim;
 
 namespace shim {
 
@@ -190,6 +203,7 @@ inline cudaError_t launch(int64_t num_blocks, int num_threads, std::function<voi
   const std::lock_guard<std::mutex> lock(one_launch);
   if (threads.size() != static_cast<size_t>(num_threads)) create_threads(num_threads);
   kernel = std::move(body);
+  blockDim.x = num_threads;
   for (int64_t block = 0; block < num_blocks; ++block) {
     blockIdx.x = block;
     if (!run_block()) {

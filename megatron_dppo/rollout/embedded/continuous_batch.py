@@ -1,7 +1,7 @@
 """Continuous batching: many requests through the slots of one decoder."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -42,8 +42,9 @@ class _Rows:
 class ContinuousBatch:
     """One call of `generate`: slots 0..n-1 decode together; finished ones are swept out and refilled in groups.
 
-    A prompt's last token is forwarded by the first decode step, so sampling happens in one place. Results go to
-    logs of rows tagged with their request, in the order of time, and are sorted out at the end.
+    Requests that are admitted together and have the same prompt share one prefill of it. A prompt's last token
+    is forwarded by the first decode step, so sampling happens in one place. Results go to logs of rows tagged
+    with their request, in the order of time, and are sorted out at the end.
     """
 
     PREFILL_TOKENS = 16384  # bounds the memory of one prefill
@@ -60,6 +61,7 @@ class ContinuousBatch:
         self._decoder, self._requests, self._params = decoder, requests, params
         self._slots, self._eos = slots, eos_token_ids
         self._inputs = [tuple(input_tokens(request)) for request in requests]
+        self._num_cached = [0] * len(requests)  # tokens of each input that another request's prefill computed
         self._queue = deque(range(len(requests)))
         longest = max(len(request.prompt_tokens) for request in requests)
         self._cache = decoder.new_cache(slots, longest + params.max_response_tokens - 1)
@@ -113,30 +115,37 @@ class ContinuousBatch:
         while self._queue and occupied < self._slots:
             room = self._slots - occupied
             newcomers: list[int] = []
+            places: dict[tuple[int, ...], int] = {}  # row of each prefix in the prefill
             width = 0
             while self._queue and len(newcomers) < room:
-                wider = max(width, len(self._inputs[self._queue[0]]) - 1)
-                if newcomers and wider * (len(newcomers) + 1) > self.PREFILL_TOKENS:
+                prefix = self._inputs[self._queue[0]][:-1]
+                wider = max(width, len(prefix))
+                if prefix in places:
+                    self._num_cached[self._queue[0]] = len(prefix)
+                elif newcomers and wider * (len(places) + 1) > self.PREFILL_TOKENS:
                     break
+                places.setdefault(prefix, len(places))
                 newcomers.append(self._queue.popleft())
                 width = wider
-            self._prefill(newcomers, width, occupied)
+            self._prefill(newcomers, places, width, occupied)
             self._rows = self._rows.extended(self._new_rows(newcomers))
             occupied += len(newcomers)
 
-    def _prefill(self, newcomers: list[int], width: int, first_slot: int) -> None:
+    def _prefill(
+        self, newcomers: list[int], places: Mapping[tuple[int, ...], int], width: int, first_slot: int
+    ) -> None:
         if not width:
             return
-        inputs = [self._inputs[index][:-1] for index in newcomers]
-        padded = [own + (0,) * (width - len(own)) for own in inputs]
+        prefixes = [self._inputs[index][:-1] for index in newcomers]
         device = self._eos.device
-        tokens = torch.tensor(padded, device=device)
-        experts = self._decoder.prefill(self._cache, tokens, first_slot, self._params.capture_routes)
+        tokens = torch.tensor([prefix + (0,) * (width - len(prefix)) for prefix in places], device=device)
+        source = torch.tensor([places[prefix] for prefix in prefixes], device=device)
+        experts = self._decoder.prefill(self._cache, tokens, first_slot, source, self._params.capture_routes)
         if experts is not None:
-            lengths = torch.tensor([len(own) for own in inputs], device=device)
+            lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
             real = torch.arange(width, device=device) < lengths.unsqueeze(1)
             request = torch.tensor(newcomers, device=device).unsqueeze(1).expand(-1, width)
-            self._routed.append((request[real], experts[real]))
+            self._routed.append((request[real], experts[source][real]))
 
     def _decode(self) -> int:
         """Forward one token of every row and sample the next; return how many rows are finished."""
@@ -166,6 +175,11 @@ class ContinuousBatch:
         rows.request = rows.request.masked_fill(finished, -1)
         return int(finished.sum())
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the requests' inputs that the prefill of another request computed."""
+        return sum(self._num_cached)
+
     def completions(self, version: int) -> list[Completion]:
         """Sort the logs by request."""
         sampled = _by_request(self._sampled, len(self._requests))
@@ -190,6 +204,7 @@ class ContinuousBatch:
                 topk=RolloutTopK(ids=topk[0], log_probs=topk[1]) if topk else None,
                 routed_experts=experts,
                 weight_versions=(WeightVersionSpan(0, tokens.numel(), version),),
+                num_cached_tokens=self._num_cached[index],
             )
             completions.append(joined(request.partial, completion) if request.partial else completion)
         return completions

@@ -65,6 +65,7 @@ class TransformersEngine:
         self._vocab_size = int(self._decoder.model.config.vocab_size)
         self._max_positions = int(self._decoder.model.config.max_position_embeddings)
         self._weight_version = -1
+        self._released: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._counts = EngineCounts()
 
     @property
@@ -84,6 +85,7 @@ class TransformersEngine:
         The stream is read to its end even after a fault, so that a sender is never left waiting.
         """
         self._weight_version = -1
+        self._restore_memory()
         checksum, received, faults = WeightChecksum(), Counter[str](), []
         for name, tensor in weights:
             checksum.update(name, tensor)
@@ -110,6 +112,19 @@ class TransformersEngine:
         self._weight_version = version
         return checksum.hexdigest()
 
+    def release_weights(self) -> None:
+        """Free the memory of the weights until the next `load_weights`."""
+        self._weight_version = -1
+        for target in self._targets.values():
+            storage = target.untyped_storage()
+            self._released.setdefault(storage._cdata, (storage, storage.nbytes()))
+            storage.resize_(0)
+
+    def _restore_memory(self) -> None:
+        for storage, num_bytes in self._released.values():
+            storage.resize_(num_bytes)
+        self._released.clear()
+
     @torch.no_grad()  # not inference_mode: its tensors could not enter the loss
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Sample one response per request, in their order; see `RolloutEngine`.
@@ -122,7 +137,10 @@ class TransformersEngine:
         slots = min(self._batch_size, len(requests))
         batch = ContinuousBatch(self._decoder, requests, params, slots, self._eos)
         batch.run()
-        self._counts += EngineCounts(num_prompt_tokens=sum(len(input_tokens(request)) for request in requests))
+        num_prompt_tokens = sum(len(input_tokens(request)) for request in requests)
+        self._counts += EngineCounts(
+            num_prompt_tokens=num_prompt_tokens, num_cached_tokens=batch.num_cached_tokens
+        )
         return batch.completions(self._weight_version)
 
     def _refuse(self, requests: Sequence[Request], params: SamplingParams) -> None:

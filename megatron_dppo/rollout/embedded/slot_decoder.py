@@ -30,13 +30,17 @@ class SlotCache(Cache):
         self.keys: list[Tensor] = [make() for _ in range(config.num_hidden_layers)]
         self.values: list[Tensor] = [make() for _ in range(config.num_hidden_layers)]
         self._first_slot = 0
+        self._source: Tensor | None = None
         self._positions: Tensor | None = None
         self._rows: Tensor | None = None
         self._live_length = 0
 
-    def prefill_into(self, first_slot: int) -> None:
-        """Let the next forward fill fresh slots from position 0; it attends to its own tokens only."""
-        self._first_slot, self._positions = first_slot, None
+    def prefill_into(self, first_slot: int, source: Tensor) -> None:
+        """Let the next forward fill fresh slots from position 0; it attends to its own tokens only.
+
+        Slot `first_slot + i` gets row `source[i]` of what is forwarded.
+        """
+        self._first_slot, self._source, self._positions = first_slot, source, None
 
     def decode_at(self, positions: Tensor, live_length: int) -> None:
         """Let the next forward append one token to slot i at `positions[i]`; attention reads `live_length`."""
@@ -50,8 +54,10 @@ class SlotCache(Cache):
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         count, _, tokens, _ = key_states.shape
         if self._positions is None:
-            into = slice(self._first_slot, self._first_slot + count)
-            keys[into, :, :tokens], values[into, :, :tokens] = key_states, value_states
+            assert self._source is not None, "prefill_into or decode_at was called"
+            into = slice(self._first_slot, self._first_slot + self._source.numel())
+            keys[into, :, :tokens] = key_states[self._source]
+            values[into, :, :tokens] = value_states[self._source]
             return key_states, value_states
         assert tokens == 1, "decoding appends one token"
         keys[self._rows, :, self._positions] = key_states.squeeze(2)
@@ -145,16 +151,18 @@ class SlotDecoder:
         """Return an empty cache that fits the model."""
         return SlotCache(self._config, slots, max_length, self._dtype, self._device)
 
-    def prefill(self, cache: SlotCache, tokens: Tensor, first_slot: int, capture: bool) -> Tensor | None:
-        """Fill slots from `first_slot` on with right-padded `tokens` `[n, P]`.
+    def prefill(
+        self, cache: SlotCache, tokens: Tensor, first_slot: int, source: Tensor, capture: bool
+    ) -> Tensor | None:
+        """Forward right-padded `tokens` `[m, P]`, and fill slots from `first_slot` on with rows `source` `[n]`.
 
         Causal attention keeps padding from every real token, and decoding masks or overwrites what it stored.
 
         Returns:
-            Expert choices `[n, P, moe_layers, top_k]` when captured.
+            Expert choices `[m, P, moe_layers, top_k]` when captured.
         """
         count, length = tokens.shape
-        cache.prefill_into(first_slot)
+        cache.prefill_into(first_slot, source)
         ahead = torch.ones(length, length, dtype=torch.bool, device=self._device).triu_(1)
         positions = torch.arange(length, device=self._device).unsqueeze(0)
         _, choices = self._forward(self.model.base_model, cache, tokens, positions, ahead[None, None], capture)

@@ -3,19 +3,23 @@
 | what happened | GET, abort | generate |
 |---|---|---|
 | no connection, 429, 503: nothing was done | asked again | asked again |
-| the connection broke, 500, 502, 504, no JSON | asked again | aborted, asked again, and counted |
+| the connection broke, 500, 502, 504, no JSON object | asked again | aborted, asked again, and counted |
 | no answer in time | asked again | aborted; an error: another try would take as long |
 | anything else | an error | an error |
 
-A response that is asked for again may have been sampled before. Which one is kept does not depend on what it
-says, unless the failure did; so these are counted, apart from other retries.
+A generation has another id at each attempt: a server that still works on the last one would refuse it as a
+duplicate, and clean up behind it later, by its id. A response that is asked for again may have been sampled
+before. Which one is kept does not depend on what it says, unless the failure did; so these are counted, apart
+from other retries.
 """
 
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -66,6 +70,7 @@ class SglangClient:
             headers=self._headers,
             limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEEP_CONNECTION_S),
             trust_env=False,  # engines stand inside the cluster: no proxy
+            verify=self.url.startswith("https:"),  # reading the certificates takes 50 ms, for each server
         )
         return self
 
@@ -82,11 +87,11 @@ class SglangClient:
         Raises:
             ServerError: It does not answer, is of an unknown version, or has options that we refuse.
         """
-        info = await self._call("GET", "/server_info")
+        info = _json(await self._call("GET", "/server_info"))
         if not isinstance(info, Mapping):
             raise ServerError(f"{self.url}/server_info: found no JSON object; expected an SGLang server there.")
         generation = generation_of(info.get("version"))
-        model_info = await self._call("GET", "/model_info")
+        model_info = _json(await self._call("GET", "/model_info"))
         return generation, generation.read_facts(info, model_info if isinstance(model_info, Mapping) else {})
 
     async def is_healthy(self) -> bool:
@@ -99,15 +104,20 @@ class SglangClient:
 
     async def loads(self) -> object:
         """Return the JSON of the server's load; the call costs its scheduler no time."""
-        return await self._call("GET", "/v1/loads?include=core")
+        return _json(await self._call("GET", "/v1/loads?include=core"))
 
-    async def generate(self, body: Mapping[str, Any]) -> object:
-        """Post a `Generation.generate_body`, and return the JSON of the answer.
+    async def generate(self, body: Mapping[str, Any], renew: Callable[[], str] | None = None) -> bytes:
+        """Post a `Generation.generate_body`, and return the answer, which looks like a JSON object.
+
+        Args:
+            body: Its `rid` is for the first attempt.
+            renew: Returns the `rid` of each further attempt, which the answer then has; none: `new_rid` does.
 
         Raises:
             ServerError: The server refuses the request, or did not answer in time or in `max_attempts`.
         """
-        return await self._call("POST", "/generate", body, rid=str(body["rid"]))
+        name = str(body["rid"]).partition("#")[0]
+        return await self._call("POST", "/generate", body, renew or partial(new_rid, name))
 
     async def abort(self, rid: str) -> None:
         """Abort a request; its answer then holds the tokens so far. Unknown ids are ignored."""
@@ -122,29 +132,36 @@ class SglangClient:
         where, expected = f"POST {self.url}{call.path}", "success. Look at the server's log."
         try:
             answer = await self._send("POST", call.path, call.body, timeout_s)
-            body = _json(answer)
-        except (httpx2.TransportError, ReplyError) as error:
+        except httpx2.TransportError as error:
             found = error or type(error).__name__
             raise ServerError(f"{where}: found {found}; expected {expected}") from None
+        body = _json(answer.content)
         if answer.status_code != 200 or (isinstance(body, Mapping) and body.get("success") is False):
             raise ServerError(f"{where}: found {_words(answer)}; expected {expected}")
         return body
 
     async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, rid: str | None = None
-    ) -> object:
-        """Make one call with its retries; `rid` marks a generation."""
-        patience = self._patience
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        renew: Callable[[], str] | None = None,
+    ) -> bytes:
+        """Make one call with its retries; a generation has a `rid`, and `renew` for those of its retries."""
+        patience, rid = self._patience, None if body is None or renew is None else str(body["rid"])
         timeout_s = patience.control_timeout_s if rid is None else patience.generate_timeout_s
         found = ""
         for attempt in range(patience.max_attempts):
             if attempt:
                 self.counts += EngineCounts(num_retries=1)
                 await asyncio.sleep(self._pause_s(attempt))
+                if body is not None and renew is not None:
+                    rid = renew()
+                    body = {**body, "rid": rid}
             try:
                 answer = await self._send(method, path, body, timeout_s)
                 if answer.status_code == 200:
-                    return _json(answer)
+                    return answer.content if rid is None else _object(answer.content)
                 found, was_done = _words(answer), answer.status_code in _MAY_HAVE_BEEN_DONE
                 if not was_done and answer.status_code not in _NOTHING_WAS_DONE:
                     break
@@ -192,15 +209,32 @@ class SglangClient:
         return longest * self._chance.uniform(0.5, 1.0)
 
 
-def _json(answer: httpx2.Response) -> object:
-    if not answer.content:
-        return None
+def new_rid(name: str) -> str:
+    """Return an id for a request of this name that a server has never seen; no other one begins with it.
+
+    SGLang 0.5.21 cleans up behind an answer some time after it was given, by the request's id: it aborts what
+    has this id by then, as the next turn of a conversation would.
+    """
+    return f"{name}#{secrets.token_hex(8)}"
+
+
+def _json(content: bytes) -> object:
+    """Parse a short answer; none for one that says nothing, or is no JSON."""
     try:
-        return json.loads(answer.content)
-    except ValueError as error:
-        if answer.request.url.path != "/generate":
-            return None  # /abort_request and /health say nothing
-        raise ReplyError(f"no JSON: {error}") from None
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def _object(content: bytes) -> bytes:
+    """Return an answer that begins and ends as a JSON object; whether it is one, its reader finds out.
+
+    Raises:
+        ReplyError: It was cut, or is a page of a proxy.
+    """
+    if content[:16].lstrip()[:1] != b"{" or content[-16:].rstrip()[-1:] != b"}":
+        raise ReplyError(f"no JSON object: {content[:16]!r}...{content[-16:]!r}")
+    return content
 
 
 def _words(answer: httpx2.Response) -> str:

@@ -1,33 +1,43 @@
 """Rollout engine that samples from SGLang servers: one request per response, every answer checked."""
 
 import asyncio
-import logging
-from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
-from typing import NoReturn
+import threading
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams, input_tokens
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.dispatcher import Dispatcher, Link, other_weights
+from megatron_dppo.rollout.sglang.links import connect
 from megatron_dppo.rollout.sglang.protocol import ServedModel, ServerFacts
-
-logger = logging.getLogger(__name__)
+from megatron_dppo.rollout.sglang.session import ServerSession
 
 _NO_VERSION = -2  # -1 is that of weights which were never loaded
 
 
+@dataclass(frozen=True)
+class _Admitted:
+    """The servers that get requests, and the version of the weights that they must hold."""
+
+    urls: tuple[str, ...]
+    version: int
+
+
 class SglangEngine:
-    """Samples from servers that hold the same weights; implements `rollout.engine.InterruptibleEngine`.
+    """Samples from servers that hold the same weights; implements `rollout.engine.ConcurrentEngine`.
 
     Sampling noise is the servers' own: `Request.noise_key` is not used, and a run is not repeated bit for bit.
     Log-probs are of the distribution after temperature; with a `top_p` below 1, of the one before the cut.
 
     Requests go to the servers that are admitted: all of them, until `admit` says otherwise. One that does not
-    answer, or holds other weights, is drained for one `generate`, and tried again at the next.
+    answer, or holds other weights, is drained for one session, and tried again in the next. `generate` is a
+    session of its own.
+
+    Sessions of several threads may be open at once; each gives a server up to `max_concurrent_requests`.
     """
 
     def __init__(
@@ -45,7 +55,7 @@ class SglangEngine:
             urls: "http://host:port" of one or more servers that answer.
             model: What they serve.
             patience: Time-outs and retries.
-            max_concurrent_requests: Requests that each server is given at a time.
+            max_concurrent_requests: Requests that each server is given at a time, by one session.
             api_key: What the servers were started with.
 
         Raises:
@@ -54,13 +64,12 @@ class SglangEngine:
         self._urls = (urls,) if isinstance(urls, str) else tuple(dict.fromkeys(urls))
         self._model, self._patience = model, patience or Patience()
         self._max_concurrent, self._api_key = max_concurrent_requests, api_key
-        self._admitted = self._urls
-        self._weight_version = _common_version(asyncio.run(self._all_facts()))
-        self._counts = EngineCounts()
+        self._admitted = _Admitted(self._urls, _common_version(asyncio.run(self._all_facts())))
+        self._counts, self._counts_lock = EngineCounts(), threading.Lock()
 
     @property
     def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
+        """See `RolloutEngine.counts`; of the sessions that were left."""
         return self._counts
 
     @property
@@ -71,10 +80,10 @@ class SglangEngine:
     @property
     def weight_version(self) -> int:
         """Version of the weights that servers must hold to be given requests; -2 until servers agree on one."""
-        return self._weight_version
+        return self._admitted.version
 
     def admit(self, urls: Sequence[str], version: int) -> None:
-        """Send requests to these servers from now on, at least one, and to no others.
+        """Send the requests of new sessions to these servers, at least one, and to no others.
 
         Args:
             urls: They hold weights of this version; one that registered since is known from now on.
@@ -82,7 +91,7 @@ class SglangEngine:
         """
         assert urls, "a push that reached no server raises"
         self._urls = tuple(dict.fromkeys([*self._urls, *urls]))
-        self._admitted, self._weight_version = tuple(dict.fromkeys(urls)), version
+        self._admitted = _Admitted(tuple(dict.fromkeys(urls)), version)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Refuse: servers get their weights through a weight sync, not through this call.
@@ -104,25 +113,23 @@ class SglangEngine:
             RolloutError: A prompt does not fit, or the servers cannot give what `params` asks for.
             ServerError: No server is left that answers and holds the weights, or no request was answered.
         """
-        return asyncio.run(self._generate(requests, params, None))
+        return asyncio.run(self._generate(requests, params))
 
-    def generate_until(
-        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough
-    ) -> list[Completion]:
-        """Sample until it is enough, and abort the rest; see `InterruptibleEngine`.
+    def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[ServerSession]:
+        """Connect to the admitted servers; see `ConcurrentEngine.session`.
+
+        Its `hold` waits at most `Patience.control_timeout_s` for a server's next answer to what was aborted.
 
         Raises:
-            RolloutError: As `generate` does; also where a response that was aborted could become too long for
-                the servers to go on with.
-            ServerError: As `generate` does.
+            ServerError: No server is left that answers and holds the weights.
         """
-        return asyncio.run(self._generate(requests, params, is_enough))
+        return self._session(may_be_held=may_be_held)
 
     def _client(self, url: str) -> SglangClient:
         return SglangClient(url, self._patience, api_key=self._api_key)
 
     async def _all_facts(self) -> list[ServerFacts]:
-        """Return the facts of the servers that answer; the others are drained at the next `generate`."""
+        """Return the facts of the servers that answer; the others are drained in the next session."""
 
         async def facts_of(url: str) -> ServerFacts | RolloutError:
             try:
@@ -137,123 +144,41 @@ class SglangEngine:
             raise next(each for each in found if isinstance(each, RolloutError))
         return facts
 
-    async def _generate(
-        self, requests: Sequence[Request], params: SamplingParams, is_enough: IsEnough | None
-    ) -> list[Completion]:
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(self._client(url)) for url in self._admitted]
-            links = await self._links(clients)
-            for facts in dict.fromkeys(link.facts for link in links.values()):
-                may_go_on = is_enough is not None or any(request.partial for request in requests)
-                refuse_requests(requests, params, self._model, facts, is_aborted=may_go_on)
-            dispatcher = Dispatcher(links, self._model, self._weight_version, self._max_concurrent)
-            completions = await dispatcher.run(requests, params, is_enough)
-            self._counts = sum((client.counts for client in clients), self._counts + dispatcher.counts)
-        lost = [error for error in dispatcher.errors.values() if isinstance(error, ServerError)]
+    async def _generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        async with self._session(may_be_held=False) as session:
+            session.refuse(requests, params)
+            completions = await asyncio.gather(*(session.ask(request, params) for request in requests))
+        lost = [error for error in session.errors.values() if isinstance(error, ServerError)]
         if lost and len(lost) == len(requests):
             raise lost[0]
         return completions
 
-    async def _links(self, clients: Sequence[SglangClient]) -> dict[str, Link]:
-        """Return the admitted servers that answer and hold the weights, by URL.
-
-        Raises:
-            ServerError: There is none.
-        """
-
-        async def link(client: SglangClient) -> Link | RolloutError:
+    @asynccontextmanager
+    async def _session(self, *, may_be_held: bool) -> AsyncIterator[ServerSession]:
+        """Open a session, and add its counts to the engine's when it is left."""
+        admitted = self._admitted  # another thread may replace it
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(self._client(url)) for url in admitted.urls]
+            links = await connect(clients, admitted.version)
+            session = ServerSession(
+                links,
+                self._model,
+                admitted.version,
+                max_in_flight=self._max_concurrent,
+                hold_timeout_s=self._patience.control_timeout_s,
+                may_be_held=may_be_held,
+            )
             try:
-                generation, facts = await client.connect()
-            except (ServerError, ReplyError) as error:
-                return error
-            if facts.weight_version != self._weight_version:
-                return other_weights(client.url, facts.weight_version, self._weight_version)
-            return Link(client, generation, facts)
-
-        found = dict(zip(self._admitted, await asyncio.gather(*map(link, clients)), strict=True))
-        links = {url: link for url, link in found.items() if isinstance(link, Link)}
-        faults = {url: fault for url, fault in found.items() if isinstance(fault, RolloutError)}
-        if not links:
-            raise ServerError("\n".join(map(str, faults.values())))
-        for url, fault in faults.items():
-            logger.warning("server %s is drained: %s", url, fault)
-        return links
+                async with session:
+                    yield session
+            finally:
+                absent = (client.counts for client in clients if client.url not in links)
+                counts = sum(absent, session.counts)
+                with self._counts_lock:
+                    self._counts += counts
 
 
 def _common_version(facts: Sequence[ServerFacts]) -> int:
     """Return the weight version that all servers hold; servers that differ wait for a push."""
     versions = {each.weight_version for each in facts}
     return versions.pop() if len(versions) == 1 else _NO_VERSION
-
-
-def refuse_requests(
-    requests: Sequence[Request],
-    params: SamplingParams,
-    model: ServedModel,
-    facts: ServerFacts,
-    *,
-    is_aborted: bool = False,
-) -> None:
-    """Raise for requests that the server would refuse, answer differently than asked, or crash on.
-
-    Args:
-        requests: To be sent.
-        params: How to sample.
-        model: What the server serves.
-        facts: What it says of itself.
-        is_aborted: Whether responses may be aborted, and sent as prompts to go on with them.
-
-    Raises:
-        RolloutError: Says which.
-    """
-    if params.max_response_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-        expected = "max_response_tokens >= 1, temperature >= 0 and 0 < top_p <= 1"
-        _refuse(f"found {params}", expected, "Correct the sampling parameters.")
-    num_topk = params.num_topk_log_probs
-    if not 0 <= num_topk <= model.vocab_size:  # a server ends over more
-        expected = f"0 to the vocabulary of {model.vocab_size}"
-        _refuse(f"found num_topk_log_probs = {num_topk}", expected, "Lower rollout.num_topk_log_probs.")
-    if num_topk and params.top_p < 1:
-        expected = "top_p = 1: the server's top-K is of the distribution before the cut"
-        _refuse(f"found num_topk_log_probs with top_p = {params.top_p:g}", expected, "Leave one of them out.")
-    if params.capture_routes and (model.routing is None or not facts.captures_routes):
-        found = "a model without experts" if model.routing is None else "a server that captures no routes"
-        expected = "experts, and a server that megatron-dppo serve started with rollout.routing_replay on"
-        _refuse(
-            f"found capture_routes for {found}", expected, "Restart it, or set rollout.routing_replay = 'off'."
-        )
-    most = facts.max_prompt_tokens + 1 if is_aborted else facts.max_tokens  # the last token is never sent
-    longest = min(facts.max_prompt_tokens, most - params.max_response_tokens)
-    seen: set[str] = set()
-    for request in requests:
-        tokens = request.prompt_tokens
-        if not 1 <= len(tokens) <= longest:
-            _refuse(
-                f"request {request.id}: found {len(tokens)} prompt tokens and up to "
-                f"{params.max_response_tokens} response tokens",
-                f"at least 1 prompt token, and at most {most} tokens together",
-                "Lower data.max_prompt_tokens or rollout.max_response_tokens, or raise sglang.context_length.",
-            )
-        tokens = input_tokens(request)
-        if min(tokens) < 0 or max(tokens) >= model.vocab_size:  # a server ends over one
-            found = f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}"
-            _refuse(found, f"0 to {model.vocab_size - 1}", "Use the tokenizer of this model.")
-        if request.id in seen:
-            _refuse(f"found two requests {request.id}", "ids that differ", "This is a fault of the caller.")
-        seen.add(request.id)
-        if request.partial is not None:
-            _refuse_partial(request.id, request.partial, params)
-
-
-def _refuse_partial(request_id: str, partial: Completion, params: SamplingParams) -> None:
-    num_tokens, num_topk = partial.tokens.numel(), partial.topk.ids.shape[1] if partial.topk else 0
-    if not 1 <= num_tokens < params.max_response_tokens or num_topk != params.num_topk_log_probs:
-        _refuse(
-            f"request {request_id}: found {num_tokens} tokens sampled before, with {num_topk} log-probs each",
-            f"1 to {params.max_response_tokens - 1} of them, with {params.num_topk_log_probs}",
-            "This is a fault of the caller: report it.",
-        )
-
-
-def _refuse(found: str, expected: str, action: str) -> NoReturn:
-    raise RolloutError(f"{found}; expected {expected}. {action}")

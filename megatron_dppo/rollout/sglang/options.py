@@ -75,6 +75,11 @@ def installed_version(python: Path) -> str | None:
     return lines[-1] if lines else None
 
 
+def is_for_cpu(python: Path) -> bool:
+    """Return whether the interpreter's environment was made for CPUs, which lacks most kernels."""
+    return any(python.parents[1].glob("lib/python3*/site-packages/sglang_on_cpu.pth"))
+
+
 def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] | None:
     """Read the server's arguments by their names in Python; none where SGLang is absent or does not import.
 

@@ -1,18 +1,20 @@
 """Protocol of an SGLang server: requests and answers, one adapter per generation of servers.
 
 An adapter is chosen by the version that a server reports; one that was never run against is refused. Answers
-are checked against what was asked for before anything is made of them.
+are checked against what was asked for before anything is made of them, in a process of their own where they are
+large (`decoding_process`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, cast, get_args
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
+from megatron_dppo.errors import ReplyError, ServerError
 from megatron_dppo.rollout.engine import (
     Completion,
     Request,
@@ -23,16 +25,10 @@ from megatron_dppo.rollout.engine import (
     joined,
     num_tokens_left,
 )
-from megatron_dppo.rollout.sglang.decoding import (
-    decode_log_probs,
-    decode_routes,
-    decode_tokens,
-    decode_topk,
-    decode_weight_versions,
-    field,
-    weight_version,
-)
-from megatron_dppo.types import FinishReason, ModelRouting, RoutedExperts
+from megatron_dppo.rollout.sglang.decoding import field, weight_version
+from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
+from megatron_dppo.rollout.sglang.replies import Expected, PromptScores, Reply
+from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang cuts a response, without a word, that goes further beyond max_req_input_len
 
@@ -68,14 +64,16 @@ class Generation(Protocol):
         """Return the JSON of one POST to /generate."""
         ...
 
-    def read_reply(
-        self, body: object, request: Request, params: SamplingParams, model: ServedModel
+    async def read_reply(
+        self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
     ) -> Completion:
         """Parse the body of a 200 from /generate; the tokens of a partial come before those of the body.
 
         Raises:
-            ReplyError: Anything but the answer to this request, whole and consistent. Faults of the routes
-                alone cost the completion its routes, and become its `routes_fault`.
+            ReplyError: Anything but the answer to this request, whole and consistent; also one that the
+                decoding process ended at. Faults of the routes alone cost the completion its routes, and
+                become its `routes_fault`.
+            RolloutError: No decoding process can be kept.
         """
         ...
 
@@ -83,13 +81,14 @@ class Generation(Protocol):
         """Return the JSON of one POST to /generate that asks for the log-probs of a prompt's own tokens."""
         ...
 
-    def read_scores(
-        self, body: object, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
+    async def read_scores(
+        self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
     ) -> tuple[Tensor, RoutedExperts | None]:
         """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
 
         Raises:
             ReplyError: Anything but that.
+            RolloutError: No decoding process can be kept.
             RoutingReplayError: Routes were asked for, and are faulty.
         """
         ...
@@ -114,6 +113,10 @@ class Generation(Protocol):
 
 class Generation0521:
     """Adapter for SGLang 0.5.21."""
+
+    def __init__(self, decoding: DecodingProcess) -> None:
+        """Keep the process that decodes large answers."""
+        self._decoding = decoding
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
         """See `Generation.generate_body`. Every sampling parameter is named: none is left to the server."""
@@ -143,40 +146,31 @@ class Generation0521:
             "stream": False,
         }
 
-    def read_reply(
-        self, body: object, request: Request, params: SamplingParams, model: ServedModel
+    async def read_reply(
+        self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
     ) -> Completion:
         """See `Generation.read_reply`."""
-        where = f"answer to {request.id}"
-        if not isinstance(body, Mapping):
-            raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
-        ids, meta = field(body, "output_ids", list, where), field(body, "meta_info", dict, where)
-        _require(meta, {"id": request.id, "completion_tokens": len(ids)}, where)
-        finish = read_finish_reason(meta, ids, num_tokens_left(request, params), model, where)
-        if not ids and finish == "abort":  # while it waited: such an answer says little more
-            return aborted(request)
-        _require(meta, {"prompt_tokens": len(input_tokens(request))}, where)
-        tokens = decode_tokens(ids, model.vocab_size, where)
-        log_probs = decode_log_probs(field(meta, "output_token_logprobs", list, where), tokens, where)
-        topk = None
-        if params.num_topk_log_probs:
-            rows, columns = field(meta, "output_top_logprobs", list, where), params.num_topk_log_probs
-            topk = decode_topk(rows, tokens, log_probs, columns, model.vocab_size, where)
-        num_retractions = field(meta, "num_retractions", int, where)
-        routes, fault = _routes(meta, request, len(ids), params, model, where)
-        completion = Completion(
-            request.id,
-            tokens,
-            log_probs,
-            finish,
-            topk,
-            routes,
-            decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where),
-            num_retractions=num_retractions,
-            num_cached_tokens=field(meta, "cached_tokens", int, where),
-            routes_fault=fault,
+        assert model.routing is not None or not params.capture_routes, "routes are asked of experts only"
+        partial = request.partial
+        expected = Expected(
+            where=f"answer to {request.id}",
+            request_id=request.id,
+            num_prompt_tokens=len(input_tokens(request)),
+            limit=num_tokens_left(request, params),
+            num_topk=params.num_topk_log_probs,
+            vocab_size=model.vocab_size,
+            end_tokens=model.end_tokens,
+            num_layers=model.num_layers,
+            routing=model.routing if params.capture_routes else None,
+            first_route_row=first_route_row(request),
+            lacks_earlier_routes=partial is not None and partial.routed_experts is None,
         )
-        return joined(request.partial, completion) if request.partial else completion
+        reply = await self._decoding.read("reply 0.5.21", content, expected)
+        assert isinstance(reply, Reply), "the reader's kind of answer"
+        if not reply.tokens.size:
+            return aborted(request)
+        completion = _completion(request.id, reply, model.routing)
+        return joined(partial, completion) if partial else completion
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
         """See `Generation.score_body`. From position 0, the prompt is computed anew whatever is cached."""
@@ -190,21 +184,20 @@ class Generation0521:
             "stream": False,
         }
 
-    def read_scores(
-        self, body: object, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
+    async def read_scores(
+        self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
     ) -> tuple[Tensor, RoutedExperts | None]:
         """See `Generation.read_scores`."""
-        where = "log-probs of a prompt"
-        if not isinstance(body, Mapping):
-            raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
-        meta = field(body, "meta_info", dict, where)
-        rows = field(meta, "input_token_logprobs", list, where)  # the first has no log-prob
-        log_probs = decode_log_probs(rows[1:], torch.tensor(tokens[1:]), where)
-        if not with_routes:
-            return log_probs, None
-        assert model.routing is not None, "routes are asked of models with experts only"
-        routes = decode_routes(meta.get("routed_experts"), len(tokens), model.num_layers, model.routing, where)
-        return log_probs, routes
+        assert model.routing is not None or not with_routes, "routes are asked of experts only"
+        expected = Expected(
+            where="log-probs of a prompt",
+            input_tokens=tuple(tokens),
+            num_layers=model.num_layers,
+            routing=model.routing if with_routes else None,
+        )
+        scores = await self._decoding.read("scores 0.5.21", content, expected)
+        assert isinstance(scores, PromptScores), "the reader's kind of answer"
+        return torch.from_numpy(scores.log_probs), _routed(scores.routes, model.routing)
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
         """See `Generation.read_facts`."""
@@ -237,8 +230,11 @@ class Generation0521:
         )
 
 
-GENERATIONS: Mapping[str, Generation] = MappingProxyType({"0.5.21": Generation0521()})
-"""Adapters by the version that a server reports; one is added after it was run against such a server."""
+GENERATIONS: Mapping[str, Generation] = MappingProxyType({"0.5.21": Generation0521(DecodingProcess())})
+"""Adapters by the version that a server reports; one is added after it was run against such a server.
+
+All engines of this process share the decoding process, which starts with the first large answer.
+"""
 
 
 def generation_of(version: object) -> Generation:
@@ -256,62 +252,25 @@ def generation_of(version: object) -> Generation:
     return generation
 
 
-def read_finish_reason(
-    meta: Mapping[str, Any], ids: list[Any], limit: int, model: ServedModel, where: str
-) -> FinishReason:
-    """Parse the finish reason, and check it against the tokens, at most `limit` of which were asked for.
-
-    Raises:
-        ReplyError: An unknown reason, a stop without an end token, or a length that is not the limit.
-    """
-    reason = field(meta, "finish_reason", dict, where)
-    kind = reason.get("type")
-    if kind not in get_args(FinishReason):
-        raise ReplyError(f"{where}: found finish_reason {reason!r:.200}; expected {get_args(FinishReason)}")
-    kind = cast(FinishReason, kind)
-    agrees = {
-        "stop": bool(ids) and ids[-1] in model.end_tokens and len(ids) <= limit,
-        "length": len(ids) == limit,
-        "abort": len(ids) <= limit,
-    }
-    ends_early = any(token in model.end_tokens for token in ids[:-1])
-    if ends_early or not agrees[kind]:
-        raise ReplyError(
-            f"{where}: found finish_reason {reason!r:.200} after {len(ids)} of {limit} tokens, the last of "
-            f"them {ids[-1:]}; expected that to agree with the end tokens {model.end_tokens}. Check that the "
-            "server and the run read the same generation_config.json."
-        )
-    return kind
+def _completion(request_id: str, reply: Reply, routing: ModelRouting | None) -> Completion:
+    topk = None
+    if reply.topk_ids is not None and reply.topk_log_probs is not None:
+        topk = RolloutTopK(torch.from_numpy(reply.topk_ids), torch.from_numpy(reply.topk_log_probs))
+    return Completion(
+        request_id,
+        torch.from_numpy(reply.tokens),
+        torch.from_numpy(reply.log_probs),
+        reply.finish_reason,
+        topk,
+        _routed(reply.routes, routing),
+        tuple(WeightVersionSpan(*span) for span in reply.weight_versions),
+        num_retractions=reply.num_retractions,
+        num_cached_tokens=reply.num_cached_tokens,
+        routes_fault=reply.routes_fault,
+    )
 
 
-def _require(meta: Mapping[str, Any], expected: Mapping[str, str | int], where: str) -> None:
-    for name, value in expected.items():
-        if field(meta, name, type(value), where) != value:
-            raise ReplyError(
-                f"{where}: found {name} {meta[name]!r}; expected {value!r}. The answer belongs to another "
-                "request, or was cut."
-            )
-
-
-def _routes(
-    meta: Mapping[str, Any],
-    request: Request,
-    num_tokens: int,
-    params: SamplingParams,
-    model: ServedModel,
-    where: str,
-) -> tuple[RoutedExperts | None, str | None]:
-    """Return the routes, or a message that says why they are missing though they were asked for."""
-    if not params.capture_routes:
-        return None, None
-    assert model.routing is not None, "routes are asked of models with experts only"
-    if field(meta, "num_retractions", int, where):
-        return None, f"{where}: the server retracted the request, so that its routes are recomputed ones"
-    if request.partial is not None and request.partial.routed_experts is None:
-        return None, f"{where}: the tokens that were sampled before have no routes"
-    num_rows = len(input_tokens(request)) + num_tokens - 1 - first_route_row(request)
-    try:
-        payload = meta.get("routed_experts")
-        return decode_routes(payload, num_rows, model.num_layers, model.routing, where), None
-    except RoutingReplayError as error:
-        return None, str(error)
+def _routed(routes: np.ndarray | None, routing: ModelRouting | None) -> RoutedExperts | None:
+    if routes is None or routing is None:
+        return None
+    return RoutedExperts(torch.from_numpy(routes), routing.layer_numbers, routing.num_experts)

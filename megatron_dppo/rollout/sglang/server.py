@@ -30,6 +30,7 @@ from megatron_dppo.rollout.sglang.options import (
     arguments,
     installed_version,
     interpreter,
+    is_for_cpu,
     option_problems,
     owned_problems,
     read_options,
@@ -57,6 +58,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__")
 """
 """What a server's process runs: it ends with whoever started it, even if that is killed."""
 _LOG_TAIL = 3000  # characters of a log that an error shows
+_PORT_TAKEN, _MOST_STARTS = b"address already in use", 3
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,17 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         index: Of the server among several on one host; each takes the GPUs after those of the one before.
 
     Raises:
-        ConfigError: SGLang is not installed in sglang.python, is of a version that was never run against, the
+        ConfigError: SGLang is not in sglang.python, or for CPUs, is of a version never run against, the
             table has problems, or model.load is not what a server can load or serves as it is.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
     if options is None:
         raise ConfigError(_unusable(python))
+    if table.get("device") != "cpu" and is_for_cpu(python):
+        found = f"{python}, an environment for CPUs (make sglang-venv SGLANG_FOR=cpu)"
+        action = "Run make sglang-venv SGLANG_FOR=gpu, or set sglang.device = 'cpu' to serve on a CPU."
+        raise ConfigError(Problem("sglang.python", found, "one for GPUs, as sglang.device is not cpu", action))
     if problems := [*owned_problems(table), *option_problems(table, options)]:
         raise ConfigError(problems)
     try:
@@ -169,9 +175,24 @@ class Server:
     def start(self, timeout_s: float, ended: threading.Event | None = None) -> ServerRecord | None:
         """Start the server, wait until it answers, and register it; none where `ended` was set before.
 
+        One whose port another process took meanwhile is started again: SGLang picks ports before it uses them.
+
         Raises:
             ServerError: It ended, or did not answer in time; nothing of it is left running.
         """
+        for left in reversed(range(_MOST_STARTS)):
+            before = self.log.stat().st_size if self.log.exists() else 0
+            try:
+                return self._start_once(timeout_s, ended)
+            except ServerError:
+                if not left or _PORT_TAKEN not in self.log.read_bytes()[before:]:
+                    raise
+                logger.warning(
+                    "server %s: another process took one of its ports; starting it again", self._name
+                )
+        raise AssertionError("the last start returns or raises")
+
+    def _start_once(self, timeout_s: float, ended: threading.Event | None) -> ServerRecord | None:
         assert self._process is None, "a server is started once, then stopped"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:

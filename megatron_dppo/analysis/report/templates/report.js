@@ -9,7 +9,7 @@
   const numColours = {{ num_colours }};
 
   function themedTrace(trace) {
-    const colour = style(`--run-${looks[trace.meta] % numColours}`);
+    const colour = style(`--${trace.legendgroup ?? `run-${looks[trace.meta] % numColours}`}`);
     const line = trace.type === "bar" ? {} : { line: { ...trace.line, color: colour } };
     return { ...trace, ...line, marker: { ...trace.marker, color: colour }, visible: !hidden.has(trace.meta), showlegend: false };
   }
@@ -33,7 +33,8 @@
 
   const plots = [...document.querySelectorAll("[data-figure]")];
   const numCurves = Object.values(figures).reduce((sum, figure) => sum + figure.data.length, 0);
-  const waiting = new Set(numCurves > 300 ? plots : []); // of many, those are drawn that come into view
+  const folded = plots.filter((plot) => plot.closest("details"));
+  const waiting = new Set(numCurves > 300 ? plots : folded); // of many, those are drawn that come into view
   const nearby = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) if (isIntersecting && waiting.delete(target)) drawOne(target);
   }, { rootMargin: "400px" });

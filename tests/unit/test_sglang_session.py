@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ReplyError, ServerError
-from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
-from megatron_dppo.rollout.sglang import dispatcher
-from megatron_dppo.rollout.sglang.dispatcher import Dispatcher, Link
-from megatron_dppo.rollout.sglang.protocol import ServedModel
+from megatron_dppo.rollout.counts import EngineCounts
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.sglang import session as sessions
+from megatron_dppo.rollout.sglang.links import Link
+from megatron_dppo.rollout.sglang.protocol import ServedModel, ServerFacts
+from megatron_dppo.rollout.sglang.session import ServerSession
 from megatron_dppo.types import WeightVersionSpan
 
 MODEL = ServedModel(97, 3, (0,), None)
+FACTS = ServerFacts("0.5.21", "model", 0, 64, 64, False, 8, 1)
 Answer = Callable[["Fake", str], Any]
 
 
@@ -23,12 +26,14 @@ class Fake:
     """A server, and the client and the protocol to speak with it; `answer` gives the version that sampled."""
 
     def __init__(self, answer: Answer) -> None:
-        self.answer, self.is_dead, self.num_asked = answer, False, 0
+        self.answer, self.is_dead, self.num_asked, self.counts = answer, False, 0, EngineCounts()
         self.aborts = Counter[str]()
         self.ended: dict[str, asyncio.Event] = {}
+        self.rids = list[str]()
 
-    async def generate(self, body: Mapping[str, Any]) -> object:
+    async def generate(self, body: Mapping[str, Any], renew: Callable[[], str]) -> object:
         self.num_asked += 1
+        self.rids.append(body["rid"])
         version = self.answer(self, body["rid"])
         await asyncio.sleep(0)
         if self.is_dead:
@@ -40,8 +45,9 @@ class Fake:
         return {**body, "finish": "stop", "version": version}
 
     async def abort(self, rid: str) -> None:
-        self.aborts[rid] += 1
-        if self.aborts[rid] == 2:  # the first came before the request did
+        name, _, _ = rid.partition("#")
+        self.aborts[name] += 1
+        if self.aborts[name] == 2:  # the first came before the request did
             self.ended[rid].set()
 
     async def is_healthy(self) -> bool:
@@ -55,21 +61,28 @@ class Fake:
     def generate_body(self, request: Request, *_: Any) -> dict[str, Any]:
         return {"rid": request.id}
 
-    def read_reply(self, body: dict[str, Any], *_: Any) -> Completion:
+    async def read_reply(self, body: dict[str, Any], *_: Any) -> Completion:
         spans = (WeightVersionSpan(0, 1, body["version"]),)
         return Completion(body["rid"], torch.ones(1).long(), torch.zeros(1), body["finish"], None, None, spans)
 
 
-def _dispatch_all(
-    names: Sequence[str], answers: Mapping[str, Answer], limit: int = 2, is_enough: IsEnough | None = None
-) -> tuple[list[Completion], Dispatcher, dict[str, Fake]]:
+def _ask_all(
+    names: Sequence[str], answers: Mapping[str, Answer], limit: int = 2, *, is_held: bool = False
+) -> tuple[list[Completion], ServerSession, dict[str, Fake]]:
     fakes = {url: Fake(answer) for url, answer in answers.items()}
-    links = {url: Link(cast(Any, fake), cast(Any, fake), cast(Any, None)) for url, fake in fakes.items()}
+    links = {url: Link(cast(Any, fake), cast(Any, fake), FACTS) for url, fake in fakes.items()}
     requests = [Request(name, (1,), (0, 0, 0)) for name in names]
 
-    async def run() -> tuple[list[Completion], Dispatcher]:
-        used = Dispatcher(links, MODEL, 0, limit)
-        return await used.run(requests, SamplingParams(4), is_enough), used
+    async def run() -> tuple[list[Completion], ServerSession]:
+        async with ServerSession(links, MODEL, 0, max_in_flight=limit, hold_timeout_s=5) as used:
+
+            async def ask(request: Request) -> Completion:
+                completion = await used.ask(request, SamplingParams(4))
+                if is_held and not used.is_held:
+                    await used.hold()
+                return completion
+
+            return await asyncio.gather(*map(ask, requests)), used
 
     completions, used = asyncio.run(run())
     assert [each.request_id for each in completions] == list(names)
@@ -95,8 +108,25 @@ def _dies_at_third(fake: Fake, rid: str) -> int:
 NAMES = [f"g{group}+{k}" for group in range(10) for k in range(2)]
 
 
+def test_a_server_sees_each_id_once() -> None:
+    """SGLang cleans up behind an answer by its id, and would abort the next turn that had the same."""
+    fake = Fake(_sound)
+
+    async def turns() -> None:
+        links = {"a": Link(cast(Any, fake), cast(Any, fake), FACTS)}
+        for _ in range(2):
+            async with ServerSession(links, MODEL, 0, max_in_flight=2, hold_timeout_s=5) as used:
+                for _ in range(3):
+                    completion = await used.ask(Request("talk+0", (1,), (0, 0, 0)), SamplingParams(4))
+                    assert completion.request_id == "talk+0"
+
+    asyncio.run(turns())
+    assert len(set(fake.rids)) == 6
+    assert not any(b.startswith(a) for a in fake.rids for b in fake.rids if a != b)
+
+
 def test_what_a_dead_server_had_goes_to_others() -> None:
-    completions, used, fakes = _dispatch_all(NAMES, {"a": _dies_at_third, "b": _sound})
+    completions, used, fakes = _ask_all(NAMES, {"a": _dies_at_third, "b": _sound})
     assert all(each.finish_reason == "stop" for each in completions)
     assert used.counts.num_requeued in (1, 2)
     assert fakes["a"].num_asked in (3, 4)
@@ -105,7 +135,7 @@ def test_what_a_dead_server_had_goes_to_others() -> None:
 
 def test_a_request_that_ends_servers_does_not_end_them_all() -> None:
     names = ["poison+0", *NAMES]
-    completions, used, fakes = _dispatch_all(names, dict.fromkeys("abcd", _dies_of_poison), limit=1)
+    completions, used, fakes = _ask_all(names, dict.fromkeys("abcd", _dies_of_poison), limit=1)
     assert used.errors.keys() == {"poison+0"} and isinstance(used.errors["poison+0"], ServerError)
     assert (completions[0].finish_reason, completions[0].tokens.numel()) == ("abort", 0)
     assert sum(fake.is_dead for fake in fakes.values()) == 3
@@ -114,7 +144,7 @@ def test_a_request_that_ends_servers_does_not_end_them_all() -> None:
 
 def test_a_server_that_came_back_with_other_weights_is_drained() -> None:
     answers: dict[str, Answer] = {"a": lambda fake, rid: int(fake.num_asked > 3), "b": _sound}
-    completions, used, fakes = _dispatch_all(NAMES, answers)
+    completions, used, fakes = _ask_all(NAMES, answers)
     assert all(each.weight_versions == (WeightVersionSpan(0, 1, 0),) for each in completions)
     assert 0 < used.counts.num_requeued <= 2
     assert fakes["a"].num_asked <= 5
@@ -122,17 +152,17 @@ def test_a_server_that_came_back_with_other_weights_is_drained() -> None:
 
 def test_where_no_server_is_left_the_reason_is_told() -> None:
     with pytest.raises(ServerError, match="dead"):
-        _dispatch_all(NAMES, dict.fromkeys("ab", _dies_at_third))
+        _ask_all(NAMES, dict.fromkeys("ab", _dies_at_third))
 
 
 def test_an_abort_that_came_too_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "_ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr(sessions, "_ABORT_AGAIN_S", 0.01)
     names = ["quick+0", "long+0", "long+1", "never+0"]
-    completions, used, fakes = _dispatch_all(
+    completions, used, fakes = _ask_all(
         names,
         {"a": lambda fake, rid: 0 if rid.startswith("quick") else "endless"},
         limit=3,
-        is_enough=lambda completion: True,
+        is_held=True,  # once the first is answered
     )
     assert [each.finish_reason for each in completions] == ["stop", "abort", "abort", "abort"]
     assert [each.tokens.numel() for each in completions] == [1, 1, 1, 0]  # the last was not sent

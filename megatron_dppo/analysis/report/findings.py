@@ -1,0 +1,370 @@
+"""Answers the questions that runs can answer, one sentence each: pure functions from runs to sentences.
+
+A sentence says what was measured and whether that decides anything. What the runs cannot tell is not said at
+all: runs of different data or models are not compared, nor runs of few rollouts. One seed decides nothing
+between two runs; several decide by the interval of their paired differences, from MIN_SEEDS on. Only the
+forward of the same tokens with live and with replayed routes decides within a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Literal
+
+from megatron_dppo.analysis.contrasts import contrast, pooled_change
+from megatron_dppo.analysis.report.advice import sampling_advice
+from megatron_dppo.analysis.report.names import changed_keys, experiment_of, setting_labels
+from megatron_dppo.analysis.report.plots import finite_mean, over_rollouts
+from megatron_dppo.analysis.report.speed import why_not_comparable
+from megatron_dppo.analysis.report.stability import Alarm, alarms_of, num_roll_backs, num_skipped_steps
+from megatron_dppo.analysis.report.summary import LAST
+from megatron_dppo.analysis.report.text import places_of_equal
+from megatron_dppo.config.resuming import MAY_CHANGE
+from megatron_dppo.config.settings import shown
+from megatron_dppo.run_folder.reader import Run
+
+Verdict = Literal["decided", "open", "warning", "note"]
+
+MIN_SEEDS = 6  # fewer equal signs come up by chance in more than 1 of 20 comparisons: 2 * 0.5 ** 5 = 0.06
+MIN_FORWARDS = 10  # rollouts that forwarded the same tokens twice
+MIN_ROLLOUTS = 2 * LAST  # else the closing mean still holds what a run began with
+SAME = 0.01  # a smaller relative difference is none
+MOST_COMPARISONS = 3  # settings beside the first; of more, only what is decided is said
+MOST_PLACES = 4  # rollouts named for one alarm
+_PAIRED = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence, and whether it decides a question."""
+
+    topic: str
+    text: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run that two settings are compared by."""
+
+    topic: str
+    words: str  # as the sentence begins
+    value: Callable[[Run, int], float | None]  # of the run and the number of rollouts that all runs have
+    format: Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in their seed alone; of two with one seed, the later counts."""
+
+    label: str
+    by_seed: dict[str, Run]
+
+
+def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
+    """Return what the runs show, mismatch first; empty where none has a finished rollout."""
+    begun = [(run, name) for run, name in zip(runs, names, strict=True) if run.rollouts]
+    if not begun:
+        return []
+    finished, labels = [run for run, _ in begun], [name for _, name in begun]
+    return [
+        *_routing_replay(finished, labels),
+        *(_comparisons(finished, labels) if len(finished) > 1 else _one_run(finished[0])),
+        *_stability(finished, labels),
+        *_sampling(finished, labels),
+        *_unfinished(finished, labels),
+    ]
+
+
+def sentences(found: Sequence[Finding]) -> list[str]:
+    """Return the findings' texts, for a terminal."""
+    return [finding.text for finding in found]
+
+
+def incomparable_keys(runs: Sequence[Run]) -> list[str]:
+    """Return the settings of data and model on which the runs differ, so that rewards mean different things."""
+    return [
+        key
+        for key in changed_keys(runs)
+        if key.startswith(("data.", "model.")) and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    ]
+
+
+def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
+    """Yield what R3 does to the KL of the same tokens: of all runs together, else of each."""
+    having = [(run, name) for run, name in zip(runs, names, strict=True) if _paired_rows(run)]
+    if not having:
+        return
+    together = not incomparable_keys([run for run, _ in having])
+    groups = [having] if together else [[one] for one in having]
+    for group in groups:
+        rows = [row for run, _ in group for row in _paired_rows(run)]
+        where = f"{len(rows)} forwards" + (f" of {len(group)} runs" if len(group) > 1 else "")
+        found = pooled_change(*zip(*rows, strict=True))
+        if math.isnan(found.change):
+            continue
+        of = "" if together else f" in {group[0][1]}"
+        change = f"the KL between rollout and trainer on the same tokens{of}"
+        amount = f"{abs(found.change):.0%}".replace("%", " %")
+        if len(rows) < MIN_FORWARDS:
+            word = "lower" if found.change < 0 else "higher"
+            text = f"With R3 {change} was {amount} {word} over {where}: too few to decide."
+            yield Finding("mismatch", text, "open")
+        elif found.low <= 0 <= found.high or math.isnan(found.low):
+            text = f"Whether R3 lowers {change} is not decided: {_signed(found.change)} over {where}"
+            yield Finding("mismatch", f"{text}, 95 % interval {_span(found.low, found.high)}.", "open")
+        else:
+            word = "lowered" if found.change < 0 else "raised"
+            ends = sorted(abs(100 * end) for end in (found.low, found.high))
+            interval = f"{ends[0]:.0f} to {ends[1]:.0f} %"
+            text = f"R3 {word} {change} by {amount} ({where}, 95 % interval {interval})."
+            yield Finding("mismatch", text, "decided")
+
+
+def _paired_rows(run: Run) -> list[list[float]]:
+    rows = [[row.values.get(name, math.nan) for name in _PAIRED] for row in run.rollouts]
+    return [row for row in rows if all(map(math.isfinite, row)) and row[0] > 0]
+
+
+def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
+    """Yield each other setting's difference from the first, by measure."""
+    settings = settings_of_runs(runs, names)
+    if len(settings) < 2:
+        return
+    if keys := incomparable_keys(runs):
+        text = f"The runs differ in {', '.join(keys)}, so reward, length and mismatch are not compared."
+        yield Finding("reward", text, "note")
+        return
+    if mixed := [name for run, name in zip(runs, names, strict=True) if run.changes]:
+        text = f"Settings were changed on the way of {', '.join(mixed)}, so the runs are not compared."
+        yield Finding("reward", text, "note")
+        return
+    shared = min(len(run.rollouts) for run in runs)
+    if shared < MIN_ROLLOUTS:
+        text = f"{shared} rollouts are too few to compare reward, length and masked share"
+        yield Finding("reward", f"{text} (from {MIN_ROLLOUTS} on).", "note")
+        return
+    first, *others = settings
+    found = [
+        finding
+        for measure in measures(runs)
+        for other in others
+        if (finding := _compared(measure, first, other, shared)) is not None
+    ]
+    if len(others) > MOST_COMPARISONS:
+        decided = [finding for finding in found if finding.verdict == "decided"]
+        num_open = len(found) - len(decided)
+        text = f"{num_open} of {len(found)} comparisons with {first.label} are not decided."
+        found = [*decided, *([Finding("reward", text, "open")] if num_open else [])]
+    yield from found
+
+
+def settings_of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Setting]:
+    """Return the settings in the runs' order, each under what differs, or its first run's name."""
+    experiments = [experiment_of(run) for run in runs]
+    labels = setting_labels(experiments) or list(names)
+    found: list[Setting] = []
+    for group in places_of_equal(experiments):
+        by_seed = {shown(runs[place].option("run.seed")): runs[place] for place in group}
+        found.append(Setting(labels[group[0]] or names[group[0]], by_seed))
+    return found
+
+
+def measures(runs: Sequence[Run]) -> list[Measure]:
+    """Return what the runs are compared by; speed only where their seconds may be compared."""
+    scores = sorted({name for run in runs for row in run.evaluations for name in row.values if _is_score(name)})
+    speed = [Measure("speed", "Tokens per second", _closing("throughput/tokens_per_s"), _count)]
+    return [
+        Measure("mismatch", "Mean KL of the tokens trained on", _mean("mismatch/kl_k3"), _small),
+        Measure("reward", f"Reward, mean of the last {LAST}", _closing("reward/mean"), _fraction),
+        *(Measure("evaluation", f"Score on {n.split('/')[1]}", _latest(n), _fraction) for n in scores),
+        Measure("length", "Response length", _closing("rollout/response_length_mean"), "{:.1f}".format),
+        Measure("masked", "Masked share of the tokens", masked_share, _percent),
+        *([] if why_not_comparable(runs) else speed),
+    ]
+
+
+def _is_score(name: str) -> bool:
+    return name.startswith("eval/") and "/avg_at_" in name and not name.endswith(("_low", "_high"))
+
+
+def _compared(measure: Measure, first: Setting, other: Setting, shared: int) -> Finding | None:
+    """Return the sentence on two settings; none where a run of either lacks the number."""
+    seeds = [seed for seed in first.by_seed if seed in other.by_seed]
+    is_paired = bool(seeds)
+    befores = [measure.value(first.by_seed[seed], shared) for seed in seeds or first.by_seed]
+    afters = [measure.value(other.by_seed[seed], shared) for seed in seeds or other.by_seed]
+    before, after = (
+        finite_mean(b for b in befores if b is not None),
+        finite_mean(a for a in afters if a is not None),
+    )
+    if before is None or after is None or None in befores or None in afters:
+        return None
+    sides = [f"{measure.format(x)} ({setting.label})" for x, setting in ((before, first), (after, other))]
+    head = f"{measure.words}: {' against '.join(sides)}"
+    if before == after or abs(after - before) < SAME * abs(before):
+        return Finding(measure.topic, f"{head}: equal to within {SAME:.0%}.".replace("1%", "1 %"), "note")
+    if not is_paired:
+        return Finding(measure.topic, f"{head}: no seed in common, not decided.", "open")
+    pairs = [(a, b) for a, b in zip(afters, befores, strict=True) if a is not None and b is not None]
+    return _verdict(measure, head, [a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _verdict(measure: Measure, head: str, afters: Sequence[float], befores: Sequence[float]) -> Finding:
+    if len(afters) == 1:
+        return Finding(measure.topic, f"{head}: one seed, not decided.", "open")
+    found = contrast(afters, befores)
+    low, high = (_with_minus(measure.format(end)) for end in (found.low, found.high))
+    interval = f"95 % interval of the difference {low} to {high}"
+    holds_zero = not (found.low > 0 or found.high < 0)
+    if holds_zero:
+        return Finding(measure.topic, f"{head}: {found.num_pairs} seeds, not decided ({interval}).", "open")
+    if found.num_pairs < MIN_SEEDS:
+        text = f"{head}: {found.num_pairs} seeds agree, too few to decide ({interval})."
+        return Finding(measure.topic, text, "open")
+    word = "lower" if found.mean < 0 else "higher"
+    return Finding(measure.topic, f"{head}: {word} ({found.num_pairs} seeds, {interval}).", "decided")
+
+
+def _one_run(run: Run) -> Iterator[Finding]:
+    """Yield whether the reward of a single run rose, where that is beyond the noise between its rollouts."""
+    rewards = [value for value in over_rollouts(run, "reward/mean")[1] if math.isfinite(value)]
+    if len(rewards) < MIN_ROLLOUTS:
+        return
+    first, last = rewards[:LAST], rewards[-LAST:]
+    before, after = sum(first) / LAST, sum(last) / LAST
+    noise = math.sqrt(sum((b - a) ** 2 for a, b in pairwise(rewards)) / (len(rewards) - 1) / 2)
+    is_beyond = abs(after - before) > 3 * noise * math.sqrt(2 / LAST)
+    what = f"from {_fraction(before)} (first {LAST} rollouts) to {_fraction(after)} (last {LAST})"
+    if is_beyond:
+        yield Finding("reward", f"Reward {'rose' if after > before else 'fell'} {what}.", "decided")
+    else:
+        yield Finding("reward", f"Reward went {what}: within the noise between rollouts.", "open")
+
+
+def _stability(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
+    """Yield one sentence on alarms, skipped steps and roll-backs of all runs."""
+    parts: list[str] = []
+    for run, name in zip(runs, names, strict=True):
+        said: list[str] = []
+        if raised := alarms_of(run):
+            said.append(f"{_number(len(raised), 'alarm')} ({_places(raised)})")
+        if skipped := num_skipped_steps(run):
+            said.append(f"{_number(skipped, 'gradient step')} skipped")
+        if backs := num_roll_backs(run):
+            said.append(f"{_number(backs, 'roll-back')}")
+        if said:
+            parts.append(f"{name}: {', '.join(said)}")
+    if not parts:
+        rollouts = min(len(run.rollouts) for run in runs)
+        who = "The run" if len(runs) == 1 else "No run"
+        verb = "raised no alarm and skipped no" if len(runs) == 1 else "raised an alarm or skipped a"
+        yield Finding("stability", f"{who} {verb} gradient step in {_number(rollouts, 'rollout')}.", "note")
+        return
+    others = (
+        ""
+        if len(parts) == len(runs)
+        else "; the others none"
+        if len(runs) - len(parts) > 1
+        else "; the other none"
+    )
+    yield Finding("stability", f"{'; '.join(parts)}{others}.", "warning")
+
+
+def _sampling(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
+    for run, name in zip(runs, names, strict=True):
+        if text := sampling_advice(run):
+            yield Finding("speed", f"{name}: {text}", "note")
+
+
+def _places(raised: Sequence[Alarm]) -> str:
+    """Return the first rollouts of each alarm, as in "tv_tail at rollouts 15, 34"."""
+    by_name: dict[str, list[int]] = {}
+    for alarm in raised:
+        by_name.setdefault(alarm.name, []).append(alarm.rollout)
+    return "; ".join(
+        f"{name} at rollout{'' if len(places) == 1 else 's'} {', '.join(map(str, places[:MOST_PLACES]))}"
+        f"{', …' if len(places) > MOST_PLACES else ''}"
+        for name, places in by_name.items()
+    )
+
+
+def _unfinished(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
+    for run, name in zip(runs, names, strict=True):
+        planned = run.option("run.num_rollouts")
+        if isinstance(planned, int) and len(run.rollouts) < planned:
+            text = f"{name} has {len(run.rollouts)} of {planned} rollouts: it is still running, or it stopped."
+            yield Finding("length of the run", text, "note")
+
+
+def _closing(metric: str) -> Callable[[Run, int], float | None]:
+    """Return a function that gives the mean of the last rollouts before the number that all runs have."""
+
+    def value(run: Run, shared: int) -> float | None:
+        rollouts, values = over_rollouts(run, metric)
+        return finite_mean([v for x, v in zip(rollouts, values, strict=True) if x <= shared][-LAST:])
+
+    return value
+
+
+def _mean(metric: str) -> Callable[[Run, int], float | None]:
+    def value(run: Run, shared: int) -> float | None:
+        rollouts, values = over_rollouts(run, metric)
+        return finite_mean(v for x, v in zip(rollouts, values, strict=True) if x <= shared)
+
+    return value
+
+
+def _latest(metric: str) -> Callable[[Run, int], float | None]:
+    """Return a function that gives an evaluation's last score within the rollouts that all runs have."""
+
+    def value(run: Run, shared: int) -> float | None:
+        rows = [row for row in run.evaluations if metric in row.values and row.rollout <= shared]
+        return finite_mean([rows[-1].values[metric]]) if rows else None
+
+    return value
+
+
+def masked_share(run: Run, shared: int) -> float | None:
+    """Return the share of the tokens that the trust region dropped: both signs of the advantage, averaged."""
+    names = ("trust_region/masked_fraction_positive", "trust_region/masked_fraction_negative")
+    means = [_mean(name)(run, shared) for name in names]
+    known = [mean for mean in means if mean is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _fraction(value: float) -> str:
+    return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"
+
+
+def _small(value: float) -> str:
+    text = f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.2g}"
+    return text.replace("e-0", "e-")
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2%}".replace("%", " %")
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+def _with_minus(text: str) -> str:
+    return f"\N{MINUS SIGN}{text[1:]}" if text.startswith("-") else text
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _signed(change: float) -> str:
+    return f"{change:+.0%}".replace("%", " %").replace("-", "\N{MINUS SIGN}")
+
+
+def _span(low: float, high: float) -> str:
+    return f"{_signed(low)} to {_signed(high)}"

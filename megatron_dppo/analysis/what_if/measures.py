@@ -1,0 +1,263 @@
+"""Measures what a trust region does with kept tokens: whom it masks, and what it leaves of the gradient."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset, shadow_weights
+from megatron_dppo.analysis.what_if.thresholds import FACTORS, described_threshold, with_scaled_threshold
+from megatron_dppo.analysis.what_if.variants import Variant
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.mismatch import add_mismatch
+from megatron_dppo.metrics.token_mismatch import Routes
+
+PROB_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
+"""Bins of mu: from each edge up to the next, the last with its own upper edge."""
+REFERENCES = ("dppo_topk_tv", "dppo_topk_kl")
+"""Nearest that a kept rollout has to DPPO on the divergence of the full vocabulary."""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyTokens:
+    """N learning tokens of kept rollouts, as the policy of one checkpoint sees them with one way of routing."""
+
+    inputs: PolicyLossInputs  # with the token_weights of the run's loss; all tokens learn
+    score_norms: Tensor  # [N] |d log pi(y) / dh|, h the input of the output layer
+    rollouts: Tensor  # [N] int64: whose tokens they are
+
+
+TokensByRoutes = Mapping[Routes, PolicyTokens]
+
+
+@dataclass(frozen=True, eq=False)
+class Updates:
+    """What an objective makes of N tokens, in float64."""
+
+    weight: Tensor  # [N] M: 0 or 1 of a mask
+    coefficient: Tensor  # [N] M min(r, C) A
+    unmasked: (
+        Tensor  # [N] min(r, C) A, the same without the trust region; r of the response where importance is
+    )
+    gradient: Tensor  # [N] factor of grad log pi(y) in the loss: coefficient and log-ratio term, token-weighted
+    divergence: Tensor  # [N]
+
+
+@torch.no_grad()
+def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
+    """Evaluate an objective on tokens.
+
+    Raises:
+        ConfigError: As `policy_loss` does.
+    """
+    out = policy_loss(objective, inputs)
+    free = replace(objective, rule="none", own=None, divergence="binary_tv", anchor="rollout")
+    log_ratio = (inputs.log_probs - inputs.rollout_log_probs).double()
+    gradient = out.coefficient.double()
+    if objective.log_ratio_coef:
+        gradient = gradient - 2 * objective.log_ratio_coef * log_ratio
+    if inputs.token_weights is not None:
+        gradient = gradient * inputs.token_weights.double()
+    unmasked = policy_loss(free, inputs).coefficient.double()
+    return Updates(out.weight.double(), out.coefficient.double(), unmasked, gradient, out.divergence.double())
+
+
+def cosine(left: Tensor, right: Tensor, score_norms: Tensor) -> float:
+    """Return the cosine of two losses' gradients by the hidden states before the output layer; NaN of none.
+
+    Args:
+        left: [N] factor of grad log pi(y) of each token.
+        right: [N], of the other loss.
+        score_norms: [N], of the same tokens.
+    """
+    squares = score_norms.double().square()
+
+    def product(a: Tensor, b: Tensor) -> float:
+        return float((a * b * squares).sum())
+
+    size = (product(left, left) * product(right, right)) ** 0.5
+    return max(-1.0, min(1.0, product(left, right) / size)) if size > 0 else float("nan")
+
+
+class Bench:
+    """Tokens with one way of routing, and the gradients that variants are compared with."""
+
+    def __init__(self, tokens: PolicyTokens) -> None:
+        """Name the tokens; references are computed once for each ratio cap."""
+        self.tokens = tokens
+        self._references: dict[tuple[str, float], Tensor | None] = {}
+
+    def reference(self, name: str, ratio_cap: float) -> Tensor | None:
+        """Return the gradient factors [N] of a preset with that cap; none where the rollout has no Top-K.
+
+        A Top-K preset uses all columns that were kept.
+        """
+        key = (name, ratio_cap)
+        if key not in self._references:
+            topk, fields = self.tokens.inputs.topk, {"ratio_cap": ratio_cap}
+            if name not in REFERENCES:
+                self._references[key] = updates_of(preset(name, **fields), self.tokens.inputs).gradient
+            elif topk is None or topk.ids.shape[1] == 0:
+                self._references[key] = None
+            else:
+                objective = preset(name, **fields, top_k=topk.ids.shape[1])
+                self._references[key] = updates_of(objective, self.tokens.inputs).gradient
+        return self._references[key]
+
+    def figures(self, objective: Objective, updates: Updates, own_weight: Tensor) -> dict[str, Any]:
+        """Return the figures of one variant; `evaluate_variants` says what they are."""
+        inputs, norms = self.tokens.inputs, self.tokens.score_norms
+        advantages, is_kept = inputs.advantages, updates.weight != 0
+        acts = advantages != 0
+        masked = ~is_kept & acts
+        ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
+        mass = (ratio.clamp(max=objective.ratio_cap) * advantages.abs()).double()
+        finite = updates.divergence[updates.divergence.isfinite()]
+        figures: dict[str, Any] = {
+            "masked_fraction": _share(masked, acts),
+            "masked_fraction_positive": _share(masked, advantages > 0),
+            "masked_fraction_negative": _share(masked, advantages < 0),
+            "weight_mean_positive": _mean(updates.weight, advantages > 0),
+            "weight_mean_negative": _mean(updates.weight, advantages < 0),
+            "agreement": _share(is_kept == (own_weight != 0), acts),
+            "dropped_mass_fraction": float(mass[masked].sum() / mass.sum().clamp(min=1e-300)),
+            "gradient_mass_kept": _mass_kept(updates, acts),
+            "cosine_unmasked": self._cosine("pg_is", objective, updates),
+            **{f"cosine_{name}": self._cosine(name, objective, updates) for name in REFERENCES},
+            "rollout_prob_masked": float(inputs.rollout_log_probs[masked].double().exp().mean()),
+            "divergence_p999": float(np.percentile(finite.numpy(), 99.9)) if finite.numel() else float("nan"),
+            "by_prob": _by_prob(updates.weight, inputs),
+        }
+        if objective.is_soft:
+            figures["weight_mean"] = _mean(updates.weight, acts)
+        rollouts = self.tokens.rollouts.unique().tolist()
+        if len(rollouts) > 1:
+            unmasked = self.reference("pg_is", objective.ratio_cap)
+            assert unmasked is not None, "pg_is needs no Top-K"
+            figures["by_rollout"] = [
+                {
+                    "rollout": rollout,
+                    "masked_fraction": _share(masked, acts & (which := self.tokens.rollouts == rollout)),
+                    "gradient_mass_kept": _mass_kept(updates, acts & which),
+                    "cosine_unmasked": cosine(updates.gradient[which], unmasked[which], norms[which]),
+                }
+                for rollout in rollouts
+            ]
+        return figures
+
+    def _cosine(self, name: str, objective: Objective, updates: Updates) -> float | None:
+        other = self.reference(name, objective.ratio_cap)
+        return None if other is None else cosine(updates.gradient, other, self.tokens.score_norms)
+
+
+def _mass_kept(updates: Updates, which: Tensor) -> float:
+    total = updates.unmasked[which].abs().sum()
+    return float(updates.coefficient[which].abs().sum() / total) if total > 0 else float("nan")
+
+
+def _by_prob(weight: Tensor, inputs: PolicyLossInputs) -> list[dict[str, Any]]:
+    mu = inputs.rollout_log_probs.double().exp()
+    places = torch.bucketize(mu, torch.tensor(PROB_EDGES[1:-1], dtype=torch.float64), right=True)
+    return [
+        {
+            "sign": sign,
+            "prob_low": PROB_EDGES[index],
+            "prob_high": PROB_EDGES[index + 1],
+            "num_tokens": int((which := has_sign & (places == index)).sum()),
+            "masked_fraction": _share(weight == 0, which),
+            "weight_mean": _mean(weight, which),
+        }
+        for sign, has_sign in (("positive", inputs.advantages > 0), ("negative", inputs.advantages < 0))
+        for index in range(len(PROB_EDGES) - 1)
+    ]
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    return int((part & whole).sum()) / int(whole.sum()) if bool(whole.any()) else float("nan")
+
+
+def _mean(values: Tensor, which: Tensor) -> float:
+    return float(values[which].double().mean()) if bool(which.any()) else float("nan")
+
+
+def evaluate_variants(
+    asked: Sequence[Variant], tokens: TokensByRoutes
+) -> tuple[list[dict[str, Any]], dict[Routes, dict[str, Any]]]:
+    """Evaluate the trust regions; the first variant is the run's own.
+
+    Returns:
+        One row for each variant and way of routing, and for each way of routing the `agreement` of all pairs.
+        Shares and means are over tokens with A > 0, A < 0, or either; "masked" is M = 0. Of a row:
+
+        - `weight_mean_*`: mean of M, which is 1 - masked share of a mask; soft regions have `weight_mean`, too.
+        - `agreement`: share of tokens with A != 0 that this variant and the first both mask or both keep.
+        - `dropped_mass_fraction`: sum of min(pi/mu, C) |A| over masked tokens, of its sum over all.
+        - `gradient_mass_kept`: sum of |M| min(r, C) |A| over the sum of min(r, C) |A|: r is pi/mu of the token,
+          or of its response where that weighs tokens (gspo); C is the preset's cap. Above 1 where M is.
+        - `cosine_*`: of the gradients by the hidden states before the output layer, of this variant's loss with
+          the run's token weights and of another's with the same cap: `unmasked`, pg_is; `dppo_topk_*`, at the
+          thresholds of those presets with all Top-K columns that were kept; none where there are none.
+        - `rollout_prob_masked`: mean of mu over masked tokens. `divergence_p999` leaves infinite ones out.
+        - `by_prob`: shares and means in bins of mu. `by_rollout`: of several rollouts, figures of each.
+        - `sensitivity`: with the main threshold, `threshold`, scaled.
+    """
+    rows: list[dict[str, Any]] = []
+    pairs: dict[Routes, dict[str, Any]] = {}
+    for routes, of_routes in tokens.items():
+        bench, weights = Bench(of_routes), list[Tensor]()
+        for variant in asked:
+            objective = variant.objective
+            updates = updates_of(objective, of_routes.inputs)
+            weights.append(updates.weight)
+            row: dict[str, Any] = {"variant": variant.name, "preset": variant.preset, **variant.fields}
+            row |= {"routes": routes} | bench.figures(objective, updates, weights[0])
+            rows.append(row | {"threshold": described_threshold(objective)} | sensitivity(objective, of_routes))
+        pairs[routes] = agreement(weights, of_routes.inputs.advantages != 0)
+    return rows, pairs
+
+
+def sensitivity(objective: Objective, tokens: PolicyTokens) -> dict[str, Any]:
+    """Return `sensitivity`: masked share and mean M over tokens with A != 0, at each factor of the threshold.
+
+    Empty where the rule has no threshold.
+    """
+    scaled = {str(factor): with_scaled_threshold(objective, factor) for factor in FACTORS}
+    objectives = {name: each for name, each in scaled.items() if each is not None}
+    acts = tokens.inputs.advantages != 0
+    weights = shadow_weights(objectives, tokens.inputs) if objectives else {}
+    found = [
+        {
+            "factor": float(name),
+            "masked_fraction": _share(weight == 0, acts),
+            "weight_mean": _mean(weight, acts),
+        }
+        for name, weight in weights.items()
+    ]
+    return {"sensitivity": found}
+
+
+def agreement(weights: Sequence[Tensor], acts: Tensor) -> dict[str, Any]:
+    """Compare all pairs of variants on the tokens that `acts` marks.
+
+    Returns:
+        `same_decision`: share of tokens that both mask or both keep, a row for each variant.
+        `weight_correlation`: Pearson's, of their weights M; NaN where one of them is constant.
+    """
+    own = torch.stack([weight[acts] for weight in weights])
+    kept = own != 0
+    same = [[float((a == b).double().mean()) for b in kept] for a in kept]
+    return {"same_decision": same, "weight_correlation": own.corrcoef().reshape(len(weights), -1).tolist()}
+
+
+def mismatch_by_routes(tokens: TokensByRoutes) -> dict[Routes, dict[str, float]]:
+    """Return the distance of pi from mu, as a run reports it, for each way of routing."""
+    found: dict[Routes, dict[str, float]] = {}
+    for routes, of_routes in tokens.items():
+        inputs = of_routes.inputs
+        metrics, is_learning = Metrics(), torch.ones_like(inputs.log_probs, dtype=torch.bool)
+        add_mismatch(metrics, inputs.log_probs, inputs.rollout_log_probs, is_learning)
+        found[routes] = {name.removeprefix("mismatch/"): value for name, value in metrics.values().items()}
+    return found

@@ -1,0 +1,212 @@
+"""Writes `what_if.html`: the table, masked shares by probability, agreement of all pairs, sensitivity.
+
+The drawings are SVG and shaded cells without a script, in the colours of the report.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.analysis.pages import page_templates
+from megatron_dppo.analysis.what_if.measures import PROB_EDGES
+from megatron_dppo.analysis.what_if.table import Row, at_factor, mean_weight, number, share, spread
+from megatron_dppo.analysis.what_if.thresholds import FACTORS
+
+# (heading, what it is, text of a row)
+COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
+    (
+        "masked, A\u00a0>\u00a00 [%]",
+        "Share of these tokens with M = 0",
+        lambda r: share(r["masked_fraction_positive"]),
+    ),
+    (
+        "masked, A\u00a0<\u00a00 [%]",
+        "Share of these tokens with M = 0",
+        lambda r: share(r["masked_fraction_negative"]),
+    ),
+    ("mean M", "Over tokens with A other than 0", lambda r: number(mean_weight(r))),
+    (
+        "gradient mass kept [%]",
+        "Sum of |M| min(r, C) |A| over that of M = 1",
+        lambda r: share(r["gradient_mass_kept"]),
+    ),
+    (
+        "cosine with no mask",
+        "Gradients by the last hidden states; the other is pg_is with the same cap",
+        lambda r: number(r["cosine_unmasked"]),
+    ),
+    (
+        "cosine with Top\u2011K TV",
+        "The other is dppo_topk_tv with its usual delta and all columns that were kept",
+        lambda r: number(r["cosine_dppo_topk_tv"]),
+    ),
+    (
+        "cosine with Top\u2011K KL",
+        "The other is dppo_topk_kl with its usual delta and all columns that were kept",
+        lambda r: number(r["cosine_dppo_topk_kl"]),
+    ),
+    (
+        "agrees with the run's [%]",
+        "Share of tokens with A other than 0 that both mask or both keep",
+        lambda r: share(r["agreement"]),
+    ),
+    (
+        "mean μ of masked",
+        "Probability of the masked tokens under the rollout policy",
+        lambda r: number(r["rollout_prob_masked"]),
+    ),
+    (
+        "masked at half the threshold [%]",
+        "Main threshold halved",
+        lambda r: share(at_factor(r, 0.5, "masked_fraction")),
+    ),
+    (
+        "at twice [%]",
+        "Main threshold doubled",
+        lambda r: share(at_factor(r, 2.0, "masked_fraction")),
+    ),
+)
+SPREAD: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
+    ("masked [%]", "masked_fraction", share),
+    ("gradient mass kept [%]", "gradient_mass_kept", share),
+    ("cosine with no mask", "cosine_unmasked", number),
+)
+_WIDTH, _HEIGHT = 260, 132  # of a panel, in pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 6, 16, 24
+_SMALLEST_TOP = 0.01  # of an axis of shares
+
+
+def write_page(file: Path, found: Mapping[str, Any]) -> None:
+    """Write the page from what `answer.answer` returns; it opens without a network."""
+    file.write_text(page(found), encoding="utf-8")
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """Return the page as HTML."""
+    trained = found["trained_routes"]
+    kinds = list(dict.fromkeys([trained, *(row["routes"] for row in found["rows"])]))
+    rows = [row for row in found["rows"] if row["routes"] == trained]
+    drawn = [row for row in rows if any(_reduction(each) for each in row["by_prob"])]
+    with_threshold = [row for row in rows if row["sensitivity"]]
+    report = page_templates("megatron_dppo.analysis.report")
+    assert report.loader is not None, "page_templates gives one"
+    style, _, _ = report.loader.get_source(report, "report.css")
+    return (
+        page_templates("megatron_dppo.analysis.what_if")
+        .get_template("what_if.html.j2")
+        .render(
+            found=found,
+            style=style,
+            columns=COLUMNS,
+            tables=[(routes, [row for row in found["rows"] if row["routes"] == routes]) for routes in kinds],
+            spread=_spread(rows) if len(found["rollouts"]) > 1 else None,
+            bars=_bar_panels(drawn),
+            undrawn=[row["variant"] for row in rows if row not in drawn],
+            cells=_cells(found["agreement"][trained]["same_decision"]),
+            lines=_line_panels(with_threshold),
+            unscaled=[row["variant"] for row in rows if not row["sensitivity"]],
+            size=(_WIDTH, _HEIGHT),
+            plot={"left": _LEFT, "right": _WIDTH - _RIGHT, "top": _TOP, "bottom": _HEIGHT - _BOTTOM},
+        )
+    )
+
+
+def _reduction(figures: Mapping[str, Any]) -> float:
+    """Return 1 - mean M, which is the masked share of a mask; 0 where there are no tokens."""
+    mean = figures["weight_mean"]
+    return 0.0 if mean is None or math.isnan(mean) else max(1.0 - mean, 0.0)
+
+
+def _bin_names() -> list[str]:
+    return [f"{low:g}\u2013{high:g}" for low, high in itertools.pairwise(PROB_EDGES)]
+
+
+def _axis(values: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
+    """Return the top of an axis of shares, a round number above all values, and its ticks."""
+    highest = max([*values, _SMALLEST_TOP])
+    steps = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+    top = next((step for step in steps if step >= highest), 1.0)
+    return top, [{"y": _y(part * top, top), "text": f"{100 * part * top:.3g}%"} for part in (0.0, 0.5, 1.0)]
+
+
+def _y(value: float, top: float) -> float:
+    return round(_HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * min(value / top, 1.0), 1)
+
+
+def _bar_panels(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return a panel of bars for each row: 1 - mean M by bin of mu, a bar for each sign of A."""
+    top, ticks = _axis([_reduction(each) for row in rows for each in row["by_prob"]])
+    names = _bin_names()
+    step = (_WIDTH - _LEFT - _RIGHT) / len(names)
+    panels: list[dict[str, Any]] = []
+    for row in rows:
+        bars: list[dict[str, Any]] = []
+        for index, each in enumerate(row["by_prob"]):
+            place, is_negative = index % len(names), each["sign"] == "negative"
+            y = _y(_reduction(each), top)
+            sign = "A < 0" if is_negative else "A > 0"
+            bars.append(
+                {
+                    "x": round(_LEFT + step * (place + (0.51 if is_negative else 0.13)), 1),
+                    "y": y,
+                    "width": round(step * 0.36, 1),
+                    "height": round(_HEIGHT - _BOTTOM - y, 1),
+                    "sign": each["sign"],
+                    "text": f"{sign}, μ {names[place]}: masked {share(each['masked_fraction'])}, mean M "
+                    f"{number(each['weight_mean'])}, of {each['num_tokens']:,} tokens",
+                }
+            )
+        panels.append({"name": row["variant"], "bars": bars})
+    labels = [
+        {"x": round(_LEFT + step * index, 1), "text": f"{edge:g}"} for index, edge in enumerate(PROB_EDGES)
+    ]
+    return {"panels": panels, "ticks": ticks, "labels": labels}
+
+
+def _line_panels(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return a panel for each row: 1 - mean M over the factor of its main threshold, on a log scale."""
+    top, ticks = _axis([_reduction(each) for row in rows for each in row["sensitivity"]])
+    inner = _WIDTH - _LEFT - _RIGHT
+    places = {factor: _LEFT + inner * (0.12 + 0.38 * index) for index, factor in enumerate(FACTORS)}
+    panels: list[dict[str, Any]] = []
+    for row in rows:
+        points = [
+            {
+                "x": round(places[each["factor"]], 1),
+                "y": _y(_reduction(each), top),
+                "text": share(_reduction(each)),
+            }
+            for each in row["sensitivity"]
+        ]
+        panels.append({"name": row["variant"], "threshold": row["threshold"], "points": points})
+    labels = [{"x": round(x, 1), "text": f"{factor:g}\u00d7"} for factor, x in places.items()]
+    return {"panels": panels, "ticks": ticks, "labels": labels}
+
+
+def _cells(shares: Sequence[Sequence[float]]) -> list[list[dict[str, Any]]]:
+    """Return text and shade, in percent, of each pair; the pair that agrees least has the deepest shade."""
+    known = [value for row in shares for value in row if not math.isnan(value)]
+    largest = max([1.0 - value for value in known] + [1e-9])
+    return [[_cell(value, largest) for value in row] for row in shares]
+
+
+def _cell(value: float, largest: float) -> dict[str, Any]:
+    if math.isnan(value):
+        return {"text": "\u2013", "shade": 0, "exact": "no tokens"}
+    text = "100" if value == 1.0 else f"{min(value, 0.999):.1%}".rstrip("%")
+    return {"text": text, "shade": round(45 * (1.0 - value) / largest), "exact": f"{value:.3%}"}
+
+
+def _spread(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return mean and standard deviation of some figures over the rollouts, as texts."""
+    texts: list[tuple[str, list[str]]] = []
+    for row in rows:
+        pairs = [(form, spread(row, figure)) for _, figure, form in SPREAD]
+        texts.append((row["variant"], [_with_spread(form, mean, sd) for form, (mean, sd) in pairs]))
+    return {"headings": [heading for heading, _, _ in SPREAD], "rows": texts}
+
+
+def _with_spread(form: Callable[[float | None], str], mean: float, deviation: float) -> str:
+    return form(mean) if math.isnan(deviation) else f"{form(mean)} \u00b1 {form(deviation)}"

@@ -1,0 +1,227 @@
+"""Divides GPUs between servers and training, and says what sampling beside training would gain.
+
+With a and b GPU-seconds of generation and training per rollout, N GPUs of which n serve, p seconds to push,
+and L_max tau seconds of the longest response:
+
+- colocated, synchronous: max(a / N, L_max tau) + b / N + switch
+- separate, synchronous: max(a / n, L_max tau) + b / (N - n) + p
+- separate, asynchronous: max(a / n, b / (N - n)) + p = T, where S T >= L_max tau hides the longest response
+
+All n that servers and nodes allow, and with which `train` admits and fits the rest, are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.plan.conclusion import conclusion_of
+from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.memory import memory_of
+from megatron_dppo.plan.rates import Rates, gather_rates, parse_assumptions
+from megatron_dppo.plan.search import fits
+from megatron_dppo.plan.settings import Settings
+from megatron_dppo.run_folder.reader import read_run
+
+SYNCHRONOUS: dict[str, Any] = {
+    "rollout.engine": "sglang",
+    "rollout.max_staleness": 0,
+    "rollout.over_sampling": 1.0,
+    "rollout.release_trainer": False,
+}
+COLOCATED: dict[str, Any] = SYNCHRONOUS | {
+    "rollout.sglang.colocated": True,
+    "rollout.sglang.weight_sync": "tensor",
+}
+SEPARATE: dict[str, Any] = SYNCHRONOUS | {
+    "rollout.sglang.colocated": False,
+    "rollout.sglang.weight_sync": "distributed",
+}
+OVER_SAMPLING = 2.0  # admitted with any S, and leaves slack for long responses from S = 2 on
+AHEAD: dict[str, Any] = SEPARATE | {"rollout.max_staleness": 1, "rollout.keep_partials": True, "rollout.lag": 0}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run on the GPUs: how many serve and train, and seconds of a rollout.
+
+    Attributes:
+        name: What it is.
+        serving: GPUs that serve.
+        training: GPUs that train.
+        rollout_s: Seconds of a rollout; none where it is not possible.
+        why_not: Why it is not.
+    """
+
+    name: str
+    serving: int
+    training: int
+    rollout_s: float | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Split:
+    """What N GPUs are best divided into.
+
+    Attributes:
+        num_gpus: N.
+        server_gpus: GPUs of one server.
+        rates: What the seconds rest on.
+        colocated: Servers and trainer on the same GPUs, in turns.
+        separate: Each on its own, in turns.
+        ahead: Each on its own, at once.
+        max_staleness: The smallest S that hides the longest response; none where `ahead` is not possible.
+        settings: What makes the configured run asynchronous with this S: keys that differ from its config.
+    """
+
+    num_gpus: int
+    server_gpus: int
+    rates: Rates
+    colocated: Way
+    separate: Way
+    ahead: Way
+    max_staleness: int | None
+    settings: Settings
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All three."""
+        return self.colocated, self.separate, self.ahead
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether seconds of training are the plan's own estimate."""
+        return "training_rate" not in self.rates.by_name
+
+
+def divide(job: Job, num_gpus: int, measured: Path | None = None, assume: Sequence[str] = ()) -> Split:
+    """Divide `num_gpus` GPUs, by rates that a run's folder measured or that `assume` gives.
+
+    Args:
+        job: With the configured `[parallel]` sizes.
+        num_gpus: For servers and training together.
+        measured: A run's folder.
+        assume: NAME=VALUE each, see `rates.WORDS`.
+
+    Raises:
+        ConfigError: No rate of sampling is known, or a number makes no sense.
+        DataError: `measured` is no run's folder.
+    """
+    given = parse_assumptions(assume)
+    return make_split(job, num_gpus, gather_rates(job, num_gpus, given, measured and read_run(measured)))
+
+
+def make_split(job: Job, num_gpus: int, rates: Rates) -> Split:
+    """Divide `num_gpus` GPUs for a job with the configured `[parallel]` sizes.
+
+    Raises:
+        ConfigError: There are too few GPUs for a server and a trainer.
+    """
+    size = job.config.sglang.get("tp_size", 1)
+    if type(size) is not int or size < 1:
+        raise ConfigError(Problem("sglang.tp_size", repr(size), "a number of GPUs", "Correct or remove it."))
+    if num_gpus <= size:
+        found = f"{num_gpus} GPUs with servers of {size} (sglang.tp_size)"
+        raise ConfigError(
+            Problem("--split", found, f"at least {size + 1}: a server and a trainer", "Add GPUs.")
+        )
+    samples = job.config.rollout.prompts_per_rollout * job.config.rollout.samples_per_prompt
+    tokens, seconds = samples * rates["response_tokens"], _Seconds(job, rates)
+    work, tail, push = tokens / rates["serving_rate"], rates.tail_s, rates["push_s"]
+
+    def in_turns(serving: int, training_s: float) -> float:
+        return max(work / serving, tail) + training_s + push
+
+    def at_once(serving: int, training_s: float) -> float:
+        return max(work / serving, training_s) + push
+
+    divided = list(divisions(num_gpus, size, job.machine.gpus_per_node))
+    separate = _best("separate, synchronous", job.having(SEPARATE), divided, seconds, in_turns)
+    ahead = _best("separate, asynchronous", job.having(AHEAD), divided, seconds, at_once)
+    bound = None if ahead.rollout_s is None else max(math.ceil(tail / ahead.rollout_s - 1e-9), 1)
+
+    def colocated(serving: int, training_s: float) -> float:
+        return max(work / serving, tail) + training_s + rates["switch_s"]
+
+    same = [(num_gpus, num_gpus)] if num_gpus % size == 0 else []
+    together = _best("colocated, synchronous", job.having(COLOCATED), same, seconds, colocated)
+    wanted = AHEAD | {"rollout.max_staleness": bound, "rollout.over_sampling": OVER_SAMPLING}
+    settings = {key: value for key, value in wanted.items() if _value(job.config, key) != value}
+    return Split(num_gpus, size, rates, together, separate, ahead, bound, {} if bound is None else settings)
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def divisions(num_gpus: int, server_gpus: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
+    """Yield (serving, training) GPUs: whole servers beside a trainer of whole nodes, or of part of one.
+
+    A server lies within one node, or takes whole nodes. GPUs on which no server fits stay idle.
+    """
+    for training in range(1, num_gpus):
+        if training > gpus_per_node and training % gpus_per_node:
+            continue
+        left = num_gpus - training
+        beside = min(-training % gpus_per_node, left)  # on the trainer's last node
+        nodes, rest = divmod(left - beside, gpus_per_node)
+        if server_gpus > gpus_per_node:
+            servers = 0 if server_gpus % gpus_per_node else nodes // (server_gpus // gpus_per_node)
+        else:
+            servers = beside // server_gpus + nodes * (gpus_per_node // server_gpus) + rest // server_gpus
+        if servers:
+            yield servers * server_gpus, training
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Seconds of training of a rollout on so many GPUs: by the rate, else by the plan's own estimate."""
+
+    job: Job
+    rates: Rates
+
+    def on(self, num_gpus: int) -> float:
+        """Return the seconds; the estimate, of responses of full length, is taken in proportion to tokens."""
+        options = self.job.config.rollout
+        mean = self.rates["response_tokens"]
+        if "training_rate" in self.rates.by_name:
+            samples = options.prompts_per_rollout * options.samples_per_prompt
+            return samples * mean / self.rates["training_rate"] / num_gpus
+        own, algorithm = self.job.on(num_gpus), self.job.config.algorithm
+        steps = algorithm.minibatches_per_rollout * algorithm.epochs_per_rollout
+        return steps * step_time(own, own.layout).total * mean / options.max_response_tokens
+
+
+def _best(
+    name: str,
+    job: Job,
+    divided: Sequence[tuple[int, int]],
+    seconds: _Seconds,
+    total: Callable[[int, float], float],
+) -> Way:
+    """Return the fastest division that `train` admits and that fits; of equal ones, that with fewer servers."""
+    found, refused = list[Way](), list[tuple[int, int, str]]()
+    for serving, training in divided:
+        own = job.on(training)
+        if problems := own.problems:
+            refused.append((len(problems), -training, f"{training} training GPUs: {problems[0]}"))
+            continue
+        memory = memory_of(own, own.layout)
+        if not fits(own, memory):
+            refused.append((0, -training, f"{training} training GPUs: {conclusion_of(own, memory)}"))
+            continue
+        found.append(Way(name, serving, training, total(serving, seconds.on(training))))
+    if not found:
+        nothing = "no whole servers fit"
+        return Way(name, 0, 0, None, min(refused)[2] if refused else nothing)
+    return min(found, key=lambda way: (way.rollout_s, way.serving))

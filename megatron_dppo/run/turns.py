@@ -1,0 +1,48 @@
+"""Lets trainer and engine take turns on the GPU, in the order that `runtime.gpu_ledger` writes down."""
+
+from megatron_dppo.actor.actor import Actor
+from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.weight_sync.factory import WeightSync
+
+
+class Turns:
+    """Changes from training to sampling and back; where the engine has a GPU of its own, both stay.
+
+    Every rank calls each method, together.
+    """
+
+    def __init__(self, actor: Actor, runtime: Runtime) -> None:
+        """Begin with the trainer, and no engine."""
+        self._actor, self._ledger = actor, runtime.gpu_ledger
+        self.sync: WeightSync | None = None
+        """The way to the engine; without one, the trainer has every turn."""
+
+    def to_engine(self, version: int) -> dict[str, float]:
+        """Push the trainer's weights; the next turn is the engine's. Returns metrics of the push.
+
+        Raises:
+            WeightSyncError: The engine did not get them.
+        """
+        assert self.sync is not None, "an engine is connected before weights are pushed"
+        self.to_trainer()
+        self.sync.prepare_push()
+        if self._ledger.takes_turns:
+            self._actor.complete_parameters()
+            self._actor.memory.leave()
+        return self.sync.push(version)
+
+    def require_engine(self, version: int) -> None:
+        """Give the engine the turn, with these weights, unless it has it."""
+        if self._ledger.takes_turns and not self._ledger.holds("engine cache"):
+            self.to_engine(version)
+
+    def to_trainer(self) -> None:
+        """Give the trainer the turn, unless it has it; the engine needs a push before it samples again.
+
+        Raises:
+            WeightSyncError: The engine keeps its memory.
+        """
+        if self._actor.memory.is_away:
+            assert self.sync is not None, "the trainer leaves for an engine"
+            self.sync.release_engine()
+            self._actor.memory.come_back()

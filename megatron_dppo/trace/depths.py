@@ -1,0 +1,245 @@
+"""Traces a planned run at two depths, which tells what a layer adds, and what deeper models need."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem, TraceError
+from megatron_dppo.plan.activations import Assumptions
+from megatron_dppo.plan.job import Job
+from megatron_dppo.plan.machine import FRAGMENTATION
+from megatron_dppo.plan.memory import memory_of
+from megatron_dppo.plan.plan import Plan
+from megatron_dppo.plan.stage_activations import chunks_in_flight
+from megatron_dppo.trace.ledger import BACKWARD, LOSS, STEP, Count
+from megatron_dppo.trace.step import StepSettings, TracedStep, run_step
+
+BETWEEN = "between steps"
+MOMENTS = (BETWEEN, LOSS, BACKWARD, STEP)
+"""Moments of a step that a plan counts too."""
+AS_TRACED = Assumptions(expert_imbalance=1.0, attention_padding=1.0, fragmentation=0.0)
+"""What holds in a trace: experts get as many tokens each, and memory is not fragmented."""
+_OF_STATES = ("parameters", "gradients", "optimizer")
+_NOT_TRACED = ("routes", "top-K", "batch", "engine weights", "reserve")
+_PROGRESS_S = 2.0
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The traced gradient step of one rank, beside its plan.
+
+    Attributes:
+        layout: Of the pretended processes.
+        rank: That was traced; the first of its pipeline stage.
+        stage: Its pipeline stage, 0-based.
+        num_layers: Of the model.
+        num_tokens: Of each micro-batch.
+        num_microbatches: That were run.
+        shallow: The step of a model of fewer layers.
+        deep: The step of a model of `num_layers`, or of fewer.
+        planned: Bytes at each of `MOMENTS`, of what a trace sees, by the plan.
+        not_traced: Bytes at each of these that a trace does not see, by the plan: the micro-batches of the
+            step, and what libraries and the engine keep.
+        gpu_bytes: Of each GPU.
+        seconds: That it took.
+    """
+
+    layout: Layout
+    rank: int
+    stage: int
+    num_layers: int
+    num_tokens: int
+    num_microbatches: int
+    shallow: TracedStep
+    deep: TracedStep
+    planned: Mapping[str, int]
+    not_traced: Mapping[str, int]
+    gpu_bytes: int
+    seconds: float
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Whether fewer layers were run than the model has."""
+        return self.deep.num_layers < self.num_layers
+
+    @property
+    def traced(self) -> dict[str, int]:
+        """Bytes at each of `MOMENTS`; a stage without a loss has none at the loss."""
+        return {
+            moment: self._extrapolated(_bytes_at(self.shallow, moment), _bytes_at(self.deep, moment))
+            for moment in MOMENTS
+            if moment == BETWEEN or moment in self.deep.peaks
+        }
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The worst moment and its bytes, with what is not traced and what the allocator loses."""
+        held = self.traced[BETWEEN]
+        totals = {
+            moment: num_bytes + self.not_traced[moment] + int((num_bytes - held) * FRAGMENTATION)
+            for moment, num_bytes in self.traced.items()
+        }
+        return max(totals.items(), key=lambda item: item[1])
+
+    @property
+    def per_layer(self) -> Count:
+        """Operators of `layers_between` layers."""
+        return self.deep.count - self.shallow.count
+
+    @property
+    def layers_between(self) -> int:
+        """Layers of this rank by which the two steps differ."""
+        return (self.deep.num_layers - self.shallow.num_layers) // self.layout.pipeline
+
+    def _extrapolated(self, shallow: int, deep: int) -> int:
+        difference = self.deep.num_layers - self.shallow.num_layers
+        return deep + (deep - shallow) * (self.num_layers - self.deep.num_layers) // difference
+
+
+def _bytes_at(step: TracedStep, moment: str) -> int:
+    return step.held.num_bytes if moment == BETWEEN else step.peaks[moment].num_bytes
+
+
+def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> Trace:
+    """Trace the worst rank of a planned run, as configured.
+
+    Args:
+        plan: Of the run.
+        announce: Called with a line of progress, from other processes.
+        num_layers: At most so many layers are run, and the rest is extrapolated; none: all of them.
+
+    Raises:
+        ConfigError: `train` refuses the run, or it cannot be traced.
+        TraceError: A step's shapes depend on values that a trace does not compute, or its process died.
+    """
+    started, job = time.perf_counter(), plan.job
+    if plan.memory is None:
+        action = "Solve what the plan says first."
+        raise ConfigError(Problem("--trace", "a run that train refuses", "one that it admits", action))
+    _refuse_other_layers(job)
+    layout, stage = job.layout, plan.memory.worst.stage
+    shallow, deep = _depths(job, layout, num_layers)
+    settings = StepSettings(
+        config=job.config,
+        num_layers=deep,
+        layout=layout,
+        rank=stage * layout.world_size // layout.pipeline,
+        num_tokens=job.workload.microbatch_tokens(layout.data),
+        longest=job.workload.sequence_tokens,
+        num_microbatches=_microbatches_to_run(job, layout, stage),
+    )
+    planned, not_traced = planned_bytes(job, stage)
+    return Trace(
+        layout=layout,
+        rank=settings.rank,
+        stage=stage,
+        num_layers=job.shape.sizes.num_layers,
+        num_tokens=settings.num_tokens,
+        num_microbatches=settings.num_microbatches,
+        shallow=_in_own_process(replace(settings, num_layers=shallow), announce),
+        deep=_in_own_process(settings, announce),
+        planned=planned,
+        not_traced=not_traced,
+        gpu_bytes=job.machine.gpu_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def planned_bytes(job: Job, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what the plan counts at each of `MOMENTS` on a rank of a stage: what is traced, and the rest."""
+    memory = memory_of(replace(job, assumptions=AS_TRACED), job.layout)
+    moments = dict(memory.stages[stage].moments)
+    moments[BETWEEN] = {name: moments[LOSS].get(name, 0) for name in (*_OF_STATES, *_NOT_TRACED)}
+    seen = {m: sum(n for name, n in moments[m].items() if name not in _NOT_TRACED) for m in MOMENTS}
+    return seen, {m: sum(n for name, n in moments[m].items() if name in _NOT_TRACED) for m in MOMENTS}
+
+
+def _refuse_other_layers(job: Job) -> None:
+    if job.config.model.layer_spec == "transformer_engine":
+        raise ConfigError(
+            Problem(
+                "model.layer_spec",
+                "'transformer_engine'",
+                "'torch' or 'auto': what Transformer Engine's kernels keep is not known without a GPU",
+                "Trace with --set model.layer_spec=torch, which keeps a little more.",
+            )
+        )
+
+
+def _depths(job: Job, layout: Layout, num_layers: int | None) -> tuple[int, int]:
+    """Return the layers of the two models: in the first half as many, or one a chunk."""
+    sizes, chunks = job.shape.sizes, layout.pipeline * layout.virtual_pipeline
+    whole = sizes.num_layers // chunks
+    deep = whole if num_layers is None else min(whole, num_layers // chunks)
+    if deep < 2:
+        found = f"{num_layers or sizes.num_layers} over {chunks} pipeline stages"
+        expected = f"at least {2 * chunks}: two layers on each"
+        raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
+    if deep < whole and sizes.moe_layers and len(sizes.moe_layers) < sizes.num_layers:
+        found = f"{num_layers} of a model with {len(sizes.moe_layers)} MoE layers among {sizes.num_layers}"
+        raise ConfigError(Problem("--trace-layers", found, "layers that are all alike", "Leave it out."))
+    return (1 if deep == whole else deep // 2) * chunks, deep * chunks
+
+
+def _microbatches_to_run(job: Job, layout: Layout, stage: int) -> int:
+    """Return as many micro-batches as fill the pipeline on this stage."""
+    num = job.workload.num_microbatches(layout.data)
+    if layout.virtual_pipeline > 1:
+        return min(num, 2 * layout.pipeline)
+    return chunks_in_flight(stage, layout, num)
+
+
+def _in_own_process(settings: StepSettings, announce: Announce) -> TracedStep:
+    """Run a step in a process forked from this one, which has loaded Megatron and computed nothing."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(settings, announce, sending))
+    process.start()
+    sending.close()
+    try:
+        result: TracedStep | MegatronDppoError = receiving.recv()
+    except EOFError:
+        process.join()
+        raise TraceError(
+            f"the process that traced {settings.num_layers} layers ended with status {process.exitcode} and no "
+            "result; see its messages above. -9 means that memory ran out: free some, or give --trace-layers."
+        ) from None
+    process.join()
+    if isinstance(result, MegatronDppoError):
+        raise result
+    return result
+
+
+def _run(settings: StepSettings, announce: Announce, sending: Connection) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed: a GPU that is here stays free
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    progress = _Progress(settings.num_layers, announce)
+    result: Any
+    try:
+        result = run_step(settings, progress)
+    except MegatronDppoError as error:
+        result = error
+    sending.send(result)
+
+
+class _Progress:
+    """Says every few seconds where a step is."""
+
+    def __init__(self, num_layers: int, announce: Announce) -> None:
+        self._num_layers, self._announce = num_layers, announce
+        self._started = self._next = time.monotonic()
+
+    def __call__(self, phase: str, num_bytes: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _PROGRESS_S
+            elapsed = f"{now - self._started:.0f} s"
+            self._announce(f"{self._num_layers} layers, {phase}: {num_bytes / 2**30:.1f} GiB, {elapsed}")

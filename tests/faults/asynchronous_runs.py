@@ -1,0 +1,185 @@
+"""Runs of `megatron-dppo train` that sample ahead from stand-ins for servers, and a ledger of their places."""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import rank as faulty_rank
+import tomli_w
+from ranks import FORKS
+from sanity_run import make_task, settings
+from sglang_stand_in import LiveStandIn
+
+from megatron_dppo.data.batches.batch_file import read_batches
+from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
+from megatron_dppo.data.prompts import sanity_task
+from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
+from megatron_dppo.rollout.sglang.server import ServerRecord
+from megatron_dppo.runtime.jsonl import write_jsonl
+
+STALENESS = 2
+_ORPHANS_S = 5.0
+
+
+def stand_ins(num_servers: int, stack: ExitStack, **options: Any) -> list[LiveStandIn]:
+    """Servers that answer until the stack is closed, with digits, words and the end of the sanity task.
+
+    A response that `is_marked` consists of "#".
+    """
+    tokens = tuple(sanity_task.VOCABULARY[token] for token in (*"0123456789", "w0", "w1", "+", "-", "#"))
+    end = sanity_task.VOCABULARY[sanity_task.EOS]
+    servers = [LiveStandIn(end_token=end, tokens=tokens, **options) for _ in range(num_servers)]
+    for server in servers:
+        stack.enter_context(server.running())
+    return servers
+
+
+class AsynchronousRun:
+    """One run folder, started again and again."""
+
+    def __init__(self, folder: Path, servers: Sequence[LiveStandIn], **changes: dict[str, Any]) -> None:
+        """Write the model, the prompts, the servers' registrations and the config, with `changes`."""
+        self.servers, self._folder, self._num_starts = servers, folder, 0
+        tables: dict[str, dict[str, Any]] = {
+            "rollout": {
+                "engine": "sglang",
+                "max_staleness": STALENESS,
+                "over_sampling": 2.5,
+                "routing_replay": "off",
+                "num_topk_log_probs": 0,
+                "sglang": {"weight_sync": "disk", "probe_every": 0},
+            },
+            "data": {"reward": "tests.faults.rewards:digits"},
+            "checkpoint": {"every": 1, "reserve_gib": 0.0},
+            "tracking": {"batches_every": 1},
+        }
+        for section, table in changes.items():
+            tables[section] = tables.get(section, {}) | table
+        tables = settings(make_task(folder), "run", **tables)
+        tables["algorithm"] = {"preset": "dppo_binary_tv", "minibatches_per_rollout": 2}
+        self.run, self._prompts = Path(tables["run"]["folder"]), Path(tables["data"]["prompts"])
+        self._config = folder / "run.toml"
+        self._config.write_text(tomli_w.dumps(tables))
+        (self.run / "servers").mkdir(parents=True)
+        for number, server in enumerate(servers):
+            name = f"stand-in-{number}"
+            record = ServerRecord(name, server.url, "here", 1, "0.5.21", "now", 1)
+            write_jsonl(self.run / "servers" / f"{name}.json", [asdict(record)])
+
+    def start(self, num_ranks: int, *faults: dict[str, Any]) -> "Job":
+        """Start all ranks, with faults as `rank.py` describes them."""
+        self._num_starts += 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        log = self._folder / f"log_{self._num_starts}.txt"
+        processes: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            own = {"WORLD_SIZE": str(num_ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (shared | own, str(log), str(self._config), faults)
+            processes.append(FORKS.Process(target=_train, args=arguments))
+            processes[-1].start()
+        return Job(processes, log)
+
+    def require_no_orphans(self) -> None:
+        """Wait until no server works on a request any more."""
+        deadline = time.monotonic() + _ORPHANS_S
+        while any(server.running_ids for server in self.servers):
+            left = [list(server.running_ids) for server in self.servers]
+            assert time.monotonic() < deadline, f"servers still sample {left}"
+            time.sleep(0.05)
+
+    def require_ledger(self) -> int:
+        """Compare the places trained on with the newest checkpoint's cursor; returns their number.
+
+        A place trained on twice, or neither trained on nor given again, fails; so does a token of weights that
+        are older than the bound allows. Where nothing was saved, the run begins anew, and the answer is 0.
+        """
+        folder = self.run / "checkpoints"
+        if not (folder / "latest").exists():
+            return 0
+        state = json.loads((folder / (folder / "latest").read_text().strip() / "state.json").read_text())
+        run_state, num_begun = state["state"], state["state"]["rollout"] + (state["open_rollout"] is not None)
+        trained = Counter[int]()
+        for rollout in kept_rollouts(self.run / "batches"):
+            if rollout >= num_begun:  # of a trainer that was killed before it saved
+                continue
+            places, versions = self.trained_on(rollout)
+            assert rollout - STALENESS <= min(versions) <= max(versions) <= rollout, (rollout, versions)
+            trained.update(places)
+        stream = PromptStream(
+            load_prompts(self._prompts, "prompt", "answer"), 0, True, run_state["data_cursor"]
+        )
+        top, again = stream.upcoming
+        assert sorted([*trained.elements(), *again]) == list(range(top)), (trained, again, top)
+        return len(trained)
+
+    def trained_on(self, rollout: int) -> tuple[list[int], set[int]]:
+        """Places of the prompts that a rollout trained on, and versions of what sampled its tokens."""
+        groups, versions = set[str](), set[int]()
+        for file in group_files(self.run / "batches", rollout):
+            for microbatch in (each for step in read_batches(file) for each in step.microbatches):
+                groups |= {sample.partition("+")[0] for sample in microbatch.sample_ids}
+                assert microbatch.weight_versions is not None
+                versions |= set(microbatch.weight_versions[microbatch.loss_mask].tolist())
+        return [int(group.removeprefix("place")) for group in groups], versions
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl of a kind."""
+        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+class Job:
+    """The processes of one start."""
+
+    def __init__(self, processes: list[BaseProcess], log: Path) -> None:
+        self._processes, self._log, self._started = processes, log, time.monotonic()
+
+    @property
+    def log(self) -> str:
+        """What all ranks have printed so far."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    def wait(self, timeout_s: float = 60.0) -> list[int | None]:
+        """Exit codes; fails where a process is still there after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            codes = [process.exitcode for process in self._processes]
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.join()
+        assert None not in codes, f"{codes} after {timeout_s} s:\n{self.log[-6000:]}"
+        return codes
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Wait for something while the job runs."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            is_running = all(process.is_alive() for process in self._processes)
+            assert is_running and time.monotonic() < deadline, self.log[-6000:]
+            time.sleep(0.02)
+
+
+def _train(environment: dict[str, str], log: str, config: str, faults: Sequence[dict[str, Any]]) -> None:
+    """One rank's process: forked from one that has imported all, where nothing runs yet."""
+    with Path(log).open("a") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    faulty_rank.run(config, faults)
+    sys.stdout.flush()

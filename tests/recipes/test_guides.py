@@ -1,0 +1,154 @@
+"""The guides that are walked through: each is followed as it is written, and leaves what it says."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_first_page import SETTING, require_setting
+from typer.testing import CliRunner
+from walking import ROOT, Walk, walk
+
+from megatron_dppo.cli import app
+from megatron_dppo.metrics.alarms import RULES
+
+GUIDES = ROOT / "examples" / "guides"
+PAGES = [
+    "asynchronous",
+    "cluster",
+    "data_and_reward",
+    "environment_and_tools",
+    "r3_or_not",
+    "reading_the_report",
+    "trust_region",
+]
+FILES = (".py", ".toml", ".md", ".json", ".jsonl", ".html", ".log", ".sh")
+
+
+def text_of(page: str) -> str:
+    return (GUIDES / f"{page}.md").read_text()
+
+
+def follow(page: str, folder: Path, *, edits_package: bool = False) -> Walk:
+    return walk(text_of(page), folder, edits_package=edits_package)
+
+
+def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def require_metrics(page: str, run: Path) -> None:
+    """Each metric that the page names is in the run's rows, or is one that only other runs have."""
+    found = {key for kind in ("rollout", "step") for row in rows_of(run, kind) for key in row}
+    documented = (ROOT / "megatron_dppo" / "metrics" / "README.md").read_text()
+    areas = "|".join({key.partition("/")[0] for key in found if "/" in key})
+    for area, name in re.findall(rf"`({areas})/([a-z_0-9]+)`", text_of(page)):
+        assert f"{area}/{name}" in found or name in documented or "dropped_" in name, name
+
+
+def test_data_and_reward(tmp_path: Path) -> None:
+    walked = follow("data_and_reward", tmp_path)
+    counts = json.loads((walked.folder / "prompts.counts.json").read_text())["counts"]
+    assert (counts["read"], counts["without an answer"], counts["duplicates"]) == (41, 1, 10)
+    assert "30 prompts" in walked.printed
+    assert "no problems found" in walked.printed
+    run = walked.folder / "runs" / "sums"
+    steps, rollouts = rows_of(run, "step"), rows_of(run, "rollout")
+    assert len(rollouts) == 2
+    assert all(row["optimizer/grad_norm"] > 0 for row in steps)
+    assert all(0 < row["reward/mean"] < 0.5 and row["reward/is_right_mean"] == 0 for row in rollouts)
+    require_metrics("data_and_reward", run)
+
+
+def test_environment_and_tools(tmp_path: Path) -> None:
+    walked = follow("environment_and_tools", tmp_path)
+    run = walked.folder / "runs" / "scales"
+    rollouts = rows_of(run, "rollout")
+    assert len(rollouts) == 2
+    assert all(row["rollout/num_turns_mean"] > 2 and row["reward/is_call_mean"] > 0 for row in rollouts)
+    assert all(row["rollout/dropped_samples"] == 0 for row in rollouts)
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows_of(run, "step"))
+    require_metrics("environment_and_tools", run)
+
+
+def test_trust_region(tmp_path: Path) -> None:
+    walked = follow("trust_region", tmp_path, edits_package=True)
+    assert "found 0.7, which never acts; expected above 0 and below 0.693147" in walked.printed
+    run = walked.folder / "runs" / "js"
+    steps = rows_of(run, "step")
+    assert len(steps) == 8
+    assert any(row["trust_region/masked_fraction_positive"] > 0 for row in steps)
+    assert all("shadow/dppo_binary_tv/masked_fraction" in row for row in steps)
+    what_if = (walked.folder / "what_if" / "what_if.json").read_text()
+    assert "dppo_binary_js" in what_if
+    scale = {
+        line.split()[0]: json.loads(line.partition(" ")[2])
+        for line in walked.printed.splitlines()
+        if line.startswith("binary_")
+    }
+    assert scale["binary_tv"] == pytest.approx([0.15] * 3, rel=0.01)
+    shown = {"binary_js": (0.012, 0.052), "binary_kl": (0.046, 0.61)}
+    for name, extremes in shown.items():
+        assert (min(scale[name]), max(scale[name])) == pytest.approx(extremes, rel=0.05)
+    require_metrics("trust_region", run)
+
+
+def test_r3_or_not(tmp_path: Path) -> None:
+    walked = follow("r3_or_not", tmp_path)
+    assert {path.name for path in (walked.folder / "mismatch").iterdir()} >= {"mismatch.json", "mismatch.html"}
+    for seed in range(3):
+        measured, replayed = (walked.folder / "runs" / mode / f"seed_{seed}" for mode in ("measure", "replay"))
+        first = [
+            json.loads((run / "samples/rollout_000000.jsonl").read_text().splitlines()[0])
+            for run in (measured, replayed)
+        ]
+        assert first[0]["response"] == first[1]["response"]
+        require_metrics("r3_or_not", replayed)
+    assert (walked.folder / "report.html").exists()
+
+
+def test_parts_of_the_report_exist() -> None:
+    folder = ROOT / "megatron_dppo" / "analysis" / "report"
+    sources = " ".join(path.read_text() for path in (*folder.glob("*.py"), *folder.glob("templates/*.j2")))
+    rows = [line for line in text_of("reading_the_report").splitlines() if line.startswith("|")]
+    parts = re.findall(r"\*\*(.+?)\*\*", " ".join(rows))
+    assert len(parts) > 10
+    for part in parts:
+        title = part.replace("\\|", "|")
+        assert f'"{title}"' in sources or f"<h2>{title}</h2>" in sources, title
+
+
+def test_alarms_are_those_of_a_run() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", text_of("reading_the_report"), re.MULTILINE)
+    assert named == [*RULES, "not_finite"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_exist(page: str) -> None:
+    settings = [pair for pair in re.findall(SETTING, text_of(page)) if not pair[0].endswith(FILES)]
+    assert settings
+    for key, value in settings:
+        require_setting(key, value)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_the_options_that_are_shown(page: str) -> None:
+    text = text_of(page).replace("\\\n", " ")
+    commands = re.findall(r"megatron[-_]dppo ([a-z][^`\n|\"]*)", text)
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        path = words[:2] if words[0] in {"convert", "prepare-data"} else words[:1]
+        options = {word for word in words if word.startswith("-")}
+        shown = CliRunner().invoke(app, [*path, "--help"]).output
+        assert options <= set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", shown)), command
+
+
+def test_costs_of_replay_are_those_of_the_experiments() -> None:
+    text = text_of("r3_or_not")
+    for experiment in ("moe_base", "moe_base_r3"):
+        readme = (ROOT / "examples" / experiment / "README.md").read_text().replace("\n", " ")
+        (gib,) = re.findall(r"at the peak of a GPU, (\d+) GiB of a host's memory", readme)
+        assert f"{gib} GiB" in text

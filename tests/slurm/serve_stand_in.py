@@ -1,0 +1,48 @@
+"""In the place of `megatron-dppo serve`: a stand-in for a server of a tiny model, registered until it ends.
+
+python serve_stand_in.py base.toml dppo.toml tiny.toml --name node-0 --set run.folder=runs/a
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(_TESTS.parent), str(_TESTS / "unit")]
+
+from sglang_stand_in import LiveStandIn  # noqa: E402 - no test runner has set the path
+
+from megatron_dppo.config.load import load_config  # noqa: E402
+from megatron_dppo.data.prompts import sanity_task  # noqa: E402
+from megatron_dppo.rollout.sglang.server import ServerRecord  # noqa: E402
+from megatron_dppo.runtime.jsonl import write_jsonl  # noqa: E402
+
+_TOKEN_S = 0.2
+
+
+def main() -> None:
+    """Answer until SIGTERM."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before any thread starts
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--name", required=True)
+    options = parser.parse_intermixed_args()
+    folder = load_config(options.configs, options.set).run.folder / "servers"
+    words = tuple(sanity_task.VOCABULARY[token] for token in (*"0123456789", "w0"))
+    end = sanity_task.VOCABULARY[sanity_task.EOS]
+    server = LiveStandIn(end_token=end, tokens=words, token_s=_TOKEN_S)
+    with server.running():
+        record = ServerRecord(options.name, server.url, socket.gethostname(), os.getpid(), "0.5.21", "now", 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / f"{options.name}.json", [asdict(record)])
+        signal.sigwait([signal.SIGTERM])
+        print(f"{os.environ['SLURMD_NODENAME']}: ended with weights {server.version}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# In the place of a job's Python: it is Python, but for servers, which are stand-ins.
+case "$*" in
+    *"megatron_dppo serve"*)
+        shift 3
+        exec "$STAND_IN_PYTHON" tests/slurm/serve_stand_in.py "$@"
+        ;;
+esac
+exec "$STAND_IN_PYTHON" "$@"

@@ -1,0 +1,163 @@
+"""Engines behind sessions: every response is asked for, and comes back, for itself.
+
+`SteppedEngine` samples one token at a time, however long that takes: pushes interrupt its responses on a busy
+machine, too. The benchmark's (`tools.benchmarks.ahead.PacedEngine`) decodes by the clock, in slots.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.rollout.counts import EngineCounts
+from megatron_dppo.rollout.embedded.engine import TransformersEngine
+from megatron_dppo.rollout.engine import (
+    Completion,
+    Request,
+    SamplingParams,
+    aborted,
+    joined,
+    num_tokens_before,
+)
+from megatron_dppo.types import FinishReason, WeightVersionSpan
+
+
+class InSessions:
+    """Base of a `rollout.engine.ConcurrentEngine` of which only sessions are asked for."""
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        raise AssertionError("responses are asked for one by one")
+
+    def load_weights(self, weights: Iterable[Any], version: int) -> str:
+        raise AssertionError("tests set the version")
+
+
+class OneByOne(InSessions):
+    """Samples one response at a time by the embedded engine; implements `rollout.engine.ConcurrentEngine`.
+
+    Attributes:
+        asked: Ids of the requests, in the order in which they were asked.
+    """
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine, self.counts, self.weight_version = engine, engine.counts, engine.weight_version
+        self.asked: list[str] = []
+        self.is_held = False
+        self.errors: dict[str, Any] = {}
+
+    @contextlib.asynccontextmanager
+    async def session(self, *, may_be_held: bool = True) -> AsyncIterator["OneByOne"]:
+        self.is_held = False
+        yield self
+
+    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        self.asked.append(request.id)
+        await asyncio.sleep(0)
+        return aborted(request) if self.is_held else self.engine.generate([request], params)[0]
+
+    async def hold(self) -> None:
+        self.is_held = True
+
+
+@dataclass
+class Weights:
+    """What the servers hold, which all ranks sample by."""
+
+    version: int = -1
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Delays that are drawn anew each time, evenly from 0 to twice the mean, in seconds."""
+
+    token_s: float = 0.002
+    hold_s: float = 0.0  # from the last answer until a hold returns
+
+    def length_of(self, request_id: str, longest: int) -> int:
+        """Tokens of a response."""
+        return random.Random(request_id).randint(1, longest)
+
+
+class SteppedSession:
+    """Samples tokens that name the weights they are of, one after the other, until it is held."""
+
+    def __init__(self, engine: "SteppedEngine") -> None:
+        self._engine, self.version = engine, engine.weight_version
+        self.errors: Mapping[str, RolloutError] = {}
+        self.is_held, self.num_flying = False, 0
+        self.asked = list[str]()
+
+    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        if self.is_held:
+            return aborted(request)
+        if self._engine.fails(request.id):
+            raise RolloutError(f"{request.id}: as the test wants it")
+        self.asked.append(request.id)
+        self.num_flying += 1
+        delays, num_old = self._engine.delays, num_tokens_before(request)
+        num_left = delays.length_of(request.id, params.max_response_tokens) - num_old
+        said = list[int]()
+        while len(said) < num_left and not self.is_held:
+            await self._engine.sleep(delays.token_s)
+            if not self.is_held:
+                said.append(self._engine.weight_version + 1)  # of the weights that are there now
+        self.num_flying -= 1
+        reason: FinishReason = "stop" if len(said) == num_left else "abort"
+        spans = (WeightVersionSpan(0, len(said), self.version),) if said else ()
+        tokens = torch.tensor(said, dtype=torch.int64)
+        rest = Completion(request.id, tokens, -tokens.float(), reason, None, None, spans)
+        return rest if request.partial is None else joined(request.partial, rest)
+
+    async def hold(self) -> None:
+        self.is_held = True
+        await self._engine.sleep(self._engine.delays.hold_s)
+        while self.num_flying:
+            await asyncio.sleep(0)
+
+
+class SteppedEngine(InSessions):
+    """Opens sessions that sample token by token; implements `rollout.engine.ConcurrentEngine`.
+
+    Attributes:
+        weights: What all engines of a run sample by.
+        sessions: All that were opened.
+        num_open: Those that were not left.
+    """
+
+    counts = EngineCounts()
+
+    def __init__(
+        self,
+        seed: int = 0,
+        fails: Callable[[str], bool] = lambda rid: False,
+        weights: Weights | None = None,
+        delays: Delays = Delays(),
+    ) -> None:
+        self.weights, self.delays, self.fails = weights or Weights(), delays, fails
+        self._chance = random.Random(seed)
+        self.num_open, self.sessions = 0, list[SteppedSession]()
+
+    @property
+    def weight_version(self) -> int:
+        return self.weights.version
+
+    @contextlib.asynccontextmanager
+    async def session(self, *, may_be_held: bool = True) -> AsyncIterator[SteppedSession]:
+        self.num_open += 1
+        self.sessions.append(SteppedSession(self))
+        yield self.sessions[-1]
+        self.num_open -= 1
+
+    async def sleep(self, mean_s: float) -> None:
+        await asyncio.sleep(2 * mean_s * self._chance.random())
+
+
+def interrupted(completion: Completion) -> Completion:
+    """What is there of a response when a hold comes before its end."""
+    return dataclasses.replace(completion, finish_reason="abort")

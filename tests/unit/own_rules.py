@@ -1,0 +1,61 @@
+"""Trust regions as a user would write them, for tests."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import TrustRegionTokens
+
+
+def divergence_mask(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Weigh as DPPO does (Eq. 12)."""
+    return ~(tokens.moves_away & (tokens.divergence > options["delta"]))
+
+
+def steady_responses(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Keep responses whose mean divergence is at most delta."""
+    return tokens.whole_responses.mean(tokens.divergence) <= options["delta"]
+
+
+def fading(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Weigh updates away from the rollout policy by 1 - D / delta, and those of unsteady responses by half."""
+    far = (1 - tokens.divergence / options["delta"]).clamp(min=0)
+    is_steady = tokens.whole_responses.mean(tokens.divergence) <= options["steady"]
+    return torch.where(tokens.moves_away, far, 1.0) * torch.where(is_steady, 1.0, 0.5)
+
+
+def averages(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Keep responses of a mean divergence below .1."""
+    return tokens.whole_responses.mean(tokens.divergence) < 0.1
+
+
+def halves(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Weigh all by .5, and rows that do not learn by what no token may have."""
+    return torch.where(tokens.loss_mask, 0.5, torch.nan)
+
+
+def total(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Return one number, where each token needs one."""
+    return tokens.divergence.sum()
+
+
+def nothing(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Any:
+    """Return no tensor."""
+    return None
+
+
+def negative(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Return weights below 0."""
+    return -tokens.divergence
+
+
+def infinite(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Return weights that are not finite."""
+    return 1 / (tokens.divergence * 0)
+
+
+def failing(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Read an option that was not given."""
+    return options["absent"]

@@ -1,0 +1,288 @@
+"""Sampling ahead, with an engine of the test's own: bounds, places, stops, faults."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from concurrent_engines import SteppedEngine
+from ranks_on_threads import Meeting, Peer, on_ranks
+from samples import InProcessScorer
+from test_collect import TOKENIZER
+
+from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.environments import InProcess, SingleTurn
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.rewards import RewardResult
+from megatron_dppo.rollout.ahead import Ahead
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
+from megatron_dppo.rollout.counts import RolloutCounts
+from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.rollout.groups import GroupMaker
+from megatron_dppo.rollout.open_groups import Places
+from megatron_dppo.rollout.producer import Producer
+from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.types import DataCursor, Prompt, SampleGroup
+
+PROMPTS = [Prompt(str(i), "408", "test", text="<bos> 2 1 * 4 3 =") for i in range(40)]
+TOO_LONG = "<bos> 2 1 * 4 3 * 4 3 ="
+Taken = list[tuple[list[SampleGroup], RolloutCounts]]
+
+
+class Rank:
+    """One rank of a run, from a cursor on."""
+
+    def __init__(
+        self,
+        bound: StalenessBound,
+        peer: Peer,
+        cursor: DataCursor | None = None,
+        *,
+        engine: SteppedEngine | None = None,
+        prompts: Sequence[Prompt] = PROMPTS,
+        reward: Callable[[str], float] = lambda prompt: random.random(),
+        max_replaced: int = 0,
+        longest: int = 12,
+    ) -> None:
+        size, self.peer, self.engine = peer.meeting.world_size, peer, engine or SteppedEngine(peer.rank)
+        self.stream = PromptStream(prompts, 0, shuffle=False, cursor=cursor)
+        scorer = InProcessScorer(lambda prompt, response, finish_reason: RewardResult(reward(prompt.id)))
+
+        def producer(places: Places) -> Producer:
+            return Producer(
+                self.engine,
+                Conversations(InProcess(SingleTurn), TOKENIZER, TurnLimits()),
+                GroupMaker(TOKENIZER, 2, max_prompt_tokens=7, seed=0),
+                Scorer(TOKENIZER, scorer, False, None),
+                SamplingParams(longest),
+                places,
+                self.stream.at,
+                max_replaced=max_replaced,
+            )
+
+        self.ahead = Ahead(bound, producer, self.stream, (peer.rank, size), 2)
+        self.cursor = self.stream.cursor
+
+    def push(self, version: int, num_left: int) -> None:
+        with self.ahead.held(version, num_left):
+            self.peer.all_gather(None)  # no rank is pushed to while another samples
+            self.engine.weights.version = version
+            self.peer.all_gather(None)
+
+    def run(self, versions: range, train_s: float = 0.0) -> Taken:
+        """Rollouts at these versions; the last ends the run."""
+        taken, chance = Taken(), random.Random(self.peer.rank)
+        self.push(versions.start, len(versions))
+        for version in versions:
+            found = self.ahead.next(version, self.peer.all_gather, lambda: False)
+            assert found is not None
+            taken.append(found)
+            self.cursor = self.ahead.cursor
+            asyncio.run(asyncio.sleep(train_s * chance.random()))
+            self.push(version + 1, versions.stop - version - 1)
+        return taken
+
+
+def run_ranks(
+    bound: StalenessBound, num_ranks: int, versions: range, **options: Any
+) -> list[tuple[Taken, Rank]]:
+    def work(data_parallel: Any) -> tuple[Taken, Rank]:
+        rank = Rank(bound, data_parallel.peers, **options)
+        try:
+            return rank.run(versions, train_s=0.02), rank
+        finally:
+            rank.ahead.close()
+            assert rank.engine.num_open == 0
+
+    return on_ranks(work, tuple(range(num_ranks)))
+
+
+def place_of(sample_id: str) -> int:
+    return int(sample_id.removeprefix("place").partition("+")[0])
+
+
+@pytest.mark.parametrize(
+    ("bound", "num_ranks"),
+    [
+        (StalenessBound(4, 1), 1),
+        (StalenessBound(3, 2, 3), 2),
+        (StalenessBound(5, 4, 2.5), 3),
+        (StalenessBound(2, 1, 2), 3),
+    ],
+    ids=str,
+)
+def test_no_token_is_older_than_the_bound_and_each_place_is_trained_on_once(
+    bound: StalenessBound, num_ranks: int
+) -> None:
+    versions = range(3, 15)
+    ranks = run_ranks(bound, num_ranks, versions)
+    assert require_bound_and_ledger(ranks, bound, versions) == len(versions) * bound.prompts_per_rollout * 2
+    # Some were sampled by several versions, and some before their rollout's turn.
+    counts = [counts for taken, _ in ranks for _, counts in taken]
+    assert sum(count.num_continued for count in counts) > 0
+
+
+def require_bound_and_ledger(
+    ranks: Sequence[tuple[Taken, Rank]], bound: StalenessBound, versions: range
+) -> int:
+    """No token is too old or of other weights than it says, and each place comes once; counts the samples."""
+    trained, num_samples = list[int](), 0
+    for rollout, version in enumerate(versions):
+        groups = [group for taken, _ in ranks for group in taken[rollout][0]]
+        assert sorted(group.index for group in groups) == list(range(bound.prompts_per_rollout))
+        trained += [place_of(group.samples[0].id) for group in groups]
+        for sample in (sample for group in groups for sample in group.samples):
+            num_samples += 1
+            assert [span.start for span in sample.weight_versions[1:]] == [
+                span.stop for span in sample.weight_versions[:-1]
+            ]
+            for span in sample.weight_versions:
+                assert 0 <= version - span.version <= bound.max_staleness
+                response = sample.tokens[sample.prompt_length :]
+                assert set(response[span.start : span.stop].tolist()) == {span.version + 1}
+    assert len(set(trained)) == len(trained) == len(versions) * bound.prompts_per_rollout
+    (cursor,) = {str(rank.cursor): rank.cursor for _, rank in ranks}.values()
+    top, again = PromptStream(PROMPTS, 0, shuffle=False, cursor=cursor).upcoming
+    assert sorted([*trained, *again]) == list(range(top))  # none is lost, and none comes twice
+    return num_samples
+
+
+def test_after_a_push_the_oldest_groups_are_asked_for_first() -> None:
+    """In whatever order they came back: a server with a queue would let the youngest pass at each push."""
+    rank, before, num_again = Rank(StalenessBound(4, 3, 4), Peer(0, Meeting(1))), set[str](), 0
+    for version in range(6):
+        rank.push(version, 9)
+        time.sleep(0.004)
+    rank.ahead.close()
+    for session in rank.engine.sessions:
+        again = [place_of(request) for request in session.asked if request in before]
+        assert again == sorted(again)
+        before |= set(session.asked)
+        num_again += len(again)
+    assert num_again > 8
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks: int) -> None:
+    bound, cursor, trained, version = StalenessBound(3, 2, 3), None, list[int](), 0
+    for num_rollouts in (2, 1, 3):
+
+        def work(
+            data_parallel: Any, cursor: Any = cursor, version: int = version, n: int = num_rollouts
+        ) -> Any:
+            rank = Rank(bound, data_parallel.peers, cursor)
+            rank.push(version, 9)
+            found = list[SampleGroup]()
+            for current in range(version, version + n):
+                taken = rank.ahead.next(current, rank.peer.all_gather, lambda: False)
+                assert taken is not None
+                found += taken[0]
+                if current < version + n - 1:
+                    rank.push(current + 1, 9)
+            rank.ahead.close()
+            return found, rank.ahead.cursor
+
+        ranks = on_ranks(work, tuple(range(num_ranks)))
+        trained += [place_of(group.samples[0].id) for groups, _ in ranks for group in groups]
+        assert len({str(cursor) for _, cursor in ranks}) == 1
+        cursor, version = ranks[0][1], version + num_rollouts
+    top, again = PromptStream(PROMPTS, 0, shuffle=False, cursor=cursor).upcoming
+    assert len(set(trained)) == len(trained) == 18
+    assert sorted([*trained, *again]) == list(range(top))
+
+
+def test_all_ranks_stop_where_one_was_asked_to() -> None:
+    def work(data_parallel: Any) -> Any:
+        rank = Rank(StalenessBound(4, 1), data_parallel.peers)
+        rank.push(0, 9)
+        found = rank.ahead.next(0, rank.peer.all_gather, lambda: rank.peer.rank == 1)
+        rank.ahead.close()
+        return found
+
+    assert on_ranks(work, (0, 1, 2)) == [None] * 3
+
+
+def test_a_producer_that_fails_ends_the_wait_of_every_rank() -> None:
+    def work(data_parallel: Any) -> str:
+        is_faulty = data_parallel.peers.rank == 1
+        engine = SteppedEngine(fails=lambda rid: is_faulty and rid.endswith("+1"))
+        rank = Rank(StalenessBound(4, 1), data_parallel.peers, engine=engine)
+        rank.push(0, 9)
+        with pytest.raises(RolloutError) as raised:
+            rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+        rank.ahead.close()
+        return str(raised.value)
+
+    messages = on_ranks(work, (0, 1))
+    assert all("as the test wants it" in message for message in messages)
+    assert messages[0].startswith("rank 1: RolloutError: place")
+
+
+def test_a_producer_that_fails_while_a_rollout_is_trained_on_is_raised_before_the_push() -> None:
+    """By its rank alone: the others wait for it in the push, until the failure detection ends them."""
+    broken = list[bool]()
+    rank = Rank(
+        StalenessBound(2, 2, 3), Peer(0, Meeting(1)), engine=SteppedEngine(fails=lambda rid: bool(broken))
+    )
+    rank.push(0, 9)
+    assert rank.ahead.next(0, rank.peer.all_gather, lambda: False) is not None
+    broken.append(True)
+    rank.push(1, 8)  # what was open is asked for again
+    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
+    while producer.fault is None:
+        producer.news.wait(1)
+    with pytest.raises(RolloutError, match="as the test wants it"), rank.ahead.held(2, 7):
+        raise AssertionError("nothing is pushed")
+    rank.ahead.close()
+    assert rank.engine.num_open == 0
+
+
+def test_a_fault_is_raised_when_the_other_ranks_have_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes between report and gathering is of the next round: no rank leaves the others there."""
+    rank, heard = Rank(StalenessBound(4, 1), Peer(0, Meeting(1))), list[str | None]()
+    supply: Any = rank.ahead
+
+    def all_gather(report: Any) -> list[Any]:
+        heard.append(report.fault)
+        supply._producer._fault = RolloutError("as the test wants it")
+        return [report]
+
+    monkeypatch.setattr(StalenessBound, "choose", lambda *_: None)
+    rank.push(0, 9)
+    with pytest.raises(RolloutError, match="as the test wants it"):
+        rank.ahead.next(0, all_gather, lambda: False)
+    rank.ahead.close()
+    assert heard == [None, "RolloutError: as the test wants it"]
+
+
+def test_groups_without_variance_are_replaced_and_prompts_too_long_left_out() -> None:
+    prompts = [replace(p, text=TOO_LONG) if i % 5 == 0 else p for i, p in enumerate(PROMPTS)]
+    seen = dict[str, int]()
+
+    def reward(prompt: str) -> float:
+        seen[prompt] = seen.get(prompt, 0) + 1
+        return 0.0 if int(prompt) % 5 == 1 else float(seen[prompt])
+
+    ((taken, _),) = run_ranks(StalenessBound(4, 1), 1, range(4), prompts=prompts, reward=reward, max_replaced=9)
+    trained = [place_of(group.samples[0].id) for groups, _ in taken for group in groups]
+    assert len(trained) == 16
+    assert all(place % 5 > 1 for place in trained)
+    counts = [counts for _, counts in taken]
+    assert sum(count.num_prompts_too_long for count in counts) == len([p for p in range(27) if p % 5 == 0])
+    assert sum(count.num_replaced_groups for count in counts) >= 5
+    assert sum(count.num_prompts for count in counts) >= 16 + 5 + 6
+
+
+def test_what_is_left_behind_is_given_again_before_all_others() -> None:
+    peer = Peer(0, Meeting(1))
+    rank = Rank(StalenessBound(2, 3, 4), peer)
+    rank.push(0, 9)
+    taken = rank.ahead.next(0, peer.all_gather, lambda: False)
+    assert taken is not None
+    left = set(range(8)) - {place_of(group.samples[0].id) for group in taken[0]}
+    assert rank.ahead.cursor == {"epoch": 0, "index": 8, "again": sorted(left)}
+    rank.ahead.close()

@@ -1,0 +1,143 @@
+"""Sampling ahead from servers that die, hang, or come back with old weights, at bad moments."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, cast
+
+import pytest
+from ranks_on_threads import Meeting, Peer
+from sglang_stand_in import MODEL, LiveStandIn
+from test_ahead import PROMPTS, Rank, place_of
+
+from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.errors import RolloutError, ServerError
+from megatron_dppo.rollout.sglang.client import Patience
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.rollout.staleness import StalenessBound
+
+HOLD_S, NUM_VERSIONS = 1.0, 5
+PATIENCE = Patience(
+    connect_timeout_s=1.0, control_timeout_s=HOLD_S, generate_timeout_s=20.0, max_attempts=2, first_pause_s=0.01
+)
+BOUND = StalenessBound(3, 2, 2.5)
+
+
+class ServedRank(Rank):
+    """One rank, which pushes versions to the servers that answer."""
+
+    def __init__(self, servers: list[LiveStandIn], **options: Any) -> None:
+        self.servers, self.hold_s = servers, 0.0
+        self.served = SglangEngine([server.url for server in servers], MODEL, PATIENCE)
+        super().__init__(BOUND, Peer(0, Meeting(1)), engine=cast(Any, self.served), **options)
+
+    def push(self, version: int, num_left: int) -> None:
+        started = time.monotonic()
+        with self.ahead.held(version, num_left):
+            self.hold_s = max(self.hold_s, time.monotonic() - started)
+            assert not any(server.running_ids for server in self.servers if server.answers)
+            reached = [server for server in self.servers if server.answers]
+            for server in reached:
+                server.version = version
+            self.served.admit([server.url for server in reached], version)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[LiveStandIn]]:
+    with ExitStack() as stack:
+        found = [LiveStandIn(token_s=0.01) for _ in range(2)]
+        for server in found:
+            stack.enter_context(server.running())
+        yield found
+
+
+def dies(server: LiveStandIn, at: str) -> None:
+    if at == "die":
+        server.stop()
+
+
+def hangs(server: LiveStandIn, at: str) -> None:
+    {"die": server.hang, "return": server.wake}.get(at, lambda: None)()
+
+
+def dies_and_returns_with_old_weights(server: LiveStandIn, at: str) -> None:
+    if at == "die":
+        server.stop()
+        server.version = 0
+        server.start()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/abort_request"], ids=["in generation", "in a hold"])
+@pytest.mark.parametrize("harm", [dies, hangs, dies_and_returns_with_old_weights])
+def test_a_server_at_fault_costs_no_place_and_no_bound(
+    servers: list[LiveStandIn],
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[LiveStandIn, str], None],
+    path: str,
+) -> None:
+    """The other server goes on; the next push finds the one that answers again."""
+    first, is_done = servers[0], list[bool]()
+
+    def before(called: str, number: int) -> None:
+        if called == path and rank.served.weight_version >= 1 and not is_done:
+            is_done.append(True)
+            harm(first, "die")
+
+    rank = ServedRank(servers)
+    first.before = before
+    trained = list[int]()
+    rank.push(0, NUM_VERSIONS)
+    for version in range(NUM_VERSIONS):
+        found = rank.ahead.next(version, rank.peer.all_gather, lambda: False)
+        assert found is not None
+        groups, counts = found
+        assert counts.num_dropped_samples == 0
+        trained += [place_of(group.samples[0].id) for group in groups]
+        for sample in (sample for group in groups for sample in group.samples):
+            assert all(
+                version - BOUND.max_staleness <= span.version <= version for span in sample.weight_versions
+            )
+        if version == 3:
+            harm(first, "return")
+        time.sleep(0.05)
+        rank.push(version + 1, NUM_VERSIONS - version - 1)
+    cursor = rank.ahead.cursor
+    rank.ahead.close()
+    assert is_done
+    assert rank.hold_s < HOLD_S + 3
+    assert first.version == (1 if harm is dies else NUM_VERSIONS)  # what the last push did
+    top, again = PromptStream(PROMPTS, 0, shuffle=False, cursor=cursor).upcoming
+    assert sorted([*trained, *again]) == list(range(top))
+    assert len(set(trained)) == len(trained) == NUM_VERSIONS * BOUND.prompts_per_rollout
+    deadline = time.monotonic() + 3
+    while any(server.running_ids for server in servers if server.answers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_no_server_left_is_raised_by_the_wait_and_by_the_next_hold(servers: list[LiveStandIn]) -> None:
+    rank = ServedRank(servers)
+    rank.push(0, 9)
+    for server in servers:
+        server.stop()
+    with pytest.raises(ServerError, match=r"no connection|broken answer"):
+        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+    with pytest.raises(ServerError), rank.ahead.held(1, 8):
+        raise AssertionError("nothing is pushed")
+    started = time.monotonic()
+    rank.ahead.close()
+    assert time.monotonic() - started < HOLD_S + 3
+
+
+def test_a_thread_that_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, servers: list[LiveStandIn]
+) -> None:
+    monkeypatch.setattr("megatron_dppo.rollout.producer._ANSWER_S", 0.2)
+    rank = ServedRank(servers)
+    rank.push(0, 9)
+    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
+    producer._loop.call_soon_threadsafe(time.sleep, 1.0)  # a tokenizer that never returns, say
+    with pytest.raises(RolloutError, match=r"found no answer to 'state' within 0\.2 s"):
+        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+    monkeypatch.undo()
+    rank.ahead.close()  # once the thread answers again

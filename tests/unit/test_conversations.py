@@ -1,0 +1,354 @@
+"""Conversations one by one: what they sample is that of turns together, and none waits for another."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from concurrent_engines import OneByOne, interrupted
+from samples import assert_same
+from test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, multi_turn_engine
+from test_transformers_engine import engine_of, moe_config, reference_model
+
+from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.environments import EnvironmentFault, Environments, InProcess, SingleTurn, Trajectory, Turn
+from megatron_dppo.errors import RewardError, RolloutError, ServerError
+from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
+from megatron_dppo.rollout.embedded.engine import TransformersEngine
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted, resumed
+from megatron_dppo.rollout.group_sampling import sample, score_groups
+from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine
+from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.types import Prompt
+from tools.benchmarks.conversations import main as measure
+
+LENGTHS = (5, 1, 3)
+LIMITS = TurnLimits(max_turns=3, max_turn_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def engine() -> TransformersEngine:
+    """Ends no response itself: each turn has all its tokens."""
+    return engine_of(reference_model(moe_config()))
+
+
+@pytest.fixture(scope="module")
+def ending() -> TransformersEngine:
+    return engine_of(reference_model(moe_config()), eos_token_ids=ENDS)
+
+
+class Delayed(InProcess):
+    """Answers when it may: after it waited for what `until` returns."""
+
+    def __init__(self, until: Callable[[Trajectory], Awaitable[Any]]) -> None:
+        super().__init__(Scripted)
+        self.until = until
+
+    async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
+        await self.until(trajectory)
+        return await super().answer(trajectory)
+
+
+def assert_same_conversation(one: Completion, other: Completion) -> None:
+    """Equal in all but what batches of other sizes round."""
+    for name in ("log_probs", "topk"):
+        a, b = getattr(one, name), getattr(other, name)
+        a, b = (a, b) if name == "log_probs" else (a.log_probs, b.log_probs)
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    assert one.topk is not None and other.topk is not None
+    assert torch.equal(one.topk.ids, other.topk.ids)
+    nothing = torch.zeros(0)
+    one, other = (dataclasses.replace(each, log_probs=nothing, topk=None) for each in (one, other))
+    assert_same(one, other)
+
+
+def test_one_by_one_they_are_those_of_turns_together(ending: TransformersEngine) -> None:
+    requests, one_by_one = asked(LENGTHS), OneByOne(ending)
+    together = multi_turn_engine(ending).generate(requests, PARAMS)
+    alone = multi_turn_engine(one_by_one).generate(requests, PARAMS)
+    for one, other in zip(alone, together, strict=True):
+        assert one.loss_mask is not None and not one.loss_mask.all()
+        assert one.episode is not None and one.episode.num_turns == 3
+        assert_same_conversation(one, other)
+    assert len(one_by_one.asked) == 3 * len(requests)
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_turns_together_keep_their_order(ending: TransformersEngine, last: int) -> None:
+    """Whichever environment is the slowest, a call has all open conversations in the order of the requests."""
+    requests, recorded = asked(LENGTHS), Recorded(ending)
+    calls, counted = list[list[str]](), dict[int, int]()
+    generate = recorded.generate
+
+    def noted(batch: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        calls.append([request.id for request in batch])
+        return generate(batch, params)
+
+    recorded.generate = noted  # type: ignore[method-assign]
+    others_answered = asyncio.Event()
+
+    async def until(trajectory: Trajectory) -> None:
+        turn = len(trajectory.responses)
+        if turn != 1:
+            return
+        if trajectory.id == requests[last].id:
+            await others_answered.wait()
+        counted[turn] = counted.get(turn, 0) + 1
+        if counted[turn] == len(requests) - 1:
+            others_answered.set()
+
+    slow = MultiTurnEngine(cast(Any, recorded), Delayed(until), TOKENIZER, LIMITS)
+    completions = slow.generate(requests, PARAMS)
+    assert calls == [[request.id for request in requests]] * 3
+    for one, other in zip(completions, multi_turn_engine(ending).generate(requests, PARAMS), strict=True):
+        assert_same(one, other)
+
+
+def test_a_slow_environment_holds_up_its_own_conversation_only(ending: TransformersEngine) -> None:
+    requests, ended = asked(LENGTHS), asyncio.Event()
+    num_ended = 0
+
+    async def until(trajectory: Trajectory) -> None:
+        nonlocal num_ended
+        if trajectory.id == requests[0].id:
+            await ended.wait()  # turns together would wait for ever
+        num_ended += len(trajectory.responses) == 3
+        if num_ended == len(requests) - 1:
+            ended.set()
+
+    one_by_one = OneByOne(ending)
+    completions = MultiTurnEngine(one_by_one, Delayed(until), TOKENIZER, LIMITS).generate(requests, PARAMS)
+    assert one_by_one.asked[-2:] == [requests[0].id] * 2
+    for one, other in zip(completions, multi_turn_engine(ending).generate(requests, PARAMS), strict=True):
+        assert_same_conversation(one, other)
+
+
+def test_an_environment_that_fails_ends_its_own_conversation(engine: TransformersEngine) -> None:
+    class Failing(Scripted):
+        def step(self, response: str, finish_reason: Any) -> Turn:
+            turn = super().step(response, finish_reason)
+            if self.prompt.id == "1" and self.num_turns == 2:
+                raise KeyError("the board is lost")
+            return turn
+
+    completions = multi_turn_engine(OneByOne(engine), Failing).generate(asked(LENGTHS), PARAMS)
+    episodes = [completion.episode for completion in completions]
+    assert [each.num_turns for each in episodes if each] == [3, 2, 3]
+    faults = [each.fault for each in episodes if each]
+    assert faults[1] is not None and "the board is lost" in faults[1] and faults.count(None) == 2
+
+
+def conversation(
+    ask: Callable[[Request, SamplingParams], Awaitable[Completion]],
+    request: Request,
+    environments: Environments | None = None,
+    limits: TurnLimits = LIMITS,
+    params: SamplingParams = PARAMS,
+) -> Completion:
+    conversations = Conversations(environments or InProcess(Scripted), TOKENIZER, limits)
+    return asyncio.run(conversations.run(request, params, ask))
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_a_response_that_is_given_up_ends_its_conversation(engine: TransformersEngine, turn: int) -> None:
+    num_asked = 0
+
+    async def ask(request: Request, params: SamplingParams) -> Completion:
+        nonlocal num_asked
+        num_asked += 1
+        return aborted(request) if num_asked == turn else engine.generate([request], params)[0]
+
+    completion = conversation(ask, asked([5])[0])
+    assert (num_asked, completion.finish_reason, completion.episode) == (turn, "abort", None)
+    assert completion.tokens.numel() == {1: 0, 2: 4 + 2, 3: 4 + 2 + 4 + 1}[turn]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_turns_that_were_interrupted_are_those_that_were_not(
+    engine: TransformersEngine, num_tokens: int
+) -> None:
+    """Every turn is held after each `num_tokens` tokens, and resumed as a producer does."""
+    left: list[int | None] = []
+
+    async def ask(request: Request, params: SamplingParams) -> Completion:
+        while True:
+            left.append(params.max_turn_tokens)
+            part = dataclasses.replace(params, max_turn_tokens=min(num_tokens, params.max_turn_tokens or 4))
+            completion = engine.generate([request], part)[0]
+            if completion.finish_reason == "stop":
+                return completion
+            rest = resumed(request, interrupted(completion), params)
+            if rest is None:
+                return dataclasses.replace(completion, finish_reason="length")
+            request, params = rest
+
+    (request,) = asked([5])
+    whole = conversation(OneByOne(engine).ask, request)
+    assert whole.episode is not None and whole.episode.num_turns == 3
+    assert_same_conversation(conversation(ask, request), whole)
+    assert left[:2] == [4, 4 - num_tokens]
+
+
+def test_a_turn_that_was_interrupted_has_what_its_limit_leaves(engine: TransformersEngine) -> None:
+    (request,) = asked([5])
+    params = dataclasses.replace(PARAMS, max_response_tokens=7, max_turn_tokens=5)
+    assert resumed(request, aborted(request), params) == (request, params), "nothing was sampled"
+    part = dataclasses.replace(params, max_turn_tokens=2)
+    two = interrupted(engine.generate([request], part)[0])
+    rest = resumed(request, two, params)
+    assert rest is not None and rest[0].partial is two and rest[1].max_turn_tokens == 3
+    longer = engine.generate([rest[0]], part)[0]
+    assert longer.tokens.numel() == 4
+    for asked_before in (rest, (request, params)):  # the rest of a rest, and the rest of the whole
+        again = resumed(asked_before[0], longer, asked_before[1])
+        assert again is not None and again[1].max_turn_tokens == 1
+    assert resumed(request, longer, dataclasses.replace(params, max_turn_tokens=4)) is None
+    assert resumed(request, longer, dataclasses.replace(params, max_response_tokens=4)) is None
+    unlimited = resumed(request, longer, dataclasses.replace(params, max_turn_tokens=None))
+    assert unlimited is not None and unlimited[1].max_turn_tokens is None
+
+
+def test_the_beginning_of_a_response_counts_among_its_tokens(engine: TransformersEngine) -> None:
+    (request,) = asked([5])
+    single = (InProcess(SingleTurn), TurnLimits(max_turn_tokens=6))
+    whole = conversation(OneByOne(engine).ask, request, *single)
+    for num_tokens in (2, 6):
+        params = dataclasses.replace(PARAMS, max_turn_tokens=num_tokens)
+        begun = interrupted(engine.generate([request], params)[0])
+        again = conversation(OneByOne(engine).ask, dataclasses.replace(request, partial=begun), *single)
+        assert_same_conversation(again, whole)
+
+
+def test_it_is_enough_when_enough_trajectories_ended(engine: TransformersEngine) -> None:
+    requests, told = asked(LENGTHS), list[str]()
+
+    def is_enough(completion: Completion) -> bool:
+        told.append(completion.request_id)
+        return True
+
+    multi_turn = multi_turn_engine(OneByOne(engine), SingleTurn, max_turns=1, max_turn_tokens=None)
+    completions = multi_turn.generate_each(requests, PARAMS, unheard, is_enough)
+    ended = [each.request_id for each in completions if each.finish_reason != "abort"]
+    assert len(told) == 1 and set(told) <= set(ended) and len(ended) < len(requests)
+    assert [each.request_id for each in completions] == [request.id for request in requests]
+
+
+async def unheard(completion: Completion) -> None:
+    pass
+
+
+@pytest.mark.parametrize("is_concurrent", [True, False])
+def test_what_an_engine_raises_is_raised(engine: TransformersEngine, is_concurrent: bool) -> None:
+    broken = dataclasses.replace(asked([1])[0], id="broken", prompt_tokens=(99,))
+    multi_turn = multi_turn_engine(OneByOne(engine) if is_concurrent else engine)
+    with pytest.raises(RolloutError, match="request broken: found token ids 99"):
+        multi_turn.generate([*asked(LENGTHS), broken], PARAMS)
+
+
+class Rewards:
+    """Scores the length of a response once it may: after it waited for what `until` returns."""
+
+    def __init__(self, until: Callable[[RewardRequest], Awaitable[Any]]) -> None:
+        self.until, self.scored = until, list[str]()
+
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        self.scored.append(request.prompt.id)
+        await self.until(request)
+        if request.prompt.id == "1":
+            return RewardFault("reward_failed", "the judge is away")
+        return RewardResult(float(len(request.response.split())))
+
+
+def groups_of(num_prompts: int) -> list[PromptGroup]:
+    maker = GroupMaker(TOKENIZER, 2, max_prompt_tokens=9, seed=1)
+    prompts = [Prompt(str(i), "", "test", text=f"<bos> t{5 + i}") for i in range(num_prompts)]
+    return maker.begin(2, [(i, Drawn(i, prompt)) for i, prompt in enumerate(prompts)])
+
+
+def trajectories(engine: Any) -> MultiTurnEngine:
+    return multi_turn_engine(engine, SingleTurn, max_turns=1, max_turn_tokens=None)
+
+
+def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None:
+    """The last response is asked for only once a reward was asked for; results stand as without haste."""
+    one_by_one, first_scored = OneByOne(ending), asyncio.Event()
+    ask = one_by_one.ask
+
+    async def patient(request: Request, params: SamplingParams) -> Completion:
+        if request.id.endswith("2+1"):
+            await first_scored.wait()
+        return await ask(request, params)
+
+    async def until(request: RewardRequest) -> None:
+        first_scored.set()
+
+    one_by_one.ask = patient  # type: ignore[method-assign]
+    scorer = Scorer(TOKENIZER, Rewards(until), True, None)
+    sampled = sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer)
+    assert [len(group.scores) for group in sampled] == [2, 2, 2]
+    early = score_groups(scorer, sampled)
+    late = score_groups(scorer, sample(ending, groups_of(3), PARAMS, 3, scorer))
+    for one, other in zip(early, late, strict=True):
+        assert [each.sample_id for each in one.faults] == [each.sample_id for each in other.faults]
+        assert [each.reward for each in one.samples] == [each.reward for each in other.samples]
+        assert [each.id for each in one.samples] == [each.id for each in other.samples]
+    assert [len(group.samples) for group in early] == [2, 0, 2]
+
+
+def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:
+    one_by_one, ended = OneByOne(ending), asyncio.Event()
+    rewards: Rewards
+
+    async def until(request: RewardRequest) -> None:
+        if len(rewards.scored) == 6:
+            ended.set()
+        elif request.prompt.id == "0":
+            await ended.wait()
+
+    rewards = Rewards(until)
+    scorer = Scorer(TOKENIZER, rewards, True, None)
+    groups = score_groups(scorer, sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer))
+    assert len(rewards.scored) == 6 and [len(group.samples) for group in groups] == [2, 0, 2]
+
+
+def test_what_is_kept_half_done_is_scored_once(ending: TransformersEngine) -> None:
+    """Scores of responses stay with their groups; those that a hold left get theirs when they end."""
+
+    async def until(request: RewardRequest) -> None:
+        pass
+
+    rewards = Rewards(until)
+    scorer, engine = Scorer(TOKENIZER, rewards, True, None), trajectories(OneByOne(ending))
+    begun = sample(engine, groups_of(3), PARAMS, 1, scorer)
+    num_whole = sum(group.is_whole for group in begun)
+    assert 1 <= num_whole < 3 and len(rewards.scored) == sum(len(group.scores) for group in begun)
+    whole = score_groups(scorer, sample(engine, begun, PARAMS, 3, scorer))
+    assert all(group.is_whole for group in whole) and sorted(rewards.scored) == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_what_scoring_raises_ends_the_sampling(ending: TransformersEngine) -> None:
+    async def until(request: RewardRequest) -> None:
+        raise RewardError("data.reward: it never answers")
+
+    scorer, one_by_one = Scorer(TOKENIZER, Rewards(until), True, None), OneByOne(ending)
+    with pytest.raises(RewardError, match="never answers"):
+        sample(trajectories(one_by_one), groups_of(3), PARAMS, 3, scorer)
+
+
+def test_no_answer_at_all_is_the_servers_fault(ending: TransformersEngine) -> None:
+    class Lost(OneByOne):
+        async def ask(self, request: Request, params: SamplingParams) -> Completion:
+            self.errors[request.id] = ServerError(f"no answer to {request.id}")
+            return aborted(request)
+
+    with pytest.raises(ServerError, match="no answer to r0"):
+        trajectories(Lost(ending)).generate(asked(LENGTHS), PARAMS)
+
+
+def test_the_benchmark_of_conversations_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    measure(2, 1e-4, 1e-4, 1e-4)
+    assert "times as fast" in capsys.readouterr().out

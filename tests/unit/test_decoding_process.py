@@ -1,0 +1,179 @@
+"""Faults of the process that decodes answers: each costs one answer, and none hangs."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+from test_sglang_protocol import MODEL, recorded
+
+from megatron_dppo.errors import ReplyError, RolloutError
+from megatron_dppo.rollout.engine import Completion
+from megatron_dppo.rollout.sglang import decoding_process
+from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
+from megatron_dppo.rollout.sglang.protocol import Generation0521
+
+LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
+TRAINER = """
+import asyncio, json, sys, time
+from pathlib import Path
+from megatron_dppo.errors import ReplyError
+from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
+from megatron_dppo.rollout.sglang.replies import Expected
+
+decoding = DecodingProcess(small_bytes=0)
+try:
+    asyncio.run(decoding.read("reply 0.5.21", b"[]", Expected("an answer")))
+except ReplyError as error:
+    print(json.dumps([decoding.pid, str(error)]), flush=True)
+if sys.argv[1] == "killed":
+    time.sleep(600)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def _reply(decoding: DecodingProcess, name: str = "topk_and_routes", behind: bytes = b"") -> Completion:
+    request, params, body = recorded(name)
+    content = json.dumps(body).encode() + behind
+    return await Generation0521(decoding).read_reply(content, request, params, MODEL)
+
+
+def _read(decoding: DecodingProcess, behind: bytes = b"") -> Completion:
+    return asyncio.run(_reply(decoding, behind=behind))
+
+
+def _pid(decoding: DecodingProcess) -> int:
+    assert decoding.pid is not None
+    return decoding.pid
+
+
+@pytest.mark.parametrize("behind", [b"", LARGE])
+def test_a_process_that_is_killed_costs_one_answer_and_is_replaced(behind: bytes) -> None:
+    decoding = DecodingProcess(small_bytes=0)
+    for _ in range(2):
+        whole = _read(decoding, behind)
+        first = _pid(decoding)
+        os.kill(first, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(_read, decoding, behind)
+            time.sleep(0.1)
+            assert not reading.done()
+            os.kill(first, signal.SIGKILL)
+            with pytest.raises(ReplyError, match=r"answer to .* was killed by SIGKILL; expected arrays"):
+                reading.result()
+        assert not is_alive(first)
+        assert torch.equal(_read(decoding, behind).tokens, whole.tokens)
+
+
+def test_a_process_that_was_killed_while_idle_costs_nothing() -> None:
+    decoding = DecodingProcess(small_bytes=0)
+    _read(decoding)
+    first = psutil.Process(_pid(decoding))
+    first.kill()
+    while first.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert _read(decoding).topk is not None
+    assert _pid(decoding) != first.pid
+
+
+def test_a_process_that_hangs_is_killed_in_time() -> None:
+    decoding = DecodingProcess(small_bytes=0, timeout_s=1.0)
+    _read(decoding)
+    first = _pid(decoding)
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(ReplyError, match="gave no answer within 1 s"):
+        _read(decoding, LARGE)
+    assert not is_alive(first)
+    assert _read(decoding).topk is not None
+
+
+def test_the_run_stops_where_the_next_process_is_lost_too() -> None:
+    decoding = DecodingProcess(small_bytes=0, timeout_s=0.0)
+    with pytest.raises(ReplyError, match="gave no answer within 0 s"):
+        _read(decoding, LARGE)
+    with pytest.raises(RolloutError, match="gave no answer within 0 s, as the one before it was lost") as stops:
+        _read(decoding, LARGE)
+    assert not isinstance(stops.value, ReplyError)  # that would be one more dropped sample
+
+
+def test_a_process_that_does_not_start_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding_process, "_MODULE", "megatron_dppo.no_such_module")
+    with pytest.raises(RolloutError, match="found that it exited with code 1 when it was started"):
+        _read(DecodingProcess(small_bytes=0))
+
+
+def test_threads_and_event_loops_share_one_process() -> None:
+    decoding = DecodingProcess(small_bytes=0)
+    names = ["plain", "topk_and_routes", "stop"]
+
+    async def read_all(shift: int) -> None:
+        order = [names[(shift + k) % len(names)] for k in range(12)]
+        replies = await asyncio.gather(*(_reply(decoding, name) for name in order))
+        for name, reply in zip(order, replies, strict=True):
+            request, _, body = recorded(name)
+            assert (reply.request_id, reply.tokens.tolist()) == (request.id, body["output_ids"])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda shift: asyncio.run(read_all(shift)), range(4)))
+    assert is_alive(_pid(decoding))
+
+
+def test_an_answer_that_is_no_longer_awaited_is_not_given_to_the_next_one() -> None:
+    decoding = DecodingProcess(small_bytes=0)
+    _read(decoding)
+    os.kill(_pid(decoding), signal.SIGSTOP)
+
+    async def read() -> Completion:
+        given_up = asyncio.create_task(_reply(decoding, "stop"))
+        await asyncio.sleep(0.1)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        os.kill(_pid(decoding), signal.SIGCONT)
+        return await _reply(decoding, "plain")
+
+    assert asyncio.run(read()).request_id == recorded("plain")[0].id
+
+
+@pytest.mark.parametrize("how", ["killed", "ends"])
+def test_it_ends_with_the_trainer(how: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", TRAINER, how], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        pid, message = json.loads(trainer.stdout.readline())
+        if how == "killed":
+            assert is_alive(pid)
+            trainer.kill()
+    assert message.startswith("an answer: found no JSON of an answer (Expected `object`, got `array`)")
+    deadline = time.monotonic() + 60
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "it outlives the trainer"
+        time.sleep(0.01)
+
+
+def test_it_goes_with_the_object_that_started_it() -> None:
+    decoding = DecodingProcess(small_bytes=0)
+    _read(decoding)
+    pid = _pid(decoding)
+    del decoding
+    gc.collect()
+    assert not is_alive(pid)
+
+
+def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library() -> None:
+    decoding = DecodingProcess()
+    _read(decoding)
+    assert decoding.pid is None
+    imports = "import sys, megatron_dppo.rollout.sglang.decoding_worker as worker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True)
+    assert {"numpy", "megatron_dppo.rollout.sglang.replies"} <= set(done.stdout.split())
+    assert {"torch", "transformers", "pydantic", "httpx2"}.isdisjoint(done.stdout.split())

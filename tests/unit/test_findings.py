@@ -1,0 +1,264 @@
+"""What the report says first: sentences that follow the runs, and silence where they cannot tell."""
+
+import importlib.util
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dppo.analysis.contrasts import pooled_change
+from megatron_dppo.analysis.report.findings import MIN_SEEDS, Finding, findings
+from megatron_dppo.analysis.report.names import run_names
+from megatron_dppo.analysis.report.speed import why_not_comparable
+from megatron_dppo.analysis.report.summary import difference
+from megatron_dppo.run_folder.reader import MetricsRow, Run
+
+Tables = Mapping[str, Mapping[str, Any]]
+MEASURE: Tables = {"rollout": {"routing_replay": "measure"}}
+REPLAY: Tables = {"rollout": {"routing_replay": "replay"}}
+
+
+def _run(
+    name: str,
+    tables: Tables = MEASURE,
+    *,
+    seed: int = 0,
+    num_rollouts: int = 30,
+    reward: float = 0.8,
+    length: float = 17.0,
+    kl: float = 8e-4,
+    masked: float = 0.01,
+    tokens_per_s: float = 1000.0,
+    paired: tuple[float, float] | None = None,
+    host: str | None = "a",
+) -> Run:
+    """A run with constant metrics, and with pairs of KL that scatter about two means where they are given."""
+    noise = random.Random(seed)
+    rollouts: list[MetricsRow] = []
+    for n in range(num_rollouts):
+        values = {"reward/mean": reward, "rollout/response_length_mean": length, "mismatch/kl_k3": kl}
+        values["throughput/tokens_per_s"] = tokens_per_s
+        if paired is not None:
+            live, replayed = (mean * noise.uniform(0.8, 1.2) for mean in paired)
+            values |= {"mismatch_live/kl_k3": live, "mismatch_replayed/kl_k3": replayed}
+            values["mismatch_live/num_tokens"] = 100 + n
+        rollouts.append(MetricsRow(n, None, values))
+    signs = ("positive", "negative")
+    masks = {f"trust_region/masked_fraction_{sign}": masked for sign in signs}
+    steps = tuple(MetricsRow(n, n, masks) for n in range(num_rollouts))
+    config = {"run": {"seed": seed, "num_rollouts": num_rollouts, "folder": name}, **tables}
+    versions = {"host": host} if host else {}
+    return Run(name, Path("/runs") / name, config, versions, steps, tuple(rollouts), ())
+
+
+def _said(*runs: Run) -> dict[str, list[tuple[str, str]]]:
+    """Verdicts and texts by topic."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for finding in findings(runs, run_names(runs)):
+        found.setdefault(finding.topic, []).append((finding.verdict, finding.text))
+    return found
+
+
+def test_one_seed_of_r3_off_and_on() -> None:
+    off = _run("m", paired=(1e-3, 4e-4), reward=0.867, masked=0.003)
+    on = _run("r", REPLAY, seed=0, paired=(1e-3, 4e-4), reward=0.877, kl=4e-4, masked=0.002)
+    said = _said(off, on)
+    (paired, between) = said["mismatch"]
+    assert paired[0] == "decided"
+    assert paired[1].startswith("R3 lowered the KL between rollout and trainer on the same tokens by ")
+    assert "(60 forwards of 2 runs, 95 % interval" in paired[1]
+    assert between == (
+        "open",
+        "Mean KL of the tokens trained on: 8.0e-4 (R3 off) against 4.0e-4 (R3 on): one seed, not decided.",
+    )
+    rewards = "Reward, mean of the last 10: .867 (R3 off) against .877 (R3 on): one seed, not decided."
+    assert said["reward"] == [("open", rewards)]
+    assert said["length"] == [
+        ("note", "Response length: 17.0 (R3 off) against 17.0 (R3 on): equal to within 1 %.")
+    ]
+    masked = "Masked share of the tokens: 0.30 % (R3 off) against 0.20 % (R3 on): one seed, not decided."
+    assert said["masked"] == [("open", masked)]
+    assert said["stability"] == [("note", "No run raised an alarm or skipped a gradient step in 30 rollouts.")]
+    assert "speed" not in said and "length of the run" not in said
+
+
+@pytest.mark.parametrize(
+    ("means", "num_rollouts", "verdict", "words"),
+    [
+        ((1e-3, 2e-3), 30, "decided", "R3 raised the KL between rollout and trainer on the same tokens by 1"),
+        (
+            (1e-3, 1e-3),
+            30,
+            "open",
+            "Whether R3 lowers the KL between rollout and trainer on the same tokens is",
+        ),
+        ((1e-3, 4e-4), 4, "open", " % lower over 4 forwards: too few to decide."),
+    ],
+)
+def test_the_paired_forward(means: tuple[float, float], num_rollouts: int, verdict: str, words: str) -> None:
+    (found,) = _said(_run("m", paired=means, num_rollouts=num_rollouts))["mismatch"]
+    assert found[0] == verdict and words in found[1]
+
+
+def test_no_mismatch_is_no_finding() -> None:
+    """A float32 engine has KL 0: there is no share to speak of."""
+    assert "mismatch" not in _said(_run("m", paired=(0.0, 0.0)))
+
+
+@pytest.mark.parametrize("num_seeds", [2, MIN_SEEDS])
+@pytest.mark.parametrize(("gain", "decides"), [(0.05, True), (0.0, False)])
+def test_several_seeds_decide_by_their_interval(num_seeds: int, gain: float, decides: bool) -> None:
+    runs: list[Run] = []
+    for seed in range(num_seeds):
+        own = 0.5 + 0.01 * seed
+        wobble = 0.02 if seed % 2 else -0.019
+        runs.append(_run(f"m{seed}", seed=seed, reward=own))
+        runs.append(_run(f"r{seed}", REPLAY, seed=seed, reward=own + gain + wobble))
+    ((verdict, text),) = _said(*runs)["reward"]
+    if not decides:
+        assert verdict in ("open", "note") and ("not decided" in text or "equal" in text)
+    elif num_seeds < MIN_SEEDS:
+        assert verdict == "open" and f"{num_seeds} seeds agree, too few to decide" in text
+    else:
+        assert verdict == "decided" and f": higher ({num_seeds} seeds, 95 % interval of the difference" in text
+
+
+def test_silence_where_runs_cannot_tell() -> None:
+    """Other data, few rollouts, settings that changed, seeds that no two share."""
+    data = _run("b", {**REPLAY, "data": {"prompts": "other.jsonl"}}, reward=0.1)
+    said = _said(_run("a"), data)
+    (told,) = said["reward"]
+    assert told == (
+        "note",
+        "The runs differ in data.prompts, so reward, length and mismatch are not compared.",
+    )
+    assert not said.keys() & {"mismatch", "length", "masked"}
+    workers = _run("b", {**MEASURE, "data": {"reward_workers": 4}}, reward=0.1)
+    assert _said(_run("a"), workers)["reward"][0][0] == "open", "processes change no reward"
+    few = _said(_run("a", num_rollouts=4), _run("b", REPLAY, num_rollouts=30, reward=0.1))
+    assert [text for _, text in few["reward"]] == [
+        "4 rollouts are too few to compare reward, length and masked share (from 20 on)."
+    ]
+    apart = _said(_run("a", seed=1), _run("b", REPLAY, seed=2, reward=0.1))["reward"]
+    assert apart == [
+        (
+            "open",
+            "Reward, mean of the last 10: .800 (R3 off) against .100 (R3 on): no seed in common, not decided.",
+        )
+    ]
+    assert findings([replace(_run("a"), rollouts=(), steps=())], ["a"]) == []
+
+
+def test_speed_needs_one_machine_and_repeats() -> None:
+    twice = [
+        _run(f"{n}{s}", t, seed=s, tokens_per_s=v)
+        for s in range(6)
+        for n, t, v in (("a", MEASURE, 9.0), ("b", REPLAY, 5.0))
+    ]
+    assert why_not_comparable(twice) == ""
+    assert _said(*twice)["speed"][0][1].startswith("Tokens per second: 9 (R3 off) against 5 (R3 on): lower (")
+    assert "fewer than 6 runs" in why_not_comparable(twice[:2]) and "speed" not in _said(*twice[:2])
+    elsewhere = [*twice[:-1], _run("b5", REPLAY, seed=5, host="z")]
+    assert "different machines (a, z)" in why_not_comparable(elsewhere) and "speed" not in _said(*elsewhere)
+    assert "not known" in why_not_comparable([_run("a", host=None), _run("b", host=None)])
+    more = replace(twice[0], versions={"host": "a", "world_size": 8})
+    assert "different numbers of processes" in why_not_comparable([*twice[1:], more])
+
+
+def test_alarms_and_skipped_steps_are_told() -> None:
+    broken = _run("b", REPLAY)
+    rows = list(broken.rollouts)
+    rows[20] = replace(rows[20], values={**rows[20].values, "rollout/response_length_mean": 60.0})
+    steps = (replace(broken.steps[0], values={**broken.steps[0].values, "optimizer/skipped_steps": 1.0}),)
+    broken = replace(broken, rollouts=tuple(rows), steps=(*steps, *broken.steps[1:]))
+    said = _said(_run("a"), broken)["stability"]
+    assert said == [
+        ("warning", "R3 on: 1 alarm (length_jump at rollout 21), 1 gradient step skipped; the other none.")
+    ]
+
+
+def test_one_run_says_whether_its_reward_rose() -> None:
+    flat = _run("a")
+    rising = replace(
+        flat,
+        rollouts=tuple(
+            replace(row, values={**row.values, "reward/mean": 0.4 + 0.01 * row.rollout})
+            for row in flat.rollouts
+        ),
+    )
+    assert _said(rising)["reward"] == [
+        ("decided", "Reward rose from .445 (first 10 rollouts) to .645 (last 10).")
+    ]
+    assert _said(flat)["reward"][0][0] == "open"
+    assert "length of the run" in _said(replace(rising, config={"run": {"num_rollouts": 99}}))
+
+
+def test_of_many_settings_only_what_is_decided_is_said() -> None:
+    runs = [
+        _run(
+            f"{n}_{seed}",
+            {"algorithm": {"delta": 0.1 * n}},
+            seed=seed,
+            reward=0.5 + 0.001 * seed + (n == 5) * 0.2,
+        )
+        for n in range(6)
+        for seed in range(MIN_SEEDS)
+    ]
+    found = [finding for finding in findings(runs, run_names(runs)) if finding.topic == "reward"]
+    assert [finding.verdict for finding in found] == ["decided", "open"]
+    assert "(delta 0) against .703 (delta 0.5): higher" in found[0].text
+    assert isinstance(found[1], Finding) and "comparisons with delta 0 are not decided" in found[1].text
+
+
+def test_runs_are_named_by_what_differs() -> None:
+    both = [_run("m"), _run("r", REPLAY)]
+    assert run_names(both) == ["R3 off", "R3 on"]
+    assert run_names([*both, _run("r1", REPLAY, seed=1)]) == ["R3 off", "R3 on, seed 0", "R3 on, seed 1"]
+    off = _run("o", {"rollout": {"routing_replay": "off"}})
+    assert run_names([*both, off]) == ["R3 off (measure)", "R3 on", "R3 off (off)"]
+    presets = [_run(name, {"algorithm": {"preset": name}}) for name in ("grpo", "dppo_binary_tv")]
+    assert run_names(presets) == ["grpo", "dppo_binary_tv"]
+    assert run_names([_run("a"), _run("b", seed=1)]) == ["seed 0", "seed 1"]
+    assert run_names([_run("a"), _run("b")]) == ["a", "b"], "nothing differs"
+    several = {**REPLAY, "algorithm": {"preset": "grpo"}}
+    assert run_names([_run("a"), _run("b", several)]) == ["a", "b"], "two things differ"
+    assert run_names([_run("a"), _run("b", {"algorithm": {"note": 50 * "x"}, **MEASURE})]) == ["a", "b"]
+    assert run_names(both[:1]) == ["m"]
+
+
+def test_a_pooled_change_and_its_interval() -> None:
+    weights, before, after = [1.0, 3.0, 2.0], [4.0, 8.0, 6.0], [2.0, 5.0, 1.0]
+    found = pooled_change(weights, before, after)
+    assert found.change == pytest.approx((1 * 2 + 3 * 5 + 2 * 1) / (1 * 4 + 3 * 8 + 2 * 6) - 1)
+    assert found.low < found.change < found.high and found.num_pairs == 3
+    same = pooled_change([1.0, 2.0], [4.0, 8.0], [2.0, 4.0])
+    assert (same.low, same.change, same.high) == (-0.5, -0.5, -0.5)
+    assert np.isnan(pooled_change([1.0], [0.0], [1.0]).change)
+
+
+def test_differences_read_as_a_person_writes_them() -> None:
+    assert difference(0.867, 0.877, "fraction") == "+0.010"
+    assert difference(8e-4, 4e-4, "number") == "−50 %"
+    assert difference(0.003, 0.087, "number") == "× 29"
+    assert difference(80, 80, "count") == "=" and difference(None, 1.0, "count") == "–"
+    assert difference(-0.54, -0.62, "change") == "−8 points"
+
+
+def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:
+    """Under the first finding, the same each time, and small enough for a first page."""
+    file = Path(__file__).parents[2] / "examples" / "quickstart" / "picture.py"
+    spec = importlib.util.spec_from_file_location("quickstart_picture", file)
+    assert spec and spec.loader
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    runs = [_run("m", paired=(1e-3, 4e-4)), _run("r", REPLAY, paired=(1e-3, 4e-4))]
+    for name in ("a.svg", "b.svg"):
+        picture.draw(runs, tmp_path / name)
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn == (tmp_path / "b.svg").read_text()
+    assert "R3 lowered the KL" in drawn and "replayed routes (R3 on)" in drawn
+    assert (file.parent / "r3_off_and_on.svg").stat().st_size <= 60_000

@@ -1,0 +1,253 @@
+"""`make gpu`'s program on stand-in steps: time limits, failures, goals, and small steps of its own on a CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner, Result
+
+from megatron_dppo.cli_options import program
+from tools.benchmarks.loss_goals import GOALS
+from tools.gpu_machine import __main__ as gpu_machine
+from tools.gpu_machine.execution import run_step
+from tools.gpu_machine.goals import case_goals, counts, lines
+from tools.gpu_machine.steps import Step, gpu_steps, sglang_steps
+
+ROOT = Path(__file__).parents[2]
+# A child in a session of its own that is deaf to SIGTERM, and this process too; both write their numbers.
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) < 3:
+    subprocess.Popen([sys.executable, "-c", open(sys.argv[1] + "/hangs.py").read(), sys.argv[1], "child"],
+                     start_new_session=True)
+open(f"{sys.argv[1]}/{os.getpid()}.pid", "w").close()
+print("begun", flush=True)
+time.sleep(600)
+"""
+LEAVES = 'import subprocess, sys; print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid); '
+
+
+def python(name: str, code: str, *arguments: str, limit_s: float = 60, **options: Any) -> Step:
+    return Step(name, ("-c", code, *arguments), limit_s, r"^found|^\d+$", **options)
+
+
+@pytest.fixture(autouse=True)
+def as_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program changes both, of its own process."""
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+@pytest.fixture
+def run_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Result, list[dict[str, Any]]]]:
+    """Runs the program with other steps in the place of its own; results.jsonl too."""
+
+    def run(steps: Sequence[Step], *flags: str) -> tuple[Result, list[dict[str, Any]]]:
+        monkeypatch.setattr(gpu_machine, "gpu_steps", lambda out, is_rehearsal: list(steps))
+        done = CliRunner().invoke(
+            program(gpu_machine.main), ["--rehearse", "--out", str(tmp_path / "out"), *flags]
+        )
+        rows = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+        return done, [json.loads(row) for row in rows]
+
+    return run
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """Of the processes that have written theirs."""
+    return [int(file.stem) for file in folder.glob("*.pid")]
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_step_that_hangs_is_stopped_with_all_it_started(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    step = python("hangs", HANGS, str(tmp_path), limit_s=4)
+    result = run_step(step, ROOT, tmp_path / "log", dict(os.environ), grace_s=0.5)
+    assert (result.outcome, result.exit_status, result.ended) == ("timed out", None, "timed out")
+    assert result.found == (
+        "begun",
+        "stopped after 4 s, with 2 processes",
+    )
+    assert 4 <= result.seconds < 30
+    assert len(numbers_in(tmp_path)) == 2
+    assert not any(map(is_alive, numbers_in(tmp_path)))
+
+
+def test_the_steps_after_one_that_fails_or_hangs_run_and_the_table_says_how_each_ended(
+    run_steps: Callable[..., tuple[Result, list[dict[str, Any]]]],
+) -> None:
+    done, rows = run_steps(
+        [
+            python("fails", "print('found a fault'); raise SystemExit(3)"),
+            python("sleeps", "import time; time.sleep(600)", limit_s=1),
+            python("dies", "raise ValueError('some reason')"),
+            python("passes", "print('found 7 things')"),
+        ]
+    )
+    assert done.exit_code == 1
+    table = done.output.partition("\nstep ")[2].splitlines()
+    ended = {line.split()[0]: line for line in table[1:5]}
+    assert "exit 3" in ended["fails"] and "found a fault" in ended["fails"]
+    assert "timed out" in ended["sleeps"] and "stopped after 1 s" in ended["sleeps"]
+    assert "exit 1" in ended["dies"] and "ValueError: some reason" in ended["dies"]
+    assert "exit 0" in ended["passes"] and "found 7 things" in ended["passes"]
+    assert "3 of 4 steps failed or were stopped (fails, sleeps, dies)" in done.output
+    assert gpu_machine.REHEARSAL in done.output
+    assert rows[0]["kind"] == "machine" and rows[0]["is_rehearsal"]
+    assert [(row["name"], row["outcome"], row["exit_status"]) for row in rows[1:]] == [
+        ("fails", "failed", 3),
+        ("sleeps", "timed out", None),
+        ("dies", "failed", 1),
+        ("passes", "passed", 0),
+    ]
+
+
+def test_steps_that_pass_or_cannot_run_here_are_no_failure(
+    run_steps: Callable[..., tuple[Result, list[dict[str, Any]]]],
+) -> None:
+    done, rows = run_steps(
+        [
+            python("leaves", LEAVES),
+            python("cannot", "print('Device not supported'); raise SystemExit(9)", cannot="not supported"),
+            Step("absent", (), 60, "", left_out="some_program is not on PATH"),
+        ]
+    )
+    assert done.exit_code == 0
+    assert "No step failed: 1 of 3 passed, 2 left out." in done.output
+    left, cannot, absent = rows[1:]
+    assert left["found"][1] == "1 processes were left running, and stopped"
+    assert not is_alive(int(left["found"][0]))
+    assert (cannot["outcome"], cannot["found"][-1]) == ("left out", "not supported here")
+    assert absent["found"] == ["some_program is not on PATH"]
+
+
+def test_what_no_longer_fits_into_the_time_is_left_out(
+    run_steps: Callable[..., tuple[Result, list[dict[str, Any]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [python("first", "print('found')", limit_s=60), python("second", "")]
+    seconds = iter([0.0, 10.0, 40.5])  # begun, before the first step, before the second
+    monkeypatch.setattr(gpu_machine, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    done, rows = run_steps(steps, "--within-s", "60")
+    assert done.exit_code == 0
+    assert (rows[1]["outcome"], rows[1]["limit_s"]) == ("passed", 50)
+    assert rows[2]["found"] == ["no time was left"]
+
+
+def test_stopping_the_program_stops_the_step_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    code = (
+        "import sys; from pathlib import Path; from tools.gpu_machine import __main__ as program, execution\n"
+        "from tools.gpu_machine.steps import Step; from megatron_dppo.cli_options import program as app\n"
+        "folder = sys.argv.pop(1); execution.GRACE_S = 0.5\n"
+        "step = Step('hangs', ('-c', Path(folder, 'hangs.py').read_text(), folder), 60, 'begun')\n"
+        "program.gpu_steps = lambda out, is_rehearsal: [step]; app(program.main)()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), "--rehearse", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(numbers_in(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted in hangs" in said
+    assert len(numbers_in(tmp_path)) == 2
+    assert not any(map(is_alive, numbers_in(tmp_path)))
+
+
+def figures(file: Path, outcomes: dict[float, list[str]]) -> Path:
+    """As tools.benchmarks.loss writes them."""
+    cases = [
+        {
+            "shape": {"name": "tp1"},
+            "dead_share": share,
+            "goals": [
+                {"goal": goal.words, "figure": None if outcome == "not measured" else 1.25, "outcome": outcome}
+                for goal, outcome in zip(GOALS, of_case, strict=False)
+            ],
+        }
+        for share, of_case in outcomes.items()
+    ]
+    file.write_text(json.dumps({"cases": cases}))
+    return file
+
+
+def test_goals_are_met_missed_or_not_measured(tmp_path: Path) -> None:
+    file = figures(tmp_path / "loss.json", {0.0: ["met", "missed", "not measured"]})
+    cases = case_goals("tp1", file)
+    assert counts(cases) == f"1 met, 1 missed, {1 + len(GOALS)} not measured"
+    first, *others = lines(cases)
+    assert first == f"missed        {GOALS[1].words}: 1.25 (tp1, 0% dead rows)"
+    assert f"met           {GOALS[0].words}: tp1, 0% 1.25" in others
+    assert f"not measured  {GOALS[2].words}: 2 cases" in others
+    assert counts(case_goals("tp1", tmp_path / "nothing")) == f"0 met, 0 missed, {2 * len(GOALS)} not measured"
+
+
+def test_the_goals_of_a_step_that_fails_are_not_those_of_the_last_time(
+    tmp_path: Path, run_steps: Callable[..., tuple[Result, list[dict[str, Any]]]]
+) -> None:
+    file = figures(tmp_path / "loss.json", {0.0: ["met"] * len(GOALS), 0.3: ["met"] * len(GOALS)})
+    done, rows = run_steps([python("loss_tp1", "raise SystemExit(1)", figures=file)])
+    assert done.exit_code == 1
+    expected = f"0 met, 0 missed, {2 * len(GOALS)} not measured"
+    assert f"goals of the losses: {expected}" in done.output
+    goals = [row for row in rows if row["kind"] == "goal"]
+    assert len(goals) == 2 * len(GOALS) and {row["outcome"] for row in goals} == {"not measured"}
+
+
+def command_line(*flags: str) -> Result:
+    return CliRunner().invoke(program(gpu_machine.main), list(flags))
+
+
+def test_a_rehearsal_takes_a_step_of_its_own_on_a_cpu(tmp_path: Path) -> None:
+    done = command_line("--rehearse", "--only", "facts", "--only", "memcheck", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "ceiling copy" in done.output and "needs a GPU" in done.output
+    assert done.output.splitlines()[-1] == gpu_machine.REHEARSAL
+
+
+def test_every_step_is_listed_and_is_of_this_repository() -> None:
+    steps = [*gpu_steps(ROOT / "runs", is_rehearsal=False), *sglang_steps(ROOT / "runs", is_rehearsal=False)]
+    for step in steps:
+        module = step.command[1] if step.command[0] == "-m" else ""
+        if module.startswith("tools."):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+        for word in step.command:
+            if word.startswith(("tests/", "examples/")):
+                assert (ROOT / word).exists(), word
+        assert step.limit_s > 0
+    listed = command_line("--dry-run").output
+    assert all(f"{step.name} " in listed for step in gpu_steps(ROOT / "runs", is_rehearsal=False))
+    assert "sglang_transfer " in command_line("--sglang", "--dry-run").output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), "--rehearse tries"),
+        (("--only", "nothing", "--rehearse"), "'nothing'; expected one of facts, build"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(
+    flags: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = command_line(*flags)
+    assert done.exit_code == 2
+    assert words in done.output and len(done.output.splitlines()) == 1

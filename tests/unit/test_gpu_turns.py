@@ -1,0 +1,86 @@
+"""Who holds the GPU: what the ledger refuses, and memory that leaves for the host in pieces."""
+
+import pytest
+import torch
+
+from megatron_dppo.actor import offload, reference
+from megatron_dppo.actor.offload import Residence
+from megatron_dppo.actor.reference import HostCopy
+from megatron_dppo.runtime.gpu_ledger import GpuLedger, Holder
+
+
+def ledger(*, takes_turns: bool) -> tuple[GpuLedger, list[str]]:
+    """A ledger, and what it asked of the allocator."""
+    asked: list[str] = []
+    made = GpuLedger(lambda: asked.append("give back"), lambda: None)
+    made.begin(takes_turns=takes_turns)
+    return made, asked
+
+
+@pytest.mark.parametrize(
+    ("before", "holder"),
+    [
+        (["trainer", "engine weights"], "engine cache"),
+        (["engine weights", "engine cache"], "trainer"),
+        ([], "engine cache"),
+    ],
+)
+def test_what_must_not_be_there_together_is_refused(before: list[Holder], holder: Holder) -> None:
+    made, _ = ledger(takes_turns=True)
+    for each in before:
+        made.takes(each)
+    with pytest.raises(AssertionError):
+        made.takes(holder)
+
+
+def test_an_engine_with_a_gpu_of_its_own_is_only_written_down() -> None:
+    made, _ = ledger(takes_turns=False)
+    for holder in ("trainer", "engine weights", "engine cache"):
+        made.takes(holder)
+    assert [entry.holder for entry in made.entries] == ["trainer", "engine weights", "engine cache"]
+
+
+def test_who_leaves_gives_the_memory_to_others_once() -> None:
+    made, asked = ledger(takes_turns=True)
+    made.takes("trainer")
+    made.leaves("trainer")
+    made.leaves("trainer")
+    assert asked == ["give back"]
+    assert [entry.is_there for entry in made.entries] == [True, False]
+
+
+def test_memory_leaves_in_pieces_and_is_read_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of one buffer, of which some lie across two pieces of the host's memory."""
+    monkeypatch.setattr(offload, "PIECE_BYTES", 64)
+    buffer = torch.arange(75, dtype=torch.float32)
+    parts = [buffer[:10], buffer[10:40].view(5, 6), buffer[40:75]]
+    before = [part.clone() for part in parts]
+    dropped = torch.ones(7)
+    residence = Residence(torch.device("cpu"))
+    assert residence.read(parts[1]) is parts[1]
+    for _ in range(2):
+        residence.leave(parts, dropped=[dropped])
+        assert buffer.untyped_storage().nbytes() == dropped.untyped_storage().nbytes() == 0
+        assert residence.num_bytes_away == 82 * 4
+        assert all(
+            torch.equal(residence.read(part), values) for part, values in zip(parts, before, strict=True)
+        )
+        residence.come_back()
+        assert all(torch.equal(part, values) for part, values in zip(parts, before, strict=True))
+        assert not dropped.any()
+        dropped += 1
+
+
+def test_a_reference_changes_places_with_the_policy_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of the host's memory that end within tensors; NaN and -0 are bits like others."""
+    monkeypatch.setattr(reference, "PIECE_BYTES", 50)
+    policy = [torch.arange(30.0).view(5, 6), torch.full((17,), torch.nan), torch.tensor([-0.0]).bfloat16()]
+    kept, first = HostCopy(policy), [tensor.clone() for tensor in policy]
+    assert kept.num_bytes == (30 + 17) * 4 + 2
+    for tensor in policy:
+        tensor.add_(1)
+    moved = [tensor.clone() for tensor in policy]
+    for expected in (first, moved, first):
+        kept.exchange()
+        for tensor, values in zip(policy, expected, strict=True):
+            assert torch.equal(tensor.view(torch.uint8), values.view(torch.uint8))

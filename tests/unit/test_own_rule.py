@@ -1,0 +1,183 @@
+"""A user's own trust-region rule, from its name in the config to the loss."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loss_batches import make_batch
+
+from megatron_dppo import algorithms
+from megatron_dppo.actor.observation import Observer
+from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset
+from megatron_dppo.algorithms.presets import overrides_in
+from megatron_dppo.algorithms.shadow import shadow_weights
+from megatron_dppo.algorithms.trial import try_objective
+from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules
+from megatron_dppo.checks import RULES, check
+from megatron_dppo.config import load_config
+from megatron_dppo.config.measuring import TrackingConfig
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss
+
+MASK = "own_rules:divergence_mask"
+
+
+def own(name: str, **options: Any) -> Objective:
+    over = "responses" if "responses" in name else "tokens"
+    return preset(f"own_rules:{name}", rule_options=options, rule_over=over)
+
+
+@pytest.mark.parametrize("like", ["dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl"])
+def test_dppo_written_by_a_user_is_dppo(like: str) -> None:
+    columns = {"top_k": 6} if "topk" in like else {}
+    built_in = preset(like, delta=1e-3, **columns)
+    mine = preset(MASK, rule_options={"delta": 1e-3}, rule_divergence=built_in.divergence, **columns)
+    batch = make_batch(torch.float64)
+    for loss, inputs in (
+        (fused_policy_loss, (batch.logits,)),
+        (fused_linear_policy_loss, (batch.hidden, batch.weight)),
+    ):
+        found, gradients = [], []
+        for objective in (built_in, mine):
+            given = [each.clone().requires_grad_() for each in inputs]
+            out = loss(*given, **batch.arguments, objective=objective)
+            out.loss_sum.backward()
+            found.append(out)
+            gradients.append([each.grad for each in given])
+        assert 0 < int(found[0].mask.sum()) < int(batch.microbatch.loss_mask.sum())
+        for name in ("weight", "mask", "coefficient", "divergence"):
+            assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=0)
+
+
+def test_it_sees_whole_responses() -> None:
+    pi, mu = torch.tensor([-1.0, -1.0, -2.0, -2.5]).double(), torch.tensor([-1.0, -1.1, -1.0, -1.0]).double()
+    lengths = torch.tensor([2, 0, 2])
+    inputs = PolicyLossInputs(pi, mu, torch.ones(4).double(), response_lengths=lengths)
+    out = policy_loss(own("steady_responses", delta=0.1), inputs)
+    assert out.mask.tolist() == [True, True, False, False]
+
+
+def test_rows_that_do_not_learn_may_have_any_weight() -> None:
+    pi = torch.full((3,), -1.0)
+    learns = torch.tensor([True, False, True])
+    out = policy_loss(own("halves"), PolicyLossInputs(pi, pi, torch.ones(3), loss_mask=learns))
+    assert out.weight.tolist() == [0.5, 0.0, 0.5]
+    assert out.coefficient.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_what_it_returns_is_checked() -> None:
+    for name, message in (
+        ("total", r"own_rules:total: found a tensor of shape \[\], .*; expected a real tensor \[20\]"),
+        ("nothing", r"own_rules:nothing: found NoneType; expected a real tensor \[20\]"),
+        ("negative", r"own_rules:negative: found -.* for token \d+ \(.*\); expected finite weights >= 0"),
+        ("infinite", r"own_rules:infinite: found inf for token"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            try_objective(own(name))
+
+
+def _problems(tmp_path: Path, *others: Path, **algorithm: Any) -> str:
+    lines = [f"{key} = {value!r}".replace("'", '"') for key, value in algorithm.items()]
+    toml = tmp_path / "own.toml"
+    toml.write_text("\n".join(["[algorithm]", *lines, "[data]", 'reward = "arithmetic"']))
+    config = load_config([toml, *others], [])
+    names = ("preset", "preset_fields", "own_rule", "topk_log_probs")
+    return "\n".join(str(problem) for problem in check(config, 1, {name: RULES[name] for name in names}))
+
+
+def test_check_tries_it(tmp_path: Path) -> None:
+    assert _problems(tmp_path, preset="own_rules:halves") == ""
+    for name, message in (
+        ("absent", "algorithm.preset: found 'own_rules:absent', and 'absent' is not there"),
+        (
+            "failing",
+            "algorithm.preset: found 'own_rules:failing', which fails on a small batch: KeyError: 'absent'",
+        ),
+        ("negative", "algorithm.preset: found -"),
+        ("steady_responses", "algorithm.rule_over: found 'tokens', and the rule looks at whole responses"),
+    ):
+        found = _problems(tmp_path, preset=f"own_rules:{name}")
+        assert message in found, found
+    assert "no module 'no_such_module'" in _problems(tmp_path, preset="no_such_module:rule")
+
+
+def test_its_settings_are_checked(tmp_path: Path) -> None:
+    found = _problems(tmp_path, preset="own_rules:halves", rule_divergence="topk_kl")
+    assert "rollout.num_topk_log_probs: found 0; expected at least 20" in found
+    assert "divergence: found 'topk'" in _problems(tmp_path, preset="own_rules:halves", rule_divergence="topk")
+    found = _problems(tmp_path, preset="dppo_binary_tv", rule_over="responses")
+    assert "algorithm.rule_over: found 'responses'; expected the fields that dppo_binary_tv uses" in found
+    found = _problems(tmp_path, preset="own_rules:halves", delta=0.1)
+    assert "algorithm.delta: found 0.1; expected the fields that own_rules:halves uses" in found
+
+
+def test_one_that_needs_old_log_probs_is_refused_without_them(tmp_path: Path) -> None:
+    """A run that trains with it makes them: `check` finds nothing wrong; a Top-K one has no such anchor."""
+    settings = {"preset": MASK, "anchor": "recomputed"}
+    toml = tmp_path / "options.toml"
+    toml.write_text("[algorithm]\nrule_options = { delta = 0.1 }\n")
+    assert _problems(tmp_path, toml, **settings) == ""
+    found = _problems(tmp_path, toml, **settings, rule_divergence="topk_tv")
+    assert "algorithm.anchor: found 'recomputed' with a Top-K divergence; expected 'rollout'" in found
+    objective, batch = preset(MASK, anchor="recomputed", rule_options={"delta": 0.1}), make_batch(torch.float32)
+    given: dict[str, Any] = batch.arguments | {"old_log_probs": None}
+    pi = torch.full((3,), -1.0)
+    message = rf"old_log_probs of {MASK}: found none; expected a .*tensor, because anchor = 'recomputed'"
+    for loss in (
+        lambda: policy_loss(objective, PolicyLossInputs(pi, pi, torch.ones(3))),
+        lambda: fused_policy_loss(batch.logits, **given, objective=objective),
+        lambda: fused_linear_policy_loss(batch.hidden, batch.weight, **given, objective=objective),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loss()
+
+
+def test_it_is_evaluated_beside_another(tmp_path: Path) -> None:
+    names = ("shadow_presets", "own_rule")
+
+    def problems(shadow: str) -> str:
+        settings = [f'tracking.shadow_presets = ["grpo", "{shadow}"]', 'data.reward = "arithmetic"']
+        (tmp_path / "shadow.toml").write_text("\n".join(settings))
+        config = load_config([tmp_path / "shadow.toml"], [])
+        return "\n".join(str(problem) for problem in check(config, 1, {name: RULES[name] for name in names}))
+
+    assert problems("own_rules:halves") == ""
+    assert "tracking.shadow_presets: found 'own_rules:absent', and 'absent' is not" in problems(
+        "own_rules:absent"
+    )
+    assert "tracking.shadow_presets: found 'own_rules:failing', which fails on" in problems("own_rules:failing")
+    found = problems("own_rules:averages")
+    assert "tracking.shadow_presets: found 'tokens', and the rule looks at whole responses" in found
+    assert "Ask what-if, with --sweep rule_over=responses" in found
+    with pytest.raises(ConfigError, match=r"--preset: found 'tokens'.* Add --sweep rule_over=responses"):
+        require_own_rules([Variant("own_rules:averages")])
+    assert "names among pg_is, " in problems("halves")
+    tracking = TrackingConfig(shadow_presets=("grpo", "own_rules:halves"))
+    observer = Observer(preset("dppo_binary_tv"), tracking, num_topk_log_probs=0)
+    pi = torch.full((3,), -1.0)
+    weights = shadow_weights(observer.shadows, PolicyLossInputs(pi, pi, torch.ones(3)))
+    assert {name: weight.tolist() for name, weight in weights.items()} == {
+        "grpo": [1.0] * 3,
+        "own_rules:halves": [0.5] * 3,
+    }
+
+
+def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(algorithms.__file__).parent / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## A trust region of one's own\n")[2].partition("\n## ")[0]
+    code, toml = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "toml"))
+    (tmp_path / "my_rules.py").write_text(code[0])
+    (tmp_path / "own.toml").write_text(
+        toml[0] + '[data]\nreward = "arithmetic"\n[rollout]\nnum_topk_log_probs = 20\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rules", raising=False)
+    config = load_config([tmp_path / "own.toml"], [])
+    assert not list(check(config, 1, {name: RULES[name] for name in ("preset", "own_rule", "topk_log_probs")}))
+    objective = preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
+    weights = try_objective(objective).weight
+    assert bool(((weights > 0) & (weights < 1)).any())

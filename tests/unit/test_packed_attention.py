@@ -1,0 +1,124 @@
+"""Attention over packed sequences equals attention of each sequence alone, on every rank of a context group.
+
+Flash attention runs as `varlen_reference` has it, called through PyTorch's own `varlen_attn`.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import varlen_reference
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_dppo.data.batches.token_slices import zigzag
+from megatron_dppo.models.packed_sequences import PackedAttentionForm, attention_form
+from megatron_dppo.models.padded_attention import PaddedBatches
+from megatron_dppo.models.varlen_attention import VarlenSequences
+
+HEADS, GROUPS, DIM = 4, 2, 8
+FORMS: list[PackedAttentionForm] = [PaddedBatches, VarlenSequences]
+# In the least lengths that ranks can share: two pieces of one token for each rank.
+PACKINGS = {
+    "one sequence": (3,),
+    "the shortest": (1, 1, 1),
+    "five batches": (1, 1, 2, 5, 9, 9, 25),
+    "out of order": (9, 1, 25, 2, 1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _varlen_on_cpus() -> None:
+    varlen_reference.install()
+
+
+def packed(packing: str, size: int = 1, dim: int = DIM) -> tuple[Tensor, list[Tensor]]:
+    """[S+1] int32, and queries, keys and values in float64 that want gradients."""
+    lengths = torch.tensor(PACKINGS[packing]) * (2 * size if size > 1 else 1)
+    ends, num_tokens = lengths.cumsum(0), int(lengths.sum())
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(num_tokens, heads, dim) for heads in (HEADS, GROUPS, GROUPS)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return torch.cat([ends.new_zeros(1), ends]).int(), [tensor.requires_grad_() for tensor in tensors]
+
+
+def attention_of_each(cu_seqlens: Tensor, tensors: list[Tensor], scale: float | None) -> Tensor:
+    """[T, heads, D], sequence by sequence."""
+    parts: list[Tensor] = []
+    for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in tensors)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_it_equals_attention_of_each_sequence(packing: str, size: int, form: PackedAttentionForm) -> None:
+    cu_seqlens, tensors = packed(packing, size)
+    scale = 0.3 if size == 2 else None
+    expected = attention_of_each(cu_seqlens, tensors, scale)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, tensors, weights)
+    starts, all_lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    own = [zigzag(starts, all_lengths, rank, size) for rank in range(size)]
+    query, key, value = tensors
+    gathered = torch.cat(own)
+    outputs = [
+        form.of(cu_seqlens, rank, size).attend(query[own[rank]], key[gathered], value[gathered], scale)
+        for rank in range(size)
+    ]
+    output = torch.cat(outputs).index_select(0, gathered.argsort())
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(output, tensors, weights)
+    for value, reference in zip(found, gradients, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-11, atol=1e-12)
+
+
+def test_batches_hold_sequences_of_similar_length() -> None:
+    cu_seqlens, _ = packed("out of order")
+    batches = PaddedBatches.of(cu_seqlens)
+    assert [(batch.num_sequences, batch.width) for batch in batches.batches] == [
+        (2, 1),
+        (1, 2),
+        (1, 9),
+        (1, 25),
+    ]
+    assert batches.rows is not None and torch.equal(batches.rows, batches.own_rows)
+    assert len(batches.rows.unique()) == int(cu_seqlens[-1]), "a row for each token"
+
+
+def test_flash_attention_gets_keys_as_they_lie_on_one_rank_and_those_of_both_pieces_on_several() -> None:
+    cu_seqlens, _ = packed("five batches", 2)
+    num_tokens = int(cu_seqlens[-1])
+    alone = VarlenSequences.of(cu_seqlens)
+    assert alone.keys is None and torch.equal(alone.cu_seqlens_k, cu_seqlens) and alone.max_k == 100
+    for rank in (0, 1):
+        pieces = VarlenSequences.of(cu_seqlens, rank, 2)
+        assert pieces.keys is not None and (pieces.max_q, pieces.max_k) == (25, 25 * (4 - rank))
+        assert pieces.keys.rows.numel() == pieces.cu_seqlens_k[-1] == num_tokens * 5 / 4
+        assert pieces.cu_seqlens_q[-1] == num_tokens / 2
+        assert len(pieces.keys.seen.unique()) == pieces.keys.seen.numel(), "no sum in any order"
+
+
+def test_the_reference_aligns_masks_as_pytorch_does() -> None:
+    bottom_right = causal_lower_right(3, 7)._materialize()  # type: ignore[attr-defined]
+    assert torch.equal(varlen_reference.is_seen(3, 7, [-1, 0]), bottom_right)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "head_dim", "form"),
+    [
+        ("cuda", torch.bfloat16, 128, VarlenSequences),
+        ("cuda", torch.float16, 256, VarlenSequences),
+        ("cuda", torch.float32, 128, PaddedBatches),
+        ("cuda", torch.bfloat16, 100, PaddedBatches),
+        ("cuda", torch.bfloat16, 264, PaddedBatches),
+        ("cpu", torch.bfloat16, 128, PaddedBatches),
+        ("cpu", torch.float32, 128, PaddedBatches),
+    ],
+)
+def test_flash_attention_is_taken_where_it_runs(
+    device_type: str, dtype: torch.dtype, head_dim: int, form: PackedAttentionForm
+) -> None:
+    assert attention_form(device_type, dtype, head_dim) is form

@@ -1,0 +1,72 @@
+"""What a checkpoint keeps of rollouts that are open or wait, and where it cannot be moved to."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks_on_threads import alone
+from samples import ROUTING, make_group, make_sample
+
+from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.checkpoints.resharding import require_reshardable
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.batches.gradient_steps import gradient_steps
+from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.metrics.staleness import add_staleness
+from megatron_dppo.run.run_point import RunPoint
+from megatron_dppo.single_phase import rollout_only, train_only
+from megatron_dppo.types import OpenRollout, RunState, SampledRollout, TrainBatch, WeightVersionSpan
+
+LAYOUT = Layout(world_size=1)
+
+
+def steps(num_steps: int, *versions: int) -> tuple[TrainBatch, ...]:
+    """Gradient steps on one sample of five response tokens for each version, and one of an unknown one."""
+    spans = [(WeightVersionSpan(0, 5, version),) for version in versions] + [()]
+    samples = [replace(make_sample(list(range(8)), 3), weight_versions=span) for span in spans]
+    tables = {
+        "rollout": {"prompts_per_rollout": num_steps},
+        "algorithm": {"minibatches_per_rollout": num_steps},
+    }
+    groups = [make_group(place, samples) for place in range(num_steps)]
+    return tuple(gradient_steps(groups, 0, Config.model_validate(tables), alone(), routing=ROUTING)[0])
+
+
+@pytest.mark.parametrize("opened", [None, OpenRollout(steps(1), 1, {"a/b": 1.0}, {"total": 2.0})])
+@pytest.mark.parametrize("waiting", [(), (2,), (2, 0, 3)])
+def test_a_point_is_read_as_it_was_written(opened: OpenRollout | None, waiting: tuple[int, ...]) -> None:
+    """A rollout may have no steps: no token of it learns."""
+    queue = tuple(SampledRollout(steps(n) if n else (), {"reward/mean": float(n)}) for n in waiting)
+    point = RunPoint(RunState(3, 7, 3, {"index": 4}), 12, "digest", opened, 0.5, "toml", queue)
+    content = json.loads(point.to_json(LAYOUT))
+    assert RunPoint.from_json(content, lambda: point.steps) == point
+    assert point.keeps_steps == (opened is not None or bool(waiting))
+    if not waiting:
+        del content["queue"]  # of an older version
+        assert RunPoint.from_json(content, lambda: point.steps) == point
+
+
+def test_rollouts_that_wait_stay_on_their_layout(tmp_path: Path) -> None:
+    point = RunPoint(RunState(3, 7, 3, {}), 0, "", queue=(SampledRollout((), {}),) * 2)
+    content: dict[str, Any] = json.loads(point.to_json(LAYOUT))
+    with pytest.raises(CheckpointError, match=r"holds 2 rollouts sampled ahead \(rollout\.lag\)"):
+        require_reshardable(tmp_path, content, Layout(world_size=2), is_optimizer_distributed=True)
+
+
+def test_staleness_is_over_the_tokens_whose_weights_are_known() -> None:
+    metrics = Metrics()
+    add_staleness(metrics, steps(2, 3, 5), weight_version=6)
+    assert metrics.values() == {"rollout/staleness_mean": 2.0, "rollout/staleness_max": 3.0}
+    unknown = Metrics()
+    add_staleness(unknown, steps(2), weight_version=6)
+    assert unknown.values() == {}
+
+
+@pytest.mark.parametrize("half", [rollout_only, train_only])
+def test_half_a_loop_has_no_weights_to_lag_behind(half: Any, tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"folder": tmp_path / "run"}, "rollout": {"lag": 2}})
+    with pytest.raises(ConfigError, match=r"rollout\.lag: found 2; expected 0"):
+        half(config, tmp_path / "kept")

@@ -1,0 +1,414 @@
+"""Sessions that are asked late, held, lost and shared: every `ask` returns, and nothing stays at a server."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
+from test_collect import TOKENIZER
+
+from megatron_dppo.environments import InProcess, SingleTurn
+from megatron_dppo.errors import RolloutError, ServerError
+from megatron_dppo.rollout.conversations import TurnLimits
+from megatron_dppo.rollout.counts import EngineCounts
+from megatron_dppo.rollout.engine import Completion, ConcurrentEngine, Request, SamplingParams, Session, aborted
+from megatron_dppo.rollout.multi_turn import MultiTurnEngine
+from megatron_dppo.rollout.sglang.client import Patience
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.types import Prompt, WeightVersionSpan
+
+PARAMS = SamplingParams(10)
+PATIENCE = Patience(connect_timeout_s=5, control_timeout_s=1, max_attempts=4, first_pause_s=0.01)
+NUM_NEW = 2  # tokens of a request that is aborted
+LIMIT_S = 60  # nothing takes so long, unless it hangs
+PARTIAL = Completion(
+    "", torch.full((3,), TOKEN), torch.full((3,), LOG_PROB), "abort", None, None, (WeightVersionSpan(0, 3, -1),)
+)
+
+
+@dataclass
+class Server(StandIn):
+    """Answers "long" requests once they are aborted, and the others at once."""
+
+    version: str = "0"
+    is_deaf: bool = False  # it answers no abort, and no request
+    is_lost_at_abort: bool = False
+    is_lost: bool = False
+    breaks: str = ""  # the request whose connection is closed at its abort
+    pause_s: float = 0.0  # before each answer to a request that was aborted
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    unanswered: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        self.is_lost |= self.is_lost_at_abort and path == "/abort_request"
+        if self.is_lost:
+            for event in list(self.unanswered.values()):
+                event.set()
+            return 0, None
+        if self.is_deaf and path == "/abort_request":
+            self.is_over.wait(LIMIT_S)
+        if path == "/abort_request" and body["rid"] in self.unanswered:
+            self.unanswered[body["rid"]].set()
+        if path != "/generate" or not body["rid"].startswith("long"):
+            status, content = super().respond(path, body, is_gone)
+            return status, self._by_version(content) if path == "/generate" else content
+        self.num_asked[body["rid"]] += 1
+        self.unanswered[body["rid"]] = is_aborted = threading.Event()
+        (self.is_over if self.is_deaf else is_aborted).wait(LIMIT_S)
+        self.unanswered.pop(body["rid"], None)
+        if body["rid"].partition("#")[0] == self.breaks:
+            return 0, None
+        with self.turn:
+            time.sleep(self.pause_s)
+        return (0, None) if self.is_lost else (200, self._by_version(answer(body, num_tokens=NUM_NEW)))
+
+    def _by_version(self, content: Any) -> Any:
+        content["meta_info"]["weight_versions"][0]["version"] = self.version
+        return content
+
+
+@contextmanager
+def _running(*servers: Server) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server.running())
+            stack.callback(server.is_over.set)
+        yield [server.url for server in servers]
+
+
+def _in_session(engine: ConcurrentEngine, work: Callable[[Any], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(LIMIT_S), engine.session() as session:
+            await work(session)
+
+    asyncio.run(run())
+
+
+def _requests(name: str, count: int, partial: Completion | None = None) -> list[Request]:
+    requests = [Request(f"{name}{k}+0", (1, 2), (0, 0, k)) for k in range(count)]
+    return [replace(each, partial=partial and replace(partial, request_id=each.id)) for each in requests]
+
+
+def _ask(session: Session, requests: Sequence[Request]) -> list[asyncio.Task[Completion]]:
+    return [asyncio.create_task(session.ask(request, PARAMS)) for request in requests]
+
+
+async def _arrived(count: int, *servers: Server) -> None:
+    while sum(len(server.unanswered) for server in servers) < count:
+        await asyncio.sleep(0.01)
+
+
+def _sizes(completions: Sequence[Completion]) -> list[int]:
+    return [each.tokens.numel() for each in completions]
+
+
+def test_what_is_asked_late_is_answered_and_counted_when_the_session_is_left() -> None:
+    with _running(server := Server()) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE)
+
+        async def work(session: Session) -> None:
+            for name in ("early", "late"):
+                completions = await asyncio.gather(*_ask(session, _requests(name, 3)))
+                assert [each.finish_reason for each in completions] == ["length"] * 3
+                await asyncio.sleep(0)
+            assert not session.is_held and engine.counts == EngineCounts()
+
+        _in_session(engine, work)
+        assert engine.counts == EngineCounts(num_prompt_tokens=6 * 2, num_cached_tokens=6)
+        assert server.num_asked.total() == 6
+
+
+@pytest.mark.parametrize("room", [2, 4, 8])
+@pytest.mark.parametrize("partial", [None, PARTIAL], ids=["fresh", "resumed"])
+def test_a_hold_returns_what_there_is_and_leaves_nothing_at_the_server(
+    partial: Completion | None, room: int
+) -> None:
+    with _running(server := Server()) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=room)
+
+        async def work(session: Session) -> None:
+            num_sent, num_old = min(room, 6), partial.tokens.numel() if partial else 0
+            asked = _ask(session, _requests("long", 6, partial))
+            await _arrived(num_sent, server)
+            await asyncio.gather(session.hold(), session.hold())
+            assert session.is_held and not server.unanswered
+            completions = await asyncio.gather(*asked)
+            assert {each.finish_reason for each in completions} == {"abort"}
+            assert _sizes(completions) == [num_old + NUM_NEW] * num_sent + [num_old] * (6 - num_sent)
+            assert server.num_asked.total() == num_sent  # those without room were not sent
+            late = _requests("late", 2, partial)
+            completions = await asyncio.gather(*_ask(session, late))
+            assert _sizes(completions) == _sizes([aborted(request) for request in late]) == [num_old] * 2
+            await session.hold()
+            assert server.num_asked.total() == num_sent and not session.errors
+
+        _in_session(engine, work)
+        assert engine.counts.num_unanswered == engine.counts.num_requeued == 0
+
+
+@pytest.mark.parametrize("fault", ["is_deaf", "is_lost_at_abort"])
+def test_a_hold_takes_what_a_server_sampled_beside_one_that_does_not_answer(fault: str) -> None:
+    sound, bad = Server(), Server()
+    with _running(sound, bad) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE)
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 8, PARTIAL))
+            await _arrived(8, sound, bad)
+            at_bad = {rid.partition("#")[0] for rid in bad.unanswered}
+            setattr(bad, fault, True)
+            await session.hold()
+            assert not sound.unanswered
+            for completion in await asyncio.gather(*asked):
+                num_new = 0 if completion.request_id in at_bad else NUM_NEW
+                assert (completion.finish_reason, completion.tokens.numel()) == ("abort", 3 + num_new)
+                assert completion.weight_versions[0] == WeightVersionSpan(0, 3, -1)
+            assert len(at_bad) == 4 and not session.errors
+
+        _in_session(engine, work)
+        assert (engine.counts.num_unanswered, engine.counts.num_requeued) == (0, 0)
+
+
+def test_a_connection_that_breaks_in_a_hold_costs_its_own_request_alone() -> None:
+    with _running(server := Server(breaks="long1+0", pause_s=0.2)) as urls:
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 3, PARTIAL))
+            await _arrived(3, server)
+            await session.hold()
+            assert _sizes(await asyncio.gather(*asked)) == [3 + NUM_NEW, 3, 3 + NUM_NEW]
+            assert not session.errors
+
+        _in_session(SglangEngine(urls, MODEL, replace(PATIENCE, max_attempts=1)), work)
+
+
+def test_a_hold_goes_on_as_long_as_answers_come() -> None:
+    with _running(server := Server(pause_s=0.4)) as urls:
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 4))
+            await _arrived(4, server)
+            await session.hold()
+            assert _sizes(await asyncio.gather(*asked)) == [NUM_NEW] * 4
+
+        _in_session(SglangEngine(urls, MODEL, PATIENCE), work)
+
+
+def test_a_hold_while_the_only_server_is_lost_returns_what_there_was() -> None:
+    with _running(server := Server(is_lost_at_abort=True)) as urls:
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 4, PARTIAL))
+            await _arrived(4, server)
+            await session.hold()
+            assert _sizes(await asyncio.gather(*asked)) == [3] * 4 and not session.errors
+
+        _in_session(SglangEngine(urls, MODEL, PATIENCE), work)
+
+
+def test_a_request_that_was_given_up_is_told_apart_from_one_that_was_held() -> None:
+    bad = "long0+0", "given up+0"
+    server = Server(fails_first=lambda rid: rid in bad)
+    with _running(server) as urls:
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 2))
+            given_up = await session.ask(Request("given up+0", (1, 2), (0, 0, 0)), PARAMS)
+            await _arrived(2, server)
+            await session.hold()
+            held = await asyncio.gather(*asked)
+            assert {each.finish_reason for each in [given_up, *held]} == {"abort"}
+            assert session.errors.keys() == {"given up+0"} and type(session.errors["given up+0"]) is ServerError
+
+        engine = SglangEngine(urls, MODEL, replace(PATIENCE, max_attempts=1))
+        _in_session(engine, work)
+        assert engine.counts.num_unanswered == 1
+
+
+@dataclass
+class Torn(Server):
+    """Breaks the connection of each request's first attempt, and still has its id, as a real server may."""
+
+    torn: dict[str, str] = field(default_factory=dict[str, str])
+
+    def respond(self, path: str, body: dict[str, Any], is_gone: Callable[[], bool]) -> tuple[int, Any]:
+        if path == "/generate":
+            name, _, _ = body["rid"].partition("#")
+            if name not in self.torn:
+                self.torn[name] = body["rid"]
+                return 0, None
+            if self.torn[name] == body["rid"]:
+                return 400, {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
+        return super().respond(path, body, is_gone)
+
+
+def test_a_retry_has_an_id_of_its_own_by_which_a_hold_aborts_it() -> None:
+    with _running(server := Torn()) as urls:
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, [*_requests("long", 2), *_requests("quick", 1)])
+            await _arrived(2, server)
+            await session.hold()
+            assert _sizes(await asyncio.gather(*asked)) == [NUM_NEW, NUM_NEW, 10]
+            assert not session.errors
+
+        engine = SglangEngine(urls, MODEL, PATIENCE)
+        _in_session(engine, work)
+        assert engine.counts.num_retries == engine.counts.num_maybe_sampled_twice == 3
+
+
+def test_sessions_of_several_threads_share_an_engine() -> None:
+    with _running(server := Server()) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE)
+        is_open, may_hold = threading.Event(), threading.Event()
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 4))
+            await _arrived(4, server)
+            is_open.set()
+            while not may_hold.is_set():
+                await asyncio.sleep(0.01)
+            await session.hold()
+            assert _sizes(await asyncio.gather(*asked)) == [NUM_NEW] * 4
+
+        with ThreadPoolExecutor(4) as threads:
+            producer = threads.submit(_in_session, engine, work)
+            assert is_open.wait(LIMIT_S)
+            names = [f"quick{thread}/" for thread in range(3)]
+            found = list(threads.map(lambda name: engine.generate(_requests(name, 5), PARAMS), names))
+            assert [_sizes(completions) for completions in found] == [[10] * 5] * 3
+            assert engine.counts == EngineCounts(num_prompt_tokens=15 * 2, num_cached_tokens=15)
+            assert len(server.unanswered) == 4  # what one session ends, another keeps
+            may_hold.set()
+            producer.result(LIMIT_S)
+        assert engine.counts == EngineCounts(num_prompt_tokens=19 * 2, num_cached_tokens=19)
+
+
+def test_an_answer_by_other_weights_drains_the_server_for_the_session() -> None:
+    kept, changed = Server(), Server()
+    with _running(kept, changed) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE)
+
+        async def work(session: Session) -> None:
+            await asyncio.gather(*_ask(session, _requests("before", 4)))
+            changed.version = "1"
+            first = await asyncio.gather(*_ask(session, _requests("first", 8)))
+            num_asked = changed.num_asked.total()
+            then = await asyncio.gather(*_ask(session, _requests("then", 8)))
+            spans = {span.version for each in [*first, *then] for span in each.weight_versions}
+            assert spans == {0} and _sizes([*first, *then]) == [10] * 16
+            assert changed.num_asked.total() == num_asked > 0
+            assert sum(each.num_moves for each in first) > 0 == sum(each.num_moves for each in then)
+
+        _in_session(engine, work)
+        assert engine.counts.num_requeued > 0 == engine.counts.num_unanswered
+
+
+def test_where_no_server_is_left_every_ask_raises() -> None:
+    servers = Server(), Server()
+    with _running(*servers) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=2)
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 9))
+            await _arrived(4, *servers)  # the others wait for room
+            for server in servers:
+                server.is_lost = True
+                for event in list(server.unanswered.values()):
+                    event.set()
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(each) for each in found] == [ServerError] * 9
+            with pytest.raises(ServerError, match="expected 200 within 4 attempts"):
+                await session.ask(Request("late+0", (1, 2), (0, 0, 0)), PARAMS)
+            await session.hold()
+            assert (await session.ask(Request("late+0", (1, 2), (0, 0, 0)), PARAMS)).finish_reason == "abort"
+
+        _in_session(engine, work)
+
+
+def test_who_no_longer_waits_leaves_room_for_others() -> None:
+    with _running(server := Server()) as urls:
+
+        async def work(session: Session) -> None:
+            long, waiting, quick = _requests("long", 2) + _requests("quick", 1)
+            tasks = _ask(session, [long, waiting, quick])
+            await _arrived(1, server)
+            for task in tasks[:2]:
+                task.cancel()
+            assert (await tasks[2]).finish_reason == "length"
+            assert all(task.cancelled() for task in tasks[:2]) and waiting.id not in server.num_asked
+            assert (
+                await session.ask(replace(quick, id=waiting.id.replace("long", "again")), PARAMS)
+            ).tokens.numel()
+
+        _in_session(SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=1), work)
+
+
+def test_who_leaves_the_session_ends_what_is_in_flight() -> None:
+    with _running(server := Server()) as urls:
+        asked: list[asyncio.Task[Completion]] = []
+
+        async def work(session: Session) -> None:
+            asked.extend(_ask(session, _requests("long", 3, PARTIAL)))
+            await _arrived(2, server)
+
+        async def run() -> list[Completion]:
+            async with asyncio.timeout(LIMIT_S):
+                async with SglangEngine.session(engine) as session:
+                    await work(session)
+                return await asyncio.gather(*asked)
+
+        engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=2)
+        assert _sizes(asyncio.run(run())) == [3] * 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("long0+0", (1, 2), (0, 0, 0)), "found it asked for while it is not answered"),
+        (Request("other+0", (1, 99), (0, 0, 0)), "found token ids 1 to 99"),
+        (Request("other+0", (1,) * 4096, (0, 0, 0)), "found 4096 prompt tokens"),
+    ],
+)
+def test_a_request_is_refused_when_it_is_asked_and_the_others_go_on(request_: Request, message: str) -> None:
+    with _running(server := Server()) as urls:
+
+        async def work(session: Session) -> None:
+            asked = _ask(session, _requests("long", 1))
+            await _arrived(1, server)
+            with pytest.raises(RolloutError, match=message):
+                await session.ask(request_, PARAMS)
+            await session.hold()
+            assert _sizes([await asked[0]]) == [NUM_NEW]
+
+        _in_session(SglangEngine(urls, MODEL, PATIENCE), work)
+
+
+def test_sampling_until_it_is_enough_is_a_session_that_is_held() -> None:
+    with _running(server := Server()) as urls:
+        engine = SglangEngine(urls, MODEL, PATIENCE, max_concurrent_requests=3)
+        requests = [*_requests("long", 2), *_requests("quick", 2), *_requests("long never", 1)]
+        requests = [replace(request, prompt=Prompt("p", "", "test", text="?")) for request in requests]
+        told, heard = list[str](), list[str]()
+
+        def is_enough(completion: Completion) -> bool:
+            told.append(completion.request_id)
+            return len(told) == 2
+
+        async def ended(completion: Completion) -> None:
+            heard.append(completion.request_id)
+
+        multi_turn = MultiTurnEngine(engine, InProcess(SingleTurn), TOKENIZER, TurnLimits())
+        completions = multi_turn.generate_each(requests, PARAMS, ended, is_enough)
+        assert _sizes(completions) == [NUM_NEW, NUM_NEW, 10, 10, 0]
+        assert sorted(heard) == sorted(request.id for request in requests)
+        assert told == ["quick0+0", "quick1+0"] and not server.unanswered
+        assert server.num_asked.total() == 4

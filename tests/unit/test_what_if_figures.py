@@ -1,0 +1,288 @@
+"""Figures of `what-if` against plain loops in float64, its rules of one's own, and its page."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_what_if import of_two_rollouts, tokens
+
+from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, preset
+from megatron_dppo.analysis.what_if.measures import PROB_EDGES, PolicyTokens, evaluate_variants
+from megatron_dppo.analysis.what_if.page import page
+from megatron_dppo.analysis.what_if.question import parse_options, parse_sweeps, rollouts_of
+from megatron_dppo.analysis.what_if.table import as_text
+from megatron_dppo.analysis.what_if.thresholds import described_threshold, with_scaled_threshold
+from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules, variants
+from megatron_dppo.errors import ConfigError
+
+CLOSE = 1e-9
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token, its score's norm and its loss's weight, as Python numbers."""
+
+    ratio: float
+    pi: float
+    mu: float
+    advantage: float
+    response_ratio: float
+    norm: float
+    loss_weight: float
+
+
+def small_batch() -> tuple[PolicyTokens, list[Token]]:
+    """120 tokens of three responses in float64, one of ten without an advantage."""
+    inputs = tokens(120)
+    weights = torch.rand(120, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    advantages = torch.where(torch.arange(120) % 10 == 0, 0.0, inputs.advantages).double()
+    wide = PolicyLossInputs(
+        log_probs=inputs.log_probs.double(),
+        rollout_log_probs=inputs.rollout_log_probs.double(),
+        advantages=advantages,
+        token_weights=weights,
+        response_lengths=torch.tensor([40, 50, 30]),
+    )
+    kept = of_two_rollouts(wide)
+    log_ratios = [p - q for p, q in zip(wide.log_probs.tolist(), wide.rollout_log_probs.tolist(), strict=True)]
+    means: list[float] = []
+    for start, end in ((0, 40), (40, 90), (90, 120)):
+        means += [math.exp(sum(log_ratios[start:end]) / (end - start))] * (end - start)
+    rows = zip(
+        log_ratios,
+        wide.log_probs.tolist(),
+        wide.rollout_log_probs.tolist(),
+        advantages.tolist(),
+        means,
+        kept.score_norms.double().tolist(),
+        weights.tolist(),
+        strict=True,
+    )
+    found = [Token(math.exp(r), math.exp(p), math.exp(q), *others) for r, p, q, *others in rows]
+    return kept, found
+
+
+def weight_of(name: str, token: Token, delta: float) -> float:
+    """M of a token by the rule's printed formula."""
+    away = token.advantage * (token.ratio - 1) > 0
+    if name == "grpo":
+        above, below = token.ratio > 1 + delta, token.ratio < 1 - delta
+        return float(not (above if token.advantage > 0 else below if token.advantage < 0 else False))
+    distance = abs(token.pi - token.mu)
+    if name == "dppo_binary_tv":
+        return float(not (away and distance > delta))
+    if name == "ipo":
+        return float(not (token.advantage != 0 and distance > delta))
+    if name == "drpo":
+        sign = (away > 0) - (token.advantage * (token.ratio - 1) < 0)
+        return 1 - sign * distance / delta
+    assert name == "gspo"
+    above, below = token.response_ratio > 1 + delta, token.response_ratio < 1 - delta
+    return float(not (above if token.advantage > 0 else below if token.advantage < 0 else False))
+
+
+def expected_figures(name: str, batch: list[Token], delta: float) -> dict[str, float]:
+    """Shares, mass and the cosine with no mask, token by token."""
+    acting = [t for t in batch if t.advantage != 0]
+    kept = whole = product = own_square = other_square = 0.0
+    for t in batch:
+        weight, ratio = weight_of(name, t, delta), t.response_ratio if name == "gspo" else t.ratio
+        kept += abs(weight) * ratio * abs(t.advantage)
+        whole += ratio * abs(t.advantage)
+        own = weight * ratio * t.advantage - (2e-3 * math.log(t.ratio) if name == "ipo" else 0.0)
+        own, other = t.loss_weight * own, t.loss_weight * t.ratio * t.advantage
+        product += own * other * t.norm**2
+        own_square += (own * t.norm) ** 2
+        other_square += (other * t.norm) ** 2
+    return {
+        "masked_fraction": sum(weight_of(name, t, delta) == 0 for t in acting) / len(acting),
+        "gradient_mass_kept": kept / whole,
+        "cosine_unmasked": product / math.sqrt(own_square * other_square),
+    }
+
+
+THRESHOLDS = {
+    "grpo": (0.2, {}),
+    "dppo_binary_tv": (0.15, {}),
+    "ipo": (0.1, {}),
+    "drpo": (0.5, {"delta": 0.5}),  # small: some weights are below 0
+    "gspo": (0.05, {"eps_low": 0.05, "eps_high": 0.05}),
+}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_figures_are_those_of_plain_loops(name: str) -> None:
+    delta, fields = THRESHOLDS[name]
+    kept, batch = small_batch()
+    (row,), _ = evaluate_variants([Variant(name, fields)], {"live": kept})
+    for figure, value in expected_figures(name, batch, delta).items():
+        assert row[figure] == pytest.approx(value, rel=CLOSE), figure
+    for each in row["by_prob"]:
+        is_last = each["prob_high"] == PROB_EDGES[-1]
+        inside = [
+            weight_of(name, t, delta)
+            for t in batch
+            if (t.advantage > 0 if each["sign"] == "positive" else t.advantage < 0)
+            and each["prob_low"] <= t.mu
+            and (is_last or t.mu < each["prob_high"])
+        ]
+        assert each["num_tokens"] == len(inside)
+        if inside:
+            assert each["weight_mean"] == pytest.approx(sum(inside) / len(inside), rel=CLOSE)
+            assert each["masked_fraction"] == sum(weight == 0 for weight in inside) / len(inside)
+    assert sum(each["num_tokens"] for each in row["by_prob"]) == 108
+    for each in row["sensitivity"]:
+        value = expected_figures(name, batch, delta * each["factor"])["masked_fraction"]
+        assert each["masked_fraction"] == pytest.approx(value), each
+    assert [each["factor"] for each in row["sensitivity"]] == [0.5, 1.0, 2.0]
+    for each, part in zip(row["by_rollout"], (batch[:60], batch[60:]), strict=True):
+        of_part = expected_figures(name, part, delta)
+        assert {**of_part, "rollout": each["rollout"]} == pytest.approx(each, rel=CLOSE)
+
+
+def test_agreement_is_counted_over_tokens_with_an_advantage() -> None:
+    kept, batch = small_batch()
+    names = ["grpo", "dppo_binary_tv", "pg_is"]
+    rows, pairs = evaluate_variants([Variant(name) for name in names], {"live": kept})
+    acting = [t for t in batch if t.advantage != 0]
+    masks = [
+        [weight_of(name, t, THRESHOLDS[name][0]) if name in THRESHOLDS else 1.0 for t in acting]
+        for name in names
+    ]
+    same = pairs["live"]["same_decision"]
+    for i, left in enumerate(masks):
+        for j, right in enumerate(masks):
+            assert same[i][j] == pytest.approx(sum(a == b for a, b in zip(left, right, strict=True)) / 108)
+    assert [row["agreement"] for row in rows] == pytest.approx(same[0])
+    correlation = torch.tensor(masks[:2], dtype=torch.float64).corrcoef()[0, 1]
+    assert pairs["live"]["weight_correlation"][0][1] == pytest.approx(float(correlation))
+    assert math.isnan(pairs["live"]["weight_correlation"][0][2]), "all weights of pg_is are 1"
+
+
+def test_nothing_is_the_same_gradient_and_nothing_masked() -> None:
+    kept, _ = small_batch()
+    rows, _ = evaluate_variants([Variant("pg_is"), Variant("pg_tis"), Variant("cispo")], {"live": kept})
+    for row in rows:  # each is held against no mask with its own cap
+        assert row["cosine_unmasked"] == pytest.approx(1.0) and row["gradient_mass_kept"] == pytest.approx(1.0)
+        assert row["cosine_dppo_topk_tv"] is None, "this batch has no Top-K"
+        assert row["sensitivity"] == []
+    topk, _ = evaluate_variants([Variant("dppo_topk_tv", {"top_k": 4})], {"live": of_two_rollouts(tokens())})
+    assert topk[0]["cosine_dppo_topk_tv"] == pytest.approx(1.0)
+    assert 0 < topk[0]["cosine_dppo_topk_kl"] < 1
+
+
+def test_every_preset_is_evaluated_and_has_a_threshold_to_scale_or_none() -> None:
+    inputs = tokens()
+    inputs = replace(inputs, old_log_probs=(inputs.log_probs + inputs.rollout_log_probs) / 2)
+    asked = [Variant(name, {"top_k": 4} if PRESETS[name].needs_topk else {}) for name in PRESETS]
+    rows, pairs = evaluate_variants(asked, {"live": of_two_rollouts(inputs)})
+    assert [row["preset"] for row in rows if not row["sensitivity"]] == ["pg_is", "pg_tis", "cispo"]
+    for row in rows:
+        own = next((each for each in row["sensitivity"] if each["factor"] == 1.0), None)
+        assert own is None or own["masked_fraction"] == row["masked_fraction"], row["variant"]
+        has_gradient = row["masked_fraction"] < 1
+        assert -1 <= row["cosine_unmasked"] <= 1 if has_gradient else math.isnan(row["cosine_unmasked"])
+        assert sum(each["num_tokens"] for each in row["by_prob"]) == inputs.advantages.count_nonzero()
+    assert len(pairs["live"]["same_decision"]) == len(PRESETS)
+
+
+def test_main_thresholds_are_scaled() -> None:
+    twice = with_scaled_threshold(preset("icepop"), 2.0)
+    assert twice is not None and (twice.rho_low, twice.rho_high) == (0.25, 25.0)
+    assert with_scaled_threshold(preset("pg_tis"), 2.0) is None
+    assert described_threshold(preset("grpo_clip_higher")) == "eps_low 0.2, eps_high 0.28"
+    assert described_threshold(preset("dppo_binary_tv")) == "delta 0.15"
+
+
+MASK = "own_rules:divergence_mask"
+
+
+def test_a_rule_of_ones_own_is_swept_and_scaled() -> None:
+    swept = parse_sweeps(["rule_options.delta=0.15,0.3", "eps_low=0.1"])
+    asked = variants(Variant("dppo_binary_tv"), ["grpo", MASK], swept, {"rule_options.delta": 0.15})
+    names = ["dppo_binary_tv", "grpo eps_low=0.1", f"{MASK} delta=0.15", f"{MASK} delta=0.3"]
+    assert [variant.name for variant in asked] == names
+    require_own_rules(asked)
+    rows, pairs = evaluate_variants(asked, {"live": of_two_rollouts(tokens())})
+    assert pairs["live"]["same_decision"][0][2] == 1.0, "it is DPPO's mask"
+    assert [each["masked_fraction"] for each in rows[2]["sensitivity"]] == [
+        each["masked_fraction"] for each in rows[0]["sensitivity"]
+    ]
+    assert parse_options("delta=0.2, is_hard=true, name=a") == {"delta": 0.2, "is_hard": True, "name": "a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (
+            "own_rules:failing",
+            {},
+            "--preset: found 'own_rules:failing', which fails on a small batch: KeyError",
+        ),
+        ("own_rules:negative", {}, "expected finite weights >= 0"),
+        ("own_rules:absent", {}, "'absent' is not there"),
+        (MASK, {"rule_divergence": "full"}, "found 'full'"),
+    ],
+)
+def test_rules_that_fail_are_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_own_rules([Variant(name, fields)])
+
+
+def test_a_module_that_fails_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rules.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"found 'broken_rules:any', which fails \(ZeroDivisionError"):
+        variants(Variant("grpo"), ["broken_rules:any"], {})
+
+
+def test_words_that_are_no_rollouts_or_options_are_refused() -> None:
+    assert rollouts_of(["3", "all", "1"], [1, 2, 3]) == (3, 1, 2)
+    assert rollouts_of([], [1, 2, 3]) == (3,)
+    with pytest.raises(ConfigError, match=r"--rollout: found 'last'; expected the number .*Kept are 1, 2"):
+        rollouts_of(["last"], [1, 2])
+    for wrong in ("delta", "delta=", "=1"):
+        with pytest.raises(ConfigError, match="Write for example --rule-options"):
+            parse_options(wrong)
+
+
+def answer(asked: list[Variant]) -> dict[str, Any]:
+    """What `answer` returns, of made-up tokens."""
+    rows, pairs = evaluate_variants(asked, {"live": of_two_rollouts(tokens())})
+    mismatch = {"abs_prob_diff_mean": 1e-3, "kl_k3": 1e-4, "ratio_min": 0.1, "ratio_max": 3.0}
+    return {
+        "run": "runs/<r3>",
+        "checkpoint": "runs/r3/checkpoints/step_00000001",
+        "before": None,
+        "rollouts": [0, 1],
+        "num_tokens": 400,
+        "trained_routes": "live",
+        "mismatch": {"live": mismatch},
+        "variants": [variant.name for variant in asked],
+        "left_out": {"minirl": "whose anchor is the trainer's policy before the steps"},
+        "rows": rows,
+        "agreement": pairs,
+    }
+
+
+def test_table_and_page_show_all_variants() -> None:
+    names = ["grpo", "drpo", "gspo", "pg_is"]
+    asked = [Variant("dppo_topk_tv", {"top_k": 4}), *(Variant(name) for name in names)]
+    long = Variant("dppo_topk_tv", {"top_k": 4, "delta_low": 0.125, "delta_high": 0.25})
+    found = answer([*asked, long])
+    text = as_text(found)
+    assert max(map(len, text.splitlines())) <= 100
+    assert long.name in text.splitlines(), "a long name stands on a line of its own"
+    assert "left out: minirl, whose anchor" in text and "standard deviation over rollouts" in text
+    written = page(found)
+    for section in ("table", "rollouts", "probability", "agreement", "sensitivity", "left-out"):
+        assert f'id="{section}"' in written
+    assert "runs/&lt;r3&gt;" in written and "<script" not in written
+    assert "http" not in written.replace("http-equiv", ""), "it opens without a network"
+    assert written.count("<figure>") == 5 + 5, "bars of those that weigh, lines of those with a threshold"
+    assert "Nothing is masked in any bin by pg_is" in written
+    assert not re.search(r"\bnan\b", written.lower())

@@ -17,6 +17,7 @@ WINDOW = 10  # rollouts before the one that is checked
 ENOUGH = 5  # of them, at least; and rollouts of a mean reward
 LENGTH_FACTOR = 2.0  # longer or shorter than usual by this
 TV_FACTOR, TV_FLOOR = 3.0, 0.01  # above usual by this, and large enough to matter
+IN_A_ROW = 3  # rollouts whose tail is above: a single one rests on its two or three largest tokens
 AGREEMENT_DROP = 0.05  # below usual by this share of experts
 LOST_OF_GAIN, STANDARD_ERRORS = 0.5, 3.0  # a fall of the mean reward: of what was gained, and beyond chance
 SHOWN = 3  # names of metrics in a message
@@ -68,10 +69,13 @@ class AlarmWatch:
     def good_until(self, found: Mapping[str, str]) -> int:
         """Return the number of rollouts finished before the last rollout's trouble began.
 
-        A collapse began after the rollouts whose mean reward was best; everything else in the rollout itself.
+        A collapse began after the rollouts whose mean reward was best, a larger tail in the first of the
+        rollouts that have it; everything else in the rollout itself.
         """
         if "reward_collapse" not in found:
-            return len(self.rows) - 1
+            is_old = [_age(row) == _age(self.rows[-1]) for row in self.rows]
+            of_its_age = [number for number, is_one in enumerate(is_old) if is_one]
+            return of_its_age[-IN_A_ROW] if "tv_tail" in found else len(self.rows) - 1
         means = _running_means([_value(row, "reward/mean") for row in self.rows])
         return max(means, key=means.__getitem__)
 
@@ -109,12 +113,15 @@ def length_jump(history: Sequence[Row], row: Row) -> str | None:
 
 
 def tv_tail(history: Sequence[Row], row: Row) -> str | None:
-    """Find a larger tail of |pi - mu| before any update: the engines drift apart."""
+    """Find a larger tail of |pi - mu| before any update, IN_A_ROW times: the engines drift apart."""
     name = "mismatch/tv_p999"
-    value, usual = _value(row, name), _usual(_as_old(history, row), name)
-    if value is None or usual is None or value <= max(TV_FACTOR * usual, TV_FLOOR):
+    rows = [*_as_old(history, row), row]
+    usual = _usual(rows[:-IN_A_ROW], name)
+    values = [_value(each, name) for each in rows[-IN_A_ROW:]]
+    if usual is None or any(v is None or v <= max(TV_FACTOR * usual, TV_FLOOR) for v in values):
         return None
-    return f"{name}: found {value:.3g}; usual was {usual:.3g}"
+    shown = ", ".join(f"{value:.3g}" for value in values)
+    return f"{name}: found {shown} in {IN_A_ROW} rollouts in a row; usual was {usual:.3g}"
 
 
 def agreement_drop(history: Sequence[Row], row: Row) -> str | None:
@@ -136,11 +143,19 @@ RULES: Mapping[str, Callable[[Sequence[Row], Row], str | None]] = MappingProxyTy
 )
 
 
-def noise_warning(of_rollout: Mapping[str, float]) -> str | None:
-    """Return the warning about a rollout's metrics; none where the noise is within NOISE_LIMIT."""
-    masked = of_rollout.get("trust_region/noise_masked_fraction", 0.0)
+def noise_warning(rollouts: Sequence[Row]) -> str | None:
+    """Return the warning about the noise of the last ENOUGH rollouts; none where it is within NOISE_LIMIT.
+
+    What was not rolled out yet counts as free of noise: one noisy rollout is chance, unless it is very noisy.
+
+    Args:
+        rollouts: Metrics of the rollouts so far, in order; the message takes the distances of the last one.
+    """
+    values = [_value(row, "trust_region/noise_masked_fraction") or 0.0 for row in rollouts[-ENOUGH:]]
+    masked = sum(values) / ENOUGH
     if not masked > NOISE_LIMIT:
         return None
+    masked, of_rollout = masked * ENOUGH / len(values), rollouts[-1]
     names = {"mean": "abs_prob_diff_mean", "99.9th percentile": "tv_p999"}
     area = "mismatch_age_0" if any(name.startswith("mismatch_age_0/") for name in of_rollout) else "mismatch"
     known = [
@@ -150,9 +165,9 @@ def noise_warning(of_rollout: Mapping[str, float]) -> str | None:
     ]
     return (
         f"the trust region sits inside the engines' noise: found {masked:.1%} of tokens masked before any "
-        f"update (|pi - mu|: {', '.join(known)}); expected at most {NOISE_LIMIT:.0%}. Loosen its threshold "
-        "(algorithm.delta, eps_low and eps_high), or bring the engines closer: rollout.routing_replay, "
-        "algorithm.logits_dtype, weights of higher precision."
+        f"update, mean of {len(values)} rollouts (|pi - mu|: {', '.join(known)}); expected at most "
+        f"{NOISE_LIMIT:.0%}. Loosen its threshold (algorithm.delta, eps_low and eps_high), or bring the "
+        "engines closer: rollout.routing_replay, algorithm.logits_dtype, weights of higher precision."
     )
 
 
@@ -185,8 +200,12 @@ def _usual(history: Sequence[Row], name: str) -> float | None:
 
 def _as_old(history: Sequence[Row], row: Row) -> list[Row]:
     """Return the rollouts whose tokens were as old as this one's: age sets pi and mu apart, too."""
-    age = row.get("rollout/staleness_max", 0.0)
-    return [each for each in history if each.get("rollout/staleness_max", 0.0) == age]
+    return [each for each in history if _age(each) == _age(row)]
+
+
+def _age(row: Row) -> float:
+    """Return the age of a rollout's oldest token, in versions."""
+    return row.get("rollout/staleness_max", 0.0)
 
 
 def _jsonable(value: float) -> float | str:

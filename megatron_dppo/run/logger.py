@@ -70,6 +70,7 @@ class RunLogger:
         self._rollout_metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
         self._is_noise_known = self._is_cost_logged = False
+        self._before_updates: list[Mapping[str, float]] = []  # what was measured then, a row of each rollout
         self._alarms = AlarmWatch()
         self._advice = _advice_watch(config)
 
@@ -108,7 +109,7 @@ class RunLogger:
         self._rollout_metrics = dict(rollout_metrics)
         if metrics_offset:
             rows = self._on_main(lambda folder: [dict(row.values) for row in read_run(folder.path).rollouts])
-            self._alarms = AlarmWatch(rows)
+            self._alarms, self._before_updates = AlarmWatch(rows), list[Mapping[str, float]](rows)
 
     def write_changes(self, rollout: int, trained_with: str) -> None:
         """Append a row for each setting that makes another experiment of what was trained so far.
@@ -159,8 +160,11 @@ class RunLogger:
 
     def _warn_of_noise(self, of_rollout: Mapping[str, float]) -> None:
         """Warn, once per process, where the trust region masks the engines' noise."""
-        warning = noise_warning(of_rollout)
-        if warning is not None and not self._is_noise_known:
+        if not of_rollout or self._is_noise_known:
+            return
+        self._before_updates.append(of_rollout)
+        warning = noise_warning(self._before_updates)
+        if warning is not None:
             self._is_noise_known = True
             if self._runtime.is_main:
                 log.warning("%s", warning)

@@ -52,7 +52,8 @@ def test_tokens_of_older_weights_are_compared_with_such(metric: str, of_older: f
     for row in rows[20:]:
         row["rollout/staleness_max"], row[metric] = 2.0, of_older
     assert not any(_found(rows))
-    rows[39][metric] = 10 * of_older if "tv" in metric else of_older - 0.2
+    for row in rows[37:]:
+        row[metric] = 10 * of_older if "tv" in metric else of_older - 0.2
     assert len(_found(rows)[39]) == 1
 
 
@@ -61,7 +62,6 @@ def test_tokens_of_older_weights_are_compared_with_such(metric: str, of_older: f
     [
         ("length_jump", "rollout/response_length_mean", 600.0, "found 600.0; usual was"),
         ("length_jump", "rollout/response_length_mean", 12.0, "found 12.0"),
-        ("tv_tail", "mismatch/tv_p999", 0.6, "found 0.6"),
         ("agreement_drop", "routing/agreement_mean", 0.8, "found 0.800; usual was 0.9"),
         ("not_finite", "policy/entropy", math.nan, "policy/entropy: found values that are not finite"),
         ("not_finite", "reward/mean", math.inf, "reward/mean: found"),
@@ -72,6 +72,18 @@ def test_each_sign_is_found_alone(name: str, metric: str, value: float, words: s
     found = alarms(rows[:-1], rows[-1] | {metric: value})
     assert set(found) == {name} and words in found[name]
     assert set(alarms(rows, rows[-1], [{metric: value}])) == ({name} if name == "not_finite" else set())
+
+
+def test_a_tail_that_stays_is_found_and_one_that_passes_is_not() -> None:
+    """Of a rollout's tokens the largest few make its percentile: one large one proves nothing."""
+    rows = _healthy(3)
+    for number in (20, 21, 25, 30, 31):
+        rows[number]["mismatch/tv_p999"] = 0.6
+    assert not any(_found(rows))
+    rows[32]["mismatch/tv_p999"] = 0.7
+    (text,) = alarms(rows[:32], rows[32]).values()
+    assert text.startswith("mismatch/tv_p999: found 0.6, 0.6, 0.7 in 3 rollouts in a row; usual was 0.0")
+    assert AlarmWatch(rows[:33]).good_until({"tv_tail": text}) == 30
 
 
 def test_rules_are_silent_without_history_or_metrics() -> None:
@@ -114,4 +126,4 @@ def test_the_way_back_leads_to_before_the_trouble() -> None:
     watch = AlarmWatch(rows[:31])
     best = max(range(5, 32), key=lambda finished: sum(rewards[finished - 5 : finished]))
     assert watch.good_until({"reward_collapse": "", "tv_tail": ""}) == best
-    assert watch.good_until({"tv_tail": ""}) == 30, "all but the rollout that was checked last"
+    assert watch.good_until({"length_jump": ""}) == 30, "all but the rollout that was checked last"

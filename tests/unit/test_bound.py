@@ -89,17 +89,21 @@ def test_noise_is_what_is_masked_before_any_update() -> None:
 
 
 def test_the_warning_says_how_far_the_engines_are_apart() -> None:
-    within = {"trust_region/noise_masked_fraction": NOISE_LIMIT, "mismatch/abs_prob_diff_mean": 0.01}
-    assert noise_warning(within) is None and noise_warning({}) is None
-    assert noise_warning({"trust_region/noise_masked_fraction": math.nan}) is None
-    warning = noise_warning(within | {"trust_region/noise_masked_fraction": 0.034, "mismatch/tv_p999": 0.2})
-    assert warning is not None
-    assert (
-        "found 3.4% of tokens masked before any update (|pi - mu|: mean 0.01, 99.9th percentile 0.2)" in warning
-    )
-    of_older = {
-        "trust_region/noise_masked_fraction": 0.034,
-        "mismatch/tv_p999": 0.9,
-        "mismatch_age_0/tv_p999": 0.2,
-    }
-    assert "(|pi - mu|: 99.9th percentile 0.2)" in (noise_warning(of_older) or "")
+    name = "trust_region/noise_masked_fraction"
+    within = {name: NOISE_LIMIT, "mismatch/abs_prob_diff_mean": 0.01}
+    assert noise_warning([within] * 9) is None and noise_warning([{}]) is None
+    assert noise_warning([{name: math.nan}] * 5) is None
+    far = within | {name: 0.074, "mismatch/tv_p999": 0.2}
+    warning = noise_warning([far])
+    assert warning is not None and "found 7.4% of tokens masked before any update, mean of 1 roll" in warning
+    assert "(|pi - mu|: mean 0.01, 99.9th percentile 0.2)" in warning
+    of_older = {name: 0.074, "mismatch/tv_p999": 0.9, "mismatch_age_0/tv_p999": 0.2}
+    assert "(|pi - mu|: 99.9th percentile 0.2)" in (noise_warning([within, of_older]) or "")
+
+
+def test_chance_is_no_noise() -> None:
+    """The quickstart's run: a percentage point above the limit once, and hundredths around it."""
+    usual, once = ({"trust_region/noise_masked_fraction": value} for value in (0.002, 0.015))
+    assert noise_warning([usual, usual, once]) is None and noise_warning([once]) is None
+    assert "mean of 4 rollouts" in (noise_warning([once] * 4) or "")
+    assert noise_warning([*[once] * 5, *[usual] * 3]) is None, "what was is over"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from megatron_dppo.analysis.report.plots import over_rollouts
@@ -202,15 +203,15 @@ def _mismatch(runs: Sequence[Run]) -> str:
 
 
 def _noise(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a note on rollouts whose trust region masked more than the noise limit before any update."""
+    """Return a note on runs whose trust region masked more than the noise limit before any update."""
     texts: list[str] = []
     for run, name in zip(runs, names, strict=True):
         masked = over_rollouts(run, "trust_region/noise_masked_fraction")[1]
-        if num_above := sum(value > NOISE_LIMIT for value in masked):
+        if masked and (mean := fmean(masked)) > NOISE_LIMIT:
             texts.append(
-                f"{name}: in {num_above} of {len(masked)} rollouts more than {NOISE_LIMIT:.0%} of the tokens "
-                f"were masked before any update (at most {max(masked):.1%}): the trust region sits inside the "
-                "noise of the engines, and part of what it masks later is noise as well."
+                f"{name}: {mean:.1%} of the tokens were masked before any update, mean of {len(masked)} "
+                f"rollouts (at most {max(masked):.1%}): the trust region sits inside the noise of the "
+                "engines, and part of what it masks later is noise as well."
             )
     return texts
 

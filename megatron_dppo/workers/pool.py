@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from itertools import chain, count
 from queue import LifoQueue
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Generic
 
@@ -15,6 +15,7 @@ from megatron_dppo.workers.worker_process import CallCancelledError, IsCancelled
 _AHEAD_S = 0.02  # of work that a worker is sent in advance: cheap code need not wait for the trainer
 _MAX_AHEAD = 32
 _PATIENCE_S = 1.0  # after it, other workers take what was sent in advance behind an unanswered request
+_LINGERS_S = 1.0  # that a thread keeps its worker without work: starting one for each request costs more
 _FORGETS = 0.95  # the share of a slow answer's time that is still expected of the next
 _MAX_LATE_IN_A_ROW = 16
 
@@ -45,6 +46,7 @@ class WorkerPool(Generic[Q, A]):
         for _ in range(num_workers):
             self._idle.put(None)
         self._closing, self._lock, self._numbers = Lock(), Lock(), count()
+        self._has_work, self._is_closing = Condition(self._lock), False
         self._todo: deque[_Call[Q, A]] = deque()
         self._lines: dict[
             int, deque[_Call[Q, A]]
@@ -97,6 +99,8 @@ class WorkerPool(Generic[Q, A]):
         with self._closing:
             with self._lock:
                 calls = [*self._todo, *chain.from_iterable(self._lines.values())]
+                self._is_closing = True
+                self._has_work.notify_all()
             self._cancel([call.answer for call in calls])
             workers: list[WorkerProcess[Q, A] | None] = []
             try:
@@ -107,6 +111,7 @@ class WorkerPool(Generic[Q, A]):
                 for worker in filter(None, workers):
                     worker.kill(grace_s=1.0)
             finally:
+                self._is_closing = False
                 for _ in workers:
                     self._idle.put(None)
 
@@ -119,12 +124,13 @@ class WorkerPool(Generic[Q, A]):
         return calls
 
     def _start_threads(self) -> None:
-        """Start threads for as many workers as are free and needed; the lock is held."""
+        """Start threads for as many workers as are free and needed, and wake those without work; locked."""
         num_waiting = sum(not line for line in self._lines.values())  # threads about to take a call
         for _ in range(min(self._num_workers - len(self._lines), len(self._todo) - num_waiting)):
             number = next(self._numbers)
             self._lines[number] = deque()
             Thread(target=self._drive, args=(number,), name=self._service.noun, daemon=True).start()
+        self._has_work.notify(len(self._todo))
 
     def _cancel(self, answers: "Sequence[Future[A | WorkerFault]]") -> None:
         """Cancel those that are not there yet, and wait until no worker is at work on them."""
@@ -168,11 +174,13 @@ class WorkerPool(Generic[Q, A]):
     def _take(self, number: int) -> "_Call[Q, A] | None":
         """Return the next call for a thread, added to its line; none where there is none for it.
 
-        A thread without calls then ends. One whose worker is busy leaves the others one call each.
+        A thread without calls waits for one, and then ends. One whose worker is busy leaves the others a call.
         """
         while True:
             with self._lock:
                 line = self._lines[number]
+                if not line:
+                    self._has_work.wait_for(lambda: self._todo or self._is_closing, _LINGERS_S)
                 num_free = self._num_workers - sum(map(bool, self._lines.values()))
                 if len(self._todo) <= (num_free if line else 0):
                     if not line:

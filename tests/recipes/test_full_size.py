@@ -242,6 +242,17 @@ def test_what_cannot_be_traced_is_refused(arguments: list[str], message: str) ->
     assert message in result.stderr
 
 
+def test_the_command_adds_the_trace_to_the_plan() -> None:
+    path = str(ROOT / "examples" / "efficiency" / "base.toml")
+    arguments = ["plan", path, "--gpus", "8", "--gpu-memory", "80GB", "--trace-layers", "2", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["conclusion"].startswith("Fits")
+    assert (found["trace"]["traced_layers"], found["trace"]["num_layers"]) == ([1, 2], 28)
+    assert found["trace"]["traced_bytes"].keys() == found["trace"]["planned_bytes"].keys()
+
+
 def test_every_published_model_is_of_an_experiment() -> None:
     assert {model_of(experiment) for experiment in EXPERIMENTS} == PUBLISHED.keys()
 

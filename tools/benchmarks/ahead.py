@@ -11,8 +11,8 @@ run. A push ends what is in flight, and its tokens are computed again before dec
 Rollouts are synchronous (S = 0: sample, then train), and sampled ahead under rollout.max_staleness = S.
 "formula" is that of `plan --split`: max(a / n, b) + p, and max(a / n, tail) + b + p where S = 0. a / n are the
 seconds in which all slots sample the tokens of a rollout, b those of training, p those of push and repeated
-prefill, and tail those of the longest response, of what this run did. No S can be faster for long; one is as
-fast that hides the tail, where S times the formula reaches it ("hides"). "age" is the mean of the versions
+prefill, and tail those of the longest response, of what this run did. No S can be faster for long, and one that
+hides the tail, where S times the formula reaches it ("hides"), comes close. "age" is the mean of the versions
 between sampling and training, of each response's oldest token.
 """
 

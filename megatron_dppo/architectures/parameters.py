@@ -9,7 +9,7 @@ from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
-from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT, WeightRule
+from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT, WeightRule, linears_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,14 @@ class Tensor:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA's: the factors A [rank, in] and B [out, rank] beside each targeted Hugging Face linear."""
+
+    rank: int
+    targets: tuple[str, ...]  # last parts of the linears' names
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,30 @@ def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tens
     return tuple(tensors)
 
 
+def adapter_tensors(shape: ModelShape, layout: Layout, chunk: Chunk, adapters: Adapters) -> tuple[Tensor, ...]:
+    """Return the factors of one rank in one model chunk, split as `models.lora` splits them."""
+    return tuple(
+        factor
+        for layer in chunk.layers
+        for rule in shape.family.rules
+        if rule.is_in(layer, shape.sizes)
+        for factor in _factors(rule, shape, layout, adapters)
+    )
+
+
+def _factors(rule: WeightRule, shape: ModelShape, layout: Layout, adapters: Adapters) -> Iterator[Tensor]:
+    """Yield one rank's A and B of each targeted linear of a parameter; one of them is split."""
+    linears, num_parts = linears_of(rule), layout.expert_tensor if rule.is_expert else layout.tensor
+    for linear, (num_outputs, num_inputs) in zip(linears, rule.hf_shapes(shape.sizes), strict=False):
+        if linear not in adapters.targets:
+            continue
+        split = [math.ceil(size / num_parts) for size in (num_outputs, num_inputs)]
+        of_b, of_a = (split[0], num_inputs) if rule.tensor_parallel_dim == 0 else (num_outputs, split[1])
+        for factor, size in (("lora_A", (adapters.rank, of_a)), ("lora_B", (of_b, adapters.rank))):
+            name = f"{rule.megatron}.{linear}.{factor}"
+            yield _of_own_experts(name, size, shape, layout) if rule.is_expert else Tensor(name, size)
+
+
 def _is_outside_layers(rule: WeightRule, shape: ModelShape, layout: Layout, chunk: Chunk) -> bool:
     """Whether a chunk holds a parameter of no layer."""
     if rule.megatron == EMBEDDING.megatron:
@@ -137,7 +169,10 @@ def _tensor(rule: WeightRule, shape: ModelShape, layout: Layout) -> Tensor:
     is_shared = rule.is_vocabulary and shape.sizes.is_tied and layout.pipeline > 1
     if not rule.is_expert:
         return Tensor(rule.megatron, fused, is_shared_embedding=is_shared)
+    return _of_own_experts(rule.megatron, fused, shape, layout)
+
+
+def _of_own_experts(name: str, of_one: tuple[int, ...], shape: ModelShape, layout: Layout) -> Tensor:
+    """Return the stack of a rank's experts; Megatron reduces unsplit ones with the dense parameters."""
     assert shape.sizes.num_experts is not None, "layers with experts are of a model with experts"
-    own = shape.sizes.num_experts // layout.expert
-    # Megatron reduces unsplit experts with the dense parameters.
-    return Tensor(rule.megatron, (own, *fused), is_expert=layout.expert > 1)
+    return Tensor(name, (shape.sizes.num_experts // layout.expert, *of_one), is_expert=layout.expert > 1)

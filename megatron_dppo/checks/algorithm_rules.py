@@ -98,7 +98,7 @@ def _thresholds(config: Config, facts: Facts) -> Iterator[Problem]:
             effect = "drops whatever moved at all" if value == 0 else "never acts"
             expected = f"above 0 and below {limit:g}" if limit < math.inf else "above 0"
             usual = getattr(PRESETS[objective.name], field)
-            action = f"Choose such a value, or inf to turn it off; the preset's own is {usual:g}."
+            action = f"Choose such a value, or inf to turn it off; {objective.name} has {usual:g}."
             found.append(Problem(f"algorithm.{field}", f"{value:g}, which {effect}", expected, action))
     found += _bands_without_1(objective)
     yield from dict.fromkeys(_where_written(problem, written) for problem in found)
@@ -112,7 +112,7 @@ def _bands_without_1(objective: Objective) -> Iterator[Problem]:
     ):
         if is_beyond:
             found = f"{getattr(objective, field):g}, which drops what trainer and engine agree on"
-            action = f"Choose such a value; the preset's own is {getattr(PRESETS[objective.name], field):g}."
+            action = f"Choose such a value; {objective.name} has {getattr(PRESETS[objective.name], field):g}."
             yield Problem(f"algorithm.{field}", found, expected, action)
 
 

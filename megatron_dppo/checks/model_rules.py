@@ -25,13 +25,16 @@ def _rollout_memory(config: Config, facts: Facts) -> Iterator[Problem]:
     num_groups = max(facts.world_size // (parallel.tensor * parallel.pipeline * parallel.context), 1)
     bound = rollout_bytes_bound(config, facts.world_size, num_groups, routing) / (1 << 30)
     if bound > config.rollout.max_data_gib:
-        lag = config.rollout.lag
+        options, lag = config.rollout, config.rollout.lag
         of = f"{lag + 1} rollouts, {lag} of them sampled ahead," if lag else "a rollout"
+        if options.max_staleness:
+            of = f"a rollout beside {options.over_sampling:g} times as many open groups,"
+        first = "rollout.lag, " * bool(lag) + "rollout.over_sampling, " * bool(options.over_sampling > 1)
         yield Problem(
             "rollout.max_data_gib",
             f"{of} of up to {bound:.1f} GiB on each rank",
-            f"at most {config.rollout.max_data_gib:g} GiB",
-            f"Lower {'rollout.lag, ' * bool(lag)}rollout.prompts_per_rollout, samples_per_prompt, "
+            f"at most {options.max_data_gib:g} GiB",
+            f"Lower {first}rollout.prompts_per_rollout, samples_per_prompt, "
             "max_response_tokens or num_topk_log_probs, use more data-parallel ranks, or raise the limit if "
             "the host has the memory.",
         )

@@ -105,7 +105,7 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
     forward = (num + (layout.pipeline - 1) / layout.virtual_pipeline) * one
     if not job.has_reference_weights:
         return forward
-    largest = max(part.buffer for part in job.partition(layout)) * job.workload.dtype_bytes
+    largest = max(part.weights for part in job.partition(layout)) * job.workload.dtype_bytes
     steps = job.config.algorithm.minibatches_per_rollout * job.config.algorithm.epochs_per_rollout
     return forward + 4 * largest / (figures.PCIE_BYTES_PER_S * figures.LINK_EFFICIENCY) / steps
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import ModelShape, model_shape
+from megatron_dppo.architectures.parameters import Adapters, ModelShape, model_shape
 from megatron_dppo.checks import Facts, check_run
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
@@ -148,4 +148,6 @@ class Job:
 
     def partition(self, layout: Layout) -> tuple[StagePart, ...]:
         """Return the part of the model on each pipeline stage of a layout."""
-        return partition(self.shape, layout, self.config.optimizer.distributed)
+        lora = self.config.lora
+        adapters = Adapters(lora.rank, lora.targets) if lora.rank else None
+        return partition(self.shape, layout, self.config.optimizer.distributed, adapters)

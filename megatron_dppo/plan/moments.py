@@ -75,7 +75,7 @@ def _training(
             **always,
             **batch,
             "activations": int((held + kept.again + kept.working) * padded),
-            "gradients": states.gradients + states.largest_parameter,
+            "gradients": states.gradients + states.largest_gradient,
         },
         "step": {**always, **batch, "optimizer": states.optimizer + states.step_temporaries},
     }

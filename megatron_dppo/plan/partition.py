@@ -3,6 +3,7 @@
 With the distributed optimizer, Megatron keeps parameters and gradients of a model chunk in buffers: each
 tensor starts at a multiple of 64 elements, and a buffer's end is padded so that it divides over the ranks that
 share it. Dense parameters are shared by data x context ranks, split experts by the expert-data-parallel ones.
+With LoRA the buffers hold adapters, and the model's own weights, which are frozen, lie beside them.
 """
 
 import math
@@ -11,14 +12,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import Chunk, ModelShape, Tensor, chunk_tensors
+from megatron_dppo.architectures.parameters import (
+    Adapters,
+    Chunk,
+    ModelShape,
+    Tensor,
+    adapter_tensors,
+    chunk_tensors,
+)
 
 ALIGN_START, ALIGN_END = 64, 128  # elements, of megatron.core's parameter and gradient buffers
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Number of elements of some of a rank's parameters."""
+    """Number of elements of some of a rank's trained parameters."""
 
     own: int  # without padding
     buffer: int  # with padding: what parameters and gradients take
@@ -35,11 +43,18 @@ class StagePart:
     dense: Elements
     expert: Elements  # split experts; those that are not split count as dense
     largest: int  # elements of the largest tensor
+    largest_trained: int  # of the largest that has a gradient
+    frozen: int = 0  # elements without a gradient
 
     @property
     def buffer(self) -> int:
         """Number of elements in the gradient buffers."""
         return self.dense.buffer + self.expert.buffer
+
+    @property
+    def weights(self) -> int:
+        """Number of elements of all parameters, padding included."""
+        return self.buffer + self.frozen
 
     @property
     def shard(self) -> int:
@@ -64,13 +79,16 @@ def chunks_of(stage: int, layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
 
 
 @lru_cache(maxsize=4096)
-def partition(shape: ModelShape, layout: Layout, is_distributed: bool) -> tuple[StagePart, ...]:
+def partition(
+    shape: ModelShape, layout: Layout, is_distributed: bool, adapters: Adapters | None = None
+) -> tuple[StagePart, ...]:
     """Return the parts of all pipeline stages.
 
     Args:
         shape: The model's.
         layout: How it is cut.
         is_distributed: The distributed optimizer is in use.
+        adapters: Train in the place of the model's own weights.
     """
     parts: list[StagePart] = []
     alike: dict[tuple[tuple[bool | int, ...], ...], StagePart] = {}
@@ -78,29 +96,45 @@ def partition(shape: ModelShape, layout: Layout, is_distributed: bool) -> tuple[
         chunks = chunks_of(stage, layout, shape.sizes.num_layers)
         kind = tuple((c.is_first, c.is_last, sum(map(shape.is_moe, c.layers))) for c in chunks)
         if kind not in alike:
-            alike[kind] = _part(shape, layout, stage, chunks, is_distributed)
+            alike[kind] = _part(shape, layout, stage, chunks, is_distributed, adapters)
         parts.append(replace(alike[kind], stage=stage, chunks=chunks))
     return tuple(parts)
 
 
 def _part(
-    shape: ModelShape, layout: Layout, stage: int, chunks: tuple[Chunk, ...], is_distributed: bool
+    shape: ModelShape,
+    layout: Layout,
+    stage: int,
+    chunks: tuple[Chunk, ...],
+    is_distributed: bool,
+    adapters: Adapters | None,
 ) -> StagePart:
     held = [chunk_tensors(shape, layout, chunk) for chunk in chunks]
+    trained = held
+    if adapters is not None:
+        trained = [adapter_tensors(shape, layout, chunk, adapters) for chunk in chunks]
     num_expert_sharers = layout.world_size // (layout.expert * layout.expert_tensor * layout.pipeline)
     return StagePart(
         stage=stage,
         chunks=chunks,
         dense=_elements(
-            [bucket for tensors in held for bucket in _dense_buckets(tensors)],
+            [bucket for tensors in trained for bucket in _dense_buckets(tensors)],
             layout.data * layout.context,
             is_distributed,
         ),
         expert=_elements(
-            [[t.numel for t in tensors if t.is_expert] for tensors in held], num_expert_sharers, is_distributed
+            [[t.numel for t in tensors if t.is_expert] for tensors in trained],
+            num_expert_sharers,
+            is_distributed,
         ),
-        largest=max(tensor.numel for tensors in held for tensor in tensors),
+        largest=_largest(held),
+        largest_trained=_largest(trained),
+        frozen=sum(t.numel for tensors in held for t in tensors) if trained is not held else 0,
     )
+
+
+def _largest(chunks: Sequence[Sequence[Tensor]]) -> int:
+    return max(tensor.numel for tensors in chunks for tensor in tensors)
 
 
 def _dense_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:

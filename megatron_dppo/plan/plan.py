@@ -115,8 +115,3 @@ def _not_counted(job: Job) -> Iterator[str]:
         for module in job.options.recompute.modules:
             if module not in COUNTED_MODULES:
                 yield f"megatron.recompute_modules: {module!r} is taken to save nothing"
-    if config.lora.rank:
-        yield (
-            f"lora.rank = {config.lora.rank}: gradients and optimizer states are counted of all weights; "
-            "adapters have far fewer"
-        )

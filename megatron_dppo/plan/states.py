@@ -20,7 +20,8 @@ class RankStates:
     optimizer_between: int  # of those, on the GPU outside of the step
     optimizer_on_host: int  # of those, on the host outside of the step
     step_temporaries: int  # of the optimizer's step on the GPU
-    largest_parameter: int  # as its gradient is, before it is added to its buffer
+    largest_parameter: int
+    largest_gradient: int  # before it is added to its buffer
 
 
 def rank_states(job: Job, part: StagePart) -> RankStates:
@@ -28,13 +29,14 @@ def rank_states(job: Job, part: StagePart) -> RankStates:
     dtype_bytes, is_offloading = job.workload.dtype_bytes, job.config.optimizer.offload
     whole = optimizer_bytes(part.shard, dtype_bytes)
     return RankStates(
-        parameters=part.buffer * dtype_bytes,
+        parameters=part.weights * dtype_bytes,
         gradients=part.buffer * GRADIENT_BYTES,
         optimizer=whole,
         optimizer_between=0 if is_offloading else whole,
         optimizer_on_host=whole * is_offloading,
         step_temporaries=part.shard * GRADIENT_BYTES,  # AdamW's square roots, all at once
         largest_parameter=part.largest * dtype_bytes,
+        largest_gradient=part.largest_trained * dtype_bytes,
     )
 
 

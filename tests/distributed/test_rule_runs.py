@@ -1,7 +1,11 @@
-"""The loop trains with each of the field's rules, on the sanity task."""
+"""The loop trains with each preset that no experiment of examples/ has, and with rules of one's own.
+
+Those of the experiments are trained by tests/recipes.
+"""
 
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,20 @@ from megatron_dppo.algorithms import PRESETS, preset
 from megatron_dppo.algorithms.presets import PAPER
 from megatron_dppo.runtime.process import Runtime
 
+EXPERIMENTS = [script.parent for script in Path(__file__).parents[2].glob("examples/*/train.sbatch")]
+OF_RECIPES = {
+    tomllib.loads(file.read_text()).get("algorithm", {}).get("preset")
+    for experiment in EXPERIMENTS
+    for file in experiment.glob("*.toml")
+}
 # As published, mis and trm would drop every response of so small a model.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"top_k": 8} if PRESETS[name].needs_topk else {} for name in PRESETS if name not in PAPER},
+    **{name: {"top_k": 8} if PRESETS[name].needs_topk else {} for name in PRESETS if name not in OF_RECIPES},
     "mis": {"rho_low": 0.5, "rho_high": 2.0},
     "trm": {"top_k": 8, "token_kl": 8.0, "response_kl": 4.0},
     "tests.unit.own_rules:halves": {},
     "tests.unit.own_rules:averages": {"rule_over": "responses"},
+    "tests.unit.own_rules:divergence_mask": {"rule_options": {"delta": 0.01}, "anchor": "recomputed"},
 }
 
 

@@ -61,6 +61,16 @@ def test_two_halves_are_the_whole(task: Path) -> None:
     more = train(task, "more", "--train-only", task / "kept", num_rollouts=2)
     assert more.returncode == 2
     assert "expected 2 rollouts. Keep them with --rollout-only" in more.stderr.replace("\n", " ")
+    for flag, *settings_ in (
+        ("--rollout-only", "rollout.max_staleness=1", "rollout.engine=sglang"),
+        ("--rollout-only", "rollout.lag=1", "run.num_rollouts=2"),
+        ("--train-only", "tracking.alarms=roll_back"),
+    ):
+        changes = [word for setting in settings_ for word in ("--set", setting)]
+        refused = train(task, "refused", flag, task / "kept", *changes)
+        assert refused.returncode == 2 and not (task / "refused").exists()
+        key, _, value = settings_[0].partition("=")
+        assert f"{key}: found {value}; expected" in refused.stderr.replace("\n", " ")
     both = train(task, "both", "--train-only", task / "kept", "--rollout-only", task / "kept")
     assert both.returncode == 2
     assert "--rollout-only: found --train-only too" in both.stderr

@@ -133,6 +133,32 @@ def test_a_push_that_no_server_takes_ends_the_run_and_loses_nothing(tmp_path: Pa
     require_end(run, run.start(1))
 
 
+def test_an_evaluation_samples_beside_what_is_sampled_ahead(tmp_path: Path, stack: ExitStack) -> None:
+    """On the same server, where requests of both are at once; each by one version of the weights."""
+    versions, is_beside = dict[str, set[int]](), list[bool]()
+
+    def note(rid: str) -> bool:  # called for each token
+        if not rid.startswith("place"):
+            versions.setdefault(rid.partition("/")[0], set()).add(server.version)
+            is_beside.append(any(other.startswith("place") for other in list(server.running_ids)))
+        return False
+
+    (server,) = servers = stand_ins(1, stack, is_marked=note)
+    held_out = {"held_out": {"prompts": str(tmp_path / "held_out.jsonl")}}
+    run = AsynchronousRun(
+        tmp_path,
+        servers,
+        run={"num_rollouts": NUM_ROLLOUTS},
+        evaluation={"every": 1, "samples_per_prompt": 2, "sets": held_out},
+    )
+    require_end(run, run.start(1))
+    assert list(versions.values()) == [{version} for version in range(NUM_ROLLOUTS + 1)]
+    assert any(is_beside)
+    rows = run.rows("evaluation")
+    assert [row["rollout"] for row in rows] == list(range(NUM_ROLLOUTS + 1))
+    assert all(row["eval/held_out/dropped"] == 0 for row in rows)
+
+
 def test_a_roll_back_forgets_what_the_weights_that_are_taken_back_sampled(
     tmp_path: Path, stack: ExitStack
 ) -> None:

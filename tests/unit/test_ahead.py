@@ -277,6 +277,22 @@ def test_groups_without_variance_are_replaced_and_prompts_too_long_left_out() ->
     assert sum(count.num_prompts for count in counts) >= 16 + 5 + 6
 
 
+@pytest.mark.parametrize("off", [-2, 1])
+def test_a_sample_beyond_the_bound_or_of_weights_to_come_is_never_trained_on(off: int) -> None:
+    """By the versions that came with its tokens, whatever the rules make of its group."""
+
+    class Others(SteppedEngine):
+        @property
+        def weight_version(self) -> int:
+            return self.weights.version + off
+
+    rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=Others())
+    rank.push(7, 9)
+    with pytest.raises(RolloutError, match=f"tokens of weights {7 + off}, to be trained on by weights 7"):
+        rank.ahead.next(7, rank.peer.all_gather, lambda: False)
+    rank.ahead.close()
+
+
 def test_what_is_left_behind_is_given_again_before_all_others() -> None:
     peer = Peer(0, Meeting(1))
     rank = Rank(StalenessBound(2, 3, 4), peer)

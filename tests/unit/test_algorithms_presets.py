@@ -1,10 +1,13 @@
 """Presets, their overrides, and what is refused."""
 
 import math
+import re
 from dataclasses import MISSING, FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import pytest
 
+from megatron_dppo import algorithms
 from megatron_dppo.algorithms import PRESETS, Objective, preset
 from megatron_dppo.algorithms.presets import FIELD, OVERRIDABLE, overrides_in
 from megatron_dppo.config.schema import AlgorithmConfig
@@ -72,6 +75,23 @@ def test_table_of_the_papers():
         others |= {c: v for c, v in zip(COLUMNS, TABLE[name], strict=True) if v != "-"} | own
         others |= {"rule": PRESETS[name].rule}
         assert vars(PRESETS[name]) == {"name": name, **others}
+
+
+def test_the_readme_lists_each_preset_with_its_settings():
+    readme = (Path(algorithms.__file__).parent / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("\n## The presets\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (?:`([^`]*)`)? ?\|$", section, re.MULTILINE))
+    assert list(rows) == list(PRESETS)
+    for name, settings in rows.items():
+        objective, nothing = PRESETS[name], Objective("nothing")
+        written = dict(re.findall(r"(\w+) ([\w.]+)", settings))
+        for field, value in written.items():
+            found = getattr(objective, field)
+            assert found == (value if isinstance(found, str) else float(value)), (name, field)
+        named = {*written, *(("delta_low", "delta_high") if "delta" in written else ())}
+        in_use = {field for field in objective.fields_in_use if field != "delta"}
+        assert {f for f in in_use if getattr(objective, f) != getattr(nothing, f)} <= named, name
+        assert objective.needs_topk == ("top_k" in written), name
 
 
 def test_objectives_are_frozen_values():

@@ -14,3 +14,7 @@ def test_a_paced_run_keeps_its_bound(max_staleness: int) -> None:
     assert figures.sampling_s > 0 and figures.formula_s >= pace.train_s + pace.push_s
     assert max_staleness > 0 or figures.prefill_s == 0
     assert figures.slots_busy > 0
+    assert figures.hides_tail == (max_staleness * figures.formula_s >= figures.tail_s > 0)
+    if max_staleness == 0:  # the trainer waits for the longest response
+        sampling_s = max(figures.sampling_s, figures.tail_s)
+        assert figures.formula_s == sampling_s + pace.train_s + pace.push_s and not figures.hides_tail

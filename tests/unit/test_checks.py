@@ -338,6 +338,10 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 1e-4}),
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.routing_replay": "measure"}),
         Example("rollout.max_data_gib", {"rollout.max_data_gib": 0.0013, "rollout.lag": 3}),
+        Example(
+            "rollout.max_data_gib",
+            _AHEAD | {"rollout.over_sampling": 2.0, "rollout.max_data_gib": 0.0017},
+        ),
     ],
     "layout": [
         Example(

@@ -80,7 +80,11 @@ def test_rollouts_sampled_ahead_count_as_micro_batches(lag: int) -> None:
 
 @pytest.mark.parametrize(
     ("options", "num_more"),
-    [({"over_sampling": 2.5}, 6), ({"refill_zero_variance": True, "max_refills": 2}, 8)],
+    [
+        ({"over_sampling": 2.5}, 6),
+        ({"refill_zero_variance": True, "max_refills": 2}, 8),
+        ({"max_staleness": 2, "over_sampling": 2.5}, 6 + 4),  # as many open as that, beside one that trains
+    ],
 )
 def test_groups_beyond_those_that_are_wanted_count(options: dict[str, Any], num_more: int) -> None:
     config, one = run(1), bytes_of_samples([make_sample(list(range(PROMPT + RESPONSE)), PROMPT)])

@@ -23,7 +23,7 @@ from plan_models import (
 )
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import Chunk, chunk_tensors, padded_vocab
+from megatron_dppo.architectures.parameters import Adapters, Chunk, chunk_tensors, padded_vocab
 from megatron_dppo.config import dump_config, load_config
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.errors import ConfigError
@@ -37,7 +37,7 @@ from megatron_dppo.plan.options import FULL, Options, Recompute, recompute_of
 from megatron_dppo.plan.partition import chunks_of, partition
 from megatron_dppo.plan.settings import as_overrides, with_settings
 from megatron_dppo.plan.stage_activations import LossTokens, chunk_tokens, chunks_in_flight, loss_bytes
-from megatron_dppo.plan.states import optimizer_bytes
+from megatron_dppo.plan.states import optimizer_bytes, rank_states
 from megatron_dppo.plan.units import GIB, parse_bytes
 
 
@@ -170,6 +170,29 @@ def test_elements_of_buffers_and_shards() -> None:
     assert part.dense.shard * 16 == part.dense.buffer
     (plain,) = partition(shape, layout, False)
     assert plain.dense.shard == plain.dense.buffer == plain.dense.own
+
+
+def test_adapters_train_beside_frozen_weights() -> None:
+    """Of TP2 EP2, a rank's factors of rank 8: q, k, v and the gates split B, o and down split A."""
+    shape, layout = shape_of(QWEN3_30B), layout_of(4, tensor=2, expert=2, expert_tensor=1)
+    linears = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    (whole,) = partition(shape, layout, True)
+    (part,) = partition(shape, layout, True, Adapters(8, linears))
+    hidden, heads, groups, width = 2048, 4096, 512, 768
+    attention = 3 * hidden + (heads + 2 * groups) // 2 + heads // 2 + hidden
+    assert part.dense.own == 48 * 8 * attention
+    assert part.expert.own == 48 * 64 * 8 * 3 * (hidden + width)
+    assert part.frozen == whole.dense.own + whole.expert.own
+    assert part.weights == part.buffer + part.frozen
+    assert (part.largest, part.largest_trained) == (whole.largest, 64 * 8 * hidden)
+    (some,) = partition(shape, layout, False, Adapters(16, ("o_proj",)))
+    assert (some.buffer, some.expert.own) == (48 * 16 * (heads // 2 + hidden), 0)
+    job = job_of(QWEN3_30B, {"lora.rank": 8})
+    (of_job,) = job.partition(layout)
+    states = rank_states(job, of_job)
+    assert of_job == part
+    assert (states.parameters, states.gradients) == (2 * part.weights, 4 * part.buffer)
+    assert (states.optimizer, states.largest_gradient) == (12 * part.shard, 2 * part.largest_trained)
 
 
 def test_a_split_of_experts_leaves_unsplit_ones_with_the_dense_parameters() -> None:
@@ -358,7 +381,7 @@ def test_a_reference_takes_host_memory_and_one_more_forward() -> None:
     adapters = {**kl, "lora.rank": 8}
     assert "reference" not in memory_of(job_of(QWEN3_30B, adapters), layout).host.per_rank
     other = memory_of(job_of(QWEN3_30B, {**adapters, "model.reference": Path("other")}), layout)
-    assert other.host.per_rank["reference"] == memory.host.per_rank["reference"]
+    assert other.host.per_rank["reference"] == other.worst.moments["loss"]["parameters"]
 
 
 def test_the_embedded_engine_keeps_a_copy_of_the_model() -> None:

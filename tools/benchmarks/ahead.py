@@ -9,10 +9,11 @@ that Python's own time shows as well; figures are in seconds before that. `Ahead
 run. A push ends what is in flight, and its tokens are computed again before decoding goes on.
 
 Rollouts are synchronous (S = 0: sample, then train), and sampled ahead under rollout.max_staleness = S.
-"formula" is max(a / n, b) + p: a / n the seconds in which all slots sample the tokens of a rollout, b those of
-training, p those of push and repeated prefill, of what this run did; where S = 0 it is the sum, without a tail.
-No S can be faster for long, and one that hides the longest response comes close. "age" is the mean of the
-versions between sampling and training, of each response's oldest token.
+"formula" is that of `plan --split`: max(a / n, b) + p, and max(a / n, tail) + b + p where S = 0. a / n are the
+seconds in which all slots sample the tokens of a rollout, b those of training, p those of push and repeated
+prefill, and tail those of the longest response, of what this run did. No S can be faster for long, and one that
+hides the tail, where S times the formula reaches it ("hides"), comes close. "age" is the mean of the versions
+between sampling and training, of each response's oldest token.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, WeightVersionSpan
 from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, cli, machine, warn_if_busy, write_json
 
-SETTINGS = ((0, 1.0), (1, 2.0), (2, 2.0), (4, 3.0))  # S, over_sampling
+SETTINGS = ((0, 1.0), (1, 2.0), (2, 3.0), (3, 3.0), (4, 3.0))  # S, over_sampling
 LONGEST = 16384
 SKIPPED = 2  # rollouts, and S more, until ages are those of a long run
 
@@ -211,13 +212,19 @@ class Figures:
     max_staleness: int
     over_sampling: float
     rollout_s: float
-    formula_s: float  # of S = 0: the sum, without a tail
+    formula_s: float
     waiting: float  # share of the time in which the trainer waits for samples
     slots_busy: float
     mean_age: float
     max_age: int
     sampling_s: float  # a / n
+    tail_s: float  # of the longest response
     prefill_s: float  # repeated, of one rollout
+
+    @property
+    def hides_tail(self) -> bool:
+        """Whether S rollouts take as long as the longest response."""
+        return self.max_staleness * self.formula_s >= self.tail_s
 
 
 def main(
@@ -234,7 +241,7 @@ def main(
     show_table(
         f"{pace.prompts} x {pace.samples} responses a rollout in {pace.slots} slots, training {train_s:g} s, "
         f"push {push_s:g} s",
-        ("S", "over", "s/rollout", "speed-up", "formula", "of it", "waiting", "slots busy", "age", "max"),
+        ("S", "over", "s/rollout", "speed-up", "formula", "hides", "of it", "waiting", "busy", "age", "max"),
         [_cells(row, rows[0]) for row in rows],
     )
     warn_if_busy("the rollouts", others.cores())
@@ -244,7 +251,7 @@ def main(
 def _cells(row: Figures, first: Figures) -> tuple[str, ...]:
     return (
         *(f"{row.max_staleness}", f"{row.over_sampling:g}", f"{row.rollout_s:.0f}"),
-        *(f"{first.rollout_s / row.rollout_s:.2f}", f"{row.formula_s:.0f}"),
+        *(f"{first.rollout_s / row.rollout_s:.2f}", f"{row.formula_s:.0f}", "yes" if row.hides_tail else "no"),
         *(f"{row.rollout_s / row.formula_s:.2f}", f"{row.waiting:.2f}", f"{row.slots_busy:.2f}"),
         *(f"{row.mean_age:.2f}", f"{row.max_age}"),
     )
@@ -255,7 +262,7 @@ def measure(pace: Pace, bound: StalenessBound, num_rollouts: int) -> Figures:
     num_skipped = SKIPPED + bound.max_staleness
     engine = PacedEngine(pace)
     ahead = _ahead(pace, bound, engine)
-    ages, waits, num_tokens = list[int](), list[float](), 0
+    ages, waits, num_tokens, longest = list[int](), list[float](), 0, 0
     began, prefilled, slot_s = 0.0, 0, 0.0
 
     def push(version: int) -> None:
@@ -276,6 +283,7 @@ def measure(pace: Pace, bound: StalenessBound, num_rollouts: int) -> Figures:
                 spans = [s.weight_versions for group in taken[0] for s in group.samples]
                 ages += [version - each[0].version for each in spans]
                 num_tokens += sum(each[-1].stop for each in spans)
+                longest = max(longest, *(each[-1].stop for each in spans))
             time.sleep(pace.train_s * pace.scale)
             push(version + 1)
         wall_s = (time.perf_counter() - began) / pace.scale
@@ -284,17 +292,19 @@ def measure(pace: Pace, bound: StalenessBound, num_rollouts: int) -> Figures:
         ahead.close()
     sampling_s = num_tokens * pace.token_s / pace.slots / num_rollouts
     prefill_s = prefilled / pace.prefill_tokens_per_s / num_rollouts
-    both = max(sampling_s, pace.train_s) if bound.max_staleness else sampling_s + pace.train_s
+    tail_s = longest * pace.token_s
+    at_once, in_turns = max(sampling_s, pace.train_s), max(sampling_s, tail_s) + pace.train_s
     return Figures(
         bound.max_staleness,
         bound.over_sampling,
         rollout_s=wall_s / num_rollouts,
-        formula_s=both + pace.push_s + prefill_s,
+        formula_s=(at_once if bound.max_staleness else in_turns) + pace.push_s + prefill_s,
         waiting=sum(waits) / pace.scale / wall_s,
         slots_busy=slot_s / pace.slots / wall_s,
         mean_age=statistics.fmean(ages),
         max_age=max(ages),
         sampling_s=sampling_s,
+        tail_s=tail_s,
         prefill_s=prefill_s,
     )
 

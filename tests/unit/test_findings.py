@@ -80,8 +80,8 @@ def test_one_seed_of_r3_off_and_on() -> None:
     assert said["length"] == [
         ("note", "Response length: 17.0 (R3 off) against 17.0 (R3 on): equal to within 1 %.")
     ]
-    masked = "Masked share of the tokens: 0.30 % (R3 off) against 0.20 % (R3 on): one seed, not decided."
-    assert said["masked"] == [("open", masked)]
+    masked = "Masked share, mean of both signs of the advantage: 0.30 % (R3 off) against 0.20 % (R3 on)"
+    assert said["masked"] == [("open", f"{masked}: one seed, not decided.")]
     assert said["stability"] == [("note", "No run raised an alarm or skipped a gradient step in 30 rollouts.")]
     assert "speed" not in said and "length of the run" not in said
 

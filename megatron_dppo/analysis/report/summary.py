@@ -28,7 +28,7 @@ class SummaryRow:
 ROWS = (
     SummaryRow("num_rollouts", "rollouts", "count"),
     SummaryRow("num_steps", "gradient steps", "count"),
-    SummaryRow("reward_first", "reward, rollout 0", "fraction", "reward/mean"),
+    SummaryRow("reward_first", "reward, rollout 1", "fraction", "reward/mean"),
     SummaryRow("reward_last", f"reward, mean of the last {LAST}", "fraction", "reward/mean"),
     SummaryRow(
         "response_length_last",

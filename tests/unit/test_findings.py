@@ -14,7 +14,7 @@ from megatron_dppo.analysis.contrasts import pooled_change
 from megatron_dppo.analysis.report.findings import MIN_SEEDS, Finding, findings
 from megatron_dppo.analysis.report.names import run_names
 from megatron_dppo.analysis.report.speed import why_not_comparable
-from megatron_dppo.analysis.report.summary import difference
+from megatron_dppo.analysis.report.summary import difference, formatted
 from megatron_dppo.run_folder.reader import MetricsRow, Run
 
 Tables = Mapping[str, Mapping[str, Any]]
@@ -246,6 +246,8 @@ def test_differences_read_as_a_person_writes_them() -> None:
     assert difference(0.003, 0.087, "number") == "× 29"
     assert difference(80, 80, "count") == "=" and difference(None, 1.0, "count") == "–"
     assert difference(-0.54, -0.62, "change") == "−8 points"
+    assert (formatted(-0.54, "change"), formatted(0.0012, "share")) == ("−54 %", "0.12 %")
+    assert difference(0.0012, 0.0034, "share") == "+0.22 points"
 
 
 def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:

@@ -304,6 +304,9 @@ def evaluate(
     with user_errors():
         if checkpoint is not None and model is not None:
             raise ConfigError(Problem("--checkpoint", "--model too", "one of them", "Run the command twice."))
+        if checkpoint is not None and not checkpoint.exists():
+            found, action = f"{checkpoint}, which does not exist", "Name one: RUN/checkpoints/step_..."
+            raise ConfigError(Problem("--checkpoint", found, "a checkpoint of a run", action))
         folder = checkpoint or model
         load = [] if folder is None else [f"model.load={json.dumps(str(folder))}"]
         # 0 turns off the evaluation of training; this command was asked to evaluate.

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.analysis.report.report import compare, summary
+from megatron_dppo.analysis.report.summary import LAST
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("runs/quickstart")
@@ -137,10 +138,11 @@ def closing(results: dict[str, dict[str, Any]]) -> str:
 
 
 def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
-    """The table, and what to try next."""
+    """The table, without seconds, which one run of each says little about; and what to try next."""
+    num_last = min(LAST, int(results["replay"]["num_rollouts"]))
     rows = {
         "reward of rollout 1": "reward_first",
-        "reward, mean of the last 10": "reward_last",
+        f"reward, mean of the last {num_last}": "reward_last",
         "mean |pi - mu|": "abs_prob_diff_mean",
         "KL(mu||pi), k3": "kl_k3_mean",
         "paired k3: live routes": "paired_kl_k3_live",
@@ -149,10 +151,6 @@ def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
         "largest pi/mu": "ratio_max",
         "smallest pi/mu": "ratio_min",
         "router agreement": "agreement_mean",
-        "rollout, s": "rollout_s",
-        "training, s": "train_s",
-        "weight sync, s": "sync_s",
-        "tokens/s": "tokens_per_s",
     }
     log.info("\n%-30s%22s%22s", "", *RUNS.values())
     for title, key in rows.items():

@@ -76,10 +76,10 @@ def _when_it_fits(job: Job, memory: Memory, found: Found) -> Advice:
         eager = job.having({"megatron": table})
         without, faster = memory_of(eager, memory.layout), own / step_time(eager, memory.layout).total
         if fits(eager, without) and faster >= WORTH_SAYING:
-            keys = ", ".join(f"megatron.{key}" for key in _RECOMPUTE_KEYS if key in job.config.megatron)
+            given = [key for key in _RECOMPUTE_KEYS if key in job.config.megatron]
             return Advice(
-                f"It fits without recompute too, {in_gib(without.peak)} GiB, about {faster:.2f} times as fast: "
-                f"remove {keys}."
+                f"It fits without recompute too, {in_gib(without.peak)} GiB, about {faster:.2f} times as fast. "
+                f"To take it away: {' '.join(f'--set megatron.{key}=none' for key in given)}"
             )
     better = [each for each in found.proposals if each.time.total * WORTH_SAYING <= own]
     if not better:

@@ -76,11 +76,12 @@ def test_an_unknown_algorithm_is_answered_with_those_that_exist(commands: Path, 
 
 
 @pytest.mark.parametrize(
-    ("script", "folder", "settings"),
+    ("script", "folder", "default", "settings"),
     [
         (
             "moe_base/r3_compare",
             "R3_FOLDER",
+            "--set tracking.paired_routing_every=10 ",
             {
                 "measure": "--set rollout.routing_replay=measure",
                 "replay": "--set rollout.routing_replay=replay",
@@ -89,6 +90,7 @@ def test_an_unknown_algorithm_is_answered_with_those_that_exist(commands: Path, 
         (
             "moe_base_async/staleness_compare",
             "STALENESS_FOLDER",
+            "",
             {
                 "synchronous": "--set rollout.max_staleness=0 --set rollout.over_sampling=1",
                 "asynchronous": "",
@@ -97,7 +99,7 @@ def test_an_unknown_algorithm_is_answered_with_those_that_exist(commands: Path, 
     ],
 )
 def test_a_comparison_submits_its_runs_and_a_report_on_them(
-    commands: Path, tmp_path: Path, script: str, folder: str, settings: dict[str, str]
+    commands: Path, tmp_path: Path, script: str, folder: str, default: str, settings: dict[str, str]
 ) -> None:
     """A stand-in for sbatch writes down its arguments, and the limits that they are submitted with."""
     calls = tmp_path / "calls"
@@ -112,7 +114,7 @@ def test_a_comparison_submits_its_runs_and_a_report_on_them(
     assert status == 0, said
     submitted = calls.read_text().splitlines()
     for name, options in settings.items():
-        given = f"dppo_binary_tv.toml {' '.join(more)}"
+        given = f"dppo_binary_tv.toml {default}{' '.join(more)}"
         last = f" {options} --set run.folder='{out}/{name}'".replace("  ", " ")
         (found,) = (line for line in submitted if line.endswith(given + last))
         assert found.startswith(f"60 big us : --parsable --output={out}/slurm-%x-%j.out ")

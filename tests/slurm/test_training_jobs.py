@@ -42,6 +42,7 @@ def test_a_pair_of_runs_and_their_report(pair: Path) -> None:
         assert [row["step"] for row in rows(run) if row["kind"] == "step"] == list(range(8))
         config = (run / "config.toml").read_text()
         assert f'routing_replay = "{mode}"' in config
+        assert "paired_routing_every = 10" in config
         assert "seed = 7" in config
     rewards = [
         [row["reward/mean"] for row in rows(pair / mode / "seed_7") if row["kind"] == "rollout"]
@@ -59,6 +60,7 @@ def test_a_signalled_job_is_requeued_and_resumes_bitwise(
     run = tmp_path / "run"
     script = "examples/moe_base/train.sbatch"
     sets = {"run.folder": run, "run.seed": 7, "rollout.routing_replay": "measure"}
+    sets |= {"tracking.paired_routing_every": 10}  # as r3_compare.sbatch has it
     overrides = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     job = submit(cluster, tmp_path, script, ALGORITHM, *tiny, *overrides)
     log = run / "slurm" / f"{job.id}-attempt_0" / "trainer.log"

@@ -14,7 +14,7 @@ from megatron_dppo.analysis.contrasts import pooled_change
 from megatron_dppo.analysis.report.findings import MIN_SEEDS, Finding, findings
 from megatron_dppo.analysis.report.names import run_names
 from megatron_dppo.analysis.report.speed import why_not_comparable
-from megatron_dppo.analysis.report.summary import difference
+from megatron_dppo.analysis.report.summary import difference, formatted
 from megatron_dppo.run_folder.reader import MetricsRow, Run
 
 Tables = Mapping[str, Mapping[str, Any]]
@@ -80,8 +80,8 @@ def test_one_seed_of_r3_off_and_on() -> None:
     assert said["length"] == [
         ("note", "Response length: 17.0 (R3 off) against 17.0 (R3 on): equal to within 1 %.")
     ]
-    masked = "Masked share of the tokens: 0.30 % (R3 off) against 0.20 % (R3 on): one seed, not decided."
-    assert said["masked"] == [("open", masked)]
+    masked = "Masked share, mean of both signs of the advantage: 0.30 % (R3 off) against 0.20 % (R3 on)"
+    assert said["masked"] == [("open", f"{masked}: one seed, not decided.")]
     assert said["stability"] == [("note", "No run raised an alarm or skipped a gradient step in 30 rollouts.")]
     assert "speed" not in said and "length of the run" not in said
 
@@ -246,6 +246,8 @@ def test_differences_read_as_a_person_writes_them() -> None:
     assert difference(0.003, 0.087, "number") == "× 29"
     assert difference(80, 80, "count") == "=" and difference(None, 1.0, "count") == "–"
     assert difference(-0.54, -0.62, "change") == "−8 points"
+    assert (formatted(-0.54, "change"), formatted(0.0012, "share")) == ("−54 %", "0.12 %")
+    assert difference(0.0012, 0.0034, "share") == "+0.22 points"
 
 
 def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The first page and the guides: links lead somewhere, the configuration is a run, and the commands exist."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -128,3 +129,23 @@ def test_its_figures_are_the_quickstarts() -> None:
         expected = [cell.split(" / ") for cell in rows[theirs]]
         assert off.split(", ") == [pair[0] for pair in expected]
         assert on.split(", ") == [pair[1] for pair in expected]
+
+
+def test_it_says_what_the_quickstart_prints() -> None:
+    spec = importlib.util.spec_from_file_location("quickstart_run", ROOT / "examples/quickstart/run.py")
+    assert spec is not None and spec.loader is not None
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    text = (ROOT / "examples/quickstart/README.md").read_text()
+    rows = {"reward_first": "reward of rollout 1", "reward_last": "reward, mean of the last 10"}
+    pairs = {
+        key: re.findall(rf"^\| {row} \| (\S+) / (\S+) \|", text, re.MULTILINE)[0] for key, row in rows.items()
+    }
+    (fall,) = re.findall(r"live -> replayed \| -\d+ % / (-\d+) % \|", text)
+    results = {
+        name: {key: float(pair[place]) for key, pair in pairs.items()}
+        | {"paired_kl_k3_change": int(fall) / 100}
+        for place, name in enumerate(("measure", "replay"))
+    }
+    found = quickstart.closing(results).partition(". One seed")[0].removeprefix("Found: ")
+    assert f'"{found}"' in README.read_text().replace("\n", " ")

@@ -45,6 +45,10 @@ def said(result: Result) -> str:
         (f"figures run -o {NOWHERE}", "expected a place that can be written"),
         (f"evaluate base.toml -o {NOWHERE} --set model.load=nowhere", "nowhere, which does not exist"),
         (
+            "evaluate base.toml --checkpoint run/step_00000008",
+            "--checkpoint: found run/step_00000008, which does not exist; expected a checkpoint of a run",
+        ),
+        (
             "evaluate base.toml --checkpoint run",
             "It is a run: name one of its checkpoints, such as run/checkpoints/step_00000008.",
         ),

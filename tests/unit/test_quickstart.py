@@ -39,3 +39,12 @@ def test_it_starts_no_more_processes_than_devices(
     quickstart: ModuleType, num_devices: int, num_processes: int
 ) -> None:
     assert quickstart.processes_here(num_devices) == num_processes
+
+
+def test_its_table_counts_the_rollouts_of_the_last_mean_and_has_no_seconds(
+    quickstart: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        quickstart.show({name: {"num_rollouts": 4, "tokens_per_s": 7.0} for name in quickstart.RUNS}, 9.0)
+    assert "reward, mean of the last 4 " in caplog.text
+    assert "tokens/s" not in caplog.text

@@ -394,11 +394,11 @@ def test_shadows_the_bound_and_noise_are_shown(tmp_path: Path) -> None:
     by_place = figures["shadow-mini-steps"]["data"][0]
     assert (by_place["x"], by_place["y"]) == ([0, 1], pytest.approx([0.03, 0.04]))
     assert figures["bound"]["data"][0]["y"] == [0.005, 0.025]
-    cell = 'title="would mask 3.50% of the tokens and drop 1.75% of the gradient&#39;s weight">96.50%</td>'
+    cell = 'title="would mask 3.50% of the tokens and drop 1.75% of the gradient&#39;s weight">96.50 %</td>'
     assert cell in text and "this run did not evaluate it" in text
     assert "<code>pg_is</code>" not in text and "<code>my:rule</code>" in text
     assert (
-        'title="would mask 25.00% of the tokens and drop 12.50% of the gradient&#39;s weight">75.00%</td>'
+        'title="would mask 25.00% of the tokens and drop 12.50% of the gradient&#39;s weight">75.00 %</td>'
         in text
     )
     note = "shadowed: 1.7% of the tokens were masked before any update, mean of 2 rollouts (at most 3.0%)"

@@ -14,7 +14,7 @@ def x_axis(title: str, anchor: str, places: Iterable[float], bar_labels: Sequenc
     """Return the x axis, with a tick for each bar, or at each place where they are few."""
     axis: dict[str, Any] = {"anchor": anchor, "title": {"text": title, "font": {"size": 12}, "standoff": 6}}
     if bar_labels:
-        axis["title"] = {"text": title} if title else {}
+        axis["title"] = axis["title"] if title else {}
         ticks = {"tickvals": list(range(len(bar_labels))), "ticktext": list(bar_labels), "tickangle": 0}
         return {**axis, **ticks}
     shown = sorted(set(places))

@@ -183,7 +183,7 @@ def measures(runs: Sequence[Run]) -> list[Measure]:
         Measure("reward", f"Reward, mean of the last {LAST}", _closing("reward/mean"), _fraction),
         *(Measure("evaluation", f"Score on {n.split('/')[1]}", _latest(n), _fraction) for n in scores),
         Measure("length", "Response length", _closing("rollout/response_length_mean"), "{:.1f}".format),
-        Measure("masked", "Masked share of the tokens", masked_share, _percent),
+        Measure("masked", "Masked share, mean of both signs of the advantage", masked_share, _percent),
         *([] if why_not_comparable(runs) else speed),
     ]
 

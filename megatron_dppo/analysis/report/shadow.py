@@ -66,4 +66,7 @@ def _cell(run: Run, name: str) -> dict[str, str]:
     if agreement is None or masked is None:
         return {"text": "–", "why": "this run did not evaluate it"}
     of_mass = "" if mass is None else f" and drop {mass:.2%} of the gradient's weight"
-    return {"text": f"{agreement:.2%}", "why": f"would mask {masked:.2%} of the tokens{of_mass}"}
+    return {
+        "text": f"{agreement:.2%}".replace("%", " %"),
+        "why": f"would mask {masked:.2%} of the tokens{of_mass}",
+    }

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_dppo.analysis.report.plots import PHASES, finite_mean, over_rollouts
 from megatron_dppo.run_folder.reader import Run, read_run
 
-Format = Literal["count", "fraction", "number", "length", "change", "seconds"]
+Format = Literal["count", "fraction", "share", "number", "length", "change", "seconds"]
 LAST = 10  # rollouts in the closing mean: one rollout's reward is too noisy
 Summary = dict[str, float | None]
 
@@ -28,7 +28,7 @@ class SummaryRow:
 ROWS = (
     SummaryRow("num_rollouts", "rollouts", "count"),
     SummaryRow("num_steps", "gradient steps", "count"),
-    SummaryRow("reward_first", "reward, rollout 0", "fraction", "reward/mean"),
+    SummaryRow("reward_first", "reward, rollout 1", "fraction", "reward/mean"),
     SummaryRow("reward_last", f"reward, mean of the last {LAST}", "fraction", "reward/mean"),
     SummaryRow(
         "response_length_last",
@@ -45,7 +45,7 @@ ROWS = (
     SummaryRow("ratio_max", "largest π/μ of the run", "number", "mismatch/ratio_max"),
     SummaryRow("ratio_min", "smallest π/μ of the run", "number", "mismatch/ratio_min"),
     SummaryRow(
-        "noise_masked_mean", "masked before any update, mean", "fraction", "trust_region/noise_masked_fraction"
+        "noise_masked_mean", "masked before any update, mean", "share", "trust_region/noise_masked_fraction"
     ),
     SummaryRow("agreement_mean", "routing agreement, mean", "fraction", "routing/agreement_mean"),
     SummaryRow("rollout_s", "rollout, seconds", "seconds", "time/rollout_s"),
@@ -127,6 +127,8 @@ def difference(before: float | None, after: float | None, style: Format) -> str:
             text = f"{after - before:+,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
         case "fraction":
             text = f"{after - before:+.3f}"
+        case "share":
+            text = f"{100 * (after - before):+.2f} points"
         case "change":
             text = f"{100 * (after - before):+.0f} points"
         case _:
@@ -151,8 +153,10 @@ def formatted(value: float | None, style: Format) -> str:
             return f"{value:.3f}"
         case "length":
             return f"{value:.1f}"
+        case "share":
+            return f"{value:.2%}".replace("%", " %")
         case "change":
-            return f"{value:+.0%}".replace("-", "\N{MINUS SIGN}")
+            return f"{value:+.0%}".replace("%", " %").replace("-", "\N{MINUS SIGN}")
         case "number":
             return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
         case "seconds":

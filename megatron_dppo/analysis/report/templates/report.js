@@ -11,7 +11,8 @@
   function themedTrace(trace) {
     const colour = style(`--${trace.legendgroup ?? `run-${looks[trace.meta] % numColours}`}`);
     const line = trace.type === "bar" ? {} : { line: { ...trace.line, color: colour } };
-    return { ...trace, ...line, marker: { ...trace.marker, color: colour }, visible: !hidden.has(trace.meta), showlegend: false };
+    const numbers = trace.type === "bar" && innerWidth < 600 ? { texttemplate: "" } : {}; // too few would fit
+    return { ...trace, ...line, ...numbers, marker: { ...trace.marker, color: colour }, visible: !hidden.has(trace.meta), showlegend: false };
   }
 
   function themedLayout(layout) {

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.analysis.report.findings import MIN_FORWARDS
 from megatron_dppo.analysis.report.report import compare, summary
 from megatron_dppo.analysis.report.summary import LAST
 
@@ -128,8 +129,10 @@ def closing(results: dict[str, dict[str, Any]]) -> str:
         if first is not None and last is not None:
             rewards.append(f"from {first:.2f} to {last:.2f} {words} R3")
     sentence = f"Found: the reward went {' and '.join(rewards)}" if rewards else "Found: no reward"
-    change = results["replay"].get("paired_kl_k3_change")
-    if change is not None:
+    change, forwards = (results["replay"].get(key) for key in ("paired_kl_k3_change", "num_rollouts"))
+    if forwards is not None and forwards < MIN_FORWARDS:
+        sentence += "; the rollouts are too few to say what replaying their routes does to the KL"
+    elif change is not None:
         moved = "lowered" if change < 0 else "raised"
         percent = f"{abs(change):.0%}".replace("%", " %")
         sentence += f"; replaying the rollout's routes {moved} the KL of engine and trainer on equal samples "

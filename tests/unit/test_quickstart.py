@@ -28,6 +28,8 @@ def test_it_ends_with_what_was_found_and_percentages_read_as_such(quickstart: Mo
     assert said.startswith("Found: the reward went from 0.45 to 0.87 without R3 and from 0.45 to 0.87 with R3")
     assert "routes lowered the KL of engine and trainer on equal samples by 54 %. One seed" in said
     assert quickstart.closing({"measure": {}, "replay": {}}).startswith("Found: no reward. One seed")
+    few = quickstart.closing({"measure": {}, "replay": results["replay"] | {"num_rollouts": 4}})
+    assert "too few to say what replaying" in few and "54 %" not in few, "as the report says"
     shown = quickstart.shown
     assert (shown("paired_kl_k3_change", -0.5412), shown("paired_kl_k3_change", 0.1)) == ("-54 %", "+10 %")
     assert (shown("agreement_mean", 0.9812), shown("kl_k3_mean", 8.1e-4)) == ("98.1 %", "0.00081")

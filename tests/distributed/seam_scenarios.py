@@ -225,7 +225,7 @@ def turns(task: Path) -> dict[str, Any]:
 
 
 def skipped(task: Path) -> dict[str, Any]:
-    """A run that is to end with the second gradient step of its three, on threads that cost more than they give."""
+    """A run that is to end with the second gradient step of its three: short, as two threads make it slow."""
     sapo = {"preset": "sapo", "tau_low": 1.1, "tau_high": 0.9, "log_ratio_coef": 0.02}
     options: Any = {"optimizer": {"max_skipped_steps": 2}, "algorithm": sapo}
     return _tables(task, "skipped", run={"num_rollouts": 1, "num_threads": 2}, **options)

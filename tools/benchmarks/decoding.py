@@ -95,8 +95,9 @@ def measure(generation: Generation0521 | None, content: bytes, params: SamplingP
 
     async def decode() -> None:
         if generation is None:
-            return await asyncio.sleep(IDLE_S)
-        await asyncio.gather(*(generation.read_reply(content, REQUEST, params, MODEL) for _ in range(num)))
+            await asyncio.sleep(IDLE_S)
+        else:
+            await asyncio.gather(*(generation.read_reply(content, REQUEST, params, MODEL) for _ in range(num)))
 
     ticking = threading.Thread(target=tick)
     ticking.start()

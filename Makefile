@@ -60,7 +60,7 @@ test test-recipes test-slow layouts test-py312 test-sglang test-slurm faults: ex
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2
-	$(RUN) -m pytest tests/distributed -m "not slow"
+	$(RUN) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile
 	$(RUN) -m pytest tests/faults
 
 # megatron-core after 0.16 needs Python 3.12; not part of CI. Transformer Engine's stand-ins fit 0.16.1 alone.
@@ -118,7 +118,7 @@ $(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu.txt Makefile
 	@touch $@
 
 test-recipes: venv
-	$(RUN) -m pytest tests/recipes
+	$(RUN) -m pytest tests/recipes -n 2
 
 test-slurm: venv slurm
 	$(RUN) -m pytest tests/slurm

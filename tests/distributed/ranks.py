@@ -4,7 +4,9 @@ The processes are forked from one that has imported PyTorch and Megatron, and ha
 them takes a rank longer than most tests.
 """
 
+import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -21,6 +23,8 @@ import torch
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "megatron_dppo.train"])
+_FIRST_PORT = 16_000 + 8_000 * (os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0")
+_PORTS = (_FIRST_PORT + number % 8_000 for number in itertools.count(os.getpid()))
 
 
 def run_ranks(
@@ -63,12 +67,21 @@ def ended(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None
 
 def environments(world_size: int) -> list[dict[str, str]]:
     """What torchrun would set for each rank, in this process's environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size))
     return [os.environ | shared | rank | {"OMP_NUM_THREADS": "1"} for rank in ranks]
+
+
+def free_port() -> int:
+    """A port that nobody else takes before rank 0 listens there.
+
+    The system gives out none of these by itself, and each of pytest's workers has its own.
+    """
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _run_rank(

@@ -53,7 +53,7 @@ _RUN = [
         fold=list,
         expected=lambda config: list(range(config.run.num_rollouts)),
     ),
-    Seam("run.num_threads", f"{ACTOR}.train_step", lambda call: torch.get_num_threads()),
+    Seam("run.num_threads", f"{ACTOR}.train_step", lambda call: torch.get_num_threads(), "skipped"),
     Seam("run.timeout_s", "torch.distributed:init_process_group", lambda call: call.timeout.total_seconds()),
     plain("run.timeout_s", "actor.actor:initialize_groups", "timeout_s"),
 ]

@@ -109,8 +109,10 @@ def measure(
     (batch,) = ReferencePolicy(actor, config).with_log_probs([batch])
     shadows: dict[str, Objective] = {}
     for name, objective in objectives().items():
-        shadows |= {name: objective, f"{name}.looser": nudged(objective, is_looser=True)}
-        shadows[f"{name}.tighter"] = nudged(objective, is_looser=False)
+        shadows[name] = objective
+        if runtime.world_size == 1:  # which tokens are near a threshold does not depend on the layout
+            shadows[f"{name}.looser"] = nudged(objective, is_looser=True)
+            shadows[f"{name}.tighter"] = nudged(objective, is_looser=False)
     found: dict[str, tuple[dict[str, Tensor], dict[str, float]]] = {}
     for name, objective in objectives().items():
         actor.objective = objective
@@ -154,6 +156,9 @@ def write_reference(runtime: Runtime, model: str, folder: str) -> dict[str, dict
 def compare(runtime: Runtime, model: str, folder: str) -> list[str]:
     """What differs from one process by more than `LIMIT`, in all layouts of so many processes."""
     expected = torch.load(f"{folder}/found.pt")
+    for _, metrics in expected.values():
+        for name in [name for name in metrics if ".looser/" in name or ".tighter/" in name]:
+            del metrics[name]
     problems: list[str] = []
     for layout, settings in LAYOUTS[runtime.world_size].items():
         print(layout, flush=True)  # in the log of a spawn that hangs

@@ -1,9 +1,6 @@
 """Runs of `megatron-dppo train` that sample ahead from stand-ins for servers, and a ledger of their places."""
 
 import json
-import os
-import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,11 +10,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import rank as faulty_rank
 import tomli_w
-from ranks import FORKS
 from sanity_run import make_task, settings
 from sglang_stand_in import LiveStandIn
+from starting import start_ranks
 
 from megatron_dppo.data.batches.batch_file import read_batches
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
@@ -78,18 +74,8 @@ class AsynchronousRun:
     def start(self, num_ranks: int, *faults: dict[str, Any]) -> "Job":
         """Start all ranks, with faults as `rank.py` describes them."""
         self._num_starts += 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         log = self._folder / f"log_{self._num_starts}.txt"
-        processes: list[BaseProcess] = []
-        for rank in range(num_ranks):
-            own = {"WORLD_SIZE": str(num_ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            arguments = (shared | own, str(log), str(self._config), faults)
-            processes.append(FORKS.Process(target=_train, args=arguments))
-            processes[-1].start()
-        return Job(processes, log)
+        return Job(start_ranks(num_ranks, self._config, faults, log), log)
 
     def require_no_orphans(self) -> None:
         """Wait until no server works on a request any more."""
@@ -172,14 +158,3 @@ class Job:
             is_running = all(process.is_alive() for process in self._processes)
             assert is_running and time.monotonic() < deadline, self.log[-6000:]
             time.sleep(0.02)
-
-
-def _train(environment: dict[str, str], log: str, config: str, faults: Sequence[dict[str, Any]]) -> None:
-    """One rank's process: forked from one that has imported all, where nothing runs yet."""
-    with Path(log).open("a") as stream:
-        for descriptor in (1, 2):
-            os.dup2(stream.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    faulty_rank.run(config, faults)
-    sys.stdout.flush()

@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent / "distributed"), str(_HERE.parents
 
 from cases import CASES, Case  # noqa: E402 - after the path is set
 from sanity_run import make_task, settings, without_clocks  # noqa: E402
+from starting import start_ranks  # noqa: E402
 
 _LIMIT_S = 120  # nothing here takes longer, unless it hangs
 
@@ -74,7 +73,7 @@ class Campaign:
         first = start(run, tables, case.num_processes, case.fault, case.signals)
         failures = [f"ended with {first.codes}"] if not case.is_end_expected(first.codes) else []
         failures += [f"log lacks {words!r}" for words in case.log if words not in first.log]
-        if case.last_line is not None and case.last_line not in "\n".join(first.log.splitlines()[-40:]):
+        if case.last_line is not None and case.last_line not in "\n".join(first.log.splitlines()[-60:]):
             failures.append(f"log does not end with {case.last_line!r}")
         recover_s = 0.0
         if case.damage is not None:
@@ -144,50 +143,33 @@ def start(
     """
     job = run.with_suffix(".job")
     job.mkdir(exist_ok=True)
-    (job / "config.toml").write_text(tomli_w.dumps(tables))
-    (job / "fault.json").write_text(json.dumps(fault))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    shared |= {"WORLD_SIZE": str(num_processes)}
-    log = job / f"log_{time.time_ns()}.txt"
-    command = [sys.executable, str(_HERE / "rank.py"), str(job / "config.toml")]
-    command += [str(job / "fault.json")] if fault is not None else []
+    config, log = job / "config.toml", job / f"log_{time.time_ns()}.txt"
+    config.write_text(tomli_w.dumps(tables))
+    log.touch()
     started = time.monotonic()
-    with log.open("w") as stream:
-        ranks = [
-            subprocess.Popen(
-                command,
-                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=stream,
-                stderr=stream,
-                cwd=_HERE.parents[1],
-            )
-            for rank in range(num_processes)
-        ]
+    ranks = start_ranks(num_processes, config, [] if fault is None else [fault], log)
     struck = started
     waiting = list(signals)
     try:
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() - started < _LIMIT_S:
-            text = log.read_text()
-            if waiting and waiting[0][0] in text:
+        while any(rank.is_alive() for rank in ranks) and time.monotonic() - started < _LIMIT_S:
+            if waiting and waiting[0][0] in log.read_text():
                 for rank in ranks:
-                    if rank.poll() is None:
-                        rank.send_signal(getattr(signal, waiting[0][1]))
+                    if rank.is_alive() and rank.pid is not None:
+                        os.kill(rank.pid, getattr(signal, waiting[0][1]))
                 struck = time.monotonic()
                 waiting.pop(0)
             time.sleep(0.05)
         ended = time.monotonic()
     finally:
-        hanging = [rank for rank in ranks if rank.poll() is None]
-        for rank in hanging:
+        hanging = [rank for rank in ranks if rank.is_alive()]
+        for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
     text = log.read_text() + ("\nHUNG: the campaign had to kill it" if hanging else "")
     marks = [line.split() for line in text.splitlines() if line.startswith("FAULT ")]
     seconds = ended - (float(marks[0][1]) if marks else struck)
-    return Ended([rank.returncode for rank in ranks], seconds, text)
+    codes = [rank.exitcode for rank in ranks if rank.exitcode is not None]
+    return Ended(codes, seconds, text)
 
 
 def compare_rows(reference: Path, run: Path) -> tuple[int, int]:

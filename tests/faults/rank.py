@@ -1,11 +1,10 @@
-"""One rank of a real run with one fault in it: `python rank.py CONFIG.toml [FAULT.json]`.
+"""One rank of a real run with faults in it (`run`), or without: `python rank.py CONFIG.toml`.
 
 The fault strikes in a function of the product that is wrapped from outside; the product knows nothing of it.
 """
 
 import importlib
 import itertools
-import json
 import os
 import resource
 import signal
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 # Where a fault can strike: (module, attribute, whether before or after the call).
@@ -68,8 +66,9 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     elif kind == "slow":
         time.sleep(1.0)
     elif kind == "disk full":  # large files fail, as they do on a full disk; metrics.jsonl still fits
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-        threading.Timer(1.0, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))).start()
+        is_full = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY  # free it then
+        most = resource.RLIM_INFINITY if is_full else 200_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     elif kind == "second run":
         alone = os.environ | {"WORLD_SIZE": "1", "RANK": "0"}
         command = [sys.executable, __file__, sys.argv[-1]]
@@ -127,11 +126,5 @@ def run(config: str, faults: Sequence[dict[str, Any]]) -> None:
     cli.main()
 
 
-def main() -> None:
-    """Run the config with the fault of a file, where one is named."""
-    config, *files = sys.argv[1:]
-    run(config, [json.loads(Path(file).read_text()) for file in files])
-
-
 if __name__ == "__main__":
-    main()
+    run(sys.argv[1], [])

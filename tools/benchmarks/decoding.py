@@ -4,7 +4,8 @@
     python -m tools.benchmarks.decoding --tokens 4096    shorter ones
 
 Answers of Qwen3-30B-A3B with the top 20 and the routes of R3, as bytes in memory; no server is started. Both
-ways take turns. "stall" is the longest time in which another thread, that wakes each millisecond, did not run.
+ways take turns. "stall" is the longest time in which another thread, that wakes each millisecond, did not run;
+that of "nothing", where this process only sleeps for as long, is the machine's own.
 Small answers, with log-probs alone, show from which size on the process costs less.
 """
 
@@ -30,6 +31,7 @@ from tools.benchmarks.benchmarking import OUT, OtherPrograms, cli, machine, spre
 MODEL = ServedModel(151_936, 48, (), ModelRouting(tuple(range(48)), 128, 8))
 PROMPT, TOPK = 256, 20
 REQUEST = Request("rollout0/prompt/0+0", tuple(range(PROMPT)), (0, 0, 0))
+IDLE_S = 0.5
 SMALL = (32, 128, 512, 2048)  # tokens, without top-K and routes
 
 
@@ -48,9 +50,10 @@ def main(
 ) -> None:
     """Measure, print, and write runs/bench/decoding.json."""
     others = OtherPrograms()
-    ways = {
+    ways: dict[str, Generation0521 | None] = {
         "this process": Generation0521(DecodingProcess(small_bytes=1 << 60)),
         "its own": Generation0521(DecodingProcess(small_bytes=0)),
+        "nothing": None,
     }
     full = SamplingParams(tokens, num_topk_log_probs=TOPK, capture_routes=True)
     several = SamplingParams(max(tokens // 8, 1), num_topk_log_probs=TOPK, capture_routes=True)
@@ -78,8 +81,8 @@ def main(
     write_json(OUT / "decoding.json", {"machine": machine(), "costs": figures, "others": busy})
 
 
-def measure(generation: Generation0521, content: bytes, params: SamplingParams, num: int) -> Cost:
-    """Decode `num` equal answers, that have come at once."""
+def measure(generation: Generation0521 | None, content: bytes, params: SamplingParams, num: int) -> Cost:
+    """Decode `num` equal answers, that have come at once; or only sleep."""
     gaps, is_over = [0.0], threading.Event()
 
     def tick() -> None:
@@ -91,7 +94,10 @@ def measure(generation: Generation0521, content: bytes, params: SamplingParams, 
             last = now
 
     async def decode() -> None:
-        await asyncio.gather(*(generation.read_reply(content, REQUEST, params, MODEL) for _ in range(num)))
+        if generation is None:
+            await asyncio.sleep(IDLE_S)
+        else:
+            await asyncio.gather(*(generation.read_reply(content, REQUEST, params, MODEL) for _ in range(num)))
 
     ticking = threading.Thread(target=tick)
     ticking.start()

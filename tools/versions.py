@@ -2,9 +2,9 @@
 
     make versions
 
-`tests/versions.jsonl` has one line for each suite and set of versions: how many tests of each file passed, failed
-and were left out, and when. `make test RECORD=1`, and the other targets with tests, write it; so does this command
-for what is no test: `python -m tools.versions --ran quickstart`.
+`tests/versions.jsonl` has one line for each suite and set of versions: how many tests of each file passed,
+failed and were left out, and when. `make test RECORD=1`, and the other targets with tests, write it. So
+does this command for what is no test: `python -m tools.versions --ran quickstart`.
 """
 
 import json

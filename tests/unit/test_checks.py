@@ -63,6 +63,7 @@ MEGATRON = {
     "moe_z_loss_coeff": ["float", "none"],
     "moe_router_fusion": ["bool"],
     "moe_permute_fusion": ["bool"],
+    "moe_token_dispatcher_type": ["str"],
     "moe_flex_dispatcher_backend": ["str"],
     "recompute_granularity": ['"full"', '"selective"', "none"],
 }

@@ -7,10 +7,16 @@ MBRIDGE_VENV := .venv-mbridge
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
-SGLANG_VENV := .venv-sglang
-SGLANG := 0.5.21
+SGLANG_NEWEST := 0.5.23
+SGLANG := $(SGLANG_NEWEST)
+SGLANG_VENV := .venv-sglang$(if $(filter-out $(SGLANG_NEWEST),$(SGLANG)),-$(SGLANG))
 
-.PHONY: study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+# RECORD=1 keeps what passed, and with which versions, in tests/versions.jsonl; make versions writes tables of it.
+RECORDING := $(if $(RECORD),-p tests.recording --record-versions)
+# Records that NAME ran: $(call ran,PYTHON,NAME)
+ran = $(if $(RECORD),$(1) -m tools.versions --ran $(2))
+
+.PHONY: versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -19,11 +25,12 @@ help:
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"
-	@echo "make test-py312  tests/distributed on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
+	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
-	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment)"
+	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.21 another"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
+	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
 	@echo "make lint        ruff, pyright, import-linter, shellcheck, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, training speed by layout, and the host's path of a 30B"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
@@ -52,6 +59,7 @@ quickstart: venv
 
 quickstart-short: venv
 	$(RUN) examples/quickstart/run.py --short
+	$(call ran,$(RUN),quickstart)
 
 study-short: venv
 	$(RUN) examples/miniature_study/run.py --short
@@ -59,13 +67,17 @@ study-short: venv
 test test-recipes test-slow layouts test-py312 test-sglang test-slurm faults: export OMP_NUM_THREADS := 1
 
 test: lint chromium
-	$(RUN) -m pytest tests/unit -n 2
-	$(RUN) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile
-	$(RUN) -m pytest tests/faults
+	$(RUN) -m pytest tests/unit -n 2 $(RECORDING)
+	$(RUN) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile $(RECORDING)
+	$(RUN) -m pytest tests/faults $(RECORDING)
 
 # megatron-core after 0.16 needs Python 3.12; not part of CI. Transformer Engine's stand-ins fit 0.16.1 alone.
 test-py312: $(VENV312)/.stamp
-	$(VENV312)/bin/python -m pytest tests/distributed -m "not slow" --ignore=tests/distributed/test_engine_names.py
+	$(VENV312)/bin/python -m pytest tests/unit -n 2 -m "not gem" $(RECORDING)
+	$(VENV312)/bin/python -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile --ignore=tests/distributed/test_engine_names.py $(RECORDING)
+	$(VENV312)/bin/python -m pytest tests/faults $(RECORDING)
+	$(VENV312)/bin/python examples/quickstart/run.py --short
+	$(call ran,$(VENV312)/bin/python,quickstart)
 
 # Checked first and always: without it nothing of this target can be said.
 python312:
@@ -77,13 +89,14 @@ $(VENV312)/.stamp: setup.py constraints.txt Makefile | python312
 	test -x $(VENV312)/bin/python || $(PYTHON312) -m venv $(VENV312)
 	sed 's/^megatron-core==.*/megatron-core==$(MEGATRON312)/' constraints.txt >$(VENV312)/constraints.txt
 	$(VENV312)/bin/python -m pip install --quiet torch==2.13.0
-	$(VENV312)/bin/python -m pip install --quiet -c $(VENV312)/constraints.txt -e '.[dev]'
+	PATH="$${CUDA_HOME:+$$CUDA_HOME/bin:}$$PATH"; extras=dev; command -v nvcc >/dev/null || extras=dev,nvcc; \
+	  $(VENV312)/bin/python -m pip install --quiet -c $(VENV312)/constraints.txt -e ".[$$extras]"
 	@touch $@
 
 # The test runner is ours; the servers that it starts run in SGLang's environment, on a CPU.
 test-sglang: venv
-	$(MAKE) sglang-venv SGLANG_FOR=cpu
-	$(RUN) -m pytest tests/sglang
+	$(MAKE) sglang-venv SGLANG_FOR=cpu SGLANG=$(SGLANG)
+	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang $(RECORDING)
 
 # For GPUs or for a CPU: as SGLANG_FOR says, else by nvidia-smi. A login node of a cluster must be told.
 ifndef SGLANG_FOR
@@ -97,8 +110,9 @@ sglang-venv: $(SGLANG_VENV)/.stamp-$(SGLANG_FOR)
 	@echo "$(SGLANG_VENV) is for $(SGLANG_FOR): $(SGLANG_WHY). make sglang-venv SGLANG_FOR=gpu or SGLANG_FOR=cpu chooses."
 
 # Each kind has a stamp, and there is one environment: one of the other kind is removed, never added to.
-# On a CPU: what serving needs, and a .pth file that makes tests/sglang/cpu_shim part of the environment.
-$(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu.txt Makefile
+# For GPUs SGLang brings the torch that it pins. On a CPU: what serving needs, a CPU build of torch whatever SGLang
+# pins, and a .pth file that makes tests/sglang/cpu_shim part of the environment.
+$(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu/$(SGLANG).txt Makefile
 	@case "$(SGLANG_FOR)" in gpu|cpu) ;; \
 	  unknown) echo "found sbatch and no GPU: a login node? Expected to be told what SGLang is for: make sglang-venv SGLANG_FOR=gpu for" \
 	    "a cluster's GPUs (here or in a job), SGLANG_FOR=cpu for this machine's CPU." >&2; exit 1 ;; \
@@ -107,27 +121,31 @@ $(SGLANG_VENV)/.stamp-$(SGLANG_FOR): tests/sglang/requirements-cpu.txt Makefile
 	  else other=$$(find $(SGLANG_VENV)/.stamp-gpu 2>/dev/null); fi; \
 	  [ -z "$$other" ] || { echo "$(SGLANG_VENV) is not for $(SGLANG_FOR): it is made anew"; rm -rf $(SGLANG_VENV); }
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0
 	if [ "$(SGLANG_FOR)" = gpu ]; then \
 	  $(SGLANG_VENV)/bin/python -m pip install --quiet sglang==$(SGLANG); \
 	else \
-	  $(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements-cpu.txt && \
+	  $(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0 && \
+	  $(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements-cpu/$(SGLANG).txt && \
 	  printf '%s\nimport sglang_on_cpu\n' "$(CURDIR)/tests/sglang/cpu_shim" \
 	    >"$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_on_cpu.pth"; \
 	fi
 	@touch $@
 
 test-recipes: venv
-	$(RUN) -m pytest tests/recipes -n 2
+	$(RUN) -m pytest tests/recipes -n 2 $(RECORDING)
 
 test-slurm: venv slurm
-	$(RUN) -m pytest tests/slurm
+	$(RUN) -m pytest tests/slurm $(RECORDING)
 
 test-slow: venv
 	$(RUN) -m pytest tests/distributed -m slow
 
 layouts: venv
 	$(RUN) -m pytest tests/distributed/test_layouts.py -k equals_one --write-layouts
+
+# What users' versions are known to do: the tables in examples/guides/installing.md, of what RECORD=1 kept.
+versions: venv
+	$(RUN) -m tools.versions
 
 faults: venv
 	$(RUN) tests/faults/campaign.py --write

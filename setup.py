@@ -86,7 +86,7 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13.0",
-        # The versions that actor/fixes.py was tested with; it refuses others. Those after 0.16 need 3.12.
+        # The versions that mcore/fixes.py was tested with; it refuses others. Those after 0.16 need 3.12.
         "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
         "megatron-core>=0.16.1,<=0.19.2,!=0.17.*,!=0.18.*,!=0.19.0,!=0.19.1; python_version >= '3.12'",
         "transformers>=5.23,<6",

@@ -18,6 +18,7 @@ from megatron_dppo.checks import (
     remarks,
     require_evaluable,
     require_valid,
+    untested,
 )
 from megatron_dppo.checks.summary import lines_of, summary
 from megatron_dppo.cli_options import (
@@ -162,6 +163,8 @@ def check(
     notes = not_checked(config)
     for note in notes:
         typer.echo(f"not checked: {note}", err=True)
+    for note in untested(config):
+        typer.echo(f"untested version: {note}", err=True)
     for remark in remarks(config):
         typer.echo(f"note: {remark}", err=True)
     if problems:

@@ -27,8 +27,9 @@ from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
 from megatron_dppo.checks.registry import RULES, Need, Rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.rollout.sglang.options import interpreter, read_options
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS
+from megatron_dppo.rollout.sglang.options import installed_version, interpreter, read_options
+from megatron_dppo.rollout.sglang.protocol import GENERATIONS, NEWEST
+from megatron_dppo.runtime.tested_versions import installed_versions, untested_versions
 
 __all__ = [
     "AT_ONCE",
@@ -57,6 +58,7 @@ __all__ = [
     "sampling_rules",
     "staleness_rules",
     "trial_rules",
+    "untested",
 ]
 
 AT_ONCE: tuple[Need, ...] = ("config", "machine")
@@ -146,12 +148,22 @@ def require_evaluable(config: Config, world_size: int, *, needs: Collection[Need
         raise ConfigError(problems)
 
 
+def untested(config: Config) -> list[str]:
+    """Return the libraries whose versions here no test ran with, as sentences; `check` refuses none of them."""
+    notes = untested_versions(installed_versions())
+    python = interpreter(config)
+    version = installed_version(python) if config.rollout.engine == "sglang" else None
+    if version is not None and version not in GENERATIONS:
+        known = " and ".join(GENERATIONS)
+        notes.append(f"SGLang {version} of {python}: the tests ran with {known}; servers of others are refused")
+    return notes
+
+
 def not_checked(config: Config) -> list[str]:
     """Return what `check` had to take on trust, as sentences: options of an absent library, rules of a GPU."""
     notes: list[str] = []
     if config.megatron and megatron_rules.megatron_fields() is None:
         notes.append("[megatron]: names not checked; megatron-core is not installed here, or does not import.")
     if config.rollout.engine == "sglang" and read_options(python := interpreter(config)) is None:
-        known = next(iter(GENERATIONS))
-        notes.append(f"[sglang]: {python} has no SGLang here; arguments were compared with those of {known}.")
+        notes.append(f"[sglang]: {python} has no SGLang here; arguments were compared with those of {NEWEST}.")
     return notes

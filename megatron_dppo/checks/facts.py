@@ -34,6 +34,7 @@ class Facts:
     sizes: ModelSizes | Problem
     columns: Mapping[str, list[str] | Problem]  # of the files of prompts, by the key that names one
     transformer_engine: Library | None  # where the config asks for it: importing it takes seconds
+    deep_ep: Library | None = None  # where the config asks for it
     saved: SavedRun | None = None  # what a resume would take
     accepts_changes: bool = False  # whether a resume may change the experiment
 
@@ -103,10 +104,12 @@ class Facts:
 def gather_facts(config: Config, world_size: int, *, accepts_changes: bool = False) -> Facts:
     """Find out what rules need: config.json, columns of the prompt files, a library, the run to resume."""
     is_asked_for = config.model.layer_spec == "transformer_engine"
+    is_flex = config.megatron.get("moe_token_dispatcher_type") == "flex"
     return replace(
         model_facts(config, world_size),
         columns={key: _columns(key, path) for key, path in prompt_files(config).items()},
         transformer_engine=gpu_libraries().transformer_engine if is_asked_for else None,
+        deep_ep=gpu_libraries().deep_ep if is_flex else None,
         saved=saved_run(config.run.folder / "checkpoints") if config.checkpoint.resume else None,
         accepts_changes=accepts_changes,
     )

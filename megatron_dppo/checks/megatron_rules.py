@@ -55,8 +55,10 @@ except ConfigError as error:
 """
 _FROM_MODEL = "the model's config.json (model.load)"
 _BY_TRAINER = "the training loop, which depends on it"
-_BY_PACKING = "packing: ranks hold different numbers of tokens, which only alltoall exchanges"
+_DISPATCHER = "moe_token_dispatcher_type"
+_BY_PACKING = "packing: ranks hold different numbers of tokens, which only alltoall and, on GPUs, flex exchange"
 _PROVEN_STAGES = "parallel.pipeline: stages of equally many layers, which is what was compared with one process"
+_PROVEN_SHARDS = "parallel.tensor alone, which is what was compared with one process"
 _PROVEN_CONTEXT = "parallel.context: gathered keys and values, which is what was compared with one process"
 _OWNED: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
@@ -67,7 +69,7 @@ _OWNED: dict[str, str] = {
     "expert_tensor_parallel_size": "parallel.expert_tensor",
     "sequence_parallel": "parallel.tensor (on whenever it is above 1)",
     "moe_enable_routing_replay": "rollout.routing_replay",
-    "moe_token_dispatcher_type": _BY_PACKING,
+    _DISPATCHER: _BY_PACKING,
     **dict.fromkeys(
         (
             *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
@@ -75,6 +77,13 @@ _OWNED: dict[str, str] = {
             *("pipeline_model_parallel_layout", "microbatch_group_size_per_vp_stage"),
         ),
         _PROVEN_STAGES,
+    ),
+    **dict.fromkeys(  # of 0.19.2
+        (
+            *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+            *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+        ),
+        _PROVEN_SHARDS,
     ),
     **dict.fromkeys(("hierarchical_context_parallel_sizes", "cp_comm_type"), _PROVEN_CONTEXT),
     **dict.fromkeys(
@@ -91,7 +100,7 @@ _OWNED: dict[str, str] = {
             *("activation_func", "add_bias_linear", "add_qkv_bias", "rotary_interleaved", "softmax_scale"),
             *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq"),
             *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
-            *("moe_shared_expert_intermediate_size", "multi_latent_attention", "mtp_num_layers"),
+            *("moe_shared_expert_intermediate_size", "multi_latent_attention", "mtp_num_layers", "use_mup"),
         ),
         _FROM_MODEL,
     ),
@@ -129,10 +138,54 @@ def _megatron_names(config: Config, facts: Facts) -> Iterator[Problem]:
 def _megatron_owned(config: Config, facts: Facts) -> Iterator[Problem]:
     """[megatron] leaves alone what the package sets."""
     for key in config.megatron:
-        if key in _OWNED:
+        if key in _OWNED and not (key == _DISPATCHER and _is_flex(config)):
             found = f"{key} = {config.megatron[key]!r}"
             action = f"Remove it from [megatron]; it is set by {_OWNED[key]}."
             yield Problem(f"megatron.{key}", found, "a field that the package does not set itself", action)
+
+
+def _is_flex(config: Config) -> bool:
+    return config.megatron.get(_DISPATCHER) == "flex"
+
+
+@rule("megatron_flex")
+def _megatron_flex(config: Config, facts: Facts) -> Iterator[Problem]:
+    """DeepEP's dispatcher, where it is asked for, gets experts on several ranks, in the type that it sums."""
+    sizes = facts.model_sizes
+    if not _is_flex(config) or sizes is None:
+        return
+    expert_tensor = config.parallel.expert_tensor or config.parallel.tensor
+    backend = config.megatron.get("moe_flex_dispatcher_backend", "deepep")
+    faults = {
+        "a model without experts": ("a mixture of experts", sizes.num_experts is None),
+        "experts whole on each rank": (
+            "parallel.expert or parallel.tensor above 1: Megatron refuses it otherwise",
+            config.parallel.expert * expert_tensor == 1,
+        ),
+        f"model.dtype = {config.model.dtype!r}": (
+            "'bfloat16': DeepEP sums what comes back from experts in no other type",
+            config.model.dtype != "bfloat16",
+        ),
+        f"moe_flex_dispatcher_backend = {backend!r}": ("'deepep': the other was not read", backend != "deepep"),
+        "megatron.moe_permute_fusion off": (
+            "true: our own sums over experts take exactly top-k experts of each token, and a rank has fewer",
+            config.megatron.get("moe_permute_fusion") is not True,
+        ),
+    }
+    for found, (expected, is_so) in faults.items():
+        if is_so:
+            yield Problem(
+                f"megatron.{_DISPATCHER}", f"'flex' with {found}", expected, "Correct it, or remove it."
+            )
+
+
+@rule("megatron_flex_library", needs="machine")
+def _megatron_flex_library(config: Config, facts: Facts) -> Iterator[Problem]:
+    """DeepEP, where its dispatcher is asked for, can be used."""
+    if facts.deep_ep is not None and not facts.deep_ep.is_usable:
+        found = f"'flex', and DeepEP cannot be used here: {facts.deep_ep.fault}"
+        action = "Remove it: alltoall is the default; or build DeepEP for this machine's GPUs from its source."
+        yield Problem(f"megatron.{_DISPATCHER}", found, "a deep_ep that imports, and a GPU", action)
 
 
 @rule("megatron_values", needs="machine")

@@ -14,7 +14,7 @@ from megatron_dppo.rollout.sglang.options import (
     read_options,
     shipped_options,
 )
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS
+from megatron_dppo.rollout.sglang.protocol import NEWEST
 from megatron_dppo.runtime.user_code import problem_with_path
 
 
@@ -110,7 +110,7 @@ def _sglang_owned(config: Config, facts: Facts) -> Iterator[Problem]:
 def _sglang_arguments(config: Config, facts: Facts) -> Iterator[Problem]:
     """Keys of [sglang] are arguments of SGLang's server, and their values will do."""
     if config.sglang:
-        options = read_options(interpreter(config)) or shipped_options(next(iter(GENERATIONS)))
+        options = read_options(interpreter(config)) or shipped_options(NEWEST)
         yield from option_problems(config.sglang, options)
 
 

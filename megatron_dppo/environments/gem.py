@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -60,6 +61,8 @@ def gem_task(task: str) -> Maker:
         importlib.import_module("gem.envs")  # fills it
     except ModuleNotFoundError as error:
         expected, action = "the package gem-llm", "Install it: pip install 'megatron_dppo[gem]'."
+        if sys.version_info >= (3, 12):
+            action = "Use Python 3.11: gem-llm, the extra gem, refuses later ones."
         raise ConfigError(Problem(where, f"'gem:{task}', and {error}", expected, action)) from error
     if task not in registry:
         all_of_them = "python -c 'import gem; gem.print_envs()' lists them."

@@ -41,7 +41,8 @@ def permute(
     """Copy each token to its experts' rows, as Megatron's function of that name.
 
     The all-to-all dispatcher that drops no token knows on the host how many rows there are: top-k for each.
-    What the other dispatchers, dropped tokens and Transformer Engine's kernels do is left to Megatron.
+    What the other dispatchers, dropped tokens and Transformer Engine's kernels do is left to Megatron. DeepEP's
+    dispatcher, whose tokens have any number of experts here, is admitted with these kernels only.
 
     Args:
         tokens: [T, H].
@@ -82,7 +83,7 @@ def unpermute(
         given: Megatron's further arguments.
         options: Megatron's further arguments.
     """
-    if sorted_indices.dim() != 2:  # from Megatron's own
+    if options.get("fused") or sorted_indices.dim() != 2:  # from Transformer Engine's or Megatron's own
         return _megatron_unpermute(permuted_tokens, sorted_indices, restore_shape, *given, **options)
     token_of_row, rows_of_token = sorted_indices
     return _Sums.apply(permuted_tokens, token_of_row, rows_of_token.view(restore_shape[0], -1))

@@ -19,8 +19,7 @@ from packaging.version import Version
 
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.mcore import exact_combine, rotary
-
-_TESTED = ("0.16.1", "0.19.2")
+from megatron_dppo.runtime.tested_versions import TESTED
 
 
 def apply() -> None:
@@ -29,13 +28,13 @@ def apply() -> None:
     Raises:
         ConfigError: This version of Megatron-Core was never tested with these fixes.
     """
-    version = Version(megatron.core.__version__)
-    if version.public not in _TESTED:
+    version, tested = Version(megatron.core.__version__), TESTED["megatron-core"]
+    if version.public not in tested:
         raise ConfigError(
             Problem(
                 "megatron-core",
                 f"version {version}",
-                " or ".join(_TESTED),
+                " or ".join(tested),
                 "Install a version that the tests ran with: pip install megatron-core==0.16.1, or "
                 "megatron-core==0.19.2 with Python 3.12 or newer.",
             )

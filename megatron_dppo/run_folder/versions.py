@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_dppo
+from megatron_dppo.runtime.tested_versions import installed_versions, untested_versions
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transformers", "sglang", "numpy")
 
@@ -19,6 +20,7 @@ def versions() -> dict[str, Any]:
         "git_commit": git_commit(Path(megatron_dppo.__file__).parent),
         "python": platform.python_version(),
         **{name: _installed(name) for name in PACKAGES},
+        "untested": untested_versions(installed_versions()),
         "platform": platform.platform(),
         "host": platform.node(),
         "argv": list(sys.argv),

@@ -1,4 +1,4 @@
-"""Finds out whether this process can use GPU kernels of Transformer Engine and NVIDIA apex.
+"""Finds out whether this process can use GPU kernels of Transformer Engine, NVIDIA apex and DeepEP.
 
 Megatron-Core uses each of them wherever an import does not raise ImportError, whatever the device. A package
 that is installed and cannot be loaded raises much else, and PyPI's `apex` is another project. So Megatron is
@@ -21,7 +21,54 @@ _RAISED = (
     *(AttributeError, NameError, SyntaxError, TypeError, ValueError),
 )
 _OLDEST_TRANSFORMER_ENGINE = "2.9"
+OLDEST_MODELOPT = "0.47"
 NO_GPU = "its kernels need a GPU, and this process has none"
+
+
+@dataclass(frozen=True)
+class OptionalLibrary:
+    """What a library beside Megatron-Core is for, and how a GPU machine gets it: a row of the guide's table."""
+
+    name: str
+    used_for: str
+    since: str  # the oldest version that will do
+    installed_by: str
+    without: str  # what happens where it is absent
+
+
+OPTIONAL_LIBRARIES = (
+    OptionalLibrary(
+        "Transformer Engine",
+        "its layers (`model.layer_spec`), a fused Adam and gradient norm, `megatron.moe_permute_fusion`",
+        _OLDEST_TRANSFORMER_ENGINE,
+        "`pip install 'megatron_dppo[te]'`, where CUDA and cuDNN are",
+        "our layers (`torch`); AdamW of PyTorch, unless apex is there; "
+        '`layer_spec = "transformer_engine"` is refused',
+    ),
+    OptionalLibrary(
+        "NVIDIA apex",
+        "fused Adam and gradient norm where Transformer Engine is absent; weight gradients of the output layer "
+        "added within their product (`gradient_accumulation_fusion`)",
+        "any with `amp_C` and `fused_weight_gradient_mlp_cuda`",
+        "from its source, NVIDIA/apex, with its C++ and CUDA extensions; never PyPI's `apex`, another project",
+        "AdamW of PyTorch; the output layer's gradients are added after their product",
+    ),
+    OptionalLibrary(
+        "nvidia-modelopt",
+        "`megatron-dppo quantize`: calibration and export of FP8 and NVFP4 folders",
+        OLDEST_MODELOPT,
+        "`pip install 'megatron_dppo[quantize]'`",
+        "`quantize` says so and ends; folders made elsewhere are read, trained against and served all the same",
+    ),
+    OptionalLibrary(
+        "DeepEP",
+        'experts\' tokens over NVLink and RDMA (`megatron.moe_token_dispatcher_type = "flex"`)',
+        "any with `deep_ep.Buffer`",
+        "from its source, deepseek-ai/DeepEP, for the GPUs of the machine",
+        "all-to-all of NCCL, the default; `flex` is refused",
+    ),
+)
+"""Libraries that only GPUs use, or only some commands; `make versions` writes the guide's table of them."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +94,7 @@ class Libraries:
     transformer_engine: Library
     apex: Library
     fused_weight_gradient: Library  # apex's kernel that adds a weight's gradient to its float32 sum
+    deep_ep: Library
 
 
 @functools.cache
@@ -56,6 +104,7 @@ def usable_libraries(*, is_on_gpu: bool) -> Libraries:
         transformer_engine=_import("transformer_engine.pytorch", is_on_gpu=is_on_gpu),
         apex=_import("apex", "amp_C", "apex.multi_tensor_apply", "apex.optimizers", is_on_gpu=is_on_gpu),
         fused_weight_gradient=_import("fused_weight_gradient_mlp_cuda", is_on_gpu=is_on_gpu),
+        deep_ep=_import("deep_ep", "deep_ep.utils", is_on_gpu=is_on_gpu),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.update_calls import Call, UpdateCalls0521, update_calls_of
+from megatron_dppo.rollout.sglang.update_calls import Call, UpdateCalls, update_calls_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Member:
     version: str
 
     @property
-    def calls(self) -> UpdateCalls0521:
+    def calls(self) -> UpdateCalls:
         """The update calls of its version of SGLang."""
         return update_calls_of(self.version)
 

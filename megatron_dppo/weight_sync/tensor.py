@@ -76,7 +76,7 @@ def _pickled(bucket: Bucket) -> str:
 
 
 def _places(bucket: Bucket) -> list[SimpleNamespace]:
-    """Return each tensor's place in bytes, as SGLang's `FlattenedTensorMetadata` (0.5.21) has it.
+    """Return each tensor's place in bytes, as SGLang's `FlattenedTensorMetadata` has it.
 
     SGLang copies the fields into its own type, and lets no class of others into its unpickler.
     """

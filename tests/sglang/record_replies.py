@@ -17,7 +17,7 @@ import httpx2
 from serving import MODEL
 
 from megatron_dppo.rollout.engine import Request, SamplingParams
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS
+from megatron_dppo.rollout.sglang.protocol import generation_of
 
 OUT = Path(__file__).resolve().parents[1] / "unit" / "sglang_replies"
 PROMPT = (5, 6, 7, 8, 40, 41)
@@ -42,23 +42,25 @@ NUM_BESIDE = 8  # requests that are sent at once, to fill a small cache
 
 def main(url: str, names: list[str]) -> None:
     """Write one file per case, all where none is named, and the server's description of itself."""
-    OUT.mkdir(exist_ok=True)
     server_info = {key: httpx2.get(f"{url}/server_info").json()[key] for key in KEPT}
+    version = server_info["version"]
+    folder = OUT / version
+    folder.mkdir(parents=True, exist_ok=True)
     model_info = httpx2.get(f"{url}/model_info").json() | {"model_path": "model"}
     facts = {
         "server_info": server_info,
         "model_info": {key: model_info[key] for key in ("model_path", "weight_version")},
     }
     if not names:
-        (OUT / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (folder / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
     for name, params in CASES.items():
         if names and name not in names:
             continue
         request = Request(f"{name}+0", PROMPT, (0, 0, 0))
-        body = GENERATIONS["0.5.21"].generate_body(request, params, MODEL)
+        body = generation_of(version).generate_body(request, params, MODEL)
         answer = _ask_all(url, body) if name == "retracted" else _ask(url, body, is_aborted=name == "abort")
         case = {"request": dataclasses.asdict(request), "params": dataclasses.asdict(params), "body": answer}
-        (OUT / f"{name}.json").write_text(json.dumps(case) + "\n")
+        (folder / f"{name}.json").write_text(json.dumps(case) + "\n")
         print(name, answer["meta_info"]["finish_reason"], len(answer["output_ids"]))
 
 

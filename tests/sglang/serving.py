@@ -1,6 +1,7 @@
 """A tiny model, and what a server that serves it on a CPU is started with."""
 
 import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.options import installed_version
 from megatron_dppo.rollout.sglang.protocol import ServedModel
 from megatron_dppo.types import ModelRouting
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+PYTHON = Path(os.environ.get("SERVERS_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+VERSION = str(installed_version(PYTHON))
 LAYERS = 2  # one for each pipeline stage
 MAX_TOKENS = 512
 CHUNK = 32  # tokens of prompts computed at a time: most prompts take several

@@ -13,7 +13,7 @@ import pytest
 import torch
 from comparing import PARITY, Lengths, Letters
 from safetensors.torch import load_file, save_file
-from serving import KEY, MODEL, Served, num_requests
+from serving import KEY, MODEL, VERSION, Served, num_requests
 from tiny import TOP_K
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
@@ -94,7 +94,7 @@ class Weights:
         folder.mkdir()
         (folder / "config.json").write_bytes((self.served.folder / "config.json").read_bytes())
         save_file(self.tensors, folder / "model.safetensors", {"format": "pt"})
-        fleet = Fleet([Member(self.served.url, 0, 1, "0.5.21")], KEY, 30)
+        fleet = Fleet([Member(self.served.url, 0, 1, VERSION)], KEY, 30)
         fleet.tell(lambda member: member.calls.pause)
         fleet.tell(lambda member: member.calls.from_disk(str(folder), version))
         fleet.tell(lambda member: member.calls.go_on)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from serving import KEY, MAX_TOKENS, MODEL, Served
+from serving import KEY, MAX_TOKENS, MODEL, VERSION, Served
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
@@ -40,7 +40,7 @@ def test_what_the_server_says_of_itself(served: Served) -> None:
 
     facts = _run(served, use)
     assert facts.model_path == str(served.folder)
-    assert (facts.version, facts.weight_version, facts.captures_routes) == ("0.5.21", 0, True)
+    assert (facts.version, facts.weight_version, facts.captures_routes) == (VERSION, 0, True)
     assert facts.max_prompt_tokens < facts.max_tokens < MAX_TOKENS
 
 

@@ -19,7 +19,8 @@ import json, os, sys
 from types import SimpleNamespace
 from sglang.srt.entrypoints.engine import _set_envs_and_config
 unset = dict(nnodes=1, dcp_size=1, enable_symm_mem=False, enable_nccl_nvls=False, enable_metrics=False,
-             custom_sigquit_handler=None, gc_threshold=None)
+             custom_sigquit_handler=None, gc_threshold=None, enable_kv_cache_sharding=False,
+             enable_memory_saver=False)
 found = []
 for table, exported in json.loads(sys.argv[1]):
     for name in {(CUMEM, NVLS)}:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from comparing import compare
-from serving import KEY, MODEL, Served
+from serving import KEY, MODEL, VERSION, Served
 
 from megatron_dppo.rollout.engine import Request, SamplingParams
 from megatron_dppo.rollout.sglang.client import Patience
@@ -30,7 +30,7 @@ def engine(served: Served) -> SglangEngine:
 def test_a_pause_ends_requests_with_what_they_have_and_holds_new_ones(
     served: Served, engine: SglangEngine
 ) -> None:
-    fleet = Fleet([Member(served.url, 0, 1, "0.5.21")], KEY, 30)
+    fleet = Fleet([Member(served.url, 0, 1, VERSION)], KEY, 30)
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(engine.generate, _requests("before", 16), LONG)
         time.sleep(1.0)

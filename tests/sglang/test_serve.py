@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, Served, served_config
+from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, VERSION, Served, served_config
 
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.engine import Request, SamplingParams
@@ -52,7 +52,7 @@ def _endless_requests() -> list[Request]:
 
 def test_the_shared_server_is_registered(served: Served) -> None:
     (record,) = registered(served.run / "servers")
-    assert (record.name, record.url, record.version, record.num_starts) == ("shared", served.url, "0.5.21", 1)
+    assert (record.name, record.url, record.version, record.num_starts) == ("shared", served.url, VERSION, 1)
     os.kill(record.pid, 0)
     assert KEY not in Path(f"/proc/{record.pid}/cmdline").read_text()
 
@@ -110,10 +110,10 @@ def sorted_choices(option: Option) -> Option:
 def test_arguments_are_checked_by_the_installed_sglang(tmp_path: Path) -> None:
     options = read_options(PYTHON, tmp_path)
     assert options is not None
-    assert list(tmp_path.glob("sglang-0.5.21-arguments.json"))
+    assert list(tmp_path.glob(f"sglang-{VERSION}-arguments.json"))
     assert read_options(PYTHON, tmp_path) == options
     pairs = [
-        {name: sorted_choices(o) for name, o in each.items()} for each in (shipped_options("0.5.21"), options)
+        {name: sorted_choices(o) for name, o in each.items()} for each in (shipped_options(VERSION), options)
     ]
     assert pairs[0] == pairs[1], "what check compares with where there is no SGLang"
     table = {

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ def right_answer(made: GemEnvironment, task: str) -> str:
     return f"{row + 1} {column + 1} {env.full_grid[row][column]}"
 
 
+@pytest.mark.gem
 @pytest.mark.parametrize("task", GEM_TASKS)
 def test_gem_tasks_know_right_from_wrong(task: str) -> None:
     made, opening = gem_pair(task)
@@ -152,6 +154,7 @@ def test_gem_tasks_know_right_from_wrong(task: str) -> None:
     assert wrong.done and wrong.reward is not None and wrong.reward <= 0
 
 
+@pytest.mark.gem
 def test_gem_tasks_beside_each_other_draw_their_own_random_numbers() -> None:
     def moves(made: GemEnvironment) -> list[str | None]:
         return [made.step(f"\\boxed{{{move}}}", "stop").observation for move in ("up", "left", "up", "left")]
@@ -167,10 +170,20 @@ def test_gem_tasks_beside_each_other_draw_their_own_random_numbers() -> None:
     assert beside == alone
 
 
+@pytest.mark.gem
 def test_a_gem_task_that_is_not_there() -> None:
     assert problem_with("gem:rg:arc") is None, "its registry is not read to check"
     with pytest.raises(ConfigError, match="Did you mean 'gem:rg:arc_1d'"):
         environment("gem:rg:arc_1")
+
+
+def test_without_gem_what_to_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gem", None)
+    action = (
+        "Use Python 3.11: gem-llm" if sys.version_info >= (3, 12) else r"pip install 'megatron_dppo\[gem\]'"
+    )
+    with pytest.raises(ConfigError, match=action):
+        environment("gem:rg:arc_1d")
 
 
 def test_every_board_is_a_sudoku() -> None:

@@ -16,6 +16,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.alarms import RULES
 from megatron_dppo.rollout.sglang.options import shipped_options
+from megatron_dppo.rollout.sglang.protocol import NEWEST
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -74,7 +75,7 @@ def test_each_command_has_the_options_that_are_shown() -> None:
 def require_setting(key: str, value: str | None) -> None:
     """Resolve a setting, and a value shown of it, in the schema."""
     if key.startswith("sglang."):
-        assert key == "sglang.python" or key.removeprefix("sglang.") in shipped_options("0.5.21")
+        assert key == "sglang.python" or key.removeprefix("sglang.") in shipped_options(NEWEST)
         return
     *path, field = key.split(".")
     section: Any = Config

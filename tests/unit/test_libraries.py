@@ -22,6 +22,8 @@ GOOD_ENGINE = {
     "transformer_engine/pytorch/__init__.py": "",
 }
 
+GOOD_DEEP_EP = {"deep_ep/__init__.py": "class Buffer: ...", "deep_ep/utils.py": ""}
+
 # What the packages do. Seen: Transformer Engine 2.8 without cuDNN, 2.11 without its core, PyPI's apex without
 # what it imports. Read in their source: binaries that are missing, of another torch, or of different versions.
 ENGINES = {
@@ -50,7 +52,7 @@ sys.path.insert(0, {str(folder)!r})
 from megatron_dppo.runtime.libraries import usable_libraries
 found, seen = usable_libraries(is_on_gpu={is_on_gpu}), None
 {code}
-names = "transformer_engine", "apex", "fused_weight_gradient"
+names = "transformer_engine", "apex", "fused_weight_gradient", "deep_ep"
 print(json.dumps({{name: getattr(found, name).fault for name in names}} | {{"seen": seen}}))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -99,10 +101,17 @@ def test_nvidias_apex_counts_and_each_kernel_for_itself(tmp_path: Path) -> None:
     assert _look(tmp_path, {"fused_weight_gradient_mlp_cuda.py": ""})["fused_weight_gradient"] is None
 
 
+def test_deep_ep_counts_whole(tmp_path: Path) -> None:
+    assert _look(tmp_path, GOOD_DEEP_EP)["deep_ep"] is None
+    broken = {"deep_ep/__init__.py": "import ctypes; ctypes.CDLL('libnvshmem_host_none.so')"}
+    assert _look(tmp_path, GOOD_DEEP_EP | broken)["deep_ep"].startswith("OSError")
+
+
 def test_nothing_is_imported_for_a_cpu(tmp_path: Path) -> None:
-    files = GOOD_ENGINE | GOOD_APEX | {"fused_weight_gradient_mlp_cuda.py": ""}
+    files = GOOD_ENGINE | GOOD_APEX | GOOD_DEEP_EP | {"fused_weight_gradient_mlp_cuda.py": ""}
     found = _look(tmp_path, files, "seen = sys.modules['transformer_engine'] is None", is_on_gpu=False)
-    assert found == {ENGINE: NO_GPU, APEX: NO_GPU, "fused_weight_gradient": NO_GPU, "seen": True}
+    names = (ENGINE, APEX, "fused_weight_gradient", "deep_ep")
+    assert found == dict.fromkeys(names, NO_GPU) | {"seen": True}
 
 
 def test_megatron_imports_beside_broken_ones(tmp_path: Path) -> None:

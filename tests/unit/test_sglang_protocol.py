@@ -32,11 +32,18 @@ REPLIES = Path(__file__).parent / "sglang_replies"
 ROUTING = ModelRouting((0, 1, 2), 8, 2)
 MODEL = ServedModel(vocab_size=97, num_layers=3, end_tokens=(0,), routing=ROUTING)
 Corruption = Callable[[dict[str, Any]], object]
-HERE, THERE = (Generation0521(DecodingProcess(small_bytes=size)) for size in (1 << 30, 0))
+NESTED, FLAT = "0.5.21", "0.5.23"  # forms of the top-K, by a version that has it
+PROCESSES = [DecodingProcess(small_bytes=size) for size in (1 << 30, 0)]  # reads here, reads there
+WAYS: dict[str, list[Generation]] = {
+    version: [type(generation)(process) for process in PROCESSES]
+    for version, generation in GENERATIONS.items()
+    if isinstance(generation, Generation0521)
+}
+HERE, THERE = WAYS[NESTED]
 
 
-def recorded(name: str) -> tuple[Request, SamplingParams, dict[str, Any]]:
-    case = json.loads((REPLIES / f"{name}.json").read_text())
+def recorded(name: str, version: str = NESTED) -> tuple[Request, SamplingParams, dict[str, Any]]:
+    case = json.loads((REPLIES / version / f"{name}.json").read_text())
     request = Request(case["request"]["id"], tuple(case["request"]["prompt_tokens"]), (0, 0, 0))
     return request, SamplingParams(**case["params"]), case["body"]
 
@@ -50,10 +57,10 @@ def _outcome(
         return error
 
 
-def _read_body(body: object, request: Request, params: SamplingParams) -> Completion:
+def _read_body(body: object, request: Request, params: SamplingParams, version: str = NESTED) -> Completion:
     """What both ways make of the answer, which must be the same to the bit, and to the letter of an error."""
     content = json.dumps(body).encode()
-    here, there = (_outcome(generation, content, request, params) for generation in (HERE, THERE))
+    here, there = (_outcome(generation, content, request, params) for generation in WAYS[version])
     if isinstance(here, ReplyError):
         assert isinstance(there, ReplyError) and str(there) == str(here)
         raise here
@@ -66,17 +73,18 @@ def _read_body(body: object, request: Request, params: SamplingParams) -> Comple
     return here
 
 
-def _read(name: str, corrupt: Corruption = lambda body: None) -> Completion:
-    request, params, body = recorded(name)
+def _read(name: str, corrupt: Corruption = lambda body: None, version: str = NESTED) -> Completion:
+    request, params, body = recorded(name, version)
     body = copy.deepcopy(body)
     corrupt(body)
-    return _read_body(body, request, params)
+    return _read_body(body, request, params, version)
 
 
+@pytest.mark.parametrize("version", GENERATIONS)
 @pytest.mark.parametrize("name", ["plain", "topk_and_routes", "stop", "greedy", "abort"])
-def test_recorded_answers_are_read(name: str) -> None:
-    request, params, body = recorded(name)
-    completion, meta = _read(name), body["meta_info"]
+def test_recorded_answers_are_read(name: str, version: str) -> None:
+    request, params, body = recorded(name, version)
+    completion, meta = _read(name, version=version), body["meta_info"]
     assert completion.request_id == request.id
     assert completion.tokens.tolist() == body["output_ids"]
     assert completion.tokens.dtype == torch.int64
@@ -88,13 +96,14 @@ def test_recorded_answers_are_read(name: str) -> None:
     assert (completion.routed_experts is None) == (not params.capture_routes)
 
 
+@pytest.mark.parametrize("version", [NESTED, FLAT])
 @pytest.mark.parametrize("captures", [True, False])
-def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool) -> None:
+def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool, version: str) -> None:
     """Its tokens and log-probs are those that were sampled, its routes those of the recomputation."""
-    request, params, body = recorded("retracted")
+    request, params, body = recorded("retracted", version)
     assert body["meta_info"]["num_retractions"] == 1 and body["meta_info"]["routed_experts"]
     params = replace(params, capture_routes=captures)
-    completion = _read_body(body, request, params)
+    completion = _read_body(body, request, params, version)
     assert completion.num_retractions == 1
     assert completion.tokens.tolist() == body["output_ids"] and completion.topk is not None
     assert completion.routed_experts is None
@@ -198,6 +207,68 @@ def _first_entry(column: int, value: Any) -> Corruption:
 def test_a_corrupted_answer_is_refused(corrupt: Corruption, message: str) -> None:
     with pytest.raises(ReplyError, match=message):
         _read("topk_and_routes", corrupt)
+
+
+def _array(name: str, dtype: str, change: Callable[[np.ndarray], object]) -> Corruption:
+    """Change one of the two flat arrays, [8, 20]."""
+
+    def corrupt(body: dict[str, Any]) -> None:
+        array = np.frombuffer(base64.b64decode(body["meta_info"][name]), dtype).reshape(8, 20).copy()
+        changed = change(array)
+        found = changed if isinstance(changed, np.ndarray) else array
+        body["meta_info"][name] = base64.b64encode(found.tobytes()).decode()
+
+    return corrupt
+
+
+def _values(change: Callable[[np.ndarray], object]) -> Corruption:
+    return _array("output_top_logprobs_val_flat_b64", "<f4", change)
+
+
+def _ids(change: Callable[[np.ndarray], object]) -> Corruption:
+    return _array("output_top_logprobs_idx_flat_b64", "<i4", change)
+
+
+def test_a_flat_topk_is_that_of_the_answer() -> None:
+    _, _, body = recorded("topk_and_routes", FLAT)
+    meta, completion = body["meta_info"], _read("topk_and_routes", version=FLAT)
+    assert "output_top_logprobs" not in meta and completion.topk is not None
+    assert (completion.topk.ids.dtype, completion.topk.log_probs.dtype) == (torch.int32, torch.float32)
+    for name, dtype, found in (
+        ("output_top_logprobs_idx_flat_b64", "<i4", completion.topk.ids),
+        ("output_top_logprobs_val_flat_b64", "<f4", completion.topk.log_probs),
+    ):
+        assert found.shape == (8, 20)
+        assert found.flatten().tolist() == np.frombuffer(base64.b64decode(meta[name]), dtype).tolist()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (_drop("output_top_logprobs_val_flat_b64"), "found nothing as output_top_logprobs_val_flat_b64"),
+        (_drop("output_top_logprobs_shape"), "found nothing as output_top_logprobs_shape"),
+        (
+            _meta(output_top_logprobs_shape=[7, 20]),
+            r"found output_top_logprobs_shape \[7, 20\]; expected \[8, 20\]",
+        ),
+        (_meta(output_top_logprobs_null_prefix=1), "found output_top_logprobs_null_prefix 1; expected 0"),
+        (_meta(output_top_logprobs_val_flat_b64_dtype="float16"), "found .* 'float16'; expected 'float32'"),
+        (_meta(output_top_logprobs_idx_flat_b64_dtype="int64"), "found .* 'int64'; expected 'int32'"),
+        (_meta(output_top_logprobs_idx_flat_b64="!!!"), "output_top_logprobs is no base64"),
+        (_meta(output_top_logprobs_idx_flat_b64=7), "output_top_logprobs is no base64"),
+        (_meta(output_top_logprobs_idx_flat_b64=None), "found 0 bytes of output_top_logprobs"),
+        (_values(lambda values: values[:-1]), "found 560 bytes of output_top_logprobs; expected .8, 20."),
+        (_ids(lambda ids: ids.__setitem__((2, 0), 97)), "token ids outside of 0 to 96"),
+        (_ids(lambda ids: ids.__setitem__((2, 0), -1)), "token ids outside of 0 to 96"),
+        (_ids(lambda ids: ids.__setitem__((2, 19), ids[2, 18])), "a token twice in a row"),
+        (_values(lambda values: values.__setitem__((2, 0), np.nan)), "log-probs that are no numbers"),
+        (_values(lambda values: values.__setitem__((2, 0), -50)), "rise along a row"),
+        (_values(lambda values: np.roll(values, 1, axis=0)), "another log-prob of the sampled token|rise"),
+    ],
+)
+def test_a_corrupted_flat_topk_is_refused(corrupt: Corruption, message: str) -> None:
+    with pytest.raises(ReplyError, match=message):
+        _read("topk_and_routes", corrupt, FLAT)
 
 
 def test_a_token_twice_among_the_most_probable_is_refused() -> None:
@@ -319,7 +390,7 @@ def test_many_experts_take_two_bytes() -> None:
     assert decoded[3, 1].tolist() == [300, 2]
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.23", None, 5, []])
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.24", None, 5, []])
 def test_a_server_that_was_never_run_against_is_refused(version: object) -> None:
     with pytest.raises(ServerError, match=r"expected one of 0\.5\.21"):
         generation_of(version)
@@ -338,15 +409,16 @@ def test_what_is_asked_leaves_nothing_to_the_server(version: str) -> None:
     assert generation_of(version).generate_body(request, params, endless)["sampling_params"]["ignore_eos"]
 
 
-def test_what_a_server_says_of_itself() -> None:
-    facts = json.loads((REPLIES / "facts.json").read_text())
-    read = generation_of("0.5.21").read_facts(facts["server_info"], facts["model_info"])
-    assert (read.version, read.weight_version, read.captures_routes) == ("0.5.21", 0, True)
+@pytest.mark.parametrize("version", GENERATIONS)
+def test_what_a_server_says_of_itself(version: str) -> None:
+    facts = json.loads((REPLIES / version / "facts.json").read_text())
+    read = generation_of(version).read_facts(facts["server_info"], facts["model_info"])
+    assert (read.version, read.weight_version, read.captures_routes) == (version, 0, True)
     assert (read.max_prompt_tokens, read.max_tokens) == (505, 510)
     leaking = facts["server_info"] | {"preferred_sampling_params": {"top_p": 0.9}}
     with pytest.raises(ServerError, match="sampling is ours to say"):
-        generation_of("0.5.21").read_facts(leaking, facts["model_info"])
+        generation_of(version).read_facts(leaking, facts["model_info"])
     with pytest.raises(ReplyError, match="weight version 'default'"):
-        generation_of("0.5.21").read_facts(
+        generation_of(version).read_facts(
             facts["server_info"], {"model_path": "m", "weight_version": "default"}
         )

@@ -57,7 +57,9 @@ def test_ranks_that_differ_do_not_start() -> None:
 
 @pytest.mark.parametrize("kernel", [USABLE, ABSENT])
 def test_weight_gradients_are_fused_with_apexs_kernel_alone(kernel: Library) -> None:
-    made = fusions(Libraries(transformer_engine=USABLE, apex=USABLE, fused_weight_gradient=kernel))
+    made = fusions(
+        Libraries(transformer_engine=USABLE, apex=USABLE, fused_weight_gradient=kernel, deep_ep=ABSENT)
+    )
     assert [name for name, is_on in made.items() if is_on] == (
         ["gradient_accumulation_fusion"] if kernel.is_usable else []
     )

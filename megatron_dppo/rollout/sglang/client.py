@@ -213,7 +213,7 @@ def new_rid(name: str) -> str:
     """Return an id for a request of this name that a server has never seen; no other one begins with it.
 
     SGLang 0.5.21 cleans up behind an answer some time after it was given, by the request's id: it aborts what
-    has this id by then, as the next turn of a conversation would.
+    has this id by then, as the next turn of a conversation would. Later ones look whose id it is.
     """
     return f"{name}#{secrets.token_hex(8)}"
 

@@ -91,22 +91,51 @@ def decode_topk(
         ReplyError: Another shape, an id that does not exist or stands twice, columns out of order, or a sampled
             token with another log-prob here than by itself: rows that are shifted.
     """
-    found, found_ids = _columns(payload, (tokens.size, num_columns), where, "output_top_logprobs")
-    is_outside = (found_ids < 0) | (found_ids >= vocab_size)
-    values, ids = _float32(found), np.where(is_outside, -1, found_ids).astype(np.int32)
-    with np.errstate(invalid="ignore"):  # of two -inf
-        faults = {
-            f"token ids outside of 0 to {vocab_size - 1}": is_outside,
-            "a token twice in a row": np.diff(np.sort(ids)) == 0,
-            "log-probs that are no numbers": np.isnan(values),
-            "log-probs that rise along a row": np.diff(values) > _SLACK,
-            "another log-prob of the sampled token": (ids == tokens[:, None])
-            & (np.abs(values - log_probs[:, None]) > _SLACK),
-        }
-    for fault, is_so in faults.items():
-        if bool(is_so.any()):
-            raise ReplyError(f"{where}: output_top_logprobs holds {fault}. {_REPORT}")
-    return ids, values
+    values, ids = _columns(payload, (tokens.size, num_columns), where, "output_top_logprobs")
+    return _checked_topk(_float32(values), ids, tokens, log_probs, vocab_size, where)
+
+
+def decode_flat_topk(
+    values: Text,
+    ids: Text,
+    tokens: np.ndarray,
+    log_probs: np.ndarray,
+    num_columns: int,
+    vocab_size: int,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode each position's most probable tokens from base64 of [R, K] float32 and of [R, K] int32.
+
+    Args:
+        values: The JSON of `output_top_logprobs_val_flat_b64`, a string.
+        ids: The JSON of `output_top_logprobs_idx_flat_b64`, a string.
+        tokens: As of `decode_topk`, like all that follow.
+        log_probs: [R] float32.
+        num_columns: K.
+        vocab_size: Ids are below it.
+        where: Names the answer in errors.
+
+    Returns:
+        What `decode_topk` returns.
+
+    Raises:
+        ReplyError: As `decode_topk`.
+    """
+    shape = (tokens.size, num_columns)
+    found: list[np.ndarray] = []
+    for payload, dtype in ((values, "<f4"), (ids, "<i4")):
+        try:
+            data = _BASE64.decode(payload) or b""
+        except msgspec.MsgspecError as error:
+            raise ReplyError(f"{where}: output_top_logprobs is no base64 ({error}). {_REPORT}") from None
+        if len(data) != 4 * tokens.size * num_columns:
+            raise ReplyError(
+                f"{where}: found {len(data)} bytes of output_top_logprobs; expected {shape} of 4 bytes each. "
+                f"{_REPORT}"
+            )
+        found.append(np.frombuffer(data, dtype).reshape(shape))
+    values_found, ids_found = found
+    return _checked_topk(values_found.astype(np.float32), ids_found, tokens, log_probs, vocab_size, where)
 
 
 def decode_routes(
@@ -193,6 +222,36 @@ def weight_version(text: object, where: str) -> int:
             f"{where}: found weight version {text!r}; expected a whole number. Start the server with "
             "megatron-dppo serve, and push weights with a version."
         ) from None
+
+
+def _checked_topk(
+    values: np.ndarray,
+    found_ids: np.ndarray,
+    tokens: np.ndarray,
+    log_probs: np.ndarray,
+    vocab_size: int,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return [R, K] int32 ids and the [R, K] float32 values, once they can be those of the sampled tokens.
+
+    Raises:
+        ReplyError: They cannot: see `decode_topk`.
+    """
+    is_outside = (found_ids < 0) | (found_ids >= vocab_size)
+    ids = np.where(is_outside, -1, found_ids).astype(np.int32)
+    with np.errstate(invalid="ignore"):  # of two -inf
+        faults = {
+            f"token ids outside of 0 to {vocab_size - 1}": is_outside,
+            "a token twice in a row": np.diff(np.sort(ids)) == 0,
+            "log-probs that are no numbers": np.isnan(values),
+            "log-probs that rise along a row": np.diff(values) > _SLACK,
+            "another log-prob of the sampled token": (ids == tokens[:, None])
+            & (np.abs(values - log_probs[:, None]) > _SLACK),
+        }
+    for fault, is_so in faults.items():
+        if bool(is_so.any()):
+            raise ReplyError(f"{where}: output_top_logprobs holds {fault}. {_REPORT}")
+    return ids, values
 
 
 def _columns(payload: Text, shape: tuple[int, ...], where: str, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ def nccl_settings(config: Config) -> dict[str, str]:
     """Return the variables for the environment of trainer and servers; none unless NCCL carries weights.
 
     SGLang turns both off in its own process where neither the environment nor its arguments say otherwise
-    (`_set_envs_and_config`, 0.5.21); NCCL alone would have them on. Ranks of one group that differ in how they
+    (`_set_envs_and_config`); NCCL alone would have them on. Ranks of one group that differ in how they
     allocate buffers end in an invalid-usage error, or hang, at the first broadcast on a common node.
     """
     if config.rollout.engine != "sglang" or config.rollout.sglang.weight_sync != "distributed":

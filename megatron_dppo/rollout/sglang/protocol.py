@@ -114,6 +114,8 @@ class Generation(Protocol):
 class Generation0521:
     """Adapter for SGLang 0.5.21."""
 
+    _reply_reader = "reply 0.5.21"
+
     def __init__(self, decoding: DecodingProcess) -> None:
         """Keep the process that decodes large answers."""
         self._decoding = decoding
@@ -165,7 +167,7 @@ class Generation0521:
             first_route_row=first_route_row(request),
             lacks_earlier_routes=partial is not None and partial.routed_experts is None,
         )
-        reply = await self._decoding.read("reply 0.5.21", content, expected)
+        reply = await self._decoding.read(self._reply_reader, content, expected)
         assert isinstance(reply, Reply), "the reader's kind of answer"
         if not reply.tokens.size:
             return aborted(request)
@@ -230,11 +232,34 @@ class Generation0521:
         )
 
 
-GENERATIONS: Mapping[str, Generation] = MappingProxyType({"0.5.21": Generation0521(DecodingProcess())})
-"""Adapters by the version that a server reports; one is added after it was run against such a server.
+class Generation0522(Generation0521):
+    """Adapter for SGLang 0.5.22 and 0.5.23, which answer with the top-K in two flat arrays."""
 
-All engines of this process share the decoding process, which starts with the first large answer.
+    _reply_reader = "reply 0.5.22"
+
+    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+        """See `Generation.generate_body`."""
+        body = super().generate_body(request, params, model)
+        if params.num_topk_log_probs:
+            body["return_flat_raw_output_top_logprobs"] = body["return_flat_raw_top_logprobs_b64"] = True
+        return body
+
+
+_DECODING = DecodingProcess()
+GENERATIONS: Mapping[str, Generation] = MappingProxyType(
+    {
+        "0.5.21": Generation0521(_DECODING),
+        "0.5.22": Generation0522(_DECODING),
+        "0.5.23": Generation0522(_DECODING),
+    }
+)
+"""Adapters by the version that a server reports, oldest first.
+
+One is added after it was run against such a server. All engines of this process share the decoding process,
+which starts with the first large answer.
 """
+NEWEST = next(reversed(GENERATIONS))
+"""The version that `make sglang-venv` installs."""
 
 
 def generation_of(version: object) -> Generation:

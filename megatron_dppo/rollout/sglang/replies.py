@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError
 from megatron_dppo.rollout.sglang.decoding import (
+    decode_flat_topk,
     decode_log_probs,
     decode_routes,
     decode_tokens,
@@ -81,6 +82,19 @@ def read_reply_0521(content: bytes, expected: Expected) -> Reply:
         ReplyError: Anything but the answer to the request, whole and consistent. Faults of the routes alone
             become its `routes_fault`.
     """
+    return _read_reply(content, expected, _nested_topk)
+
+
+def read_reply_0522(content: bytes, expected: Expected) -> Reply:
+    """Parse the same from SGLang 0.5.22 and later, where the top-K are flat arrays in base64.
+
+    Raises:
+        ReplyError: As `read_reply_0521`; also a top-K in another form than was asked for.
+    """
+    return _read_reply(content, expected, _flat_topk)
+
+
+def _read_reply(content: bytes, expected: Expected, read_topk: "_ReadTopK") -> Reply:
     where = expected.where
     ids, meta = _ids_and_meta(_SAMPLED, content, where)
     _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
@@ -92,8 +106,7 @@ def read_reply_0521(content: bytes, expected: Expected) -> Reply:
     log_probs = decode_log_probs(_text(meta, "output_token_logprobs", where), tokens, where)
     topk_ids = topk_log_probs = None
     if expected.num_topk:
-        table, columns = _text(meta, "output_top_logprobs", where), expected.num_topk
-        topk_ids, topk_log_probs = decode_topk(table, tokens, log_probs, columns, expected.vocab_size, where)
+        topk_ids, topk_log_probs = read_topk(meta, tokens, log_probs, expected)
     num_retractions = field(meta, "num_retractions", int, where)
     routes, fault = _routes(meta, len(ids), num_retractions, expected)
     spans = decode_weight_versions(field(meta, "weight_versions", list, where), len(ids), where)
@@ -133,7 +146,11 @@ def read_scores_0521(content: bytes, expected: Expected) -> PromptScores:
 Answer = Reply | PromptScores
 
 READERS: Mapping[str, Callable[[bytes, Expected], Answer]] = MappingProxyType(
-    {"reply 0.5.21": read_reply_0521, "scores 0.5.21": read_scores_0521}
+    {
+        "reply 0.5.21": read_reply_0521,
+        "reply 0.5.22": read_reply_0522,
+        "scores 0.5.21": read_scores_0521,
+    }
 )
 """Functions that read answers, by the names that `protocol`'s adapters give them."""
 
@@ -148,7 +165,13 @@ class _Sampled(_Scored):
     output_ids: list[Any]
 
 
-_TABLES = frozenset({"input_token_logprobs", "output_token_logprobs", "output_top_logprobs", "routed_experts"})
+_FLAT_VALUES, _FLAT_IDS = "output_top_logprobs_val_flat_b64", "output_top_logprobs_idx_flat_b64"
+_TABLES = frozenset(
+    {
+        *("input_token_logprobs", "output_token_logprobs", "output_top_logprobs", "routed_experts"),
+        *(_FLAT_VALUES, _FLAT_IDS),
+    }
+)
 _SCORED, _SAMPLED = msgspec.json.Decoder(_Scored), msgspec.json.Decoder(_Sampled)
 _ANYTHING = msgspec.json.Decoder()
 
@@ -173,6 +196,35 @@ def _ids_and_meta(
 
 def _text(meta: Mapping[str, Any], name: str, where: str) -> msgspec.Raw:
     return field(meta, name, msgspec.Raw, where)
+
+
+_ReadTopK = Callable[[Mapping[str, Any], np.ndarray, np.ndarray, Expected], tuple[np.ndarray, np.ndarray]]
+
+
+def _nested_topk(
+    meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
+) -> tuple[np.ndarray, np.ndarray]:
+    table = _text(meta, "output_top_logprobs", expected.where)
+    return decode_topk(table, tokens, log_probs, expected.num_topk, expected.vocab_size, expected.where)
+
+
+def _flat_topk(
+    meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode the two arrays, once the answer says that they are of the types, shape and rows expected."""
+    where, size, vocab_size = expected.where, expected.num_topk, expected.vocab_size
+    values, ids = _text(meta, _FLAT_VALUES, where), _text(meta, _FLAT_IDS, where)
+    _require(
+        meta,
+        {
+            f"{_FLAT_VALUES}_dtype": "float32",
+            f"{_FLAT_IDS}_dtype": "int32",
+            "output_top_logprobs_shape": [len(tokens), size],
+            "output_top_logprobs_null_prefix": 0,
+        },
+        where,
+    )
+    return decode_flat_topk(values, ids, tokens, log_probs, size, vocab_size, where)
 
 
 def _finish_reason(meta: Mapping[str, Any], ids: list[Any], expected: Expected) -> FinishReason:
@@ -202,7 +254,7 @@ def _finish_reason(meta: Mapping[str, Any], ids: list[Any], expected: Expected) 
     return kind
 
 
-def _require(meta: Mapping[str, Any], expected: Mapping[str, str | int], where: str) -> None:
+def _require(meta: Mapping[str, Any], expected: Mapping[str, str | int | list[int]], where: str) -> None:
     for name, value in expected.items():
         if field(meta, name, type(value), where) != value:
             raise ReplyError(

@@ -25,12 +25,12 @@ class TensorList:
     dtype: str  # torch's name: "bfloat16"
 
 
-class UpdateCalls0521:
-    """Update calls of SGLang 0.5.21.
+class UpdateCalls:
+    """Update calls of SGLang 0.5.21 to 0.5.23.
 
     Between `begin` and `end` stand the updates by tensor and through a group, and no others. A prefix cache of
-    older weights survives an update unless it is flushed; flushing ends a server that still has requests, so
-    servers are paused first, and only the last part flushes.
+    older weights survives an update unless it is flushed. To flush while there are requests ends a server of
+    0.5.21, and fails the call of later ones; so servers are paused first, and only the last part flushes.
     """
 
     pause = Call("/pause_generation", {"mode": "abort"})
@@ -89,11 +89,13 @@ def _last(version: int | None) -> dict[str, Any]:
     return {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(version)}
 
 
-UPDATE_CALLS: Mapping[str, UpdateCalls0521] = MappingProxyType({"0.5.21": UpdateCalls0521()})
+UPDATE_CALLS: Mapping[str, UpdateCalls] = MappingProxyType(
+    dict.fromkeys(("0.5.21", "0.5.22", "0.5.23"), UpdateCalls())
+)
 """By the version that a server reports."""
 
 
-def update_calls_of(version: str) -> UpdateCalls0521:
+def update_calls_of(version: str) -> UpdateCalls:
     """Return the update calls for servers of this version.
 
     Raises:

@@ -1,0 +1,88 @@
+"""What servers do when they are told to flush their prefix cache: keys and values of older weights."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+from comparing import FULL, PARITY, compare, requests_of
+from serving import KEY, MODEL, START_TIMEOUT_S, VERSION, Served, num_requests, served_config
+
+from megatron_dppo.errors import ServerError
+from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.rollout.sglang.client import Patience
+from megatron_dppo.rollout.sglang.engine import SglangEngine
+from megatron_dppo.rollout.sglang.server import Server, plan_launch
+from megatron_dppo.rollout.sglang.update_calls import Call
+from megatron_dppo.weight_sync.fleet import Fleet, Member
+
+IN_PLACE = Call(
+    "/pause_generation", {"mode": "in_place"}
+)  # requests stay where they are; a run never asks for it
+END_OVER_A_REFUSED_FLUSH = {"0.5.21"}
+PATIENCE = Patience(control_timeout_s=5, generate_timeout_s=60, max_attempts=1)
+
+
+@pytest.fixture
+def own(served: Served) -> Iterator[Served]:
+    """One more server of the same weights, for one test; it may end."""
+    server = Server(plan_launch(served_config(served.folder, served.run)), served.run / "servers", "flushed")
+    try:
+        record = server.start(START_TIMEOUT_S)
+        assert record is not None
+        yield Served(record.url, served.folder, served.model, served.run)
+    finally:
+        server.stop(grace_s=0)
+
+
+def _push(served: Served, fleet: Fleet, version: int) -> None:
+    """Load the served weights again, as another version; the last call of a push flushes, and so does this."""
+    fleet.tell(lambda member: member.calls.from_disk(str(served.folder), version))
+
+
+@pytest.mark.usefixtures("changes_weights")
+def test_a_push_leaves_no_prefix_in_the_cache(served: Served) -> None:
+    engine = SglangEngine(served.url, MODEL, PATIENCE, api_key=KEY)
+    cached: list[int] = []
+    for name in ("first", "again", "pushed"):
+        if name == "pushed":
+            fleet = Fleet([Member(served.url, 0, 1, VERSION)], KEY, 30)
+            fleet.tell(lambda member: member.calls.pause)
+            _push(served, fleet, 1)
+            fleet.tell(lambda member: member.calls.go_on)
+            assert not fleet.failures
+            engine.admit([served.url], 1)
+        requests, before = requests_of(f"flush-{name}", num_prompts=1, samples=1, length=77), engine.counts
+        completions = engine.generate(requests, FULL)
+        cached.append((engine.counts - before).num_cached_tokens)
+        assert max(compare(served, requests, completions, FULL)) <= PARITY
+    assert cached[1:] == [76, 0]
+
+
+def test_a_flush_beside_requests_fails_the_push_and_is_never_passed_over(own: Served) -> None:
+    """Old keys and values would answer for new weights: the server either says that it kept them, or ends."""
+    engine = SglangEngine(own.url, MODEL, PATIENCE, api_key=KEY)
+    fleet = Fleet([Member(own.url, 0, 1, VERSION)], KEY, 30)
+    requests = requests_of("beside", num_prompts=8, samples=1)
+    with ThreadPoolExecutor(1) as thread:
+        sampling = thread.submit(engine.generate, requests, SamplingParams(400, temperature=0.1))
+        deadline = time.monotonic() + 30
+        while not num_requests(own):
+            assert time.monotonic() < deadline
+        fleet.tell(lambda member: IN_PLACE)
+        _push(own, fleet, 1)
+        assert list(fleet.failures) == [own.url]
+        if VERSION in END_OVER_A_REFUSED_FLUSH:
+            with pytest.raises(ServerError):
+                sampling.result(60)
+            return
+        assert "the cache was not flushed because requests are still running" in fleet.failures[own.url]
+        again = Fleet([Member(own.url, 0, 1, VERSION)], KEY, 30)
+        again.tell(lambda member: member.calls.go_on)
+        with suppress(ServerError):  # of the weights that answers have besides those asked for
+            sampling.result(60)
+    while num_requests(own):
+        assert time.monotonic() < deadline + 60
+    _push(own, again, 2)
+    assert not again.failures

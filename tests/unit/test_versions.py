@@ -1,0 +1,134 @@
+"""What is said of versions is what the tests recorded, and every place that names one agrees."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.rollout.sglang.options import shipped_options
+from megatron_dppo.rollout.sglang.protocol import GENERATIONS, NEWEST
+from megatron_dppo.rollout.sglang.update_calls import UPDATE_CALLS
+from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.libraries import OLDEST_MODELOPT, OPTIONAL_LIBRARIES
+from megatron_dppo.runtime.tested_versions import TESTED, installed_versions, untested_versions
+from tools.versions import FEATURES, PAGE, Outcome, Record, read_records, record, versions_tables, with_tables
+
+ROOT = Path(__file__).parents[2]
+HERE = {"python": "3.11", "megatron-core": "0.16.1", "torch": "2.13.0", "transformers": "5.23.0"}
+SERVERS = {"sglang": "0.5.22", "server torch": "2.13.0", "server transformers": "5.19.0"}
+
+
+def test_the_guide_has_what_was_recorded_and_what_the_code_says() -> None:
+    page = (ROOT / PAGE).read_text()
+    assert page == with_tables(page, ROOT), "run make versions"
+    assert "examples/guides/installing.md#versions" in (ROOT / "README.md").read_text()
+
+
+def test_what_counts_as_tested_was_recorded() -> None:
+    recorded = [each.versions for each in read_records(ROOT) if not each.total.failed]
+    for name, tested in TESTED.items():
+        assert {each[name] for each in recorded} == set(tested), name
+    of_servers = {each["sglang"] for each in recorded if "sglang" in each}
+    assert of_servers == GENERATIONS.keys() == UPDATE_CALLS.keys()
+
+
+def test_make_installs_the_newest_sglang_and_knows_what_each_needs_on_a_cpu() -> None:
+    (made,) = re.findall(r"^SGLANG_NEWEST := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert made == NEWEST == list(GENERATIONS)[-1]
+    for version in GENERATIONS:
+        text = (ROOT / f"tests/sglang/requirements-cpu/{version}.txt").read_text()
+        assert f"\nsglang=={version}\n" in text
+        assert "tp_size" in shipped_options(version)
+
+
+def test_the_features_of_servers_are_files_of_tests() -> None:
+    files = {path.name for path in (ROOT / "tests/sglang").glob("test_*.py")}
+    assert {name for names in FEATURES.values() for name in names} <= files
+
+
+def test_optional_libraries_are_those_of_setup_and_of_the_code() -> None:
+    since = {each.name: each.since for each in OPTIONAL_LIBRARIES}
+    setup = (ROOT / "setup.py").read_text()
+    assert f'"te": ["transformer-engine[pytorch]>={since["Transformer Engine"]}"]' in setup
+    assert f'"quantize": ["nvidia-modelopt>={OLDEST_MODELOPT}"' in setup
+    assert f'"{OLDEST_MODELOPT} or later"' in (ROOT / "megatron_dppo/conversion/quantize.py").read_text()
+
+
+def test_a_version_that_no_test_ran_with_is_named() -> None:
+    assert untested_versions(HERE) == []
+    found = untested_versions(HERE | {"torch": "2.99.0", "transformers": None})
+    assert found == [f"torch 2.99.0: the tests ran with {' and '.join(TESTED['torch'])}"]
+    assert versions()["untested"] == untested_versions(installed_versions())
+
+
+def _recorded(
+    root: Path, files: Mapping[str, Outcome], date: str = "2026-11-24", suite: str = "unit"
+) -> Record:
+    (root / "tests").mkdir(exist_ok=True)
+    record(root, suite, HERE, files, date)
+    return next(each for each in read_records(root) if each.suite == suite)
+
+
+def test_parts_of_a_suite_are_put_together(tmp_path: Path) -> None:
+    _recorded(tmp_path, {"test_a.py": Outcome(3), "test_b.py": Outcome(2, 1)}, "2026-11-20")
+    found = _recorded(tmp_path, {"test_b.py": Outcome(3, 0, 4)})
+    assert (found.total, found.date) == (Outcome(6, 0, 4), "2026-11-20")
+    found = _recorded(tmp_path, {"test_a.py": Outcome(1), "test_b.py": Outcome(1)})
+    assert (found.total, found.date) == (Outcome(2), "2026-11-24")
+    _recorded(tmp_path, {"ran": Outcome(1)}, suite="quickstart")
+    assert [each.suite for each in read_records(tmp_path)] == ["unit", "quickstart"]
+
+
+def test_the_tables_name_what_failed_what_was_left_out_and_what_did_not_run(tmp_path: Path) -> None:
+    (tmp_path / "tests/unit").mkdir(parents=True)
+    for name in ("test_a.py", "test_c.py"):
+        (tmp_path / "tests/unit" / name).touch()
+    _recorded(tmp_path, {"test_a.py": Outcome(1200, 1, 4)})
+    _recorded(tmp_path, {"ran": Outcome(1)}, suite="quickstart")
+    record(
+        tmp_path, "sglang", HERE | SERVERS, {"test_ahead.py": Outcome(4), "test_turns.py": Outcome(1, 1)}, "d"
+    )
+    trainer, servers = versions_tables(tmp_path).strip().split("\n\n")
+    outcome = "unit: 1,200, 1 failed, 4 left out, 1 of 2 files not run; quickstart: ran"
+    assert trainer.splitlines()[2:] == [f"| 3.11 | 0.16.1 | 2.13.0 | 5.23.0 | {outcome} | 2026-11-24 |"]
+    (row,) = servers.splitlines()[2:]
+    assert row.startswith("| 0.5.22 | 2.13.0 | 5.19.0 | not run |") and "| yes |" in row and "| no |" in row
+
+
+TEXT = """
+import pytest
+def test_a(): ...
+@pytest.mark.slow
+def test_b(): ...
+def test_c(): assert False
+@pytest.fixture
+def broken(): raise ValueError
+def test_d(broken): ...
+"""
+
+
+@pytest.mark.parametrize(("more", "status"), [((), 1), (("-n", "1"), 1), (("-k", "a"), 4)])
+def test_a_run_of_tests_is_recorded(tmp_path: Path, more: tuple[str, ...], status: int) -> None:
+    (tmp_path / "tests/unit").mkdir(parents=True)
+    (tmp_path / "tests/unit/test_x.py").write_text(TEXT)
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\nmarkers =\n    slow: slow\naddopts = --import-mode=importlib\npythonpath = {ROOT}\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.recording", "--record-versions", "tests/unit"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [*command, "-m", "not slow", *more], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    if status == 4:
+        assert "expected whole files" in done.stderr
+        assert not (tmp_path / "tests/versions.jsonl").exists()
+        return
+    (line,) = (tmp_path / "tests/versions.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert (found["suite"], found["versions"]) == ("unit", installed_versions())
+    assert found["files"] == {"test_x.py": [1, 2, 1]}

@@ -13,8 +13,8 @@ _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_posit
 _YARN_AS_DERIVED = {"attention_factor": None, "truncate": True}
 """Keys of YaRN that Megatron's latent attention cannot be told."""
 _GATED_DELTA = (
-    "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones only "
-    "on GPUs with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
+    "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones on "
+    "GPUs alone with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
 )
 _LACKING: Mapping[str, str] = {
     "GptOssForCausalLM": "attention sinks and sliding windows in our attention, biased experts with clamped "

@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def share_rotary_table(model: Any) -> None:
-    """Give all layers of a GPT model one table for each micro-batch; Megatron's latent attentions have one each."""
+    """Give all layers of a GPT model one table for each micro-batch, of latent attention too."""
     if not model.config.multi_latent_attention:
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
         return

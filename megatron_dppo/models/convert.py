@@ -91,8 +91,8 @@ def _parameters(
 ) -> list[_Parameter]:
     """Return this rank's parameters but LoRA's, or `tensors` in their place, named as on one process.
 
-    Where no `tensors` are given, buffers that checkpoints hold come with them. Those of Transformer Engine's spec
-    have the names, and experts the places, that they have in ours.
+    Where no `tensors` are given, buffers that checkpoints hold come with them. Those of Transformer Engine's
+    spec have the names, and experts the places, that they have in ours.
     """
     table, values = family_of(hf).weight_table(hf), iter(tensors) if tensors is not None else None
     found: dict[str, _Parameter] = {}

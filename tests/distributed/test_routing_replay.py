@@ -163,7 +163,7 @@ def test_replaying_other_experts_changes_the_output_and_is_undone(measured: list
 
 
 def test_replayed_router_keeps_its_gradient(measured: list[dict[str, Any]]) -> None:
-    assert max(result["gradient of the router"] for result in measured) < 2e-3
+    assert max(result["gradient of the router"] for result in measured) < 5e-3
 
 
 def test_samples_carry_the_pushed_weight_version(measured: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ Measure = Callable[[int, int | None, int | None], list[tuple[Case, dict[str, Any
 NUM_LAYERS = 4
 LIMIT = 1e-5
 CASES_OF_A_SPAWN = 60
-"""Autograd's hooks keep each case's model, and some 20 threads of its process groups, until its process ends."""
+"""Autograd's hooks keep each case's model, and threads of its process groups, until the process ends."""
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
 # updates; with so large a rate they are not lost in the rounding of weights.
 _SMOOTH = {"lr": 1.0, "eps": 0.03, "clip_grad": 0.5}

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = dict(
 
 
 def config_of(architecture: str, **changes: Any) -> Any:
-    """transformers' config of a tiny model."""
+    """Transformers' config of a tiny model."""
     return tiny_config(architecture, SIZES, **changes)
 
 

@@ -36,7 +36,7 @@ def test_it_has_the_size_in_its_name(name: str) -> None:
     hf, billions, active = PUBLISHED[name]
     shape = model_shape(hf)
     assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.04)
-    assert shape.num_active_parameters / 1e9 == pytest.approx(active, abs=1.2)
+    assert shape.num_active_parameters / 1e9 == pytest.approx(active, abs=1.7)  # with both vocabulary layers
 
 
 @published

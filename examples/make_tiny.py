@@ -87,7 +87,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": _LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN},
     "Glm4MoeLiteForCausalLM": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
 }
-"""What a tiny model of an architecture has beside or instead of the sizes that all have; the tests' ones, too."""
+"""What a tiny model of an architecture has beside or instead of the sizes that all have, in tests too."""
 
 
 def main() -> None:

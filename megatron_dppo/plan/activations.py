@@ -171,7 +171,9 @@ class LayerModel:
         num_experts, top_k = sizes.num_experts or 0, sizes.experts_per_token
         of_token = num_experts * (1 + FLOAT) + top_k * (2 * INDEX + FLOAT)
         if EXPERT_BIAS in self.shape.family.rules:
-            of_token += num_experts * FLOAT + (top_k + 1) * FLOAT  # all scores, and the chosen ones with their sum
+            of_token += (
+                num_experts * FLOAT + (top_k + 1) * FLOAT
+            )  # all scores, and the chosen ones with their sum
         return self.tokens.sequence * of_token
 
     def mlp_norm(self) -> int:

@@ -176,7 +176,9 @@ def _layer(job: Job, layout: Layout, tokens: float, is_moe: bool) -> _Layer:
 @lru_cache(maxsize=16)
 def _attention_weights(shape: ModelShape) -> int:
     """Return the number of a layer's weights that attention multiplies a token's states by."""
-    rules = (rule for rule in shape.family.rules if "self_attention" in rule.megatron and rule.is_of(shape.sizes))
+    rules = (
+        rule for rule in shape.family.rules if "self_attention" in rule.megatron and rule.is_of(shape.sizes)
+    )
     matrices = (matrix for rule in rules for matrix in rule.hf_shapes(shape.sizes) if len(matrix) > 1)
     return sum(map(math.prod, matrices))
 

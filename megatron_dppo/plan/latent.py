@@ -1,7 +1,7 @@
 """Estimates the bytes that latent attention keeps for backward, where it differs from grouped queries.
 
-Megatron norms the latents, projects them up to whole queries, keys and values, and keeps those: only an engine's
-cache holds latents in their place. Flash attention takes one head size. Where a value's is smaller than a
+Megatron norms the latents, projects them up to whole queries, keys and values, and keeps those: an engine's cache
+alone holds latents in their place. Flash attention takes one head size. Where a value's is smaller than a
 query's, values are padded with zeros, and the result, which it keeps, is as wide.
 """
 
@@ -34,7 +34,7 @@ def operands(model: "LayerModel") -> Operands:
 
 
 def core_attention_inputs(model: "LayerModel") -> int:
-    """Return the bytes kept when core attention is recomputed: queries, keys and values, each a tensor of its own."""
+    """Return the bytes kept when core attention is recomputed: queries, keys and values, a tensor each."""
     sizes = model.shape.sizes
     of_head = 2 * sizes.head_dim + sizes.value_head_dim
     heads = sizes.num_attention_heads // model.layout.tensor

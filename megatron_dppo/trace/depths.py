@@ -181,8 +181,8 @@ def _refuse_other_layers(job: Job) -> None:
 def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tuple[int, int]:
     """Return the layers of the two models: in the first half as many, or one a chunk.
 
-    Where neither is as deep as the model, this rank has its dense layers in both, and what it has more of in the
-    deeper one, and in the model, are layers with experts.
+    Where neither is as deep as the model, this rank has its dense layers in both: what it has more of in the deeper
+    one, and in the model, are layers with experts.
     """
     whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
     is_whole = num_layers is None or num_layers >= whole
@@ -204,7 +204,7 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
 
 
 def _own_layers(layout: Layout, stage: int, num_layers: int) -> list[int]:
-    """Return the layers of a rank of the stage in a model of so many; none where its pipeline would be too long."""
+    """Return a rank's layers in a model of so many; none where the pipeline is too long for it."""
     if num_layers < layout.pipeline * layout.virtual_pipeline:
         return []
     return [layer for chunk in chunks_of(stage, layout, num_layers) for layer in chunk.layers]

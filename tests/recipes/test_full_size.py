@@ -27,7 +27,7 @@ from megatron_dppo.trace.depths import BETWEEN
 GB = 10**9
 HOST_BYTES = 2000 * GB
 _ON_16 = ("moe_base", "moe_base_r3", "moe_base_async", "moe_thinking", "moe_base_lora", "topk_ablation")
-FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(_ON_16, 16) | {"glm_air": 64}
+FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(_ON_16, 16) | {"glm_air": 48}
 """Of 80 GB each, on nodes of eight, on which an experiment fits as it stands."""
 DIVIDED_AMONG_16 = ("gem_tasks",)
 """Their layout is one that fits 16 GPUs too, where a faster one for 8 does not."""

@@ -1,4 +1,4 @@
-"""The planner on families with latent attention, sigmoid routers and shared experts, by hand and among themselves."""
+"""The planner on families with latent attention, sigmoid routers and shared experts, by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -81,7 +81,7 @@ def test_shared_experts_keep_what_a_feed_forward_of_their_width_does() -> None:
 
 
 def test_a_deep_pipeline_is_planned_stage_by_stage() -> None:
-    """61 layers over 16 stages: the first has three, all dense, and the embedding; the last two, and the loss."""
+    """61 layers over 16 stages: the first has three, all dense, and the embedding; the last has two."""
     memory = memory_of(job_of(DEEPSEEK_V3, num_gpus=256), layout_of(256, pipeline=16, expert=16))
     assert len(memory.stages) == 16
     held = [stage.moments["loss"]["parameters"] for stage in memory.stages]

@@ -1,7 +1,7 @@
 """Estimates the bytes that latent attention keeps for backward, where it differs from grouped queries.
 
-Megatron norms the latents, projects them up to whole queries, keys and values, and keeps those: an engine's cache
-alone holds latents in their place. Flash attention takes one head size. Where a value's is smaller than a
+Megatron norms the latents, projects them up to whole queries, keys and values, and keeps those: an engine's
+cache alone holds latents in their place. Flash attention takes one head size. Where a value's is smaller than a
 query's, values are padded with zeros, and the result, which it keeps, is as wide.
 """
 

@@ -181,8 +181,8 @@ def _refuse_other_layers(job: Job) -> None:
 def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tuple[int, int]:
     """Return the layers of the two models: in the first half as many, or one a chunk.
 
-    Where neither is as deep as the model, this rank has its dense layers in both: what it has more of in the deeper
-    one, and in the model, are layers with experts.
+    Where neither is as deep as the model, this rank has its dense layers in both: what it has more of in the
+    deeper one, and in the model, are layers with experts.
     """
     whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
     is_whole = num_layers is None or num_layers >= whole

@@ -184,15 +184,15 @@ def _attention_weights(shape: ModelShape) -> int:
 
 
 def _latent_columns(shape: ModelShape) -> int:
-    """Return the columns that tensor ranks gather for latent attention beside the hidden states, once.
+    """Return the columns that tensor ranks gather for latent attention beside hidden states, once and back.
 
-    The projection to the latents of keys gathers the hidden states again; latents are gathered by columns, and
-    their norms' results by rows.
+    Latents and the rotated part of keys; queries that come from a latent do not need the hidden states gathered.
     """
     latent = shape.sizes.latent
     if latent is None:
         return 0
-    return shape.sizes.hidden_size + 2 * ((latent.query_rank or 0) + latent.rank) + latent.rotary_head_dim
+    of_queries = 0 if latent.query_rank is None else latent.query_rank - shape.sizes.hidden_size
+    return of_queries + latent.rank + latent.rotary_head_dim
 
 
 def _recomputed(recompute: Recompute) -> tuple[float, float]:

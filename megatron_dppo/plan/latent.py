@@ -51,9 +51,5 @@ def latents(model: "LayerModel") -> int:
         for width in (sizes.query_rank or 0, sizes.rank)
         if width
     )
-    if model.is_norm_cast:
-        return kept
-    # What a norm keeps is a view: of the keys' rotated part too, or, gathered from tensor ranks, of all rows.
-    if model.layout.tensor == 1:
-        return kept + tokens.attended * sizes.rotary_head_dim * e
-    return kept + (tokens.attended - tokens.sequence) * (sizes.query_rank or 0) * e
+    # What a norm keeps of keys and values is a view, with the keys' rotated part.
+    return kept if model.is_norm_cast else kept + tokens.sequence * sizes.rotary_head_dim * e

@@ -186,7 +186,7 @@ def _attention_weights(shape: ModelShape) -> int:
 def _latent_columns(shape: ModelShape) -> int:
     """Return the columns that tensor ranks gather for latent attention beside hidden states, once and back.
 
-    Latents and the rotated part of keys; queries that come from a latent do not need the hidden states gathered.
+    Latents and the rotated part of keys; for queries that come from a latent, no hidden states are gathered.
     """
     latent = shape.sizes.latent
     if latent is None:

@@ -25,6 +25,10 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 """Folder of each tiny model, and its architecture."""
 _SIZES: dict[str, Any] = {
@@ -40,12 +44,50 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.5,
     "eos_token_id": sanity_task.VOCABULARY[sanity_task.EOS],
 }
-_EXPERT_SIZES = {
+_EXPERTS, _TOP_K = 8, 2
+_SIGMOID: dict[str, Any] = {
     "moe_intermediate_size": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
+    "n_routed_experts": _EXPERTS,
+    "num_experts_per_tok": _TOP_K,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-6,  # as transformers norms latents, whatever config.json says
 }
+_LATENT: dict[str, Any] = _SIGMOID | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {
+        "moe_intermediate_size": 16,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": _TOP_K,
+        "norm_topk_prob": True,
+    },
+    "MixtralForCausalLM": {"num_local_experts": _EXPERTS, "num_experts_per_tok": _TOP_K},
+    "Glm4MoeForCausalLM": _SIGMOID | {"attention_bias": True, "rope_parameters": HALF},
+    "DeepseekV3ForCausalLM": _LATENT | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN},
+    "Glm4MoeLiteForCausalLM": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
+}
+"""What a tiny model of an architecture has beside or instead of the sizes that all have, in tests too."""
 
 
 def main() -> None:
@@ -84,12 +126,18 @@ def gem_tokenizer() -> PreTrainedTokenizerFast:
 
 def write_model(folder: Path, architecture: str, **changes: Any) -> None:
     """Save a random model whose distributions and routers are far from flat."""
-    model_class = getattr(transformers, architecture)
-    config_class = model_class.config_class
-    has_experts = hasattr(config_class(), "num_experts")
     torch.manual_seed(0)
-    model = model_class(config_class(**_SIZES | (_EXPERT_SIZES if has_experts else {}) | changes))
+    model = getattr(transformers, architecture)(tiny_config(architecture, _SIZES, **changes))
     model.save_pretrained(folder)
+
+
+def tiny_config(architecture: str, sizes: dict[str, Any], **changes: Any) -> Any:
+    """Return transformers' config of `sizes`, of what the architecture has instead, and of changes."""
+    own = OWN_SIZES.get(architecture, {})
+    settings = sizes | own | changes
+    if "kv_lora_rank" in own:  # their head_dim is another name of another size
+        del settings["head_dim"]
+    return getattr(transformers, architecture).config_class(**settings)
 
 
 if __name__ == "__main__":

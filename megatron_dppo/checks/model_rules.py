@@ -115,7 +115,11 @@ def _model_code(config: Config, facts: Facts) -> Iterator[Problem]:
     is_usual = "Tokenizer" in str(name) or name is None
     if (tokenizer.get("auto_map") or not is_usual) and not _has_tokenizer_class(name):
         found = f"tokenizer_class = {name!r}{' and auto_map' * ('auto_map' in tokenizer)} in {path.parent}"
-        yield Problem("model.load", found, "the name of a tokenizer that transformers has", action)
+        action = (
+            "Convert it to a tokenizer.json first, as examples/moonlight/README.md does, or use another model."
+        )
+        expected = "the name of a tokenizer that transformers has: code in a model's folder is never run"
+        yield Problem("model.load", found, expected, action)
 
 
 def _has_config_class(model_type: object) -> bool:

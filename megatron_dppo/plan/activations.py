@@ -3,7 +3,8 @@
 The lists follow our torch layer spec, whose figures tests compare with the tensors that autograd really
 saves ("torch-cpu"). On a GPU ("torch") PyTorch's RMSNorm is fused and keeps its input alone, and half-precision
 attention is flash attention, without padding: traced steps hold both to 5 %. Transformer Engine ("te") also
-fuses the activation functions: read from its sources, not measured.
+fuses the activation functions: read from its sources, not measured. What latent attention keeps otherwise than
+grouped queries is in `latent.py`.
 Letters: e bytes of an activation, H hidden, D head dimension, F expert width, I feed-forward width.
 """
 
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape
+from megatron_dppo.architectures.weight_map import EXPERT_BIAS
+from megatron_dppo.plan import latent
+from megatron_dppo.plan.latent import Operands
 from megatron_dppo.plan.machine import FRAGMENTATION
 from megatron_dppo.plan.options import LayerSpec, Recompute
 
@@ -81,10 +85,15 @@ class LayerModel:
         heads = sizes.num_attention_heads // self.layout.tensor
         groups = sizes.num_key_value_heads // self.layout.tensor
         kept = self.norm(rows * heads, sizes.head_dim) + self.norm(rows * groups, sizes.head_dim)
-        is_cast = self.spec == "torch-cpu" and e < FLOAT  # then the casts are kept, and the keys' source is not
         is_copied = self.spec != "torch" or groups > 1  # the queries of one group lie in a row in qkv
-        rest = 0 if is_cast else (heads * is_copied + groups) * sizes.head_dim  # keys are a view of all of qkv
+        # Where the casts are kept, the keys' source is not; else keys are a view of all of qkv.
+        rest = 0 if self.is_norm_cast else (heads * is_copied + groups) * sizes.head_dim
         return kept + rows * rest * e
+
+    @property
+    def is_norm_cast(self) -> bool:
+        """Whether norms keep float32 casts of their inputs: on a CPU, in half precision."""
+        return self.spec == "torch-cpu" and self.dtype_bytes < FLOAT
 
     @property
     def is_flash(self) -> bool:
@@ -97,53 +106,75 @@ class LayerModel:
         context = self.layout.context
         return self.tokens.attended if context == 1 else self.tokens.attended * (2 * context + 1) // 2
 
-    def core_attention(self) -> int:
-        """Return the bytes of queries, keys, values and log-sum-exp; and of padded batches' own result."""
-        sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
+    @property
+    def operands(self) -> Operands:
+        """Columns of what core attention takes and makes, of this rank's heads."""
+        sizes = self.shape.sizes
+        if sizes.latent is not None:
+            return latent.operands(self)
         queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
         group = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim
-        keys = group * self.layout.context
+        return Operands(queries, group, group, 0 if self.is_flash else queries)
+
+    def core_attention(self) -> int:
+        """Return the bytes of queries, keys, values and log-sum-exp; and of padded batches' own result."""
+        sizes, rows, e, of = self.shape.sizes, self.tokens.attended, self.dtype_bytes, self.operands
         statistics = rows * sizes.num_attention_heads // self.layout.tensor * FLOAT
-        if self.is_flash and self.layout.context == 1:
+        if self.is_flash and self.layout.context == 1 and sizes.latent is None:
             return self.core_attention_inputs() + statistics
         if self.is_flash:
-            return (rows * queries + 2 * self.attended_keys * group) * e + statistics
+            of_keys = self.attended_keys * (of.keys + of.values)
+            return (rows * (of.queries + of.result) + of_keys) * e + statistics
+        keys = (of.keys + of.values) * self.layout.context
         if self.spec == "te":
-            return rows * (queries + 2 * keys) * e + statistics
-        padded = rows * (queries + 2 * keys + queries) * e + statistics
+            return rows * (of.queries + keys) * e + statistics
+        padded = rows * (of.queries + keys + of.result) * e + statistics
         return int(padded * self.assumptions.attention_padding)
 
     def core_attention_inputs(self) -> int:
         """Return the bytes kept when core attention is recomputed: its inputs, values as a view of qkv."""
         sizes = self.shape.sizes
+        if sizes.latent is not None:
+            return latent.core_attention_inputs(self)
         heads, groups = sizes.num_attention_heads, sizes.num_key_value_heads
         columns = (2 * heads + 3 * groups) * sizes.head_dim // self.layout.tensor
         shared = (heads + 2 * groups) * sizes.head_dim // self.layout.tensor
-        is_cast = self.spec == "torch-cpu" and self.dtype_bytes < FLOAT
-        is_kept_by_norm = self.shape.has_qk_norm and not is_cast
+        is_kept_by_norm = self.shape.has_qk_norm and not self.is_norm_cast
         return self.tokens.attended * (columns - shared * is_kept_by_norm) * self.dtype_bytes
 
     def attention(self) -> int:
-        """Return the bytes of norm, qkv's input, head norms and the projection's input."""
+        """Return the bytes of norm, qkv's input, norms of heads or latents, and the projection's input."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
-        result = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim * e
+        result = sizes.num_attention_heads // self.layout.tensor * sizes.value_head_dim * e
         norm = self.norm(self.tokens.sequence, sizes.hidden_size) + self.hidden_bytes
-        return norm + self.head_norms() + rows * result
+        return norm + self.head_norms() + latent.latents(self) + rows * result
 
-    def dense_mlp(self) -> int:
-        """Return the bytes inside the feed-forward: fc1's result, and the gated activation."""
-        copies = 3 if self.spec == "te" else 5  # 2 I of fc1; silu(gate), up and the product apart, or fused
-        width = self.shape.sizes.intermediate_size // self.layout.tensor
-        return self.tokens.attended * copies * width * self.dtype_bytes
+    @property
+    def copies(self) -> int:
+        """Tensors of the width of a feed-forward that it keeps."""
+        return 3 if self.spec == "te" else 5  # 2 of fc1; silu(gate), up and the product apart, or fused
+
+    def dense_mlp(self, width: int) -> int:
+        """Return the bytes inside a feed-forward of all tokens: fc1's result, and the gated activation."""
+        return self.tokens.attended * self.copies * (width // self.layout.tensor) * self.dtype_bytes
 
     def experts(self) -> int:
         """Return the bytes inside the MoE layer: routing maps, dispatched tokens, and activations."""
         sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
-        num_experts, top_k = sizes.num_experts or 0, sizes.experts_per_token
-        routing = self.tokens.sequence * (num_experts * (1 + FLOAT) + top_k * (2 * INDEX + FLOAT))
-        copies = 3 if self.spec == "te" else 5
         width = sizes.moe_intermediate_size // layout.expert_tensor
-        return routing + int(self.expert_rows() * ((sizes.hidden_size + copies * width) * e + FLOAT))
+        routed = int(self.expert_rows() * ((sizes.hidden_size + self.copies * width) * e + FLOAT))
+        return self.routing() + routed + self.dense_mlp(sizes.shared_expert_intermediate_size)
+
+    def routing(self) -> int:
+        """Return the bytes of the map of experts, their weights and the indices; and of sigmoid scores."""
+        sizes = self.shape.sizes
+        num_experts, top_k = sizes.num_experts or 0, sizes.experts_per_token
+        of_token = num_experts * (1 + FLOAT) + top_k * (2 * INDEX + FLOAT)
+        if EXPERT_BIAS in self.shape.family.rules:
+            of_token += (
+                num_experts * FLOAT + (top_k + 1) * FLOAT
+            )  # all scores, and the chosen ones with their sum
+        return self.tokens.sequence * of_token
 
     def mlp_norm(self) -> int:
         """Return the bytes of the norm before the feed-forward or the experts, and of its result."""
@@ -156,11 +187,13 @@ class LayerModel:
         kept += self.core_attention_inputs() if "core_attn" in dropped else self.core_attention()
         if is_moe:
             return kept + (0 if "moe" in dropped else self.experts())
-        return kept + (0 if "mlp" in dropped else self.dense_mlp())
+        return kept + (0 if "mlp" in dropped else self.dense_mlp(self.shape.sizes.intermediate_size))
 
     def shared(self) -> int:
         """Return the bytes that all layers keep together: rotary tables in float32, and rows of attention."""
-        tables = 2 * self.shape.sizes.head_dim * FLOAT
+        sizes = self.shape.sizes
+        whole = int(sizes.head_dim * sizes.rotary_percent)
+        tables = 2 * (whole if sizes.latent is None else sizes.latent.rotary_head_dim) * FLOAT
         rows = self.tokens.attended * (1 + self.layout.context)
         if self.is_flash:  # from which to take keys, and to which to bring each of their gradients
             rows = 3 * self.attended_keys if self.layout.context > 1 else 0
@@ -168,9 +201,11 @@ class LayerModel:
 
     def working(self) -> int:
         """Return the temporary bytes of one layer's backward: gradients of its widest activations."""
-        sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
-        columns = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads) * sizes.head_dim // layout.tensor
-        widest = self.tokens.attended * max(columns, 2 * sizes.intermediate_size // layout.tensor) * e
+        sizes, layout, e, of = self.shape.sizes, self.layout, self.dtype_bytes, self.operands
+        # Queries, keys and values come from one matrix, or keys and values from another one.
+        columns = of.queries + of.keys + of.values if sizes.latent is None else of.keys + of.values
+        dense = max(2 * sizes.intermediate_size, 2 * sizes.shared_expert_intermediate_size)
+        widest = self.tokens.attended * max(columns, dense // layout.tensor) * e
         if sizes.moe_layers:
             widest = max(widest, self.expert_rows() * sizes.hidden_size * e)
         return max(WORKING_COPIES * widest, self.attention_gradients()) + 2 * self.hidden_bytes
@@ -180,13 +215,12 @@ class LayerModel:
 
         Beside them stand the queries' sums in float32, and the gradients of all three; of ours alone.
         """
-        sizes, e = self.shape.sizes, self.dtype_bytes
+        of, e = self.operands, self.dtype_bytes
         if not self.is_flash:
             return 0
-        queries = sizes.num_attention_heads // self.layout.tensor * sizes.head_dim
-        group = sizes.num_key_value_heads // self.layout.tensor * sizes.head_dim
-        of_keys = 2 * self.attended_keys * (queries * (queries > group) + group) * e
-        return of_keys + self.tokens.attended * queries * (FLOAT + 2 * e)
+        by_each_head = 2 * of.queries * (of.queries > of.keys)
+        of_keys = self.attended_keys * (by_each_head + of.keys + of.values) * e
+        return of_keys + self.tokens.attended * (of.queries * (FLOAT + 2 * e) + of.result * e)
 
     def expert_rows(self) -> int:
         """Return the tokens that this rank's experts get, each counted for every expert."""

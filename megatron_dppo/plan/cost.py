@@ -9,9 +9,10 @@ doubling of a parallel size, least for tensors and most for the pipeline.
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import padded_vocab
+from megatron_dppo.architectures.parameters import ModelShape, padded_vocab
 from megatron_dppo.plan import machine as figures
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.options import Recompute
@@ -149,26 +150,49 @@ def _layer_seconds(job: Job, layout: Layout, layer: _Layer, *, is_forward: bool)
 
 def _layer(job: Job, layout: Layout, tokens: float, is_moe: bool) -> _Layer:
     sizes, e = job.shape.sizes, job.workload.dtype_bytes
-    hidden, tensor = sizes.hidden_size, layout.tensor
-    heads, groups = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    matrices = hidden * (2 * heads + 2 * groups)
-    scores = heads * job.workload.sequence_tokens  # causal: half of the length, for scores and for values
-    state = tokens * hidden * e * (tensor - 1) / tensor
+    hidden, tensor, heads = sizes.hidden_size, layout.tensor, sizes.num_attention_heads
+    # Causal: half of the length, for scores and for values.
+    scores = heads * (sizes.head_dim + sizes.value_head_dim) / 2 * job.workload.sequence_tokens
+    keys_and_values = sizes.num_key_value_heads * (sizes.head_dim + sizes.value_head_dim)
+    gathered_column = tokens * e * (tensor - 1) / tensor
+    state, shared = hidden * gathered_column, sizes.shared_expert_intermediate_size
     if is_moe:
         imbalance = job.assumptions.expert_imbalance if layout.expert > 1 else 1.0
-        mlp = sizes.experts_per_token * 3 * hidden * sizes.moe_intermediate_size * imbalance
+        mlp = 3 * hidden * (sizes.experts_per_token * sizes.moe_intermediate_size * imbalance + shared)
         rows = tokens / tensor * sizes.experts_per_token * hidden * e
         expert = 2 * rows * (layout.expert - 1) / layout.expert * imbalance
-        gathers = 2 * rows * (layout.expert_tensor - 1)
+        gathers = 2 * rows * (layout.expert_tensor - 1) + 2 * state * bool(shared)
     else:
         mlp, expert, gathers = 3 * hidden * sizes.intermediate_size, 0.0, 2 * state
     return _Layer(
-        attention=2 * tokens * (matrices + scores) / tensor,
+        attention=2 * tokens * (_attention_weights(job.shape) + scores) / tensor,
         mlp=2 * tokens * mlp / tensor,
-        tensor=2 * state + gathers,
-        context=tokens * (layout.context - 1) * 2 * groups / tensor * e,
+        tensor=2 * state + gathers + _latent_columns(job.shape) * gathered_column,
+        context=tokens * (layout.context - 1) * keys_and_values / tensor * e,
         expert=expert,
     )
+
+
+@lru_cache(maxsize=16)
+def _attention_weights(shape: ModelShape) -> int:
+    """Return the number of a layer's weights that attention multiplies a token's states by."""
+    rules = (
+        rule for rule in shape.family.rules if "self_attention" in rule.megatron and rule.is_of(shape.sizes)
+    )
+    matrices = (matrix for rule in rules for matrix in rule.hf_shapes(shape.sizes) if len(matrix) > 1)
+    return sum(map(math.prod, matrices))
+
+
+def _latent_columns(shape: ModelShape) -> int:
+    """Return the columns that tensor ranks gather for latent attention beside hidden states, once and back.
+
+    Latents and the rotated part of keys; for queries that come from a latent, no hidden states are gathered.
+    """
+    latent = shape.sizes.latent
+    if latent is None:
+        return 0
+    of_queries = 0 if latent.query_rank is None else latent.query_rank - shape.sizes.hidden_size
+    return of_queries + latent.rank + latent.rotary_head_dim
 
 
 def _recomputed(recompute: Recompute) -> tuple[float, float]:

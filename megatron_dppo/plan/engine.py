@@ -15,6 +15,7 @@ SGLANG_MEMORY_FRACTION = 0.8
 """mem_fraction_static where [sglang] names none: weights and cache, of the GPU's memory."""
 SGLANG_WORKSPACE_BYTES = 4 * GIB
 """Activations and CUDA graphs of SGLang beside its static memory; an assumption."""
+_CACHED_DTYPE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,21 @@ def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Ma
 
 
 def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
+    """Return the bytes of a token's keys and values, of all heads."""
     sizes = shape.sizes
-    return 2 * sizes.num_layers * sizes.num_key_value_heads * sizes.head_dim * dtype_bytes
+    of_head = sizes.head_dim + sizes.value_head_dim
+    return sizes.num_layers * sizes.num_key_value_heads * of_head * dtype_bytes
+
+
+def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:
+    """Return the bytes of a token in the cache of each of an engine's GPUs.
+
+    Heads are split over them. A latent is of all heads: each GPU holds it, with the rotated part of keys.
+    """
+    sizes = shape.sizes
+    if sizes.latent is not None:
+        return sizes.num_layers * (sizes.latent.rank + sizes.latent.rotary_head_dim) * _CACHED_DTYPE_BYTES
+    return _cache_bytes_per_token(shape, _CACHED_DTYPE_BYTES) // min(size, sizes.num_key_value_heads)
 
 
 def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory:
@@ -99,7 +113,7 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     _require_number("sglang.tp_size", size, "a number of GPUs", math.inf)
     weights = -(-shape.num_parameters * _sglang_weight_bytes(config) // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
-    held = _cache_bytes_per_token(shape, 2) // min(size, shape.sizes.num_key_value_heads)
+    held = _sglang_cache_bytes_per_token(shape, size)
     text = f"SGLang on the trainer's GPUs, over {counted(size, 'GPU')} each, mem_fraction_static {fraction:g}"
     beside = SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES
     return EngineMemory(weights, cache, *beside, False, cache // held, size, False, text)

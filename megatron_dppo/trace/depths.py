@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.registry import model_sizes
 from megatron_dppo.errors import ConfigError, MegatronDppoError, Problem, TraceError
 from megatron_dppo.plan.activations import Assumptions
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import FRAGMENTATION
 from megatron_dppo.plan.memory import memory_of
+from megatron_dppo.plan.partition import chunks_of
 from megatron_dppo.plan.plan import Plan
 from megatron_dppo.plan.stage_activations import chunks_in_flight
 from megatron_dppo.trace.ledger import BACKWARD, LOSS, STEP, Count
@@ -41,6 +43,7 @@ class Trace:
         rank: That was traced; the first of its pipeline stage.
         stage: Its pipeline stage, 0-based.
         num_layers: Of the model.
+        own_layers: Of those, this rank's.
         num_tokens: Of each micro-batch.
         num_microbatches: That were run.
         shallow: The step of a model of fewer layers.
@@ -56,6 +59,7 @@ class Trace:
     rank: int
     stage: int
     num_layers: int
+    own_layers: int
     num_tokens: int
     num_microbatches: int
     shallow: TracedStep
@@ -97,11 +101,10 @@ class Trace:
     @property
     def layers_between(self) -> int:
         """Layers of this rank by which the two steps differ."""
-        return (self.deep.num_layers - self.shallow.num_layers) // self.layout.pipeline
+        return self.deep.own_layers - self.shallow.own_layers
 
     def _extrapolated(self, shallow: int, deep: int) -> int:
-        difference = self.deep.num_layers - self.shallow.num_layers
-        return deep + (deep - shallow) * (self.num_layers - self.deep.num_layers) // difference
+        return deep + (deep - shallow) * (self.own_layers - self.deep.own_layers) // self.layers_between
 
 
 def _bytes_at(step: TracedStep, moment: str) -> int:
@@ -126,7 +129,7 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
         raise ConfigError(Problem("--trace", "a run that train refuses", "one that it admits", action))
     _refuse_other_layers(job)
     layout, stage = job.layout, plan.memory.worst.stage
-    shallow, deep = _depths(job, layout, num_layers)
+    shallow, deep = _depths(job, layout, stage, num_layers)
     settings = StepSettings(
         config=job.config,
         num_layers=deep,
@@ -142,6 +145,7 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
         rank=settings.rank,
         stage=stage,
         num_layers=job.shape.sizes.num_layers,
+        own_layers=len(_own_layers(layout, stage, job.shape.sizes.num_layers)),
         num_tokens=settings.num_tokens,
         num_microbatches=settings.num_microbatches,
         shallow=_in_own_process(replace(settings, num_layers=shallow), announce),
@@ -174,19 +178,44 @@ def _refuse_other_layers(job: Job) -> None:
         )
 
 
-def _depths(job: Job, layout: Layout, num_layers: int | None) -> tuple[int, int]:
-    """Return the layers of the two models: in the first half as many, or one a chunk."""
-    sizes, chunks = job.shape.sizes, layout.pipeline * layout.virtual_pipeline
-    whole = sizes.num_layers // chunks
-    deep = whole if num_layers is None else min(whole, num_layers // chunks)
-    if deep < 2:
-        found = f"{num_layers or sizes.num_layers} over {chunks} pipeline stages"
+def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tuple[int, int]:
+    """Return the layers of the two models: in the first half as many, or one a chunk.
+
+    Where neither is as deep as the model, this rank has its dense layers in both: what it has more of in the
+    deeper one, and in the model, are layers with experts.
+    """
+    whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
+    is_whole = num_layers is None or num_layers >= whole
+    deep = whole if is_whole else num_layers // chunks * chunks
+    if len(_own_layers(layout, stage, deep)) < 2 * layout.virtual_pipeline:
+        found = f"{num_layers or whole} over {chunks} pipeline stages"
         expected = f"at least {2 * chunks}: two layers on each"
         raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
-    if deep < whole and sizes.moe_layers and len(sizes.moe_layers) < sizes.num_layers:
-        found = f"{num_layers} of a model with {len(sizes.moe_layers)} MoE layers among {sizes.num_layers}"
-        raise ConfigError(Problem("--trace-layers", found, "layers that are all alike", "Leave it out."))
-    return (1 if deep == whole else deep // 2) * chunks, deep * chunks
+    if is_whole:
+        return chunks, deep
+    dense = _num_dense(job, layout, stage, whole)
+    alike = (depth for depth in range(deep // chunks // 2 * chunks, deep, chunks))
+    shallow = next((depth for depth in alike if _num_dense(job, layout, stage, depth) == dense), None)
+    if shallow is None or _num_dense(job, layout, stage, deep) != dense:
+        found = f"{num_layers} of a model with {len(job.shape.sizes.moe_layers)} MoE layers among {whole}"
+        expected = f"so many that a rank has as many dense layers as in the whole model, {dense}, and others"
+        raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
+    return shallow, deep
+
+
+def _own_layers(layout: Layout, stage: int, num_layers: int) -> list[int]:
+    """Return a rank's layers in a model of so many; none where the pipeline is too long for it."""
+    if num_layers < layout.pipeline * layout.virtual_pipeline:
+        return []
+    return [layer for chunk in chunks_of(stage, layout, num_layers) for layer in chunk.layers]
+
+
+def _num_dense(job: Job, layout: Layout, stage: int, num_layers: int) -> int:
+    """Return the dense layers of a rank of the stage in a model of so many layers; 0 where all are dense."""
+    assert not isinstance(job.facts.model, Problem), "a job has a model"
+    moe_layers = model_sizes(dict(job.facts.model) | {"num_hidden_layers": num_layers}).moe_layers
+    own = _own_layers(layout, stage, num_layers)
+    return len([layer for layer in own if layer not in moe_layers]) * bool(job.shape.sizes.moe_layers)
 
 
 def _microbatches_to_run(job: Job, layout: Layout, stage: int) -> int:

@@ -52,6 +52,7 @@ class TracedStep:
 
     Attributes:
         num_layers: Of the model.
+        own_layers: Of those, this rank's.
         held: Bytes between steps.
         peaks: Most bytes in each phase.
         count: Operators after the build.
@@ -59,6 +60,7 @@ class TracedStep:
     """
 
     num_layers: int
+    own_layers: int
     held: Peak
     peaks: dict[str, Peak]
     count: Count
@@ -98,7 +100,10 @@ def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> Tr
             _watch(actor, ledger)
             with ledger.during(FORWARD):
                 actor.train_step(batch, is_first=False)
-    return TracedStep(settings.num_layers, held, ledger.peaks, ledger.count, time.perf_counter() - started)
+    chunks: list[Any] = actor.chunks
+    own_layers = sum(len(chunk.decoder.layers) for chunk in chunks)
+    seconds = time.perf_counter() - started
+    return TracedStep(settings.num_layers, own_layers, held, ledger.peaks, ledger.count, seconds)
 
 
 def _watch(actor: Actor, ledger: Ledger) -> None:

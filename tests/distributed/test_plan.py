@@ -7,6 +7,7 @@ make. PyTorch's dispatch modes see an operator's inputs and results alone, so th
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import varlen_reference
 from ranks import run_ranks
 from tiny import write_model
+from tiny_families import write_family
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import padded_vocab
@@ -25,6 +27,7 @@ from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.stage_activations import FLOAT, ROWS, StageActivations, stage_activations
 from megatron_dppo.plan.states import optimizer_bytes, rank_states
 from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.types import ModelRouting
 
 # A layout is one line here: processes, and [parallel].
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -57,6 +60,7 @@ class Case:
     """One run to measure."""
 
     sizes: dict[str, Any] = field(default_factory=dict)
+    architecture: str = "Qwen3MoeForCausalLM"
     dtype: str = "bfloat16"
     megatron: dict[str, Any] = field(default_factory=dict)
     is_distributed: bool = True
@@ -93,10 +97,39 @@ ADAPTERS = {
         lora={"rank": 16, "targets": ("q_proj", "o_proj")}, is_distributed=False
     ),
 }
+SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+}
+LATENT: dict[str, Any] = SIGMOID | {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+LATENTS = {
+    "latent queries and keys": Case(LATENT, "DeepseekV3ForCausalLM", is_flash=True),
+    "latent keys, recomputed": Case(
+        LATENT | {"q_lora_rank": None, "v_head_dim": 32},
+        "DeepseekV3ForCausalLM",
+        megatron=_recompute("selective", modules=["core_attn"]),
+        is_flash=True,
+    ),
+}
+OF_FAMILIES = {
+    **LATENTS,
+    "latent attention without flash": Case(LATENT | {"v_head_dim": 32}, "Glm4MoeLiteForCausalLM"),
+    "shared experts, half rotated": Case(SIGMOID, "Glm4MoeForCausalLM"),
+}
 CASES = {
     **LOSSES,
     **FLASH,
     **ADAPTERS,
+    **OF_FAMILIES,
     "experts": Case(),
     "experts in float32, plain optimizer": Case(dtype="float32", is_distributed=False),
     "dense layers among them": Case({"mlp_only_layers": [0, 1, 3]}),
@@ -124,8 +157,8 @@ CASES = {
 MEASURED = {
     "one process": CASES,
     "expert 2": {name: case for name, case in CASES.items() if not case.is_flash},
-    "tensor 2": LOSSES | ADAPTERS,
-    "context 2": FLASH,
+    "tensor 2": {**LOSSES, **ADAPTERS, **OF_FAMILIES},
+    "context 2": {**FLASH, **LATENTS},
 }
 
 
@@ -156,15 +189,13 @@ def config_of(model: str, parallel: dict[str, int], case: Case) -> Config:
     )
 
 
-def microbatch(case: Case) -> Any:
+def microbatch(case: Case, routing: ModelRouting) -> Any:
     """One micro-batch whose routes give every expert as many tokens."""
     from megatron_dppo.types import Microbatch, RoutedExperts
 
-    sizes = SIZES | case.sizes
-    num_tokens, top_k = case.num_sequences * case.sequence_tokens, sizes["num_experts_per_tok"]
-    dense = sizes.get("mlp_only_layers", [])
-    layers = tuple(layer for layer in range(sizes["num_hidden_layers"]) if layer not in dense)
-    choices = torch.arange(num_tokens * top_k).remainder(sizes["num_experts"]).view(num_tokens, 1, top_k)
+    sizes, layers = SIZES | case.sizes, routing.layer_numbers
+    num_tokens = case.num_sequences * case.sequence_tokens
+    choices = torch.arange(num_tokens * routing.top_k).remainder(routing.num_experts).view(num_tokens, 1, -1)
     generator = torch.Generator().manual_seed(1)
     return Microbatch(
         tokens=torch.randint(0, sizes["vocab_size"], (num_tokens,), generator=generator),
@@ -176,7 +207,7 @@ def microbatch(case: Case) -> Any:
         advantages=torch.randn(num_tokens, generator=generator),
         token_weights=torch.ones(num_tokens),
         routed_experts=RoutedExperts(
-            choices.expand(-1, len(layers), -1).to(torch.uint8), layers, sizes["num_experts"]
+            choices.expand(-1, len(layers), -1).to(torch.uint8), layers, routing.num_experts
         ),
     )
 
@@ -199,7 +230,8 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], case: Case) 
     prime_adam_states(actor.optimizer)
     wrapped: list[Any] = list(actor._ddp)
     buffers = [buffer for ddp in wrapped for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-    one = microbatch(case)
+    assert actor.routing is not None
+    one = microbatch(case, actor.routing)
     num = case.num_microbatches
     batch = TrainBatch((one,) * num, num * one.tokens.numel(), num * case.num_sequences)
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
@@ -240,6 +272,14 @@ def measure_all(
     return {name: measure(runtime, model, parallel, CASES[name]) for name, model in models.items()}
 
 
+def write_case(folder: Path, case: Case) -> Path:
+    """The model of a case."""
+    sizes = SIZES | case.sizes
+    if case.architecture == "Qwen3MoeForCausalLM":
+        return write_model(folder, **sizes)
+    return write_family(folder, case.architecture, **sizes)
+
+
 Found = tuple[dict[str, str], list[dict[str, dict[str, int]]]]
 
 
@@ -252,7 +292,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]
         world_size, parallel = LAYOUTS[layout_name]
         folder = tmp_path_factory.mktemp("plan")
         models = {
-            name: str(write_model(folder / f"model{index}", **SIZES | case.sizes))
+            name: str(write_case(folder / f"model{index}", case))
             for index, (name, case) in enumerate(MEASURED[layout_name].items())
         }
         return models, run_ranks(measure_all, world_size, folder, models, parallel)

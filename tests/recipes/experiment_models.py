@@ -1,9 +1,13 @@
 """config.json of the experiments' models, typed by hand: what their sizes and families follow from.
 
-`OctoThinker-3B-Hybrid-Base` has the sizes of Llama-3.2-3B, from which it was trained.
+`OctoThinker-3B-Hybrid-Base` has the sizes of Llama-3.2-3B, from which it was trained. Those of Moonlight and
+GLM-4.5-Air were typed from memory of the published files; that they add up to the published numbers of
+parameters is all that was compared.
 """
 
 from typing import Any
+
+from published_models import GLM45_AIR, MOONLIGHT
 
 _SHARED: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6}
 _QWEN3 = _SHARED | {
@@ -30,7 +34,7 @@ _QWEN3_30B = _QWEN3 | {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
-PUBLISHED: dict[str, dict[str, Any]] = {
+OF_EXPERIMENTS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B-Base": _QWEN3_30B,
     "Qwen3-30B-A3B": _QWEN3_30B | {"max_position_embeddings": 40960},
     "Qwen3-8B-Base": _QWEN3
@@ -99,4 +103,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 128256,
     },
+    "Moonlight-16B-A3B": _SHARED | MOONLIGHT | {"model_type": "deepseek_v3"},
+    "GLM-4.5-Air": _SHARED | GLM45_AIR | {"model_type": "glm4_moe"},
 }

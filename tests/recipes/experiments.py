@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiment_models import PUBLISHED
+from experiment_models import OF_EXPERIMENTS
 
 from examples.make_tiny import FAMILIES
 
@@ -60,5 +60,5 @@ def tiny_family(algorithm: Algorithm) -> str:
     """The tiny model of the same architecture, or the one that answers Gem's tasks."""
     if algorithm.experiment == _GEM:
         return "gem"
-    (architecture,) = PUBLISHED[model_of(algorithm.experiment)]["architectures"]
+    (architecture,) = OF_EXPERIMENTS[model_of(algorithm.experiment)]["architectures"]
     return next(name for name, known in FAMILIES.items() if known == architecture)

@@ -1,0 +1,88 @@
+"""The planner on families with latent attention, sigmoid routers and shared experts, by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_models import COLOCATED, job_of, layout_of, shape_of
+from published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUBLISHED
+
+from megatron_dppo.data.batches.balance import SampleCost
+from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens
+from megatron_dppo.plan.cost import step_time
+from megatron_dppo.plan.engine import engine_memory
+from megatron_dppo.plan.machine import BFLOAT16_FLOPS, COMPUTE_EFFICIENCY
+from megatron_dppo.plan.memory import memory_of
+from megatron_dppo.plan.partition import partition
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_estimate_of_a_step_counts_the_operations_by_which_ranks_are_balanced(name: str) -> None:
+    """But for routers, whose few operations only the balance counts."""
+    job = job_of(PUBLISHED[name][0])
+    job = replace(job, assumptions=Assumptions(expert_imbalance=1.0))
+    of_sample = SampleCost.of_model(job.shape).of(job.workload.sequence_tokens)
+    operations = step_time(job, layout_of(1)).compute * BFLOAT16_FLOPS * COMPUTE_EFFICIENCY
+    assert operations == pytest.approx(of_sample * job.workload.samples(1), rel=0.01)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_an_engine_caches_latents_once_for_all_heads_on_each_of_its_gpus(size: int) -> None:
+    job = job_of(MOONLIGHT, COLOCATED | {"sglang.tp_size": size})
+    engine = engine_memory(job.config, job.shape, layout_of(8, expert=8), job.machine)
+    assert engine.cached_tokens == engine.cache // (27 * (512 + 64) * 2)
+
+
+def test_the_embedded_engine_caches_keys_and_values_of_all_heads() -> None:
+    settings = {"rollout.engine": "transformers", "rollout.max_response_tokens": 7168}
+    job = job_of(MOONLIGHT, settings)
+    engine = engine_memory(job.config, job.shape, layout_of(8), job.machine)
+    assert engine.cache == 64 // 8 * 8 * (1024 + 7168) * 27 * 16 * (192 + 128) * 2
+
+
+def test_keys_and_values_of_groups_are_divided_among_an_engines_gpus() -> None:
+    job = job_of(GLM45_AIR, COLOCATED | {"sglang.tp_size": 8})
+    engine = engine_memory(job.config, job.shape, layout_of(8, expert=8), job.machine)
+    assert engine.cached_tokens == engine.cache // (46 * 2 * 128 * 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "stages"),
+    [(MOONLIGHT, 2), (MOONLIGHT, 4), (GLM45_AIR, 4), (GLM47_FLASH, 2), (DEEPSEEK_V3, 8), (DEEPSEEK_V3, 16)],
+)
+def test_uneven_stages_together_hold_the_model_once(content: dict[str, Any], stages: int) -> None:
+    shape, layout = shape_of(content), layout_of(stages, pipeline=stages)
+    parts = partition(shape, layout, True)
+    assert sum(part.dense.own + part.expert.own for part in parts) == shape.num_parameters
+    layers = [layer for part in parts for chunk in part.chunks for layer in chunk.layers]
+    assert layers == list(range(shape.sizes.num_layers))
+
+
+def _layer(content: dict[str, Any], tokens: int = 8192, **layout: int) -> LayerModel:
+    one = layout_of(8, **layout)
+    return LayerModel(shape_of(content), one, LayerTokens.of(tokens, one), 2, "torch", Assumptions(1.0, 1.0))
+
+
+def test_latent_attention_keeps_whole_queries_keys_and_values_as_wide_as_each_other() -> None:
+    """Of Moonlight: 16 heads of 192 and values of 128, on a GPU; as wide as queries within flash attention."""
+    latents = (512 + 64) * 2 + 4 + 512 * 2  # the norm's input, its statistics and its result
+    inside = 4 * 16 * 192 * 2 + 16 * 4  # queries, keys, values and the result; log-sum-exp
+    outside = 2048 * 2 + 4 + 2048 * 2 + 16 * 128 * 2  # the norm, its result, the output projection's input
+    model = _layer(MOONLIGHT)
+    assert model.attention() + model.core_attention() == 8192 * (latents + inside + outside)
+    assert model.core_attention_inputs() == 8192 * 16 * (192 + 192 + 128) * 2
+
+
+def test_shared_experts_keep_what_a_feed_forward_of_their_width_does() -> None:
+    model = _layer(MOONLIGHT)
+    shared, dense = model.dense_mlp(2 * 1408), model.layer(is_moe=False)
+    assert model.layer(is_moe=True) - dense == model.experts() - model.dense_mlp(11264)
+    assert model.experts() - shared == model.routing() + 8192 * 6 * ((2048 + 5 * 1408) * 2 + 4)
+
+
+def test_a_deep_pipeline_is_planned_stage_by_stage() -> None:
+    """61 layers over 16 stages: the first has three, all dense, and the embedding; the last has two."""
+    memory = memory_of(job_of(DEEPSEEK_V3, num_gpus=256), layout_of(256, pipeline=16, expert=16))
+    assert len(memory.stages) == 16
+    held = [stage.moments["loss"]["parameters"] for stage in memory.stages]
+    assert held[0] < held[1] == held[2] > held[-1]

@@ -68,6 +68,12 @@ def to_megatron(
 
         refuse_existing(out)
         config, source = read_convertible_config(hf), HuggingFaceSource(HFWeights(hf, 2 * writers))
+        if source.weights.left_out:
+            logger.info(
+                "left out: %d tensors that predict further tokens (first: %s); config.json will say that there "
+                "are none",
+                *(len(source.weights.left_out), min(source.weights.left_out)),
+            )
         with _options(source, this, dtype, shard_size, writers) as options:
             write_megatron(source, config, out, options, this)
         logger.info("wrote %s", out)

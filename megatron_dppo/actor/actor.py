@@ -23,6 +23,7 @@ from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import model_sizes, read_hf_config
+from megatron_dppo.architectures.sizes import ModelSizes
 from megatron_dppo.architectures.spec_choice import LayerSpecName, choose_layer_spec
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
@@ -81,7 +82,7 @@ class Actor:
         )
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
-        spec = _agreed_layer_spec(config, runtime)
+        spec = _agreed_layer_spec(config, runtime, model_sizes(self.hf))
         sizes = megatron_sizes(self.layout)
         self._model_config = transformer_config(self.hf, dtype, sizes, config.megatron, spec)
         chunks = build_model(self.hf, self._model_config, spec)
@@ -375,9 +376,9 @@ class Actor:
         return [parameter.main_grad for parameter in parameters if parameter.requires_grad]
 
 
-def _agreed_layer_spec(config: Config, runtime: Runtime) -> LayerSpecName:
+def _agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None = None) -> LayerSpecName:
     """Resolve `model.layer_spec`, the same on all ranks; rank 0 logs the choice and the reason."""
-    choice = choose_layer_spec(config, gpu_libraries().transformer_engine)
+    choice = choose_layer_spec(config, gpu_libraries().transformer_engine, model)
     names = runtime.all_gather(choice.name)
     if len(set(names)) > 1:
         other = next(rank for rank, name in enumerate(names) if name != names[0])

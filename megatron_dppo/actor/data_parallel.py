@@ -17,7 +17,17 @@ from megatron_dppo.config.schema import Config
 
 
 class _BFloat16Module(Float16Module):
-    """Megatron's bfloat16 wrapper without its cast of outputs to float32: the loss casts where it reads."""
+    """Megatron's bfloat16 wrapper without its cast of outputs to float32: the loss casts where it reads.
+
+    Buffers keep their dtype. Megatron would round a router's expert bias, where neighbours of 7.0 are 0.03 apart,
+    and make it float32 again.
+    """
+
+    def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:
+        owners = [(owner, dict(owner._buffers)) for owner in module.modules()]
+        super().__init__(config, module)
+        for owner, buffers in owners:
+            owner._buffers.update(buffers)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return super().forward(*inputs, fp32_output=False, **options)

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dppo.models.packed_sequences import PackedSequences, attention_form
+from megatron_dppo.models.packed_sequences import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.types import Microbatch
 
 # From the logits [T, V] of a micro-batch: (sum of the loss, number of learning tokens, what to report).
@@ -70,7 +70,7 @@ def packing_of(microbatch: Microbatch, chunk: torch.nn.Module, device: torch.dev
     """
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     config = get_model_config(chunk)
-    form = attention_form(device.type, config.params_dtype, config.kv_channels)
+    form = attention_form(device.type, config.params_dtype, head_dim_of(config))
     return _move(PackedSequences.of(microbatch, rank, size, form), device)
 
 

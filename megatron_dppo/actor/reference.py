@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.actor.offload import PIECE_BYTES
 from megatron_dppo.config.schema import Config
+from megatron_dppo.models.convert import weight_buffers
 from megatron_dppo.models.megatron_folder import load_weights
 from megatron_dppo.types import TrainBatch
 
@@ -41,8 +42,9 @@ class ReferencePolicy:
         """
         self._actor, folder = actor, config.model.reference
         parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
-        differing = (parameter for parameter in parameters if folder is not None or parameter.requires_grad)
-        self._host = HostCopy(differing)
+        differing = [parameter for parameter in parameters if folder is not None or parameter.requires_grad]
+        buffers = [buffer for chunk in actor.chunks for _, buffer in weight_buffers(chunk)]
+        self._host = HostCopy([*differing, *buffers])
         if folder is not None:
             load_weights(actor.chunks, folder, actor.hf)
             self._host.exchange()

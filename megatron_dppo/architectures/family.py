@@ -3,7 +3,8 @@
 A new family is one file that builds a `ModelFamily`; README.md shows one, and where to name it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,23 @@ from megatron_dppo.architectures.weight_map import (
     WeightRule,
     WeightTable,
 )
-from megatron_dppo.errors import ConversionError
+from megatron_dppo.errors import ConversionError, Problem
 
 Variants = Mapping[str, tuple[Any, Any]]
 """Keys of config.json that change the forward pass: transformers' default, and the implemented value."""
 
 SILU_ONLY: Variants = {"hidden_act": ("silu", "silu")}
+FURTHER_LAYERS = "num_nextn_predict_layers"
+"""Key of config.json: how many layers after the model's own predict further tokens."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
+    return {}
+
+
+def _no_problems(hf: HFConfig) -> Iterator[Problem]:
+    yield from ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,30 +50,49 @@ class ModelFamily:
         rules: Weight rules: names, shapes and fusions. They also say whether there are head norms, biases and
             experts, and how many parameters; tied embeddings leave out the output layer by themselves.
         variants: What of config.json is refused: any value but the second of each key.
+        problems: What else of config.json is refused.
+        rope_types: Kinds of rotary frequencies that are computed as transformers computes them.
+        partial_rotary: Part of a head that is rotated where config.json says none; none: whole heads alone.
         sizes: From config.json to the model's sizes.
         transformer_config: Keywords of Megatron's TransformerConfig that rules and sizes do not say.
+        module_names: Parts of the names of transformers' modules that checkpoints spell otherwise, and how.
         sglang_mixes_layers: Whether SGLang builds dense layers among those with experts.
     """
 
     architecture: str
     rules: tuple[WeightRule, ...]
     variants: Variants
+    problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
+    rope_types: tuple[str, ...] = ("default", "llama3")
+    partial_rotary: float | None = None
     sizes: Callable[[HFConfig], ModelSizes] = dense_sizes
-    transformer_config: Mapping[str, Any] = field(default_factory=dict)
+    transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = _nothing_more
+    module_names: Mapping[str, str] = field(default_factory=dict[str, str])
     sglang_mixes_layers: bool = False
 
-    @property
-    def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normalised."""
-        return set(QK_NORM) <= set(self.rules)
+    def has_qk_norm(self, sizes: ModelSizes) -> bool:
+        """Return whether the heads of queries and keys are normalised."""
+        return self._has(QK_NORM, sizes)
+
+    def _has(self, wanted: Iterable[WeightRule], sizes: ModelSizes) -> bool:
+        return {rule.megatron for rule in wanted} <= {rule.megatron for rule in self.rules if rule.is_of(sizes)}
 
     def weight_table(self, hf: HFConfig) -> WeightTable:
         """Return the family's rules with this model's head sizes."""
         return WeightTable(self.rules, self.sizes(hf))
 
     def entries(self, sizes: ModelSizes) -> Iterator[WeightEntry]:
-        """Yield the model's parameters, of an unsplit model once each: embedding, layers, the rest."""
-        outside = [rule for rule in self.rules if not rule.is_in_layers]
+        """Yield the tensors of an unsplit model once each: embedding, layers, the rest, then all buffers.
+
+        Buffers, which are float32 in a model of any dtype, come last: weights in buckets of one dtype then change
+        it once. Rules that travel together are neighbours in each layer.
+        """
+        entries = list(self._in_order(sizes))
+        yield from (entry for entry in entries if not entry.rule.is_buffer)
+        yield from (entry for entry in entries if entry.rule.is_buffer)
+
+    def _in_order(self, sizes: ModelSizes) -> Iterator[WeightEntry]:
+        outside = [rule for rule in self.rules if not rule.is_in_layers and rule.is_of(sizes)]
         yield from (WeightEntry(rule, None) for rule in outside if rule.megatron == EMBEDDING.megatron)
         for layer in range(sizes.num_layers):
             yield from (WeightEntry(rule, layer) for rule in self.rules if rule.is_in(layer, sizes))
@@ -76,6 +107,25 @@ class ModelFamily:
             for expert in range(sizes.num_experts or 0) if entry.rule.is_expert else (None,):
                 found |= zip(entry.hf_names(expert), shapes, strict=True)
         return found
+
+    def travelling_together(self, hf: HFConfig) -> dict[str, str]:
+        """Return the tensors that weight sync sends in one bucket with others, each with its group's name."""
+        return {
+            name: f"{entry.rule.travels_with} of layer {entry.layer}"
+            for entry in self.entries(self.sizes(hf))
+            if entry.rule.travels_with is not None
+            for name in entry.hf_names()
+        }
+
+    def left_out(self, names: Iterable[str], hf: HFConfig) -> frozenset[str]:
+        """Return those of a checkpoint's tensors that are neither trained nor exported.
+
+        These are the layers after the model's own that predict further tokens.
+        """
+        first = int(hf["num_hidden_layers"])
+        others = range(first, first + int(hf.get(FURTHER_LAYERS) or 0))
+        found = ((name, _LAYER.match(name)) for name in names)
+        return frozenset(name for name, match in found if match and int(match[1]) in others)
 
     def require_shapes(
         self, hf: HFConfig, found: Mapping[str, Shape], folder: Path, file_of: Callable[[str], Path]
@@ -120,14 +170,15 @@ class ModelFamily:
             gated_linear_unit=True,
             activation_func=F.silu,
             add_bias_linear=False,
-            add_qkv_bias=set(QKV_BIAS) <= set(self.rules),
-            qk_layernorm=self.has_qk_norm,
+            add_qkv_bias=self._has(QKV_BIAS, sizes),
+            qk_layernorm=self.has_qk_norm(sizes),
         )
         if any(rule.is_expert for rule in self.rules):
             is_sparse = [int(layer in sizes.moe_layers) for layer in range(sizes.num_layers)]
             config |= dict(
                 num_moe_experts=sizes.num_experts,
                 moe_ffn_hidden_size=sizes.moe_intermediate_size,
+                moe_shared_expert_intermediate_size=sizes.shared_expert_intermediate_size or None,
                 moe_layer_freq=1 if all(is_sparse) else is_sparse,
                 moe_router_topk=sizes.experts_per_token,
                 # The k best logits, then a softmax over them: softmax, top-k and renormalisation.
@@ -137,4 +188,4 @@ class ModelFamily:
                 moe_router_load_balancing_type="none",
                 moe_aux_loss_coeff=0.0,
             )
-        return config | dict(self.transformer_config)
+        return config | dict(self.transformer_config(hf, sizes))

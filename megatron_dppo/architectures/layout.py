@@ -183,15 +183,36 @@ def _wrong_in_megatron(parallel: "ParallelConfig", sizes: ModelSizes | None, nea
         yield Problem("parallel.expert", found, "1", nearest)
 
 
+def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
+    """Return the layers of each pipeline stage; none where a stage would be without.
+
+    Where the stages do not divide the layers, the first and the last, which have the embedding and the output
+    layer besides, get fewer than the others, the last no more than the first.
+    """
+    of_others, rest = divmod(num_layers, num_stages)
+    if not rest:
+        return (of_others,) * num_stages
+    of_others += 1
+    at_ends = num_layers - of_others * (num_stages - 2)
+    if at_ends < 2:
+        return None
+    return (-(-at_ends // 2), *(of_others,) * (num_stages - 2), at_ends // 2)
+
+
 def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: str) -> Iterator[Problem]:
-    stages = parallel.pipeline * parallel.virtual_pipeline
+    yield from _stage_problems(parallel, sizes.num_layers, nearest)
     tensor, expert_tensor = parallel.tensor, _expert_tensor(parallel)
     divisions = [
         ("parallel.tensor", tensor, "attention heads", sizes.num_attention_heads),
         ("parallel.tensor", tensor, "key-value heads", sizes.num_key_value_heads),
         ("parallel.tensor", tensor, "hidden size", sizes.hidden_size),
-        ("parallel.pipeline * virtual_pipeline", stages, "layers", sizes.num_layers),
     ]
+    if sizes.latent is not None:
+        of_latents = sizes.latent.rank + sizes.latent.rotary_head_dim
+        divisions.append(("parallel.tensor", tensor, "rows of kv_a_proj_with_mqa", of_latents))
+        divisions.append(("parallel.tensor", tensor, "query rank", sizes.latent.query_rank or 0))
+    shared = sizes.shared_expert_intermediate_size
+    divisions.append(("parallel.tensor", tensor, "shared experts' width", shared))
     if len(sizes.moe_layers) < sizes.num_layers:
         divisions.append(("parallel.tensor", tensor, "feed-forward width", sizes.intermediate_size))
     if sizes.num_experts is not None:
@@ -202,6 +223,19 @@ def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: s
             divisors = ", ".join(map(str, _divisors(total))) if total <= 512 else ""
             expected = f"a divisor of the model's {name}, {total}" + (f" ({divisors})" if divisors else "")
             yield Problem(where, str(size), expected, nearest)
+
+
+def _stage_problems(parallel: "ParallelConfig", num_layers: int, nearest: str) -> Iterator[Problem]:
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    if parallel.virtual_pipeline > 1:
+        is_divided, of = num_layers % stages == 0, "a divisor of"
+    else:
+        is_divided = layers_of_stages(num_layers, stages) is not None
+        of = "so many that the first and the last stage, which get the fewest layers, have some of"
+    if not is_divided:
+        divisors = ", ".join(map(str, _divisors(num_layers)))
+        expected = f"{of} the model's layers, {num_layers} (divisors: {divisors})"
+        yield Problem("parallel.pipeline * virtual_pipeline", str(stages), expected, nearest)
 
 
 def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> Layout:

@@ -19,6 +19,11 @@ class ModelShape:
     family: ModelFamily
     sizes: ModelSizes
 
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether the heads of queries and keys are normalised."""
+        return self.family.has_qk_norm(self.sizes)
+
     def is_moe(self, layer: int) -> bool:
         """Whether a layer (0-based) has experts."""
         return layer in self.sizes.moe_layers
@@ -44,7 +49,8 @@ class ModelShape:
         )
 
     def _met_by_token(self) -> Iterator[tuple[WeightRule, int]]:
-        for rule in (entry.rule for entry in self.family.entries(self.sizes)):
+        rules = (entry.rule for entry in self.family.entries(self.sizes) if not entry.rule.is_buffer)
+        for rule in rules:
             times = self.sizes.experts_per_token if rule.is_expert else 1
             yield rule, times * sum(map(math.prod, rule.hf_shapes(self.sizes)))
 
@@ -99,14 +105,14 @@ def padded_vocab(shape: ModelShape, layout: Layout) -> int:
 
 
 def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tensor, ...]:
-    """Return the parameters of one rank in one model chunk.
+    """Return the parameters of one rank in one model chunk; buffers, which no optimizer sees, are left out.
 
     Args:
         shape: The model's.
         layout: How it is split.
         chunk: Which layers.
     """
-    rules = shape.family.rules
+    rules = [rule for rule in shape.family.rules if not rule.is_buffer]
     first_of_kind = {shape.is_moe(layer): layer for layer in reversed(chunk.layers)}
     of_layer = {
         is_moe: [_tensor(rule, shape, layout) for rule in rules if rule.is_in(layer, shape.sizes)]
@@ -122,6 +128,8 @@ def _is_outside_layers(rule: WeightRule, shape: ModelShape, layout: Layout, chun
     """Whether a chunk holds a parameter of no layer."""
     if rule.megatron == EMBEDDING.megatron:
         return chunk.is_first
+    if not rule.is_of(shape.sizes):
+        return False
     is_same_tensor = rule.megatron == OUTPUT.megatron and shape.sizes.is_tied and layout.pipeline == 1
     return chunk.is_last and not rule.is_in_layers and not is_same_tensor
 

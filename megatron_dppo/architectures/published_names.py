@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.weight_map import EXPERT_BIAS
 from megatron_dppo.errors import ConversionError
 
 SCALES = "_scale_inv"
@@ -21,6 +22,12 @@ STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Tensors in which transformers stacks a layer's experts, and the linears of each expert in them."""
 _STACKED = re.compile(rf"(.+\.mlp\.experts)\.({'|'.join(STACKS)})")
 FLOAT8 = "F8_E4M3"
+_FLOAT32 = EXPERT_BIAS.hf[0].rpartition(".")[2]
+
+
+def stays_float32(name: str) -> bool:
+    """Whether a tensor is read, held and written as float32, whatever the others are: a router's expert bias."""
+    return name.endswith(_FLOAT32)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class StoredTensor:
 
     @property
     def shown_dtype(self) -> str:
-        """Dtype of the tensor as read: 8-bit weights become bfloat16."""
+        """Dtype of the tensor as read: 8-bit weights become bfloat16, expert biases float32."""
+        if stays_float32(self.name):
+            return "F32"
         return self.dtype if self.scales is None else "BF16"
 
 

@@ -6,11 +6,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
 from megatron_dppo.architectures.family import ModelFamily
+from megatron_dppo.architectures.glm4_moe import GLM4_MOE
 from megatron_dppo.architectures.llama import LLAMA
+from megatron_dppo.architectures.mixtral import MIXTRAL
 from megatron_dppo.architectures.qwen2 import QWEN2
 from megatron_dppo.architectures.qwen3 import QWEN3, QWEN3_MOE
-from megatron_dppo.architectures.refusals import common_problems, value_problems
+from megatron_dppo.architectures.refusals import (
+    architecture_problem,
+    common_problems,
+    of_dequantized,
+    value_problems,
+)
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, architecture_of, read_model_config
 from megatron_dppo.errors import ConfigError, Problem
 
@@ -19,7 +27,7 @@ ENTRY_POINTS = "megatron_dppo.families"
 
 
 def _families() -> Iterator[ModelFamily]:
-    yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA)
+    yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL)
     yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
 
 
@@ -35,20 +43,25 @@ def family_of(hf: HFConfig) -> ModelFamily:
     """
     name = architecture_of(hf)
     if name not in FAMILIES:
-        action = "Use a model of one of these, or add its family: megatron_dppo/architectures/README.md."
-        raise ConfigError(Problem("model.load", f"{name} in config.json", " or ".join(FAMILIES), action))
+        raise ConfigError(architecture_problem(name, FAMILIES))
     return FAMILIES[name]
 
 
 def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     """Yield the problems of a config.json that a supported architecture would compute wrongly."""
     family = FAMILIES.get(architecture_of(hf))
-    yield from value_problems(hf, {} if family is None else family.variants)
-    yield from common_problems(hf)
+    if family is None:
+        yield from common_problems(hf, ("default", "llama3"), None)
+        return
+    yield from value_problems(hf, family.variants)
+    yield from family.problems(hf)
+    yield from common_problems(hf, family.rope_types, family.partial_rotary)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a Hugging Face folder, or of a Megatron checkpoint made from one (`hf/config.json`).
+
+    Block-wise 8-bit weights become bfloat16 when they are read, so the entry that describes them is left out.
 
     Raises:
         ConfigError: There is none, it is torn, or it describes a model that we would compute wrongly.
@@ -57,7 +70,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     problems = list(variant_problems(hf))
     if problems:
         raise ConfigError(problems)
-    return hf
+    return of_dequantized(hf)
 
 
 def model_sizes(hf: HFConfig) -> ModelSizes:

@@ -13,6 +13,17 @@ HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention: queries, keys and values are projected up from small latents."""
+
+    query_rank: int | None  # of the queries' latent; none: projected from the hidden states in one step
+    rank: int  # of the latent of keys and values
+    plain_head_dim: int  # of a query and a key, without rotation
+    rotary_head_dim: int  # of a query, and of the one key part that all heads share
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """Sizes of a model in its Hugging Face config.json."""
 
@@ -21,7 +32,7 @@ class ModelSizes:
     hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
@@ -31,6 +42,15 @@ class ModelSizes:
     moe_intermediate_size: int
     moe_layers: tuple[int, ...]  # 0-based indices of the layers that have experts
     is_tied: bool = False  # the output layer is the embedding
+    shared_expert_intermediate_size: int = 0  # of the experts that every token meets, together
+    latent: LatentSizes | None = None  # none: grouped-query attention
+    rotary_percent: float = 1.0  # part of a head that is rotated, in grouped-query attention
+    options: frozenset[str] = frozenset()  # what weight rules are `only_with`
+
+    @property
+    def value_head_dim(self) -> int:
+        """Size of a head's values, and of its output."""
+        return self.head_dim if self.latent is None else self.latent.value_head_dim
 
     @property
     def routing(self) -> ModelRouting | None:
@@ -42,16 +62,30 @@ class ModelSizes:
     @property
     def dimensions(self) -> dict[str, int]:
         """Sizes by the letters in which weight rules write shapes."""
+        heads, latent = self.num_attention_heads, self.latent
+        of_latents = {} if latent is None else _latent_dimensions(latent, heads)
         return {
             "V": self.vocab_size,
             "H": self.hidden_size,
             "D": self.head_dim,
-            "Q": self.num_attention_heads * self.head_dim,
+            "Q": heads * self.head_dim,
             "K": self.num_key_value_heads * self.head_dim,
+            "O": heads * self.value_head_dim,
             "I": self.intermediate_size,
             "F": self.moe_intermediate_size,
+            "S": self.shared_expert_intermediate_size,
             "E": self.num_experts or 0,
+            **of_latents,
         }
+
+
+def _latent_dimensions(latent: LatentSizes, heads: int) -> dict[str, int]:
+    return {
+        "A": latent.query_rank or 0,
+        "C": latent.rank,
+        "B": latent.rank + latent.rotary_head_dim,
+        "U": heads * (latent.plain_head_dim + latent.value_head_dim),
+    }
 
 
 def dense_sizes(hf: HFConfig) -> ModelSizes:
@@ -60,7 +94,12 @@ def dense_sizes(hf: HFConfig) -> ModelSizes:
 
 
 def moe_sizes(
-    hf: HFConfig, num_experts: int, width: int, moe_layers: Sequence[int] | None = None
+    hf: HFConfig,
+    num_experts: int,
+    width: int,
+    moe_layers: Sequence[int] | None = None,
+    *,
+    shared_width: int = 0,
 ) -> ModelSizes:
     """Read the sizes of a model with experts, errors as in `dense_sizes`.
 
@@ -69,6 +108,7 @@ def moe_sizes(
         num_experts: Of each layer that has experts.
         width: Of an expert's feed-forward.
         moe_layers: Layers that have experts, 0-based; all where left out.
+        shared_width: Of the experts that every token meets, together; 0 where there is none.
     """
     sizes = _backbone_sizes(hf)
     layers = tuple(range(sizes.num_layers) if moe_layers is None else moe_layers)
@@ -80,6 +120,7 @@ def moe_sizes(
         experts_per_token=int(hf["num_experts_per_tok"]),
         moe_intermediate_size=width,
         moe_layers=layers,
+        shared_expert_intermediate_size=shared_width,
     )
 
 

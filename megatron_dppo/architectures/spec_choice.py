@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_dppo.architectures.sizes import ModelSizes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
 from megatron_dppo.runtime.libraries import Library
@@ -19,15 +20,17 @@ class SpecChoice:
     reason: str
 
 
-def choose_layer_spec(config: Config, transformer_engine: Library) -> SpecChoice:
-    """Resolve `model.layer_spec` with the library as found."""
+def choose_layer_spec(
+    config: Config, transformer_engine: Library, sizes: ModelSizes | None = None
+) -> SpecChoice:
+    """Resolve `model.layer_spec` with the library as found, for a model of these sizes."""
     if config.model.layer_spec != "auto":
         return SpecChoice(config.model.layer_spec, "model.layer_spec asks for it")
     if config.model.dtype == "float32":
         return SpecChoice("torch", "float32 is for exact comparisons, which were made with this one")
     if not transformer_engine.is_usable:
         return SpecChoice("torch", f"Transformer Engine cannot be used here: {transformer_engine.fault}")
-    problem = next(transformer_engine_limits(config), None)
+    problem = next(transformer_engine_limits(config, sizes), None)
     if problem is None:
         return SpecChoice("transformer_engine", "Transformer Engine can be used")
     return SpecChoice("torch", f"Transformer Engine cannot be used: {problem.where}: {problem.found}")
@@ -50,9 +53,13 @@ def library_problems(transformer_engine: Library) -> Iterator[Problem]:
         yield Problem("model.layer_spec", found, "a Transformer Engine that imports, and a GPU", action)
 
 
-def transformer_engine_limits(config: Config) -> Iterator[Problem]:
+def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -> Iterator[Problem]:
     """Yield the problems of features that are not proven with Transformer Engine's modules."""
     use_torch = "or set model.layer_spec = 'torch'."
+    if sizes is not None and sizes.latent is not None:
+        found = "latent attention with Transformer Engine's layers"
+        expected = "grouped-query attention: the other was compared with nothing yet"
+        yield Problem("model.layer_spec", found, expected, "Set model.layer_spec = 'torch'.")
     if config.lora.rank:
         found = f"{config.lora.rank} with Transformer Engine's layers"
         expected = "0: adapters stand beside the linears and stacked experts of the torch spec"

@@ -2,12 +2,14 @@
 
 Conversion, weight sync and the planner read it. Names use Hugging Face's checkpoint spelling (one name per
 expert); `{layer}` and `{expert}` are global indices. Letters in shapes: H hidden, V vocabulary, D of a head,
-Q rows of all query heads, K of all key-value heads, I feed-forward width, F expert width, E experts.
+Q rows of all query heads, K of all key-value heads, O of all heads' outputs, I feed-forward width, F expert
+width, S width of the shared experts, E experts. Of latent attention: A the queries' latent, C the latent of keys
+and values, B that and the rotated part of keys, U rows of all heads' keys without it and of their values.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -37,6 +39,10 @@ class WeightRule:
         is_vocabulary: Rows are the vocabulary, which Megatron may pad.
         layers: Which layers have it, where `megatron` names a layer.
         is_expert: The parameter stacks its experts along a leading dimension.
+        only_with: Option of `ModelSizes.options` without which a model has no such parameter; none: always.
+        is_buffer: No parameter but a buffer: without gradient, and float32 whatever the model's dtype.
+        travels_with: Rules of one name travel in one bucket of weight sync, layer by layer: engines fuse their
+            tensors within one load, and drop them where they come in two.
     """
 
     megatron: str
@@ -48,6 +54,13 @@ class WeightRule:
     layers: Literal["all", "dense", "sparse"] = "all"
     is_expert: bool = False
     transformer_engine: str | None = None
+    only_with: str | None = None
+    is_buffer: bool = False
+    travels_with: str | None = None
+
+    def is_of(self, sizes: ModelSizes) -> bool:
+        """Whether the model has the parameter."""
+        return self.only_with is None or self.only_with in sizes.options
 
     @property
     def is_in_layers(self) -> bool:
@@ -57,7 +70,8 @@ class WeightRule:
     def is_in(self, layer: int, sizes: ModelSizes) -> bool:
         """Whether a layer (0-based) has the parameter."""
         is_sparse = layer in sizes.moe_layers
-        return self.is_in_layers and self.layers in ("all", "sparse" if is_sparse else "dense")
+        is_of_kind = self.layers in ("all", "sparse" if is_sparse else "dense")
+        return self.is_in_layers and is_of_kind and self.is_of(sizes)
 
     def hf_shapes(self, sizes: ModelSizes) -> tuple[Shape, ...]:
         """Return the shape of each Hugging Face tensor, in the order of `hf`."""
@@ -76,21 +90,25 @@ EMBEDDING = WeightRule(
 OUTPUT = WeightRule(
     "output_layer.weight", ("lm_head.weight",), ("VH",), tensor_parallel_dim=0, is_vocabulary=True
 )
+_FINAL_NORM = WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",), ("H",))
+_INPUT_NORM = WeightRule(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), ("H",))
+_MLP_NORM = WeightRule(
+    _M + "pre_mlp_layernorm.weight",
+    (_H + "post_attention_layernorm.weight",),
+    ("H",),
+    transformer_engine=_M + "mlp.linear_fc1.layer_norm_weight",  # of dense layers
+)
+_ATTENTION_OUTPUT = WeightRule(
+    _M + "self_attention.linear_proj.weight",
+    (_H + "self_attn.o_proj.weight",),
+    ("HO",),
+    tensor_parallel_dim=1,
+)
 BACKBONE = (
     EMBEDDING,
-    WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",), ("H",)),
-    WeightRule(
-        _M + "input_layernorm.weight",
-        (_H + "input_layernorm.weight",),
-        ("H",),
-        transformer_engine=_M + "self_attention.linear_qkv.layer_norm_weight",
-    ),
-    WeightRule(
-        _M + "pre_mlp_layernorm.weight",
-        (_H + "post_attention_layernorm.weight",),
-        ("H",),
-        transformer_engine=_M + "mlp.linear_fc1.layer_norm_weight",  # of dense layers
-    ),
+    _FINAL_NORM,
+    replace(_INPUT_NORM, transformer_engine=_M + "self_attention.linear_qkv.layer_norm_weight"),
+    _MLP_NORM,
     WeightRule(
         _M + "self_attention.linear_qkv.weight",
         tuple(_H + f"self_attn.{x}_proj.weight" for x in "qkv"),
@@ -98,12 +116,7 @@ BACKBONE = (
         fusion="qkv",
         tensor_parallel_dim=0,
     ),
-    WeightRule(
-        _M + "self_attention.linear_proj.weight",
-        (_H + "self_attn.o_proj.weight",),
-        ("HQ",),
-        tensor_parallel_dim=1,
-    ),
+    _ATTENTION_OUTPUT,
 )
 QKV_BIAS = (
     WeightRule(
@@ -158,6 +171,75 @@ MOE_MLP = (
         transformer_engine=_M + "mlp.experts.linear_fc2.weight{local}",
     ),
 )
+EXPERT_BIAS = WeightRule(
+    _M + "mlp.router.expert_bias",
+    (_H + "mlp.gate.e_score_correction_bias",),
+    ("E",),
+    layers="sparse",
+    is_buffer=True,
+)
+"""Added to the scores by which a sigmoid router chooses, and to no weight."""
+SHARED_EXPERTS = "shared experts"
+_S = _H + "mlp.shared_experts."
+SHARED_MLP = (
+    WeightRule(
+        _M + "mlp.shared_experts.linear_fc1.weight",
+        (_S + "gate_proj.weight", _S + "up_proj.weight"),
+        ("SH", "SH"),
+        fusion="concatenate",
+        tensor_parallel_dim=0,
+        layers="sparse",
+        only_with=SHARED_EXPERTS,
+    ),
+    WeightRule(
+        _M + "mlp.shared_experts.linear_fc2.weight",
+        (_S + "down_proj.weight",),
+        ("HS",),
+        tensor_parallel_dim=1,
+        layers="sparse",
+        only_with=SHARED_EXPERTS,
+    ),
+)
+QUERY_RANK, NO_QUERY_RANK = "query rank", "no query rank"
+
+
+def _latent(ours: str, theirs: str, shape: str, only_with: str | None = None) -> WeightRule:
+    return WeightRule(
+        _M + f"self_attention.linear_{ours}.weight",
+        (_H + f"self_attn.{theirs}.weight",),
+        (shape,),
+        tensor_parallel_dim=0,
+        only_with=only_with,
+        travels_with="latents" if ours.endswith("down_proj") else None,
+    )
+
+
+LATENT_BACKBONE = (
+    EMBEDDING,
+    _FINAL_NORM,
+    _INPUT_NORM,
+    _MLP_NORM,
+    _latent("q_proj", "q_proj", "QH", NO_QUERY_RANK),
+    _latent("q_down_proj", "q_a_proj", "AH", QUERY_RANK),
+    _latent("kv_down_proj", "kv_a_proj_with_mqa", "BH"),
+    WeightRule(
+        _M + "self_attention.q_layernorm.weight",
+        (_H + "self_attn.q_a_layernorm.weight",),
+        ("A",),
+        transformer_engine=_M + "self_attention.linear_q_up_proj.layer_norm_weight",
+        only_with=QUERY_RANK,
+    ),
+    WeightRule(
+        _M + "self_attention.kv_layernorm.weight",
+        (_H + "self_attn.kv_a_layernorm.weight",),
+        ("C",),
+        transformer_engine=_M + "self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    _latent("q_up_proj", "q_b_proj", "QA", QUERY_RANK),
+    _latent("kv_up_proj", "kv_b_proj", "UC"),
+    _ATTENTION_OUTPUT,
+)
+"""In the place of BACKBONE, of models whose attention is multi-head latent attention."""
 
 
 ADAPTER_SUFFIX = "_lora"
@@ -169,10 +251,15 @@ def is_adapter(megatron_name: str) -> bool:
     return f"{ADAPTER_SUFFIX}." in megatron_name
 
 
+def is_weight_buffer(name: str) -> bool:
+    """Whether a tensor of a Megatron model is a buffer that checkpoints hold: a router's expert bias."""
+    return name.endswith("mlp.router.expert_bias")
+
+
 def linears_of(rule: WeightRule) -> tuple[str, ...]:
     """Return the last name parts of a parameter's Hugging Face linears that LoRA can adapt; often none."""
     is_split = rule.tensor_parallel_dim is not None and not rule.is_vocabulary
-    is_linear = is_split and rule.hf[0].endswith("_proj.weight")
+    is_linear = is_split and re.search(r"_proj(_with_mqa)?\.weight$", rule.hf[0]) is not None
     return tuple(name.split(".")[-2] for name in rule.hf) if is_linear else ()
 
 

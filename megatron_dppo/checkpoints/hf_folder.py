@@ -14,7 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_dppo.architectures.published_names import StoredTensor, dequantized, in_table_spelling
+from megatron_dppo.architectures.family import FURTHER_LAYERS
+from megatron_dppo.architectures.published_names import (
+    StoredTensor,
+    dequantized,
+    in_table_spelling,
+    stays_float32,
+)
+from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.errors import ConversionError
 
 INDEX = "model.safetensors.index.json"
@@ -25,7 +33,8 @@ class HFWeights:
     """Reads the tensors of a Hugging Face folder by name through memory maps; threads may share it.
 
     Names are the weight table's whichever way experts are stored, and block-wise 8-bit weights are read as
-    bfloat16 (`architectures/published_names.py`).
+    bfloat16 (`architectures/published_names.py`). Layers that predict further tokens are left out, where config.json
+    stands beside the weights.
     """
 
     def __init__(self, folder: Path, num_mapped: int = 2) -> None:
@@ -45,6 +54,9 @@ class HFWeights:
         self._lock = threading.Lock()
         stored = self._read_index() if (folder / INDEX).is_file() else self._read_headers()
         self._stored = in_table_spelling(stored)
+        self.left_out: frozenset[str] = _left_out(folder, self._stored)
+        """Names of the tensors in the files that belong to no layer of the model."""
+        self._stored = {name: own for name, own in self._stored.items() if name not in self.left_out}
 
     def _read_index(self) -> dict[str, StoredTensor]:
         try:
@@ -144,7 +156,7 @@ class HFWeights:
         stored = self._stored[name]
         weight = self._part(stored)
         if stored.scales is None:
-            return weight
+            return weight.float() if stays_float32(name) else weight
         first_row = stored.rows[0] if stored.rows is not None else 0
         return dequantized(weight, self._part(replace(stored.scales, expert=stored.expert)), first_row)
 
@@ -167,6 +179,15 @@ class HFWeights:
     def file_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""
         return self.folder / self._stored[name].file
+
+
+def _left_out(folder: Path, names: Iterable[str]) -> frozenset[str]:
+    config = folder / "config.json"
+    if not config.is_file():
+        return frozenset()
+    _, hf = read_model_config(folder)
+    family = FAMILIES.get(architecture_of(hf))
+    return frozenset() if family is None else family.left_out(names, hf)
 
 
 @contextmanager
@@ -256,9 +277,18 @@ _BESIDE_WEIGHTS = (
 
 
 def copy_model_files(source: Path, out: Path) -> None:
-    """Copy the files beside the weights: config, generation config, tokenizer, chat template, licence."""
+    """Copy the files beside the weights: config, generation config, tokenizer, chat template, licence.
+
+    They are copied byte for byte, but a config.json of layers that predict further tokens, which are left out of
+    the weights, then says that there are none.
+    """
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(
         {file for pattern in _BESIDE_WEIGHTS for file in source.glob(pattern) if file.is_file()}
     ):
         shutil.copy2(file, out / file.name)
+    config = out / "config.json"
+    content = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if isinstance(content, dict) and content.get(FURTHER_LAYERS):
+        config.unlink()  # keeps no permission of a read-only original
+        config.write_text(json.dumps(content | {FURTHER_LAYERS: 0}, indent=2) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ def _layer_spec(config: Config, facts: Facts) -> Iterator[Problem]:
 def _layer_spec_limits(config: Config, facts: Facts) -> Iterator[Problem]:
     """Transformer Engine's layers, where they are asked for, can do what the config wants."""
     if config.model.layer_spec == "transformer_engine":
-        yield from transformer_engine_limits(config)
+        yield from transformer_engine_limits(config, facts.model_sizes)
 
 
 @rule("lora_targets")
@@ -61,8 +61,10 @@ def _lora_experts(config: Config, facts: Facts) -> Iterator[Problem]:
             found = f"one of {' and '.join(fused)} on a model with experts"
             expected = "both or neither: transformers holds them as one weight, and peft adapts it as a whole"
             yield Problem("lora.targets", found, expected, "Name both, or neither.")
-    if len(sizes.moe_layers) < sizes.num_layers:
+    others = ["dense layers beside those with experts"] * (len(sizes.moe_layers) < sizes.num_layers)
+    others += ["shared experts"] * bool(sizes.shared_expert_intermediate_size)
+    if others:
         named = ", ".join(sorted(targets))
-        found = f"{named} on a model that has dense layers beside those with experts"
-        expected = "attention's linears alone: peft would not read the dense layers' adapters"
+        found = f"{named} on a model that has {' and '.join(others)}"
+        expected = "attention's linears alone: peft would not read the adapters of those"
         yield Problem("lora.targets", found, expected, f"Leave out {', '.join(known[:-1])} and {known[-1]}.")

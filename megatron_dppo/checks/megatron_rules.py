@@ -56,7 +56,7 @@ except ConfigError as error:
 _FROM_MODEL = "the model's config.json (model.load)"
 _BY_TRAINER = "the training loop, which depends on it"
 _BY_PACKING = "packing: ranks hold different numbers of tokens, which only alltoall exchanges"
-_PROVEN_STAGES = "parallel.pipeline: stages of equally many layers, which is what was compared with one process"
+_PROVEN_STAGES = "parallel.pipeline: the division of layers that was compared with one process"
 _PROVEN_CONTEXT = "parallel.context: gathered keys and values, which is what was compared with one process"
 _OWNED: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
@@ -92,6 +92,10 @@ _OWNED: dict[str, str] = {
             *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq"),
             *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
             *("moe_shared_expert_intermediate_size", "multi_latent_attention", "mtp_num_layers"),
+            *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
+            *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+            *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "beta_fast", "beta_slow"),
+            *("original_max_position_embeddings", "mscale", "mscale_all_dim", "cache_mla_latents"),
         ),
         _FROM_MODEL,
     ),

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_dppo.architectures.layout import layout_problems
+from megatron_dppo.architectures.refusals import architecture_problem
 from megatron_dppo.architectures.registry import FAMILIES, variant_problems
 from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.checks.facts import Facts
@@ -48,8 +50,8 @@ def _model_folder(config: Config, facts: Facts) -> Iterator[Problem]:
 def _model_architecture(config: Config, facts: Facts) -> Iterator[Problem]:
     """The model is of a family we have."""
     if facts.architecture is not None and facts.architecture not in FAMILIES:
-        found = f"{config.model.load} of {facts.architecture}"
-        yield Problem("model.load", found, " or ".join(FAMILIES), "Use a supported model.")
+        problem = architecture_problem(facts.architecture, FAMILIES)
+        yield replace(problem, found=f"{config.model.load} of {facts.architecture}")
 
 
 @rule("model_sizes")

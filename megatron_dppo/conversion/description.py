@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.architectures.published_names import BLOCK
+from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, of_dequantized
 from megatron_dppo.architectures.registry import family_of, variant_problems
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checkpoints.hf_folder import copy_model_files
 from megatron_dppo.errors import ConfigError, ConversionError
-
-_QUANTIZED = "quantization_config"
 
 
 def read_convertible_config(folder: Path) -> dict[str, Any]:
@@ -41,20 +40,17 @@ def write_description(template: Path, out: Path) -> None:
     copy_model_files(template, out)
     path = out / "config.json"
     content = json.loads(path.read_text())
-    if _QUANTIZED in content:
+    if QUANTIZED in content:
         path.write_text(json.dumps(_of_dequantized(content, path), indent=2) + "\n")
 
 
 def _of_dequantized(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    quantized = content.get(_QUANTIZED)
-    if quantized is None:
-        return dict(content)
-    table: Mapping[str, Any] = quantized if isinstance(quantized, Mapping) else {}
-    found = (table.get("quant_method"), table.get("weight_block_size"))
-    if found != ("fp8", [BLOCK, BLOCK]):
+    quantized = content.get(QUANTIZED)
+    if quantized is not None and not is_block_fp8(quantized):
+        table: Mapping[str, Any] = quantized if isinstance(quantized, Mapping) else {}
+        found = (table.get("quant_method"), table.get("weight_block_size"))
         raise ConversionError(
-            f"{path}: {_QUANTIZED} with quant_method {found[0]!r} and weight_block_size {found[1]!r}. Expected "
+            f"{path}: {QUANTIZED} with quant_method {found[0]!r} and weight_block_size {found[1]!r}. Expected "
             f"'fp8' with [{BLOCK}, {BLOCK}], or unquantised weights: convert the model's bfloat16 checkpoint."
         )
-    rest = {key: value for key, value in content.items() if key != _QUANTIZED}
-    return rest | {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in rest}
+    return of_dequantized(content)

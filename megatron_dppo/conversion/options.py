@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.errors import ConversionError
 
 
@@ -13,7 +15,7 @@ class Options:
     """Options of writing a checkpoint.
 
     Attributes:
-        dtype: Of all tensors, a rounding; none keeps the source's.
+        dtype: Of all tensors but those that stay float32, a rounding; none keeps the source's.
         file_bytes: A new file is begun when the current one would exceed this.
         num_writers: Files that a process writes at a time.
         on_bytes: Called, in any thread, with the bytes of each tensor that is done.
@@ -23,6 +25,10 @@ class Options:
     file_bytes: int = 4 << 30
     num_writers: int = 1
     on_bytes: Callable[[int], object] = lambda _: None
+
+    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype that a tensor is written in."""
+        return tensor.dtype if self.dtype is None or stays_float32(name) else self.dtype
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import STACKS
+from megatron_dppo.architectures.refusals import QUANTIZED
 from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.architectures.weight_map import OUTPUT
 from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files
 from megatron_dppo.conversion.quantized_folder import QUANTIZATION
@@ -32,7 +34,8 @@ class Quantization:
 
     Attributes:
         weight_format: Of the linears' weights and inputs.
-        excluded: Names of the linears' weights that stay bfloat16, beside router, embedding and lm_head.
+        excluded: Names of the linears' weights that stay bfloat16, beside router, embedding and lm_head: what
+            was named, and the projections to and from attention's latents.
         ignored: All modules that do, as inference engines name them: a layer's experts are one.
     """
 
@@ -57,9 +60,16 @@ def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> 
     if importlib.util.find_spec("modelopt") is None:
         action = "Install it: pip install 'megatron_dppo[quantize]'."
         raise ConfigError(Problem("nvidia-modelopt", "no such package", "0.47 or later", action))
-    family_of(read_hf_config(folder))
+    if QUANTIZED in read_model_config(folder)[1]:
+        found, action = f"{QUANTIZED} in config.json", "Name the original model, in bfloat16."
+        raise ConfigError(Problem("--hf", found, "weights that are not quantised", action))
+    if family_of(read_hf_config(folder)).module_names:
+        action = "Quantise it with nvidia-modelopt itself."
+        expected = "a family whose checkpoints have the names of transformers' modules"
+        raise ConfigError(Problem("--hf", architecture_of(read_hf_config(folder)), expected, action))
     shapes = HFWeights(folder).shapes()
     excluded = _excluded([name for name in shapes if is_linear(name)], patterns)
+    excluded |= {name for name in shapes if ".self_attn." in name and len(shapes[name]) > 1 and not is_linear(name)}
     for name, shape in shapes.items():
         if weight_format == "nvfp4" and is_linear(name) and name not in excluded and shape[-1] % BLOCK:
             raise ConversionError(

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import read_hf_config
 from megatron_dppo.conversion.pieces import pieces_of
 from megatron_dppo.conversion.sources import source_of
@@ -52,15 +53,18 @@ class StoredWeights:
         """Yield all weights in Hugging Face names, on this rank's device, layer by layer; one stage only."""
         for piece in pieces_of(self._hf):
             for name, tensor in self._source.read(piece.hf):
-                yield name, tensor.to(self._runtime.device, self._dtype)
+                yield name, tensor.to(self._runtime.device, self._dtype_of(name))
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
         """Return the tensors of `weights` without data."""
         return {
-            name: torch.empty(shape, dtype=self._dtype, device="meta")
+            name: torch.empty(shape, dtype=self._dtype_of(name), device="meta")
             for piece in pieces_of(self._hf)
             for name, shape in zip(piece.hf, piece.hf_shapes, strict=True)
         }
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if stays_float32(name) else self._dtype
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,7 +42,8 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
         ConversionError: `out` exists or cannot be written.
         CheckpointError: The source is torn.
     """
-    sizes = {name: _num_bytes(tensor, options.dtype) for name, tensor in source.outline().items()}
+    outline = source.outline().items()
+    sizes = {name: tensor.numel() * options.dtype_of(name, tensor).itemsize for name, tensor in outline}
     shards = plan_shards(source.groups(), sizes, options.file_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     plan = {
@@ -103,10 +103,6 @@ def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) 
     yield tuple(part)
 
 
-def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
-    return tensor.numel() * (dtype or tensor.dtype).itemsize
-
-
 class _ShardWriter:
     """Writes the files that an earlier start has not written."""
 
@@ -122,7 +118,7 @@ class _ShardWriter:
         tensors: dict[str, Tensor] = {}
         for group in shard.groups:
             for name, tensor in self._source.read(group):
-                own = tensor.to(self._options.dtype or tensor.dtype, copy=True)
+                own = tensor.to(self._options.dtype_of(name, tensor), copy=True)
                 tensors[name] = own.contiguous()
                 self._options.on_bytes(own.nbytes)
         self._output.write(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
@@ -67,14 +68,15 @@ def _require_tied(source: Source) -> None:
 
 
 def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
-    """Return the dtype of all tensors, which must be the same.
+    """Return the dtype of all tensors, which must be the same; those that stay float32 left out.
 
     Raises:
         ConversionError: There are several.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in outline.items():
-        by_dtype.setdefault(tensor.dtype, []).append(name)
+        if not stays_float32(name):
+            by_dtype.setdefault(tensor.dtype, []).append(name)
     if len(by_dtype) != 1:
         found = ", ".join(f"{len(names)} x {dtype} ({names[0]}, …)" for dtype, names in by_dtype.items())
         raise ConversionError(f"{folder}: tensors of {found}. Expected one type; --dtype makes them one.")
@@ -102,7 +104,8 @@ def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, ru
     outline = require_fit(source, hf)
     dtype = options.dtype or one_dtype(outline, source.folder)
     pieces = {_key_of(piece): piece for piece in pieces_of(hf, _BLOCK_ELEMENTS)}
-    total = sum(piece.num_elements for piece in pieces.values()) * dtype.itemsize
+    dtype_of = {key: torch.float32 if piece.rule.is_buffer else dtype for key, piece in pieces.items()}
+    total = sum(piece.num_elements * dtype_of[key].itemsize for key, piece in pieces.items())
     plan = {
         "from": fingerprint(source.files),
         "config": dict(hf),
@@ -111,13 +114,13 @@ def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, ru
         "processes": runtime.world_size,
     }
     output = runtime.on_main(lambda: _begin(out, plan, total))
-    blocks = [Block(p.key, p.whole, p.offset, p.shape, dtype) for p in pieces.values()]
+    blocks = [Block(p.key, p.whole, p.offset, p.shape, dtype_of[key]) for key, p in pieces.items()]
     save = StreamedSave(_share(blocks, runtime), output.file(WEIGHTS), runtime.rank, options.file_bytes)
     table = family_of(hf).weight_table(hf)
 
     def tensor_of(block: Block) -> Tensor:
         piece = pieces[block.key, block.offset]
-        tensors = [tensor.to(dtype) for name in piece.hf for _, tensor in source.read((name,))]
+        tensors = [tensor.to(block.dtype) for name in piece.hf for _, tensor in source.read((name,))]
         return piece.fuse(tensors, table)
 
     writer = _FileWriter(output, save, tensor_of, options.on_bytes)

@@ -5,6 +5,7 @@ versions that have it, and does nothing when called again.
 """
 
 import dataclasses
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import megatron.core
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 import megatron.core.transformer.moe.moe_utils as moe_utils
+import megatron.core.transformer.moe.router as router
+import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
@@ -21,6 +24,9 @@ from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.mcore import exact_combine, rotary
 
 _TESTED = ("0.16.1", "0.19.2")
+# A module that its package hides behind the function of the same name.
+_finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+_megatron_bias_update = _finalize._update_router_expert_bias
 
 
 def apply() -> None:
@@ -41,6 +47,8 @@ def apply() -> None:
             )
         )
     _define_missing_te_gemm()
+    _forget_missing_te_linear()
+    _count_tokens_uncompiled()
     exact_combine.install()
     rotary.install()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -51,6 +59,34 @@ def _define_missing_te_gemm() -> None:
     """The router's float32 gating reads `te_general_gemm`, a NameError where Transformer Engine is absent."""
     if not hasattr(moe_utils, "te_general_gemm"):
         setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - a name the module itself forgot
+
+
+def _forget_missing_te_linear() -> None:
+    """Latent attention takes its wrapper's import for Transformer Engine: `isinstance` of a mock raises then."""
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        setattr(multi_latent_attention, "HAVE_TE", False)  # noqa: B010 - a constant of the module
+
+
+def _count_tokens_uncompiled() -> None:
+    """Experts' tokens are counted for the update of a router's expert bias in a function that is compiled.
+
+    That ends a run without a C++ compiler. Where the bias is not updated, neither it nor the sum over ranks and
+    the update of the bias in each step is of use, and both are left out.
+    """
+
+    def count(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        is_updated = self.enable_expert_bias and self.config.moe_router_bias_update_rate
+        if is_updated and torch.is_grad_enabled():
+            with torch.no_grad():
+                counted = routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1)
+                self.local_tokens_per_expert += counted.sum(dim=0)
+
+    def update(model: Any, config: Any) -> None:
+        if config.moe_router_bias_update_rate:
+            _megatron_bias_update(model, config)
+
+    setattr(router.TopKRouter, "_apply_expert_bias", count)  # noqa: B010 - a method of Megatron's
+    _finalize._update_router_expert_bias = update
 
 
 def _restore_adam_step() -> None:

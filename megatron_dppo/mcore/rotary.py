@@ -4,29 +4,46 @@ Megatron's own function slices its table sequence by sequence in each layer, whi
 rounds cosines and sines to the activations' dtype.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import megatron.core.transformer.attention as attention
+import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from torch import Tensor
 
 _megatron_rotation = attention.apply_rotary_pos_emb
 
 
 def install() -> None:
-    """Have Megatron's attention rotate by the table of `PackedRotary`."""
-    setattr(attention, "apply_rotary_pos_emb", apply_rotary_pos_emb)  # noqa: B010 - a name that it imported
+    """Have Megatron's attentions rotate by the table of `PackedRotary`."""
+    for module in (attention, multi_latent_attention):
+        setattr(module, "apply_rotary_pos_emb", apply_rotary_pos_emb)  # noqa: B010 - a name that it imported
+
+
+def share_rotary_table(model: Any) -> None:
+    """Give all layers of a GPT model one table for each micro-batch; latent attention would make one in each."""
+    if not model.config.multi_latent_attention:
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
+        return
+    attentions = [layer.self_attention for layer in model.decoder.layers]
+    shared = LatentRotary(attentions[0].rotary_pos_emb)
+    for each in attentions:
+        each.rotary_pos_emb = shared
 
 
 class PackedRotary(torch.nn.Module):
-    """Gives all layers of a model one table for each micro-batch: [2, T, 1, D] float32, cosines and sines.
+    """Gives all layers of a model one table for each micro-batch: [T, 1, 2, D] float32, cosines and sines.
 
-    Sines are negative in the first half of a row, as `rotated` expects.
+    Sines are negative in the first half of a row, as `rotated` expects. D is the part of a head that is rotated.
     """
 
-    def __init__(self, angles: Callable[..., Any]) -> None:
-        """Take Megatron's `RotaryEmbedding`, which gives the angles of all positions, [longest, 1, 1, D]."""
+    def __init__(self, angles: Any) -> None:
+        """Take Megatron's embedding, whose `get_emb` gives the angles of all positions, [longest, 1, 1, D].
+
+        YaRN's gives a factor on cosines and sines besides. Its `forward` would be cached for the process, and keep
+        this model's process groups, with their threads, from ending.
+        """
         super().__init__()
         self.angles = angles
 
@@ -34,12 +51,29 @@ class PackedRotary(torch.nn.Module):
         """Return the packing, the last argument, which Megatron then gives to `forward` as a length."""
         return arguments[-1]
 
-    def forward(self, packing: Any, **_: Any) -> Tensor:
+    def forward(self, packing: Any, **_: Any) -> Any:
         """Return the table for `packing.position_ids`, [T] int64, all below `packing.max_seqlen_q`."""
-        angles: Tensor = self.angles(packing.max_seqlen_q, packed_seq=True)
+        return self.table(packing)
+
+    def table(self, packing: Any) -> Tensor:
+        """Make the table."""
+        found = self.angles.get_emb(packing.max_seqlen_q)
+        angles, scale = found if isinstance(found, tuple) else (found, 1.0)
         sines, negative = angles.sin(), angles.shape[-1] // 2
         sines[..., :negative].neg_()
-        return torch.stack([angles.cos(), sines]).squeeze(2).index_select(1, packing.position_ids)
+        table = torch.cat([angles.cos(), sines], dim=-2)
+        return (table if scale == 1.0 else table * scale).index_select(0, packing.position_ids)
+
+
+class LatentRotary(PackedRotary):
+    """The same for latent attention, whose layers ask one after another: the packing keeps the table."""
+
+    def forward(self, packing: Any, **_: Any) -> Any:
+        """Return the table, with a factor that remains to be applied where Megatron expects YaRN's."""
+        if packing.rotary_table is None:
+            packing.rotary_table = self.table(packing)
+        is_yarn = isinstance(self.angles, YarnRotaryEmbedding)
+        return (packing.rotary_table, 1.0) if is_yarn else packing.rotary_table
 
 
 def apply_rotary_pos_emb(
@@ -57,15 +91,25 @@ def apply_rotary_pos_emb(
     """
     if config.apply_rope_fusion:
         return _megatron_rotation(t, freqs, config, *given, mscale=mscale, **options)
-    assert mscale == 1.0 and freqs.shape[-1] == t.shape[-1], "no family scales, and all rotate whole heads"
+    assert mscale == 1.0, "the table holds the factor"
+    if config.multi_latent_attention:  # whose pairs lie side by side; where they end up is the same for keys
+        t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     return _Rotation.apply(t, freqs)
 
 
 def rotated(t: Tensor, table: Tensor, *, is_back: bool = False) -> Tensor:
-    """Rotate [T, heads, D] by a table [2, T, 1, D], or back, in float32; rounded once to the dtype of `t`."""
-    cosines, sines = table
-    along, across = t * cosines, t.roll(t.shape[-1] // 2, -1) * sines
-    return torch.add(along, across, alpha=-1 if is_back else 1, out=torch.empty_like(t))
+    """Rotate [T, heads, D] by a table [T, 1, 2, R], or back, in float32; rounded once to the dtype of `t`.
+
+    The first R columns are rotated, and others returned as they are.
+    """
+    cosines, sines = table.unbind(-2)
+    width, result = table.shape[-1], torch.empty_like(t)
+    part = t[..., :width]
+    along, across = part * cosines, part.roll(width // 2, -1) * sines
+    torch.add(along, across, alpha=-1 if is_back else 1, out=result[..., :width])
+    if width < t.shape[-1]:
+        result[..., width:] = t[..., width:]
+    return result
 
 
 class _Rotation(torch.autograd.Function):

@@ -38,11 +38,13 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attend causally within each sequence, whatever `attention_mask` says; returns [T, heads * D]."""
+        """Attend causally within each sequence, whatever `attention_mask` says; returns [T, heads * D of values]."""
         assert isinstance(packed_seq_params, PackedSequences), "the actor always packs"
         if self.context.size() > 1:
-            num_groups = key.shape[1]  # in one collective
-            key, value = _gathered(torch.cat((key, value), dim=1), self.context).split(num_groups, dim=1)
+            shapes = key.shape[1:], value.shape[1:]  # in one collective
+            gathered = _gathered(torch.cat((key.flatten(1), value.flatten(1)), dim=1), self.context)
+            parts = gathered.split([shape.numel() for shape in shapes], dim=1)
+            key, value = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
         return packed_seq_params.attention.attend(query, key, value, self.softmax_scale).flatten(1)
 
 

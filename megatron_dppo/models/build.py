@@ -1,19 +1,21 @@
 """Builds a Megatron-Core GPT model for a Hugging Face config, in either layer spec."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.architectures.refusals import rope_scaling_factor
 from megatron_dppo.architectures.registry import family_of, model_sizes
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.mcore.rotary import PackedRotary
+from megatron_dppo.mcore.rotary import share_rotary_table
 from megatron_dppo.models.fusions import fusions
 from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
 from megatron_dppo.runtime.process import gpu_libraries
@@ -50,15 +52,27 @@ def transformer_config(
         use_cpu_initialization=False,
         moe_token_dispatcher_type="alltoall",  # ranks hold micro-batches of unequal lengths, dense models too
     )
-    settings |= fusions(gpu_libraries()) | family_of(hf).megatron_config(hf) | parallel | overrides
+    settings |= fusions(gpu_libraries()) | family_of(hf).megatron_config(hf) | parallel
+    settings |= _uneven_stages(model_sizes(hf).num_layers, parallel) | overrides
     has_experts = settings.get("num_moe_experts") is not None
     settings["moe_grouped_gemm"] = has_experts and layer_spec == "transformer_engine"
     try:
-        return TransformerConfig(**settings)
+        kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+        return kind(**settings)
     except (ValueError, TypeError, AssertionError, KeyError, AttributeError) as error:
         action = "Correct [megatron]; these are fields of Megatron's TransformerConfig."
         expected = "settings that Megatron accepts together"
         raise ConfigError(Problem("megatron", f"{overrides}: {error}", expected, action)) from error
+
+
+def _uneven_stages(num_layers: int, parallel: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields that divide layers over pipeline stages which do not divide them; else nothing."""
+    stages = parallel.get("pipeline_model_parallel_size", 1)
+    of_stages = layers_of_stages(num_layers, stages)
+    if of_stages is None or len(set(of_stages)) == 1 or parallel.get("virtual_pipeline_model_parallel_size"):
+        return {}
+    first, *_, last = of_stages
+    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:
@@ -102,11 +116,12 @@ def _chunk(hf: HFConfig, config: TransformerConfig, stage: int | None, block_spe
         parallel_output=True,
         share_embeddings_and_output_weights=sizes.is_tied,
         position_embedding_type="rope",
+        rotary_percent=sizes.rotary_percent,
         rotary_base=rotary_base,
         rope_scaling=rope_factor is not None,
         rope_scaling_factor=rope_factor or 1.0,
         vp_stage=stage,
     )
     if not config.apply_rope_fusion:
-        setattr(model, "rotary_pos_emb", PackedRotary(model.rotary_pos_emb))  # noqa: B010 - annotated as Megatron's
+        share_rotary_table(model)
     return model

@@ -5,6 +5,7 @@ its pipeline stage and shows it to the other stages. Conversion tools, `model.lo
 these two functions.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,11 +25,13 @@ from megatron_dppo.architectures.weight_map import (
     WeightRule,
     WeightTable,
     is_adapter,
+    is_weight_buffer,
 )
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.models.lora import Read, itself, merged
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -46,6 +49,9 @@ def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig
     """
     table = family_of(hf).weight_table(hf)
     _require_fit(weights, hf)
+    if weights.left_out and dist.get_rank() == 0:
+        names = len(weights.left_out), min(weights.left_out)
+        logger.info("left out: %d tensors that predict further tokens (first: %s)", *names)
     for parameter in _parameters(chunks, hf):
         entry = table.entry(parameter.name)
         if entry.rule.is_expert:
@@ -85,17 +91,18 @@ def _parameters(
 ) -> list[_Parameter]:
     """Return this rank's parameters but LoRA's, or `tensors` in their place, named as on one process.
 
-    Those of Transformer Engine's spec have the names, and experts the places, that they have in ours.
+    Where no `tensors` are given, buffers that checkpoints hold come with them. Those of Transformer Engine's spec have the names, and experts the places, that they have in ours.
     """
     table, values = family_of(hf).weight_table(hf), iter(tensors) if tensors is not None else None
     found: dict[str, _Parameter] = {}
     for chunk in chunks:
         decoder: Any = chunk.decoder
         layers: list[int] = [layer.layer_number - 1 for layer in decoder.layers]
-        for name, parameter in chunk.named_parameters():
-            if is_adapter(name):
-                continue
-            value = parameter if values is None else next(values)
+        named: list[tuple[str, Tensor]] = [
+            pair for pair in chunk.named_parameters() if not is_adapter(pair[0])
+        ]
+        for name, tensor in [*named, *(weight_buffers(chunk) if values is None else ())]:
+            value = tensor if values is None else next(values)
             prefix, *rest = name.split(".", 3)
             if prefix == "decoder" and rest[0] == "layers":
                 name = f"decoder.layers.{layers[int(rest[1])]}.{rest[2]}"
@@ -106,6 +113,11 @@ def _parameters(
             assert entry.is_one_expert or not before, f"{name} is there twice"
             found[entry.name] = _Parameter(entry.name, (*before, value), entry.is_one_expert)
     return list(found.values())
+
+
+def weight_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that checkpoints hold, float32 whatever the model's dtype, with their names."""
+    yield from (pair for pair in chunk.named_buffers() if is_weight_buffer(pair[0]))
 
 
 def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
@@ -181,7 +193,7 @@ def export_hf_weights(
         chunks: This rank's part of the model: one per virtual pipeline stage.
         hf: The model's config.json.
         tensors: What to export in the place of the parameters (LoRA's left out) and in their order, such as
-            their gradients; none exports the weights, with LoRA's updates.
+            their gradients; none exports the weights, with LoRA's updates and with buffers.
         of_own_stage: Leave out what other pipeline stages hold; then only the ranks of one stage iterate
             together.
         max_bytes: Gather no more of a layer's experts at a time than fit; one of each rank at least. Their
@@ -194,10 +206,12 @@ def export_hf_weights(
     device = next(iter(own.values())).tensors[0].device
     stages: Any = parallel_state.get_pipeline_model_parallel_group()
     group = None if of_own_stage else stages
+    family = family_of(hf)
+    order = {entry.name: index for index, entry in enumerate(family.entries(family.sizes(hf)))}
 
     @torch.no_grad()
     def export() -> Iterator[tuple[str, Tensor]]:
-        for name in sorted(places, key=_order):
+        for name in sorted(places, key=order.__getitem__):
             if of_own_stage and places[name].stage != stages.rank():
                 continue
             entry = table.entry(name)
@@ -259,14 +273,6 @@ def _places(
         for name, (shape, dtype) in described.items():
             places.setdefault(name, _Place(stage, shape, dtype))
     return places
-
-
-def _order(name: str) -> tuple[int, int]:
-    """Order names: embedding, layers, final norm, output layer; otherwise as the model lists them."""
-    parts = name.split(".")
-    if name.startswith("decoder.layers."):
-        return 1, int(parts[2])
-    return {"embedding": 0, "decoder": 2}.get(parts[0], 3), 0
 
 
 def _gathered(

@@ -20,6 +20,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -39,6 +41,17 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention, built of what the spec names.
+
+    Megatron 0.19 would put a norm before the queries of a model whose queries have no latent.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 class GroupedExperts(torch.nn.Module):
@@ -148,27 +161,20 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     """Return the spec of one decoder layer, with experts or dense."""
     bias_dropout_add: Any = get_bias_dropout_add  # Megatron annotates it as a module
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    norm_keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    attention, norm_keys = _latent_attention() if config.multi_latent_attention else _grouped_attention(config)
     if is_moe:
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=GroupedExperts)))
+        # Shared experts are built where the config has a width for them.
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+        experts = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
+        mlp = ModuleSpec(module=MoELayer, submodules=experts)
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
         norm_keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=PackedAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
-    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=attention,
             self_attn_bda=bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -176,6 +182,44 @@ def torch_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
             sharded_state_dict_keys_map=norm_keys,
         ),
     )
+
+
+def _grouped_attention(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    """Return grouped-query attention, and the checkpoint keys of norms that Transformer Engine's spec fuses."""
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    spec = ModuleSpec(
+        module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+    )
+    return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _latent_attention() -> tuple[ModuleSpec, dict[str, str]]:
+    """Return latent attention, and the checkpoint keys of norms that Transformer Engine's spec fuses."""
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=ColumnParallelLinear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_down_proj=ColumnParallelLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+    spec = ModuleSpec(
+        module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+    )
+    norms = ("q", "kv")
+    return spec, {
+        f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in norms
+    }
 
 
 def torch_block_spec(config: TransformerConfig, virtual_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.architectures.sizes import HFConfig
-from megatron_dppo.architectures.weight_map import is_adapter
+from megatron_dppo.architectures.weight_map import is_adapter, is_weight_buffer
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
 from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files, whole_folder
 from megatron_dppo.checkpoints.untrusted import refuse_code
@@ -280,7 +280,7 @@ def stored_lora(folder: Path) -> LoraConfig | None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the weights in a Megatron checkpoint.
+    """Return the dtype of the weights in a Megatron checkpoint, its float32 buffers left out.
 
     Raises:
         CheckpointError: The folder is no checkpoint, or its weights are of several types.
@@ -292,7 +292,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
         )
     refuse_code(folder / WEIGHTS)
     tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
-    weights = (tensor for key, tensor in tensors.items() if not key.startswith("optimizer."))
+    own = ((key, tensor) for key, tensor in tensors.items() if not key.startswith("optimizer."))
+    weights = (tensor for key, tensor in own if not is_weight_buffer(key))
     dtypes = {tensor.dtype for tensor in weights if tensor.dtype.is_floating_point}
     if len(dtypes) != 1:
         raise CheckpointError(f"{folder}: weights of types {sorted(map(str, dtypes))}; expected one.")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megatron_dppo.models.padded_attention import PaddedBatches
@@ -11,6 +12,14 @@ from megatron_dppo.models.varlen_attention import VarlenSequences
 from megatron_dppo.types import Microbatch
 
 PackedAttentionForm = type[PaddedBatches] | type[VarlenSequences]
+
+
+def head_dim_of(config: TransformerConfig) -> int:
+    """Return the size of a head, the larger one where those of keys and values differ."""
+    if isinstance(config, MLATransformerConfig):
+        return max(config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
+    assert config.kv_channels is not None, "the model's family says it"
+    return config.kv_channels
 
 
 def attention_form(device_type: str, dtype: torch.dtype, head_dim: int) -> PackedAttentionForm:
@@ -30,6 +39,7 @@ class PackedSequences(PackedSeqParams):
 
     position_ids: Tensor  # [T'] int64, from 0 in each sequence, of this rank's tokens
     attention: PaddedBatches | VarlenSequences
+    rotary_table: Tensor | None = None  # of latent attention, made by the first layer that asks for it
 
     @classmethod
     def of(cls, microbatch: Microbatch, rank: int, size: int, form: PackedAttentionForm) -> "PackedSequences":

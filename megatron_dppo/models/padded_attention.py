@@ -76,11 +76,11 @@ class PaddedBatches:
         Args:
             query: [T', heads, D].
             key: [T, key-value heads, D], in the order in which context-parallel ranks gather them.
-            value: [T, key-value heads, D], likewise.
+            value: [T, key-value heads, D of values], likewise.
             scale: Factor on the scores; none is 1/sqrt(D).
 
         Returns:
-            [T', heads, D].
+            [T', heads, D of values].
         """
         sizes = [batch.num_sequences * batch.width for batch in self.batches]
         own_sizes = [batch.num_sequences * batch.own_width for batch in self.batches]

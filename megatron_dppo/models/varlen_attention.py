@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -93,19 +94,23 @@ class VarlenSequences:
         Args:
             query: [T', heads, D], float16 or bfloat16 on a GPU.
             key: [T, key-value heads, D], in the order in which context-parallel ranks gather them.
-            value: [T, key-value heads, D], likewise.
+            value: [T, key-value heads, D of values], likewise.
             scale: Factor on the scores; none is 1/sqrt(D).
 
         Returns:
-            [T', heads, D].
+            [T', heads, D of values].
         """
         if self.keys is not None:
             key, value = self.keys.take(key), self.keys.take(value)
+        head_dim, value_head_dim = query.shape[-1], value.shape[-1]
+        if head_dim != value_head_dim:  # the kernel knows one size: zeros change no score and no sum
+            scale = head_dim**-0.5 if scale is None else scale
+            query, key, value = (F.pad(x, (0, max(head_dim, value_head_dim) - x.shape[-1])) for x in (query, key, value))
         places = (self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k)
         causal: Any = dict(window_size=(-1, 0), enable_gqa=True, scale=scale)
         attended = varlen_attn(query, key, value, *places, **causal)
         assert isinstance(attended, Tensor), "the log-sum-exp was not asked for"
-        return attended
+        return attended[..., :value_head_dim]
 
 
 def _num_keys(lengths: Tensor, rank: int, size: int) -> Tensor:

@@ -76,7 +76,7 @@ class LayerModel:
     def head_norms(self) -> int:
         """Return the bytes of the norms of queries and keys, with the tensors that hold their inputs."""
         sizes, rows, e = self.shape.sizes, self.tokens.attended, self.dtype_bytes
-        if not self.shape.family.has_qk_norm:
+        if not self.shape.has_qk_norm:
             return 0
         heads = sizes.num_attention_heads // self.layout.tensor
         groups = sizes.num_key_value_heads // self.layout.tensor
@@ -120,7 +120,7 @@ class LayerModel:
         columns = (2 * heads + 3 * groups) * sizes.head_dim // self.layout.tensor
         shared = (heads + 2 * groups) * sizes.head_dim // self.layout.tensor
         is_cast = self.spec == "torch-cpu" and self.dtype_bytes < FLOAT
-        is_kept_by_norm = self.shape.family.has_qk_norm and not is_cast
+        is_kept_by_norm = self.shape.has_qk_norm and not is_cast
         return self.tokens.attended * (columns - shared * is_kept_by_norm) * self.dtype_bytes
 
     def attention(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_dppo.architectures.layout import Layout
+from megatron_dppo.architectures.layout import Layout, layers_of_stages
 from megatron_dppo.architectures.parameters import Chunk, ModelShape, Tensor, chunk_tensors
 
 ALIGN_START, ALIGN_END = 64, 128  # elements, of megatron.core's parameter and gradient buffers
@@ -48,13 +48,19 @@ class StagePart:
 
 
 def chunks_of(stage: int, layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
-    """Return the model chunks of a stage, in order, of equally many layers; one without interleaving.
+    """Return the model chunks of a stage, in order; one without interleaving, else of equally many layers.
 
     Args:
         stage: 0-based.
-        layout: The layout's pipeline and virtual_pipeline are read; their product divides the layers.
+        layout: The layout's pipeline and virtual_pipeline are read; with interleaving they divide the layers.
         num_layers: Of the model.
     """
+    if layout.virtual_pipeline == 1:
+        of_stages = layers_of_stages(num_layers, layout.pipeline)
+        assert of_stages is not None, "layouts that leave a stage empty are refused before they are planned"
+        start = sum(of_stages[:stage])
+        own = range(start, start + of_stages[stage])
+        return (Chunk(own, own.start == 0, own.stop == num_layers),)
     of_chunk, rest = divmod(num_layers, layout.pipeline * layout.virtual_pipeline)
     assert not rest, "layouts that do not divide the layers are refused before they are planned"
     starts = [(index * layout.pipeline + stage) * of_chunk for index in range(layout.virtual_pipeline)]
@@ -76,7 +82,7 @@ def partition(shape: ModelShape, layout: Layout, is_distributed: bool) -> tuple[
     alike: dict[tuple[tuple[bool | int, ...], ...], StagePart] = {}
     for stage in range(layout.pipeline):
         chunks = chunks_of(stage, layout, shape.sizes.num_layers)
-        kind = tuple((c.is_first, c.is_last, sum(map(shape.is_moe, c.layers))) for c in chunks)
+        kind = tuple((c.is_first, c.is_last, len(c.layers), sum(map(shape.is_moe, c.layers))) for c in chunks)
         if kind not in alike:
             alike[kind] = _part(shape, layout, stage, chunks, is_distributed)
         parts.append(replace(alike[kind], stage=stage, chunks=chunks))

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
+from megatron_dppo.architectures.registry import read_model_sizes
+from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.architectures.spec_choice import choose_layer_spec
 from megatron_dppo.config.resuming import experiment_changes
 from megatron_dppo.config.schema import Config
@@ -88,7 +90,9 @@ class RunLogger:
             def open_folder() -> None:
                 stack.enter_context(locked(config.run.folder))
                 options = config.run.folder, config.model_dump(mode="json"), config.checkpoint.resume
-                choice = choose_layer_spec(config, gpu_libraries().transformer_engine)
+                is_there = config_file(config.model.load) is not None
+                sizes = read_model_sizes(config.model.load) if is_there else None
+                choice = choose_layer_spec(config, gpu_libraries().transformer_engine, sizes)
                 spec = {"layer_spec": choice.name, "layer_spec_reason": choice.reason}
                 decisions = spec | {"world_size": runtime.world_size}
                 backends = config.tracking.backends

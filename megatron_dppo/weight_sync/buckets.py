@@ -1,6 +1,7 @@
 """Weights in buckets: one flat buffer, filled and sent again and again."""
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +25,18 @@ class Bucket:
 class Buffer:
     """The memory of buckets, kept from one push to the next."""
 
-    def __init__(self, num_bytes: int, *, is_shared: bool = False) -> None:
+    def __init__(
+        self, num_bytes: int, *, is_shared: bool = False, together: Mapping[str, str] | None = None
+    ) -> None:
         """Store the sizes, and allocate nothing.
 
         Args:
-            num_bytes: Of a bucket; one with a larger tensor is as large as that.
+            num_bytes: Of a bucket; one with a larger tensor, or more that travel together, is as large as that.
             is_shared: In the CPU's memory, let other processes map it.
+            together: Tensors that must share a bucket with others, each with its group's name; see
+                `WeightRule.travels_with`.
         """
-        self._num_bytes, self._is_shared = num_bytes, is_shared
+        self._num_bytes, self._is_shared, self._together = num_bytes, is_shared, together or {}
         self._memory: Tensor | None = None
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
@@ -39,18 +44,32 @@ class Buffer:
         names: list[str] = []
         shapes: list[tuple[int, ...]] = []
         used, dtype = 0, torch.uint8
-        for name, tensor in weights:
-            size = tensor.numel() * tensor.element_size()
-            if names and (used + size > self._num_bytes or tensor.dtype != dtype):
+        for unit in self._units(weights):
+            tensors = [tensor for _, tensor in unit]
+            size = sum(tensor.nbytes for tensor in tensors)
+            if names and (used + size > self._num_bytes or tensors[0].dtype != dtype):
                 yield self._bucket(names, shapes, used, dtype)
                 names, shapes, used = [], [], 0
-            memory, dtype = self._at_least(used + size, tensor.device), tensor.dtype
-            memory[used : used + size].view(dtype).copy_(tensor.reshape(-1))
-            names.append(name)
-            shapes.append(tuple(tensor.shape))
-            used += size
+            memory, dtype = self._at_least(used + size, tensors[0].device), tensors[0].dtype
+            for name, tensor in unit:
+                memory[used : used + tensor.nbytes].view(dtype).copy_(tensor.reshape(-1))
+                names.append(name)
+                shapes.append(tuple(tensor.shape))
+                used += tensor.nbytes
         if names:
             yield self._bucket(names, shapes, used, dtype)
+
+    def _units(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield what may not be parted: tensors of one group, which follow each other, or one tensor."""
+        begun = set[str]()
+        for group, members in itertools.groupby(weights, lambda pair: self._together.get(pair[0])):
+            if group is None:
+                yield from ([member] for member in members)
+                continue
+            unit = list(members)
+            assert group not in begun and len({t.dtype for _, t in unit}) == 1, f"{group} comes in one piece"
+            begun.add(group)
+            yield unit
 
     def _bucket(self, names: list[str], shapes: list[tuple[int, ...]], used: int, dtype: torch.dtype) -> Bucket:
         assert self._memory is not None

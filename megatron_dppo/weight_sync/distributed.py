@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -49,6 +49,7 @@ class DistributedTransport:
         runtime: Runtime,
         bucket_bytes: int,
         timeout_s: float,
+        together: Mapping[str, str] | None = None,
     ) -> None:
         """Store the settings, and join no group.
 
@@ -59,9 +60,10 @@ class DistributedTransport:
             runtime: Of this rank.
             bucket_bytes: Sent at a time.
             timeout_s: For one bucket, and for joining.
+            together: Tensors that must share a bucket with others; see `buckets.Buffer`.
         """
         self._weights, self._num_tensors, self._place, self._runtime = weights, num_tensors, place, runtime
-        self._buffer, self._timeout_s = Buffer(bucket_bytes), timeout_s
+        self._buffer, self._timeout_s = Buffer(bucket_bytes, together=together), timeout_s
         self._group: _Group | None = None
 
     def send(self, fleet: Fleet, version: int) -> None:

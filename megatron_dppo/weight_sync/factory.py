@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.weight_map import OUTPUT
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.config.schema import Config
@@ -95,9 +96,11 @@ def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Tra
     if options.weight_sync == "disk":
         folder, template = config.run.folder / "weights", hf_files(config.model.load)
         return DiskTransport(lambda: owner.weights(max_bytes=half), runtime, folder, template, half)
+    hf = read_hf_config(config.model.load)
+    together = family_of(hf).travelling_together(hf)
     if options.weight_sync == "tensor":
         num_tensors = len(owner.describe_weights())
-        return TensorTransport(lambda: owner.weights(max_bytes=half), num_tensors, runtime, half)
+        return TensorTransport(lambda: owner.weights(max_bytes=half), num_tensors, runtime, half, together)
     return DistributedTransport(
         lambda: owner.weights(of_own_stage=True, max_bytes=half),
         len(owner.describe_weights(of_own_stage=True)),
@@ -105,6 +108,7 @@ def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Tra
         runtime,
         bucket_bytes=half,
         timeout_s=options.sync_timeout_s,
+        together=together,
     )
 
 

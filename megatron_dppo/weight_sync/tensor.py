@@ -1,7 +1,7 @@
 """Weight sync by handle: servers on the trainer's devices map its memory, a whole bucket with one handle."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from multiprocessing.reduction import ForkingPickler
@@ -26,7 +26,14 @@ class TensorTransport:
 
     needs_begin = True
 
-    def __init__(self, weights: Weights, num_tensors: int, runtime: Runtime, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        num_tensors: int,
+        runtime: Runtime,
+        bucket_bytes: int,
+        together: Mapping[str, str] | None = None,
+    ) -> None:
         """Store the settings, and share nothing.
 
         Args:
@@ -34,12 +41,13 @@ class TensorTransport:
             num_tensors: How many they are.
             runtime: Of this rank.
             bucket_bytes: Shown at a time.
+            together: Tensors that must share a bucket with others; see `buckets.Buffer`.
         """
         torch.multiprocessing.set_sharing_strategy(
             "file_system"
         )  # handles that a process of another kin can open
         self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime
-        self._buffer = Buffer(bucket_bytes, is_shared=True)
+        self._buffer = Buffer(bucket_bytes, is_shared=True, together=together)
 
     def send(self, fleet: Fleet, version: int) -> None:
         """See `Transport.send`."""

@@ -9,7 +9,7 @@ import torch
 from converting import converted
 from ranks import run_ranks
 from tiny import logits_of, random_groups
-from tiny_families import write_family
+from tiny_families import SIZES, YARN, write_family
 from torch import Tensor
 
 from megatron_dppo.architectures.registry import FAMILIES
@@ -26,6 +26,27 @@ LLAMA3 = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in FAMILIES},
     **{f"{name}, tied": (name, {"tie_word_embeddings": True}) for name in FAMILIES},
+    "GLM-4.5: head norms": ("Glm4MoeForCausalLM", {"use_qk_norm": True}),
+    "GLM without biases and dense layers": (
+        "Glm4MoeForCausalLM",
+        {"attention_bias": False, "n_shared_experts": 2, "first_k_dense_replace": 0},
+    ),
+    "DeepSeek-V3: four groups, of which two": (
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "DeepSeek-V3: one mscale is not the other": (
+        "DeepseekV3ForCausalLM",
+        {"rope_parameters": YARN | {"mscale": 0.707}},
+    ),
+    "DeepSeek-V3: YaRN without mscale": (
+        "DeepseekV3ForCausalLM",
+        {"rope_parameters": {key: value for key, value in YARN.items() if "mscale" not in key}},
+    ),
+    "Moonlight": (
+        "DeepseekV3ForCausalLM",
+        {"q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "rope_parameters": SIZES["rope_parameters"]},
+    ),
     "LlamaForCausalLM, llama3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "Qwen3ForCausalLM, fractional base": (
         "Qwen3ForCausalLM",
@@ -58,7 +79,8 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
         }
     )
     actor = Actor(config, runtime)
-    samples = [s for group in with_advantages(random_groups(4), False) for s in group.samples]
+    groups = random_groups(4, routing=actor.routing)
+    samples = [s for group in with_advantages(groups, False) for s in group.samples]
     shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
     (batch,), _ = train_batches([list(samples)], shape, actor.data_parallel)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -100,6 +122,7 @@ def _logit_error(logits: Tensor, microbatch: Any, model: Any) -> float:
 def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, dict[str, Tensor]]:
     """The summed loss and its gradients, one sequence at a time."""
     from megatron_dppo.algorithms import PolicyLossInputs, policy_loss
+    from megatron_dppo.architectures.published_names import stays_float32
     from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 
     total = torch.zeros(())
@@ -118,20 +141,21 @@ def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, d
     with torch.no_grad():
         for gradient, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
             gradient.copy_(parameter.grad)
-    return float(total), checkpoint_targets(gradients)
+    targets = checkpoint_targets(gradients).items()
+    return float(total), {name: gradient for name, gradient in targets if not stays_float32(name)}
 
 
 def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
     """What is not bitwise the same after Hugging Face -> Megatron -> its checkpoint -> Hugging Face."""
     from megatron_dppo.checkpoints.hf_folder import HFWeights
-    from megatron_dppo.models.convert import export_hf_weights
+    from megatron_dppo.models.convert import export_hf_weights, weight_buffers
     from megatron_dppo.models.megatron_folder import load_weights, save_weights
 
     out = folder.with_name(f"{folder.name} as megatron")
     save_weights(actor.chunks, out, folder)
     with torch.no_grad():
-        for parameter in actor.chunks[0].parameters():
-            parameter.fill_(float("nan"))
+        for tensor in (*actor.chunks[0].parameters(), *(b for _, b in weight_buffers(actor.chunks[0]))):
+            tensor.fill_(float("nan"))
     load_weights(actor.chunks, out, actor.hf)
     before, after = HFWeights(folder), dict(export_hf_weights(actor.chunks, actor.hf))
     changed = sorted(before.names ^ after.keys())

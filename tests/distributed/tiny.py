@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.types import Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup, WeightVersionSpan
+from megatron_dppo.types import ModelRouting, Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup, WeightVersionSpan
 
 VOCAB, EXPERTS, TOP_K, LAYERS = 97, 8, 2, 3
 
@@ -49,11 +49,14 @@ def random_groups(
     topk: int = 4,
     moe_layers: int = LAYERS,
     response_lengths: Sequence[int] = (),
+    routing: ModelRouting | None = None,
 ) -> list[SampleGroup]:
     """Samples with random routes, top-K and rewards; the same on every rank.
 
-    Responses are up to 13 tokens long, or as long as `response_lengths` say, over and over.
+    Responses are up to 13 tokens long, or as long as `response_lengths` say, over and over. Routes are of the tiny
+    Qwen3-MoE with so many layers, or of `routing`.
     """
+    routing = routing or ModelRouting(tuple(range(moe_layers)), EXPERTS, TOP_K)
     generator = torch.Generator().manual_seed(5)
 
     def sample(group: int, index: int) -> Sample:
@@ -61,7 +64,8 @@ def random_groups(
         if response_lengths:
             response = response_lengths[(group * samples_per_group + index) % len(response_lengths)]
         tokens = torch.randint(0, VOCAB, (prompt + response,), generator=generator)
-        scores = torch.rand(prompt + response - 1, moe_layers, EXPERTS, generator=generator)
+        shape = prompt + response - 1, len(routing.layer_numbers), routing.num_experts
+        scores = torch.rand(shape, generator=generator)
         mu = torch.randn(response, VOCAB, generator=generator).mul(2).log_softmax(-1)
         best = mu.topk(topk)
         return Sample(
@@ -74,7 +78,7 @@ def random_groups(
             finish_reason="stop",
             topk=RolloutTopK(best.indices.int(), best.values),
             routed_experts=RoutedExperts(
-                scores.topk(TOP_K).indices.to(torch.uint8), tuple(range(moe_layers)), EXPERTS
+                scores.topk(routing.top_k).indices.to(torch.uint8), routing.layer_numbers, routing.num_experts
             ),
             weight_versions=(
                 WeightVersionSpan(0, response // 2, index),

@@ -1,5 +1,6 @@
 """Which variants of each architecture are admitted, and that their rotary frequencies are transformers'."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3
 from megatron_dppo.architectures.parameters import model_shape
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.qwen3 import QWEN3
 from megatron_dppo.architectures.refusals import rope_scaling_factor
-from megatron_dppo.architectures.registry import FAMILIES, family_of, variant_problems
-from megatron_dppo.errors import ConversionError
+from megatron_dppo.architectures.registry import FAMILIES, family_of, read_hf_config, variant_problems
+from megatron_dppo.errors import ConfigError, ConversionError
 from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 
 SIZES: dict[str, Any] = dict(
@@ -29,6 +32,23 @@ SIZES: dict[str, Any] = dict(
     num_experts_per_tok=2,
     tie_word_embeddings=False,
 )
+SIGMOID: dict[str, Any] = dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1)
+LATENT: dict[str, Any] = SIGMOID | dict(
+    num_key_value_heads=4,
+    q_lora_rank=5,
+    kv_lora_rank=3,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=2,
+    v_head_dim=7,
+    n_group=1,
+    topk_group=1,
+)
+OWN: dict[str, dict[str, Any]] = {
+    "Glm4MoeForCausalLM": SIGMOID | dict(attention_bias=True),
+    "DeepseekV3ForCausalLM": LATENT,
+    "Glm4MoeLiteForCausalLM": {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    "MixtralForCausalLM": dict(num_local_experts=4),
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -37,6 +57,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENTS = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 LLAMA_3_1: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_act": "silu",
@@ -91,6 +121,27 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
             {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
             "original_max_position_embeddings = 4096",
         ),
+        ("LlamaForCausalLM", {"rope_scaling": YARN}, "rope_type = 'yarn'"),
+        ("DeepseekV3ForCausalLM", {"rope_scaling": LLAMA3}, "rope_type = 'llama3'"),
+        ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "factor": None}}, "factor = None"),
+        ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "truncate": False}}, "truncate = False"),
+        ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, "attention_factor = 1.2"),
+        ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "mscale": None}}, "mscale_all_dim and no mscale"),
+        ("DeepseekV3ForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 4}, "topk_group = 4 of n_group = 8"),
+        ("Glm4MoeForCausalLM", {"n_group": 4, "topk_group": 2}, "topk_group = 2 of n_group = 4"),
+        ("Glm4MoeForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        *[(name, {"rope_interleave": False}, "rope_interleave = False") for name in LATENTS],
+        *[(name, {"attention_bias": True}, "attention_bias = True") for name in LATENTS],
+        *[(name, {"norm_topk_prob": False}, "norm_topk_prob = False") for name in ("Glm4MoeForCausalLM", *LATENTS)],
+        *[(name, {"scoring_func": "softmax"}, "scoring_func = 'softmax'") for name in LATENTS],
+        (
+            "DeepseekV3ForCausalLM",
+            {"num_attention_heads": 4, "num_key_value_heads": 2},
+            "num_key_value_heads = 2",
+        ),
+        ("MixtralForCausalLM", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("MixtralForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "LlamaForCausalLM",
             {"rope_theta": 1e4, "rope_parameters": LLAMA3},
@@ -108,19 +159,73 @@ def test_other_variants_are_refused(architecture: str, changes: Mapping[str, Any
     assert [found in problem.found for problem in variant_problems(hf)] == [True], list(variant_problems(hf))
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"mlp_only_layers": [1]}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"mlp_only_layers": [1]},
+        {"use_qk_norm": True, "attention_bias": False},
+        {"q_lora_rank": None},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_rules_have_the_names_shapes_and_parameters_of_transformers(
     architecture: str, changes: dict[str, Any]
 ) -> None:
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**SIZES | changes)
+    settings = SIZES | OWN.get(architecture, {}) | changes
+    if "kv_lora_rank" in settings:
+        del settings["head_dim"]
+    config = model_class.config_class(**settings)
     with torch.device("meta"):
         model = model_class(config)
     expected = {name: tuple(tensor.shape) for name, tensor in checkpoint_targets(model).items()}
+    expected = {name: shape for name, shape in expected.items() if 0 not in shape}
     hf = config.to_dict() | {"architectures": [architecture]}
     assert family_of(hf).hf_shapes(hf) == expected
     assert model_shape(hf).num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lacking"),
+    [
+        ("GptOssForCausalLM", "attention sinks"),
+        ("Qwen3NextForCausalLM", "gated delta nets"),
+        ("Qwen3_5MoeForConditionalGeneration", "vision"),
+        ("BertForMaskedLM", "Qwen3MoeForCausalLM or"),
+    ],
+)
+def test_an_architecture_without_a_family_is_refused_with_what_it_would_need(
+    architecture: str, lacking: str
+) -> None:
+    with pytest.raises(ConfigError, match=lacking):
+        family_of({"architectures": [architecture]})
+
+
+def test_block_wise_8_bit_weights_are_admitted_and_described_as_they_are_read(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    hf = {"architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "float8", "quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    assert read_hf_config(tmp_path) == {"architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "bfloat16"}
+    assert list(variant_problems(hf | {"quantization_config": {**config, "weight_block_size": [64, 64]}}))
+
+
+def test_expert_biases_come_last_and_latents_side_by_side() -> None:
+    hf = SIZES | LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 64}
+    names, together = list(DEEPSEEK_V3.hf_shapes(hf)), DEEPSEEK_V3.travelling_together(hf)
+    assert [stays_float32(name) for name in names] == [False] * (len(names) - 2) + [True] * 2
+    pairs = [[name for name in names if together.get(name) == group] for group in dict.fromkeys(together.values())]
+    assert [[name.split(".")[-2] for name in pair] for pair in pairs] == [["q_a_proj", "kv_a_proj_with_mqa"]] * 3
+    assert all(names.index(second) == names.index(first) + 1 for first, second in pairs)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_by_name() -> None:
+    names = ["model.layers.2.mlp.gate.weight", "model.layers.3.eh_proj.weight", "model.layers.4.x", "lm_head.weight"]
+    hf = {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    assert DEEPSEEK_V3.left_out(names, hf) == {"model.layers.3.eh_proj.weight"}
+    assert not DEEPSEEK_V3.left_out(names, {"num_hidden_layers": 3})
 
 
 def test_weights_of_another_config_are_refused_before_any_is_read() -> None:

@@ -25,11 +25,12 @@ class SampleCost:
         """Return the cost in floating-point operations of forward and backward.
 
         6 for each weight that a token meets (the input embedding is looked up, not multiplied), and causal
-        attention: on average half a sample's tokens lie before a token, each met in two products.
+        attention: on average half a sample's tokens lie before a token, each met in two products, with its key
+        and with its value.
         """
         sizes = shape.sizes
-        width = sizes.num_layers * sizes.num_attention_heads * sizes.head_dim
-        return cls(linear=6.0 * shape.num_multiplied_parameters, quadratic=6.0 * width)
+        width = sizes.num_layers * sizes.num_attention_heads * (sizes.head_dim + sizes.value_head_dim)
+        return cls(linear=6.0 * shape.num_multiplied_parameters, quadratic=3.0 * width)
 
     def of(self, num_tokens: int) -> float:
         """Return the cost of a sample of `num_tokens` tokens."""

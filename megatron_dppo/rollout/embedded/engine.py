@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatron_dppo.architectures.published_names import STACKS
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.errors import RolloutError, WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.rollout.counts import EngineCounts
@@ -203,15 +204,20 @@ class TransformersEngine:
 def checkpoint_targets(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the tensor to copy each Hugging Face tensor into: one name per expert, slices of fused ones."""
     targets: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():  # tied embeddings appear once, without lm_head
+    stored = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    for name, tensor in [*model.named_parameters(), *buffers]:  # tied embeddings appear once, without lm_head
         prefix, _, last = name.rpartition(".experts.")
-        data, linears = parameter.detach(), STACKS.get(last)
+        data, linears = tensor.detach(), STACKS.get(last)
         if linears is None:
             targets[name] = data
             continue
         for expert, fused in enumerate(data):
             for linear, weight in zip(linears, fused.chunk(len(linears)), strict=True):
                 targets[f"{prefix}.experts.{expert}.{linear}.weight"] = weight
+    family = FAMILIES.get(type(model).__name__)
+    for ours, theirs in (family.module_names if family is not None else {}).items():
+        targets = {name.replace(ours, theirs): target for name, target in targets.items()}
     return targets
 
 

@@ -11,24 +11,22 @@ from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.errors import RolloutError
 
 
 class SlotCache(Cache):
     """Keys and values of `slots` sequences, per layer `[slots, kv_heads, max_length, head_dim]`.
 
-    Before a forward, `prefill_into` or `decode_at` says where `update` writes and what attention reads.
+    Before a forward, `prefill_into` or `decode_at` says where `update` writes and what attention reads. A layer's
+    memory is made when it first stores something: heads of keys and of values need not be of one size.
     """
 
-    def __init__(
-        self, config: PreTrainedConfig, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, slots: int, max_length: int) -> None:
         super().__init__(layers=[])
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (slots, config.num_key_value_heads, max_length, head_dim)
-        make = partial(torch.zeros, shape, dtype=dtype, device=device)  # masked rubbish must be finite
-        self.keys: list[Tensor] = [make() for _ in range(config.num_hidden_layers)]
-        self.values: list[Tensor] = [make() for _ in range(config.num_hidden_layers)]
+        self._slots, self._max_length = slots, max_length
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
         self._first_slot = 0
         self._source: Tensor | None = None
         self._positions: Tensor | None = None
@@ -51,6 +49,9 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values `[n, kv_heads, tokens, head_dim]`, and return those to attend to."""
+        if layer_idx == len(self.keys):
+            self.keys.append(self._memory(key_states))
+            self.values.append(self._memory(value_states))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         count, _, tokens, _ = key_states.shape
         if self._positions is None:
@@ -63,6 +64,10 @@ class SlotCache(Cache):
         keys[self._rows, :, self._positions] = key_states.squeeze(2)
         values[self._rows, :, self._positions] = value_states.squeeze(2)
         return keys[:count, :, : self._live_length], values[:count, :, : self._live_length]
+
+    def _memory(self, states: Tensor) -> Tensor:
+        """Return memory for a layer's keys or values; what masks hide there must be finite."""
+        return states.new_zeros(self._slots, states.shape[1], self._max_length, states.shape[3])
 
     def keep(self, slots: Tensor, live_length: int) -> None:
         """Move `slots` to the front, in that order."""
@@ -113,13 +118,18 @@ class SlotDecoder:
             )
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights arrive dequantised
         with no_init_weights(), device:  # draws nothing from any random generator
             self.model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
             )
+        for module in self.model.modules():  # made in the weights' dtype, which would round what arrives
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if stays_float32(name):
+                    setattr(module, name, torch.nn.Buffer(buffer.float()))
         self.model.tie_weights()
         self.model.requires_grad_(False).eval()
-        self._config: Any = self.model.config
         self._dtype, self._device = dtype, device
         self._choices: list[Tensor] | None = None
         self.moe_layers, self.num_experts = self._tap_routers()
@@ -149,7 +159,7 @@ class SlotDecoder:
 
     def new_cache(self, slots: int, max_length: int) -> SlotCache:
         """Return an empty cache that fits the model."""
-        return SlotCache(self._config, slots, max_length, self._dtype, self._device)
+        return SlotCache(slots, max_length)
 
     def prefill(
         self, cache: SlotCache, tokens: Tensor, first_slot: int, source: Tensor, capture: bool

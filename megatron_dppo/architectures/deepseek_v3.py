@@ -1,0 +1,133 @@
+"""Latent attention and sigmoid routers: DeepSeek-V3 and R1, Moonlight, Kimi-K2; GLM-4.7-Flash.
+
+transformers norms the latents with an epsilon of 1e-6, whatever config.json says of the other norms. SGLang, which
+samples, takes config.json's `rms_norm_eps`, and so do we. DeepSeek-V3, R1 and Kimi-K2 have 1e-6 there: no
+difference. Moonlight and GLM-4.7-Flash have 1e-5: their logits here are SGLang's, and not transformers' (of a tiny
+random model by some 5e-6 of their norm).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily, Variants
+from megatron_dppo.architectures.refusals import yarn_table
+from megatron_dppo.architectures.sigmoid_router import (
+    SIGMOID_VARIANTS,
+    router_problems,
+    shared_width,
+    sigmoid_router,
+    sparse_layers,
+)
+from megatron_dppo.architectures.sizes import HFConfig, LatentSizes, ModelSizes, moe_sizes
+from megatron_dppo.architectures.weight_map import (
+    DENSE_MLP,
+    EXPERT_BIAS,
+    LATENT_BACKBONE,
+    MOE_MLP,
+    NO_QUERY_RANK,
+    OUTPUT,
+    QUERY_RANK,
+    SHARED_EXPERTS,
+    SHARED_MLP,
+)
+from megatron_dppo.errors import Problem
+
+_VARIANTS: Variants = {
+    **SILU_ONLY,
+    **SIGMOID_VARIANTS,
+    "attention_bias": (False, False),
+    "rope_interleave": (True, True),
+}
+
+
+def _sizes(hf: HFConfig, *, first_sparse: int) -> ModelSizes:
+    latent = LatentSizes(
+        query_rank=None if hf.get("q_lora_rank") is None else int(hf["q_lora_rank"]),
+        rank=int(hf["kv_lora_rank"]),
+        plain_head_dim=int(hf["qk_nope_head_dim"]),
+        rotary_head_dim=int(hf["qk_rope_head_dim"]),
+        value_head_dim=int(hf["v_head_dim"]),
+    )
+    shared = shared_width(hf)
+    options = {NO_QUERY_RANK if latent.query_rank is None else QUERY_RANK}
+    return replace(
+        moe_sizes(
+            hf,
+            int(hf["n_routed_experts"]),
+            int(hf["moe_intermediate_size"]),
+            sparse_layers(hf, first_sparse),
+            shared_width=shared,
+        ),
+        head_dim=latent.plain_head_dim + latent.rotary_head_dim,
+        latent=latent,
+        options=frozenset(options | ({SHARED_EXPERTS} if shared else set())),
+    )
+
+
+def _transformer_config(
+    hf: HFConfig, sizes: ModelSizes, *, groups: tuple[int, int], epsilon: float
+) -> Mapping[str, Any]:
+    latent = sizes.latent
+    assert latent is not None, "the family's sizes have one"
+    config: dict[str, Any] = dict(
+        layernorm_epsilon=hf.get("rms_norm_eps", epsilon),
+        multi_latent_attention=True,
+        qk_layernorm=True,  # the latents' norms
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.rank,
+        qk_head_dim=latent.plain_head_dim,
+        qk_pos_emb_head_dim=latent.rotary_head_dim,
+        v_head_dim=latent.value_head_dim,
+        kv_channels=latent.value_head_dim,
+        num_query_groups=sizes.num_attention_heads,
+        rotary_base=sizes.rope_theta,
+        rope_type="rope",
+    )
+    yarn = yarn_table(hf)
+    if yarn is not None:
+        config |= dict(
+            rope_type="yarn",
+            rotary_scaling_factor=yarn["factor"],
+            original_max_position_embeddings=yarn["original_max_position_embeddings"],
+            beta_fast=yarn.get("beta_fast") or 32,
+            beta_slow=yarn.get("beta_slow") or 1,
+            mscale=yarn["mscale"],
+            mscale_all_dim=yarn["mscale_all_dim"],
+        )
+    return config | sigmoid_router(hf, groups)
+
+
+def _problems(hf: HFConfig, *, groups: tuple[int, int]) -> Iterator[Problem]:
+    yield from router_problems(hf, groups)
+    heads, of_keys = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
+    if of_keys is not None and of_keys != heads:
+        action = "Use a config.json as its publisher wrote it."
+        found = f"num_key_value_heads = {of_keys} in config.json"
+        yield Problem("model.load", found, f"{heads}, num_attention_heads: latents give each head its own", action)
+
+
+def _family(architecture: str, first_sparse: int, groups: tuple[int, int], epsilon: float) -> ModelFamily:
+    """Build a family.
+
+    Args:
+        architecture: In config.json.
+        first_sparse: transformers' default of `first_k_dense_replace`.
+        groups: Of `n_group` and `topk_group`.
+        epsilon: Of `rms_norm_eps`.
+    """
+    return ModelFamily(
+        architecture=architecture,
+        sizes=partial(_sizes, first_sparse=first_sparse),
+        rules=(*LATENT_BACKBONE, OUTPUT, *DENSE_MLP, *MOE_MLP, EXPERT_BIAS, *SHARED_MLP),
+        variants=_VARIANTS,
+        problems=partial(_problems, groups=groups),
+        rope_types=("default", "yarn"),
+        transformer_config=partial(_transformer_config, groups=groups, epsilon=epsilon),
+        sglang_mixes_layers=True,
+    )
+
+
+DEEPSEEK_V3 = _family("DeepseekV3ForCausalLM", first_sparse=3, groups=(8, 4), epsilon=1e-6)
+GLM4_MOE_LITE = _family("Glm4MoeLiteForCausalLM", first_sparse=1, groups=(1, 1), epsilon=1e-5)

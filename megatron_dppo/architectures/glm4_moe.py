@@ -1,0 +1,63 @@
+"""GLM-4.5 and GLM-4.6, with and without "Air": experts behind a sigmoid router, half of each head rotated."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
+from megatron_dppo.architectures.refusals import rotary_part
+from megatron_dppo.architectures.sigmoid_router import (
+    SIGMOID_VARIANTS,
+    router_problems,
+    shared_width,
+    sigmoid_router,
+    sparse_layers,
+)
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
+from megatron_dppo.architectures.weight_map import (
+    BACKBONE,
+    DENSE_MLP,
+    EXPERT_BIAS,
+    MOE_MLP,
+    OUTPUT,
+    QK_NORM,
+    QKV_BIAS,
+    SHARED_EXPERTS,
+    SHARED_MLP,
+)
+
+_BIAS, _NORM = "attention_bias", "use_qk_norm"
+_HALF = 0.5
+
+
+def _sizes(hf: HFConfig) -> ModelSizes:
+    width, shared = int(hf["moe_intermediate_size"]), shared_width(hf)
+    sizes = moe_sizes(hf, int(hf["n_routed_experts"]), width, sparse_layers(hf, 1), shared_width=shared)
+    options = {key for key in (_BIAS, _NORM) if hf.get(key)} | ({SHARED_EXPERTS} if shared else set[str]())
+    return replace(sizes, rotary_percent=rotary_part(hf, _HALF), options=frozenset(options))
+
+
+def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
+    return {"layernorm_epsilon": hf.get("rms_norm_eps", 1e-5), **sigmoid_router(hf)}
+
+
+GLM4_MOE = ModelFamily(
+    architecture="Glm4MoeForCausalLM",
+    sizes=_sizes,
+    rules=(
+        *BACKBONE,
+        OUTPUT,
+        *(replace(rule, only_with=_BIAS) for rule in QKV_BIAS),
+        *(replace(rule, only_with=_NORM) for rule in QK_NORM),
+        *DENSE_MLP,
+        *MOE_MLP,
+        EXPERT_BIAS,
+        *SHARED_MLP,
+    ),
+    variants={**SILU_ONLY, **SIGMOID_VARIANTS},
+    problems=router_problems,
+    rope_types=("default",),
+    partial_rotary=_HALF,
+    transformer_config=_transformer_config,
+    sglang_mixes_layers=True,
+)

@@ -207,15 +207,42 @@ def _full_disk() -> None:
 _AHEAD = {"rollout.engine": "sglang", "rollout.max_staleness": 1}
 
 
-def _sglang() -> None:
+def _sglang(version: str = "1.2.3") -> None:
     """An interpreter whose SGLang takes one argument."""
     arguments = {"tp_size": {"flag": "--tp-size", "kind": "one", "type": "int", "choices": None}}
     python = Path("env/python")
     python.parent.mkdir()
     python.write_text(
-        f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo 1.2.3;; esac\n"
+        f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo {version};; esac\n"
     )
     python.chmod(0o755)
+
+
+_SERVED = {"rollout.engine": "sglang", "rollout.max_staleness": 0}
+_ROUTED = {**_SERVED, "rollout.routing_replay": "replay"}
+_SIGMOID: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+
+def _sigmoid(architecture: str, **changes: Any) -> Callable[[], None]:
+    return _model(architectures=[architecture], **{**_SIGMOID, **changes})
+
+
+def _mixtral(version: str) -> None:
+    _model(architectures=["MixtralForCausalLM"], num_local_experts=8)()
+    _sglang(version)
 
 
 _KL = {"algorithm.ref_kl_coef": 0.04, "model.reference": "before"}
@@ -542,6 +569,23 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
     ],
     "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
+    "sglang_model": [
+        Example("model.load", _SERVED, on_disk=_model(mlp_only_layers=[1])),
+        Example("model.load", _SERVED, on_disk=_sigmoid("DeepseekV3ForCausalLM")),
+        Example(
+            "model.load", _SERVED, on_disk=_sigmoid("Glm4MoeForCausalLM", mlp_layer_types=["sparse", "dense"])
+        ),
+        Example(
+            "model.load",
+            _SERVED,
+            on_disk=_sigmoid("Glm4MoeLiteForCausalLM", first_k_dense_replace=0, mlp_layer_types=["dense", "sparse"]),
+        ),
+    ],
+    "sglang_routes": [
+        Example(
+            "rollout.routing_replay", {**_ROUTED, "sglang.python": "env/python"}, on_disk=partial(_mixtral, "0.5.21")
+        ),
+    ],
     "sglang_parts": [
         Example("sglang.pp_size", {"rollout.engine": "sglang", "sglang.pp_size": 2}),
         Example("sglang.dp_size", {"rollout.engine": "sglang", "sglang.dp_size": 2}),

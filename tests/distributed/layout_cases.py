@@ -29,15 +29,19 @@ class Case:
     features: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def model(self) -> str:
+        """The model's name, which a layout's begins with where it is not the Qwen3-MoE."""
+        return next((name for name in (*OTHER_LAYOUTS, "dense") if self.name.startswith(name)), "experts")
+
+    @property
     def is_dense(self) -> bool:
         """Whether the model has no experts."""
-        return self.name.startswith("dense")
+        return self.model == "dense"
 
     @property
     def reference(self) -> str:
         """The name of what one process gives: the rest may not change that."""
-        model = "dense" if self.is_dense else "experts"
-        return f"{model}.{self.features['objective']}.{self.features['routes']}"
+        return f"{self.model}.{self.features['objective']}.{self.features['routes']}"
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """The case as tables of a config."""
@@ -135,6 +139,33 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
 }
 
 
+_KEPT = (
+    *("DP2", "TP2", "EP2", "TP2 EP2 ETP1", "PP2", "CP2", "CP2 EP2"),
+    *("EP2 ETP2", "TP2 PP2", "TP2 CP2 EP2", "PP2 EP2", "PP2 CP2", "TP2 EP2 ETP2"),
+)
+_WITH_CHUNKS = ("PP2 VPP2", "PP2 VPP2 EP2")
+
+
+def _of_model(model: str, names: tuple[str, ...]) -> dict[int, dict[str, dict[str, int]]]:
+    return {
+        size: {f"{model} {name}": parallel for name, parallel in of_size.items() if name in names}
+        for size, of_size in LAYOUTS.items()
+    }
+
+
+# Latent attention has three layers: two stages of a pipeline do not divide them.
+OTHER_LAYOUTS = {
+    "GLM": _of_model("GLM", (*_KEPT, *_WITH_CHUNKS)),
+    "DeepSeek": _of_model("DeepSeek", _KEPT),
+}
+
+
+def layouts_of(world_size: int) -> dict[str, dict[str, int]]:
+    """All layouts of so many processes, of all models."""
+    others = (of[world_size] for of in (DENSE_LAYOUTS, *OTHER_LAYOUTS.values()))
+    return {name: parallel for of in (LAYOUTS[world_size], *others) for name, parallel in of.items()}
+
+
 def _rows() -> list[dict[str, str]]:
     """Values of all features such that each pair of values of two features occurs in some row."""
     names = list(FEATURES)
@@ -152,7 +183,7 @@ def _rows() -> list[dict[str, str]]:
     return rows
 
 
-def cases(world_size: int, at_most: int | None = None) -> Iterator[Case]:
+def cases(world_size: int, at_most: int | None = None, of_others: int | None = None) -> Iterator[Case]:
     """The covering set on so many processes: each layout meets each value of each feature.
 
     Replayed routes with full recomputation come first for pipelines: they forward further micro-batches before
@@ -161,6 +192,7 @@ def cases(world_size: int, at_most: int | None = None) -> Iterator[Case]:
     Args:
         world_size: Processes.
         at_most: Cases of each layout.
+        of_others: Cases of each layout of the models in OTHER_LAYOUTS.
     """
     rows = _rows()
     for index, (name, parallel) in enumerate(LAYOUTS[world_size].items()):
@@ -168,6 +200,9 @@ def cases(world_size: int, at_most: int | None = None) -> Iterator[Case]:
     dense_rows = [row for row in rows if row["routes"] == "off"]
     for index, (name, parallel) in enumerate(DENSE_LAYOUTS[world_size].items()):
         yield from itertools.islice(_covering(name, world_size, parallel, dense_rows, index), at_most)
+    for first, layouts in enumerate(OTHER_LAYOUTS.values()):
+        for index, (name, parallel) in enumerate(layouts[world_size].items(), first):
+            yield from itertools.islice(_covering(name, world_size, parallel, rows, index), of_others)
 
 
 def _covering(
@@ -183,7 +218,8 @@ def _covering(
 
 def references() -> Iterator[Case]:
     """What one process computes, for each objective, with and without replay, and for the dense model."""
-    for model, routes in (("experts", "off"), ("experts", "replay"), ("dense", "off")):
+    with_routes = [(model, routes) for model in ("experts", *OTHER_LAYOUTS) for routes in FEATURES["routes"]]
+    for model, routes in (*with_routes, ("dense", "off")):
         for objective in FEATURES["objective"]:
             features = {name: values[0] for name, values in FEATURES.items()}
             features |= {"objective": objective, "routes": routes, "loss from": "logits"}

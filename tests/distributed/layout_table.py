@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from layout_cases import DENSE_LAYOUTS, FEATURES, LAYOUTS, Case
+from layout_cases import FEATURES, LAYOUTS, Case, layouts_of
 
 FILE = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "LAYOUTS.md"
 BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts -->"
@@ -28,7 +28,7 @@ def table(measured: list[tuple[Case, float]]) -> str:
     head = ["layout", "processes", *(f"{feature} {value}" for feature, value in values)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for world_size in LAYOUTS:
-        for name in (*LAYOUTS[world_size], *DENSE_LAYOUTS[world_size]):
+        for name in layouts_of(world_size):
             own = [
                 (case, error) for case, error in measured if (case.name, case.world_size) == (name, world_size)
             ]

@@ -23,6 +23,18 @@ SPARSE = {
     "mlp.experts.experts.linear_fc1.weight",
     "mlp.experts.experts.linear_fc2.weight",
 }
+SIGMOID = SPARSE | {
+    "mlp.router.expert_bias",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc2.weight",
+}
+LATENT = {
+    "input_layernorm.weight",
+    *(f"self_attention.linear_{x}_down_proj.weight" for x in ("q", "kv")),
+    *(f"self_attention.linear_{x}_up_proj.layer_norm_weight" for x in ("q", "kv")),
+    *(f"self_attention.linear_{x}_up_proj.weight" for x in ("q", "kv")),
+    "self_attention.linear_proj.weight",
+}
 DENSE = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 
 
@@ -36,6 +48,8 @@ MODELS = {
     "experts and a dense layer": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1]}),
     "dense": ("Qwen3ForCausalLM", {}),
     "dense, biases, tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "shared experts": ("Glm4MoeForCausalLM", {}),
+    "latent attention": ("DeepseekV3ForCausalLM", {}),
 }
 EXPECTED = {
     "experts": ENDS | _layer(ALIKE, ATTENTION, HEAD_NORMS, SPARSE),
@@ -45,6 +59,14 @@ EXPECTED = {
     | _layer(THIRD, ATTENTION, HEAD_NORMS, SPARSE),
     "dense": ENDS | _layer(ALIKE, ATTENTION, HEAD_NORMS, DENSE),
     "dense, biases, tied": (ENDS - {"output_layer.weight"}) | _layer(ALIKE, ATTENTION, QKV_BIAS, DENSE),
+    "shared experts": ENDS
+    | _layer(FIRST, ATTENTION, QKV_BIAS, DENSE)
+    | _layer(SECOND, ATTENTION, QKV_BIAS, SIGMOID)
+    | _layer(THIRD, ATTENTION, QKV_BIAS, SIGMOID),
+    "latent attention": ENDS
+    | _layer(FIRST, LATENT, DENSE)
+    | _layer(SECOND, LATENT, SIGMOID)
+    | _layer(THIRD, LATENT, SIGMOID),
 }
 
 
@@ -95,6 +117,7 @@ def test_keys_are_those_of_the_transformer_engine_spec(
     `extensions.transformer_engine.TELayerNormColumnParallelLinear` calls it; `pre_mlp_layernorm` is a module of
     its own in a layer with experts and an IdentityOp in a dense one, whose `linear_fc1` has the norm fused
     (`get_mlp_module_spec_for_backend`); `q_layernorm` and `k_layernorm` stand there with `qk_layernorm`.
+    Latent attention has its `input_layernorm` apart, and the norms of the latents fused into the projections up.
     `transformer.moe.experts.TEGroupedMLP.sharded_state_dict` stores all experts as `experts.linear_fc1` and
     `experts.linear_fc2`, below `transformer.moe.moe_layer.MoELayer.experts`; the router stands beside them.
     `transformer.transformer_block.TransformerBlock.sharded_state_dict` drops a layer's number where all layers

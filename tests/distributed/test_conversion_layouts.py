@@ -10,6 +10,7 @@ from ranks import run_ranks
 from test_resharding import NUM_LAYERS, build, losses
 from tiny_families import write_family
 
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,10 +23,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "Qwen2, biases": ("Qwen2ForCausalLM", {}),
     "Qwen2, tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "Mixtral": ("MixtralForCausalLM", {}),
+    "GLM-4.5": ("Glm4MoeForCausalLM", {}),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {}),
+    "Moonlight, every layer sparse": (
+        "DeepseekV3ForCausalLM",
+        {"q_lora_rank": None, "first_k_dense_replace": 0},
+    ),
     "Llama": ("LlamaForCausalLM", {}),
     "Llama, tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
 }
-WITH_EXPERTS = [name for name, (architecture, _) in MODELS.items() if "Moe" in architecture]
+WITH_EXPERTS = [
+    name
+    for name, (architecture, _) in MODELS.items()
+    if any(rule.is_expert for rule in FAMILIES[architecture].rules)
+]
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one process": (1, {}),
     "TP2": (2, {"tensor": 2}),
@@ -55,7 +67,7 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
     from megatron_dppo.mcore import cpu, fixes
     from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
-    from megatron_dppo.models.convert import export_hf_weights
+    from megatron_dppo.models.convert import export_hf_weights, weight_buffers
     from megatron_dppo.models.megatron_folder import (
         HF,
         WEIGHTS,
@@ -79,8 +91,8 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
         save_sharded(model_states(chunks), out / WEIGHTS)
         with torch.no_grad():
             for chunk in chunks:
-                for parameter in chunk.parameters():
-                    parameter.fill_(float("nan"))
+                for tensor in (*chunk.parameters(), *(buffer for _, buffer in weight_buffers(chunk))):
+                    tensor.fill_(float("nan"))
         load_weights(chunks, model, hf)
         weights = export_hf_weights(chunks, hf)
         if runtime.is_main:

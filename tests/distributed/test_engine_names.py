@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_checkpoint_keys import MODELS
+from test_checkpoint_keys import MODELS as ALL_MODELS
 from tiny import random_groups
 from tiny_families import write_family
 
@@ -22,7 +22,9 @@ from megatron_dppo.runtime.process import Runtime, gpu_libraries
 ATTENTION = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight")
 EXPERTS = ("pre_mlp_layernorm.weight", "mlp.experts.linear_fc1.weight0", "mlp.experts.linear_fc2.weight3")
 DENSE = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+MODELS = {name: model for name, model in ALL_MODELS.items() if name != "latent attention"}  # which is refused
 NAMES = {
+    "shared experts": (*ATTENTION, *EXPERTS, "mlp.shared_experts.linear_fc1.weight"),
     "experts": (*ATTENTION, *EXPERTS),
     "experts and a dense layer": (*ATTENTION, *DENSE),
     "dense": (*ATTENTION, *DENSE),
@@ -74,11 +76,12 @@ def _loss_and_gradients(
     runtime: Runtime, folder: Path, parallel: dict[str, int], spec: str, dtype: str
 ) -> tuple[Any, float]:
     from megatron_dppo.actor.actor import Actor
-    from megatron_dppo.architectures.registry import read_hf_config
+    from megatron_dppo.architectures.registry import model_sizes, read_hf_config
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 
-    replay = "replay" if read_hf_config(folder).get("num_experts") and "dense" not in folder.name else "off"
+    has_experts = model_sizes(read_hf_config(folder)).num_experts
+    replay = "replay" if has_experts and "dense" not in folder.name else "off"
     tables = {
         "model": {"load": str(folder), "dtype": dtype, "layer_spec": spec},
         "parallel": {"max_tokens_per_microbatch": 60, **parallel},
@@ -86,7 +89,8 @@ def _loss_and_gradients(
         "rollout": {"routing_replay": replay},
     }
     actor = Actor(Config.model_validate(tables), runtime)
-    samples = [s for group in with_advantages(random_groups(4), False) for s in group.samples]
+    groups = with_advantages(random_groups(4, routing=actor.routing), False)
+    samples = [s for group in groups for s in group.samples]
     own = samples[runtime.rank :: runtime.world_size]
     routing = actor.routing if replay == "replay" else None
     shape = BatchShape("token_mean", 16, 60, routing=routing)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import varlen_reference
-from layout_cases import DENSE_LAYOUTS, LAYOUTS, Case, cases, references
+from layout_cases import DENSE_LAYOUTS, LAYOUTS, Case, cases, layouts_of, references
 from layout_table import rows, worst_of, write_table
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,7 @@ from megatron_dppo.architectures.layout import PROVEN, Layout, kind_of
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.runtime.process import Runtime
 
-Measure = Callable[[int, int | None], list[tuple[Case, dict[str, Any]]]]
+Measure = Callable[[int, int | None, int | None], list[tuple[Case, dict[str, Any]]]]
 NUM_LAYERS = 4
 LIMIT = 1e-5
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
@@ -54,7 +54,7 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )
     actor = Actor(config, runtime)
-    groups = with_advantages(random_groups(8, moe_layers=NUM_LAYERS), normalize_std=False)
+    groups = with_advantages(random_groups(8, routing=actor.routing), normalize_std=False)
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     routing = actor.routing
     if routing is None:
@@ -137,14 +137,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_models(folder: Path) -> None:
-    """The two models that layouts are compared on."""
+    """The models that layouts are compared on."""
     write_model(folder / "experts", num_hidden_layers=NUM_LAYERS)
     write_family(folder / "dense", "Qwen2ForCausalLM", num_hidden_layers=NUM_LAYERS, tie_word_embeddings=True)
+    write_family(folder / "GLM", "Glm4MoeForCausalLM", num_hidden_layers=NUM_LAYERS, use_qk_norm=True)
+    write_family(folder / "DeepSeek", "DeepseekV3ForCausalLM", num_hidden_layers=NUM_LAYERS - 1)
 
 
-def _measured(reference: Path, world_size: int, at_most: int | None) -> list[tuple[Case, dict[str, Any]]]:
-    chosen = list(cases(world_size, at_most))
-    folder = reference / f"spawn{world_size}.{at_most}"
+def _measured(
+    reference: Path, world_size: int, at_most: int | None, of_others: int | None
+) -> list[tuple[Case, dict[str, Any]]]:
+    chosen = list(cases(world_size, at_most, of_others))
+    folder = reference / f"spawn{world_size}.{at_most}.{of_others}"
     folder.mkdir()
     plain = [astuple(case) for case in chosen]
     models = str(reference)
@@ -155,12 +159,15 @@ def _measured(reference: Path, world_size: int, at_most: int | None) -> list[tup
 @pytest.fixture(scope="session")
 def measured(reference: Path, request: pytest.FixtureRequest) -> Iterator[Measure]:
     """Measures all cases of a number of processes, once; writes them down where that is asked for."""
-    known: dict[tuple[int, int | None], list[tuple[Case, dict[str, Any]]]] = {}
+    known: dict[tuple[int, int | None, int | None], list[tuple[Case, dict[str, Any]]]] = {}
 
-    def measure(world_size: int, at_most: int | None) -> list[tuple[Case, dict[str, Any]]]:
-        if (world_size, at_most) not in known:
-            known[world_size, at_most] = _measured(reference, world_size, at_most)
-        return known[world_size, at_most]
+    def measure(
+        world_size: int, at_most: int | None, of_others: int | None
+    ) -> list[tuple[Case, dict[str, Any]]]:
+        choice = world_size, at_most, of_others
+        if choice not in known:
+            known[choice] = _measured(reference, *choice)
+        return known[choice]
 
     yield measure
     if request.config.getoption("--write-layouts"):
@@ -178,16 +185,19 @@ def _problems(measured: list[tuple[Case, dict[str, Any]]]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "at_most"),
+    ("world_size", "at_most", "of_others"),
     [
-        (2, None),
-        (4, 1),
-        pytest.param(4, None, marks=pytest.mark.slow),
-        pytest.param(8, None, marks=pytest.mark.slow),
+        (2, None, 1),
+        (4, 1, 0),
+        pytest.param(2, 0, None, marks=pytest.mark.slow),
+        pytest.param(4, None, None, marks=pytest.mark.slow),
+        pytest.param(8, None, None, marks=pytest.mark.slow),
     ],
 )
-def test_every_layout_equals_one_process(measured: Measure, world_size: int, at_most: int | None) -> None:
-    assert list(_problems(measured(world_size, at_most))) == []
+def test_every_layout_equals_one_process(
+    measured: Measure, world_size: int, at_most: int | None, of_others: int | None
+) -> None:
+    assert list(_problems(measured(world_size, at_most, of_others))) == []
 
 
 def test_what_is_admitted_is_what_is_tested() -> None:
@@ -202,6 +212,6 @@ def test_what_is_admitted_is_what_is_tested() -> None:
 
 def test_the_readme_has_a_row_for_each_layout() -> None:
     expected = {
-        (name, str(size)) for of in (LAYOUTS, DENSE_LAYOUTS) for size, named in of.items() for name in named
+        (name, str(size)) for size in LAYOUTS for name in layouts_of(size)
     }
     assert set(rows()) == expected, "run: make layouts"

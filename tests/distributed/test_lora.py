@@ -19,6 +19,16 @@ CASES: dict[str, dict[str, Any]] = {
     "experts and attention": {"targets": (*ATTENTION, *EXPERT_MODULES)},
     "experts": {"targets": EXPERT_MODULES, "megatron": RECOMPUTE},
     "queries, values and outputs": {"targets": ("q_proj", "v_proj", "down_proj")},
+    "latent attention": {
+        "architecture": "DeepseekV3ForCausalLM",
+        "targets": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    },
+    "no query rank": {
+        "architecture": "Glm4MoeLiteForCausalLM",
+        "changes": {"q_lora_rank": None},
+        "targets": ("q_proj", "kv_b_proj"),
+    },
+    "biases and shared experts": {"architecture": "Glm4MoeForCausalLM", "targets": ATTENTION},
     "dense": {"architecture": "Qwen2ForCausalLM", "targets": (*ATTENTION, *EXPERT_MODULES)},
     "dense, gates": {"architecture": "LlamaForCausalLM", "targets": ("k_proj", "gate_proj")},
 }
@@ -43,7 +53,7 @@ def train_batch(actor: Any, runtime: Runtime, moe_layers: int = LAYERS) -> tuple
     """This rank's share of eight groups of samples, and the samples of all."""
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
 
-    groups = with_advantages(random_groups(8, moe_layers=moe_layers), False)
+    groups = with_advantages(random_groups(8, moe_layers=moe_layers, routing=actor.routing), False)
     own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
     if actor.routing is None:
         own = [replace(sample, routed_experts=None) for sample in own]
@@ -194,7 +204,8 @@ def _relative(value: Tensor, reference: Tensor) -> float:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("lora")
     for name, case in CASES.items():
-        write_family(folder / name, case.get("architecture", "Qwen3MoeForCausalLM"))
+        architecture = case.get("architecture", "Qwen3MoeForCausalLM")
+        write_family(folder / name, architecture, **case.get("changes", {}))
     return run_ranks(measure_all, 1, folder, str(folder))[0]
 
 

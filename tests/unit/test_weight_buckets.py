@@ -49,6 +49,21 @@ def test_every_tensor_comes_once_and_bit_for_bit(num_bytes: int) -> None:
     assert max(sizes) <= max(num_bytes, largest)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 40, 60, 300, 10_000])
+def test_tensors_that_travel_together_share_a_bucket(num_bytes: int) -> None:
+    together = {"w1": "a", "w2": "a", "w4": "b", "w5": "b"}
+    buckets = [bucket.names for bucket in Buffer(num_bytes, together=together).fill(iter(weights()))]
+    assert [name for names in buckets for name in names] == [name for name, _ in weights()]
+    for group in ("a", "b"):
+        members = {name for name, of in together.items() if of == group}
+        assert sum(bool(members & set(names)) for names in buckets) == 1
+
+
+def test_tensors_that_travel_together_must_follow_each_other() -> None:
+    with pytest.raises(AssertionError, match="a comes in one piece"):
+        list(Buffer(100, together={"w0": "a", "w2": "a"}).fill(iter(weights())))
+
+
 def test_the_memory_is_one_and_the_same() -> None:
     places = {bucket.flat.data_ptr() for bucket in Buffer(300).fill(iter(weights()))}
     assert len(places) == 1

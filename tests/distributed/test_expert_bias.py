@@ -1,0 +1,92 @@
+"""A router's expert bias: float32 in a bfloat16 model, frozen unless a setting moves it, resumed as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import random_groups
+from tiny_families import write_family
+from torch import Tensor
+
+from megatron_dppo.architectures.published_names import stays_float32
+from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.runtime.process import Runtime
+
+RATE = 0.001
+RATES = {"frozen": {}, "moved": {"moe_router_bias_update_rate": RATE}}
+
+
+def measure(runtime: Runtime, folder: str) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Biases before and after a gradient step, and of an actor that loads what was saved then."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+    from megatron_dppo.models.megatron_folder import load_model_states, load_sharded, model_states, save_sharded
+
+    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for name, megatron in RATES.items():
+        config = Config.model_validate(
+            {
+                "model": {"load": f"{folder}/model", "dtype": "bfloat16"},
+                "parallel": {"max_tokens_per_microbatch": 60},
+                "optimizer": {"distributed": False},
+                "megatron": megatron,
+            }
+        )
+        actor = Actor(config, runtime)
+        before = biases_of(actor)
+        groups = with_advantages(random_groups(6, routing=actor.routing), normalize_std=False)
+        own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
+        shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
+        (batch,), _ = train_batches([own], shape, actor.data_parallel)
+        actor.train_step(batch, is_first=True)
+        saved = Path(folder, f"saved {name}")
+        runtime.on_main(saved.mkdir)
+        save_sharded(model_states(actor.chunks), saved)
+        other = Actor(config, runtime)
+        load_model_states(other.chunks, load_sharded(model_states(other.chunks), saved))
+        found[name] = {"before": before, "after": biases_of(actor), "resumed": biases_of(other)}
+    return found
+
+
+def biases_of(actor: Any) -> dict[str, Tensor]:
+    """As weight sync and export give them."""
+    return {name: tensor.clone() for name, tensor in actor.weights() if stays_float32(name)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bias")
+    write_family(folder / "model", "Glm4MoeForCausalLM")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path) -> list[dict[str, dict[str, dict[str, Tensor]]]]:
+    return run_ranks(measure, 2, model, str(model))
+
+
+def test_bfloat16_does_not_round_it(model: Path, measured: list[dict[str, Any]]) -> None:
+    stored = HFWeights(model / "model")
+    for of_rank in measured:
+        for name, bias in of_rank["frozen"]["before"].items():
+            assert bias.dtype == torch.float32
+            assert torch.equal(bias, stored.tensor(name)) and not torch.equal(bias, bias.bfloat16().float())
+
+
+def test_it_is_frozen_unless_a_setting_moves_it(measured: list[dict[str, Any]]) -> None:
+    for of_rank in measured:
+        for name, before in of_rank["frozen"]["before"].items():
+            assert torch.equal(of_rank["frozen"]["after"][name], before)
+            steps = (of_rank["moved"]["after"][name] - before) / RATE
+            assert torch.allclose(steps.abs().round(), steps.abs(), atol=1e-3) and steps.abs().max() <= 1.001
+            assert steps.min() < 0 < steps.max(), "experts with more tokens than the mean go down, others up"
+
+
+def test_ranks_move_it_alike_and_a_resume_has_it(measured: list[dict[str, Any]]) -> None:
+    for name, bias in measured[0]["moved"]["after"].items():
+        assert torch.equal(bias, measured[1]["moved"]["after"][name])
+        for of_rank in measured:
+            assert torch.equal(of_rank["moved"]["resumed"][name], bias)

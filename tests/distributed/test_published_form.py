@@ -1,0 +1,110 @@
+"""A checkpoint in DeepSeek-V3's published form: 8-bit blocks, float32 expert biases, layers for further tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converting import convert, converted, differences
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_families import write_family
+from torch import Tensor
+
+from megatron_dppo.architectures.published_names import BLOCK, stays_float32
+from megatron_dppo.runtime.process import Runtime
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+LAYERS = 3
+FURTHER = f"model.layers.{LAYERS}."
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight of at most BLOCK columns in 8 bits, and a scale for each block of rows."""
+    parts = weight.float().split(BLOCK)
+    scales = torch.stack([part.abs().max() / torch.finfo(torch.float8_e4m3fn).max for part in parts])
+    values = torch.cat([(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(parts, scales, strict=True)])
+    return values, scales[:, None]
+
+
+def read(values: Tensor, scales: Tensor) -> Tensor:
+    """What `quantized` stands for."""
+    rows = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]]
+    return (values.float() * rows).bfloat16()
+
+
+def write_published(folder: Path) -> dict[str, Tensor]:
+    """Write the folder; return what it is to be read as."""
+    write_family(folder, "DeepseekV3ForCausalLM", torch.bfloat16, vocab_size=97, intermediate_size=132)
+    (file,) = folder.glob("*.safetensors")
+    stored, expected = dict(load_file(file)), dict[str, Tensor]()
+    for name, tensor in list(stored.items()):
+        expected[name] = tensor
+        if stays_float32(name):
+            generator = torch.Generator().manual_seed(len(name))
+            stored[name] = expected[name] = 7 + 0.25 * torch.randn(tensor.shape, generator=generator)
+        elif "_proj" in name:
+            stored[name], stored[f"{name}_scale_inv"] = quantized(tensor)
+            expected[name] = read(stored[name], stored[f"{name}_scale_inv"])
+    stored[f"{FURTHER}eh_proj.weight"], stored[f"{FURTHER}eh_proj.weight_scale_inv"] = quantized(torch.ones(32, 64))
+    stored[f"{FURTHER}mlp.gate.e_score_correction_bias"] = torch.ones(8)
+    save_file(stored, file)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": FP8, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("published") / "model"
+    return folder, write_published(folder)
+
+
+def test_it_is_converted_and_exported_in_bfloat16_with_float32_biases(
+    published: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, expected = published
+    done = convert("to-megatron", "--hf", folder, "--out", tmp_path / "megatron")
+    assert done.exit_code == 0, done.output
+    converted("verify", folder, tmp_path / "megatron")
+    converted("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back", "--dtype", "bfloat16")
+    assert differences(tmp_path / "back", expected) == []
+    for out in (tmp_path / "back", tmp_path / "megatron" / "hf"):
+        config = json.loads((out / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert config["num_nextn_predict_layers"] == 0
+    assert "left out: 2 tensors" in convert("inspect", folder).stdout
+
+
+def load(runtime: Runtime, folder: str) -> dict[str, Any]:
+    """What a bfloat16 actor holds and its embedded engine receives, straight from the folder."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.rollout.rollouts import build_engine
+    from megatron_dppo.weight_sync.in_process import InProcessSync
+
+    config = Config.model_validate({"model": {"load": folder, "dtype": "bfloat16"}})
+    actor = Actor(config, runtime)
+    engine: Any = build_engine(config, Path(folder), runtime.device)
+    InProcessSync(actor.weights, engine, runtime).push(version=1)
+    return {
+        "actor": {name: tensor.clone() for name, tensor in actor.weights()},
+        "engine": {name: tensor.clone() for name, tensor in engine._targets.items()},
+    }
+
+
+def test_it_is_trained_and_sampled_from_without_a_conversion(
+    published: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, expected = published
+    found = run_ranks(load, 1, tmp_path, str(folder))[0]
+    biases = [name for name in expected if stays_float32(name)]
+    assert len(biases) == LAYERS - 1
+    assert not all(torch.equal(expected[name], expected[name].bfloat16().float()) for name in biases)
+    for holder in ("actor", "engine"):
+        assert found[holder].keys() == expected.keys()
+        changed = [name for name, tensor in expected.items() if not torch.equal(found[holder][name], tensor)]
+        assert changed == [], holder
+        assert {found[holder][name].dtype for name in biases} == {torch.float32}

@@ -218,7 +218,7 @@ def _sglang(version: str = "1.2.3") -> None:
     python.chmod(0o755)
 
 
-_SERVED = {"rollout.engine": "sglang", "rollout.max_staleness": 0}
+_SERVED = {"rollout.engine": "sglang"}
 _ROUTED = {**_SERVED, "rollout.routing_replay": "replay"}
 _SIGMOID: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -573,7 +573,7 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", _SERVED, on_disk=_model(mlp_only_layers=[1])),
         Example("model.load", _SERVED, on_disk=_sigmoid("DeepseekV3ForCausalLM")),
         Example(
-            "model.load", _SERVED, on_disk=_sigmoid("Glm4MoeForCausalLM", mlp_layer_types=["sparse", "dense"])
+            "model.load", _SERVED, on_disk=_sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["sparse", "dense"])
         ),
         Example(
             "model.load",
@@ -904,6 +904,55 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
     assert "2 problems:" in result.stderr
     assert "rollout.top_p" in result.stderr
     assert "data.reward" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (
+            _sigmoid("DeepseekV3ForCausalLM"),
+            'no topk_method, no scoring_func, no moe_layer_freq in config.json of model; expected "topk_method": '
+            '"noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, which SGLang reads',
+        ),
+        (
+            _sigmoid("Glm4MoeLiteForCausalLM", first_k_dense_replace=None, mlp_layer_types=["dense", "sparse"]),
+            "first_k_dense_replace = None in config.json of model",
+        ),
+        (
+            _sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["sparse", "dense"]),
+            "model, whose layers [1] are dense; expected dense layers in front of all others",
+        ),
+        (_model(mlp_only_layers=[0]), "model, whose layers [0] are dense; expected experts in every layer"),
+        (
+            partial(_mixtral, "0.5.21"),
+            "a model of MixtralForCausalLM with SGLang 0.5.21; expected 'off': routers of that model do not say",
+        ),
+    ],
+)
+def test_check_refuses_what_sglang_would_not_serve_as_it_is_trained(
+    world: Path, spoil: Callable[[], None], says: str
+) -> None:
+    spoil()
+    Path("config.toml").write_text(dump_config(_config({**_ROUTED, "sglang.python": "env/python"})))
+    result = CliRunner().invoke(app, ["check", "config.toml"])
+    assert result.exit_code == 1
+    assert says in " ".join(result.stderr.split())
+    Path("config.toml").write_text(dump_config(_config({})))
+    assert CliRunner().invoke(app, ["check", "config.toml"]).exit_code == 0, "the embedded engine has it"
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [
+        _sigmoid("DeepseekV3ForCausalLM", **_PUBLISHED),
+        _sigmoid("Glm4MoeForCausalLM"),
+        _sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["dense", "sparse"]),
+        partial(_mixtral, "0.5.22"),
+    ],
+)
+def test_check_is_content_with_what_sglang_serves(world: Path, publish: Callable[[], None]) -> None:
+    publish()
+    assert check(_config({**_ROUTED, "sglang.python": "env/python"}), 1) == []
 
 
 def test_check_is_content_with_a_valid_config(world: Path) -> None:

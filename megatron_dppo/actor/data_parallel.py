@@ -19,8 +19,8 @@ from megatron_dppo.config.schema import Config
 class _BFloat16Module(Float16Module):
     """Megatron's bfloat16 wrapper without its cast of outputs to float32: the loss casts where it reads.
 
-    Buffers keep their dtype. Megatron would round a router's expert bias, where neighbours of 7.0 are 0.03 apart,
-    and make it float32 again.
+    Buffers keep their dtype. Megatron would round a router's expert bias, where neighbours of 7.0 are 0.03
+    apart, and make it float32 again.
     """
 
     def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:

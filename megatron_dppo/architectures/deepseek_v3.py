@@ -1,9 +1,9 @@
 """Latent attention and sigmoid routers: DeepSeek-V3 and R1, Moonlight, Kimi-K2; GLM-4.7-Flash.
 
-transformers norms the latents with an epsilon of 1e-6, whatever config.json says of the other norms. SGLang, which
-samples, takes config.json's `rms_norm_eps`, and so do we. DeepSeek-V3, R1 and Kimi-K2 have 1e-6 there: no
-difference. Moonlight and GLM-4.7-Flash have 1e-5: their logits here are SGLang's, and not transformers' (of a tiny
-random model by some 5e-6 of their norm).
+transformers norms the latents with an epsilon of 1e-6, whatever config.json says of the other norms. SGLang,
+which samples, takes config.json's `rms_norm_eps`, and so do we. DeepSeek-V3, R1 and Kimi-K2 have 1e-6 there: no
+difference. Moonlight and GLM-4.7-Flash have 1e-5: their logits here are SGLang's, and not transformers' (of a
+tiny random model by some 5e-6 of their norm).
 """
 
 from collections.abc import Iterator, Mapping
@@ -107,7 +107,9 @@ def _problems(hf: HFConfig, *, groups: tuple[int, int]) -> Iterator[Problem]:
     if of_keys is not None and of_keys != heads:
         action = "Use a config.json as its publisher wrote it."
         found = f"num_key_value_heads = {of_keys} in config.json"
-        yield Problem("model.load", found, f"{heads}, num_attention_heads: latents give each head its own", action)
+        yield Problem(
+            "model.load", found, f"{heads}, num_attention_heads: latents give each head its own", action
+        )
 
 
 def _family(

@@ -85,8 +85,8 @@ class ModelFamily:
     def entries(self, sizes: ModelSizes) -> Iterator[WeightEntry]:
         """Yield the tensors of an unsplit model once each: embedding, layers, the rest, then all buffers.
 
-        Buffers, which are float32 in a model of any dtype, come last: weights in buckets of one dtype then change
-        it once. Rules that travel together are neighbours in each layer.
+        Buffers, which are float32 in a model of any dtype, come last: weights in buckets of one dtype then
+        change it once. Rules that travel together are neighbours in each layer.
         """
         entries = list(self._in_order(sizes))
         yield from (entry for entry in entries if not entry.rule.is_buffer)

@@ -26,7 +26,7 @@ _FLOAT32 = EXPERT_BIAS.hf[0].rpartition(".")[2]
 
 
 def stays_float32(name: str) -> bool:
-    """Whether a tensor is read, held and written as float32, whatever the others are: a router's expert bias."""
+    """Whether a tensor is read, held and written as float32, as a router's expert bias is."""
     return name.endswith(_FLOAT32)
 
 

@@ -13,12 +13,12 @@ _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_posit
 _YARN_AS_DERIVED = {"attention_factor": None, "truncate": True}
 """Keys of YaRN that Megatron's latent attention cannot be told."""
 _GATED_DELTA = (
-    "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones only on "
-    "GPUs with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
+    "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones on "
+    "GPUs alone with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
 )
 _LACKING: Mapping[str, str] = {
-    "GptOssForCausalLM": "attention sinks and sliding windows in our attention, biased experts with clamped and "
-    "interleaved gates stored [in, out], weights in MXFP4",
+    "GptOssForCausalLM": "attention sinks and sliding windows in our attention, biased experts with clamped "
+    "and interleaved gates stored [in, out], weights in MXFP4",
     "Qwen3NextForCausalLM": _GATED_DELTA,
     **dict.fromkeys(
         (
@@ -65,7 +65,7 @@ def common_problems(
 
 
 def is_block_fp8(quantized: object) -> bool:
-    """Whether a quantization_config describes 8-bit weights with a scale for each block, which are dequantised."""
+    """Whether a quantization_config describes block-wise 8-bit weights, which are dequantised."""
     table: Mapping[str, Any] = quantized if isinstance(quantized, Mapping) else {}
     return table.get("quant_method") == "fp8" and table.get("weight_block_size") == [BLOCK, BLOCK]
 
@@ -82,7 +82,9 @@ def architecture_problem(architecture: str, families: Iterable[str]) -> Problem:
     """Return the problem of a model of no family; with the reason where the architecture is known."""
     if architecture in _LACKING:
         expected = f"layers that Megatron computes as transformers does; lacking: {_LACKING[architecture]}"
-        return Problem("model.load", f"{architecture} in config.json", expected, "Use a model of another family.")
+        return Problem(
+            "model.load", f"{architecture} in config.json", expected, "Use a model of another family."
+        )
     action = "Use a model of one of these, or add its family: megatron_dppo/architectures/README.md."
     return Problem("model.load", f"{architecture} in config.json", " or ".join(families), action)
 

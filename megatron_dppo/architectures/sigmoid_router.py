@@ -32,7 +32,7 @@ def sparse_layers(hf: HFConfig, first_sparse: int) -> list[int]:
 def sigmoid_router(hf: HFConfig, default_groups: tuple[int, int] = (1, 1)) -> Mapping[str, Any]:
     """Return keywords of Megatron's TransformerConfig.
 
-    The bias stays the checkpoint's unless [megatron] moe_router_bias_update_rate says how far each step moves it.
+    The bias stays the checkpoint's unless [megatron] moe_router_bias_update_rate moves it.
 
     Args:
         hf: config.json.
@@ -60,7 +60,9 @@ def router_problems(hf: HFConfig, default_groups: tuple[int, int] = (1, 1)) -> I
         yield Problem("model.load", found, "at least 2: Megatron does not normalise a single weight", action)
     if best < groups and top_k // best != 2:
         found = f"topk_group = {best} of n_group = {groups} with num_experts_per_tok = {top_k} in config.json"
-        expected = "twice as many experts as groups: Megatron ranks a group by its top_k // topk_group best experts,"
+        expected = (
+            "twice as many experts as groups: Megatron ranks a group by its top_k // topk_group best experts,"
+        )
         yield Problem("model.load", found, f"{expected} transformers by two", action)
 
 

@@ -3,8 +3,8 @@
 Conversion, weight sync and the planner read it. Names use Hugging Face's checkpoint spelling (one name per
 expert); `{layer}` and `{expert}` are global indices. Letters in shapes: H hidden, V vocabulary, D of a head,
 Q rows of all query heads, K of all key-value heads, O of all heads' outputs, I feed-forward width, F expert
-width, S width of the shared experts, E experts. Of latent attention: A the queries' latent, C the latent of keys
-and values, B that and the rotated part of keys, U rows of all heads' keys without it and of their values.
+width, S width of the shared experts, E experts. Of latent attention: A the queries' latent, C the latent of
+keys and values, B that and the rotated part of keys, U rows of all heads' keys without it and of their values.
 """
 
 import re

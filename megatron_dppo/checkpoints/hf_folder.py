@@ -33,8 +33,8 @@ class HFWeights:
     """Reads the tensors of a Hugging Face folder by name through memory maps; threads may share it.
 
     Names are the weight table's whichever way experts are stored, and block-wise 8-bit weights are read as
-    bfloat16 (`architectures/published_names.py`). Layers that predict further tokens are left out, where config.json
-    stands beside the weights.
+    bfloat16 (`architectures/published_names.py`). Layers that predict further tokens are left out, where
+    config.json stands beside the weights.
     """
 
     def __init__(self, folder: Path, num_mapped: int = 2) -> None:
@@ -279,8 +279,8 @@ _BESIDE_WEIGHTS = (
 def copy_model_files(source: Path, out: Path) -> None:
     """Copy the files beside the weights: config, generation config, tokenizer, chat template, licence.
 
-    They are copied byte for byte, but a config.json of layers that predict further tokens, which are left out of
-    the weights, then says that there are none.
+    They are copied byte for byte, but a config.json of layers that predict further tokens, which are left out
+    of the weights, then says that there are none.
     """
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(

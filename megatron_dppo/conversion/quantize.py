@@ -69,7 +69,9 @@ def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> 
         raise ConfigError(Problem("--hf", architecture_of(read_hf_config(folder)), expected, action))
     shapes = HFWeights(folder).shapes()
     excluded = _excluded([name for name in shapes if is_linear(name)], patterns)
-    excluded |= {name for name in shapes if ".self_attn." in name and len(shapes[name]) > 1 and not is_linear(name)}
+    excluded |= {
+        name for name in shapes if ".self_attn." in name and len(shapes[name]) > 1 and not is_linear(name)
+    }
     for name, shape in shapes.items():
         if weight_format == "nvfp4" and is_linear(name) and name not in excluded and shape[-1] % BLOCK:
             raise ConversionError(

@@ -62,7 +62,7 @@ def _define_missing_te_gemm() -> None:
 
 
 def _forget_missing_te_linear() -> None:
-    """Latent attention takes its wrapper's import for Transformer Engine: `isinstance` of a mock raises then."""
+    """Latent attention takes its wrapper's import for Transformer Engine: `isinstance` of a mock raises."""
     if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
         setattr(multi_latent_attention, "HAVE_TE", False)  # noqa: B010 - a constant of the module
 

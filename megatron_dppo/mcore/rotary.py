@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def share_rotary_table(model: Any) -> None:
-    """Give all layers of a GPT model one table for each micro-batch; latent attention would make one in each."""
+    """Give all layers of a GPT model one table for each micro-batch, of latent attention too."""
     if not model.config.multi_latent_attention:
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
         return
@@ -35,14 +35,14 @@ def share_rotary_table(model: Any) -> None:
 class PackedRotary(torch.nn.Module):
     """Gives all layers of a model one table for each micro-batch: [T, 1, 2, D] float32, cosines and sines.
 
-    Sines are negative in the first half of a row, as `rotated` expects. D is the part of a head that is rotated.
+    Sines are negative in the first half of a row, as `rotated` expects. D is the rotated part of a head.
     """
 
     def __init__(self, angles: Any) -> None:
         """Take Megatron's embedding, whose `get_emb` gives the angles of all positions, [longest, 1, 1, D].
 
-        YaRN's gives a factor on cosines and sines besides. Its `forward` would be cached for the process, and keep
-        this model's process groups, with their threads, from ending.
+        YaRN's gives a factor on cosines and sines besides. Its `forward` would be cached for the process, and
+        keep this model's process groups, with their threads, from ending.
         """
         super().__init__()
         self.angles = angles

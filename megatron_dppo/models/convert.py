@@ -91,16 +91,15 @@ def _parameters(
 ) -> list[_Parameter]:
     """Return this rank's parameters but LoRA's, or `tensors` in their place, named as on one process.
 
-    Where no `tensors` are given, buffers that checkpoints hold come with them. Those of Transformer Engine's spec have the names, and experts the places, that they have in ours.
+    Where no `tensors` are given, buffers that checkpoints hold come with them. Those of Transformer Engine's
+    spec have the names, and experts the places, that they have in ours.
     """
     table, values = family_of(hf).weight_table(hf), iter(tensors) if tensors is not None else None
     found: dict[str, _Parameter] = {}
     for chunk in chunks:
         decoder: Any = chunk.decoder
         layers: list[int] = [layer.layer_number - 1 for layer in decoder.layers]
-        named: list[tuple[str, Tensor]] = [
-            pair for pair in chunk.named_parameters() if not is_adapter(pair[0])
-        ]
+        named: list[tuple[str, Tensor]] = [pair for pair in chunk.named_parameters() if not is_adapter(pair[0])]
         for name, tensor in [*named, *(weight_buffers(chunk) if values is None else ())]:
             value = tensor if values is None else next(values)
             prefix, *rest = name.split(".", 3)

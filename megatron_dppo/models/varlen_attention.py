@@ -105,7 +105,9 @@ class VarlenSequences:
         head_dim, value_head_dim = query.shape[-1], value.shape[-1]
         if head_dim != value_head_dim:  # the kernel knows one size: zeros change no score and no sum
             scale = head_dim**-0.5 if scale is None else scale
-            query, key, value = (F.pad(x, (0, max(head_dim, value_head_dim) - x.shape[-1])) for x in (query, key, value))
+            query, key, value = (
+                F.pad(x, (0, max(head_dim, value_head_dim) - x.shape[-1])) for x in (query, key, value)
+            )
         places = (self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k)
         causal: Any = dict(window_size=(-1, 0), enable_gqa=True, scale=scale)
         attended = varlen_attn(query, key, value, *places, **causal)

@@ -117,7 +117,7 @@ def test_keys_are_those_of_the_transformer_engine_spec(
     `extensions.transformer_engine.TELayerNormColumnParallelLinear` calls it; `pre_mlp_layernorm` is a module of
     its own in a layer with experts and an IdentityOp in a dense one, whose `linear_fc1` has the norm fused
     (`get_mlp_module_spec_for_backend`); `q_layernorm` and `k_layernorm` stand there with `qk_layernorm`.
-    Latent attention has its `input_layernorm` apart, and the norms of the latents fused into the projections up.
+    Latent attention has its `input_layernorm` apart, and the latents' norms fused into the projections up.
     `transformer.moe.experts.TEGroupedMLP.sharded_state_dict` stores all experts as `experts.linear_fc1` and
     `experts.linear_fc2`, below `transformer.moe.moe_layer.MoELayer.experts`; the router stands beside them.
     `transformer.transformer_block.TransformerBlock.sharded_state_dict` drops a layer's number where all layers

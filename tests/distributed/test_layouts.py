@@ -211,7 +211,5 @@ def test_what_is_admitted_is_what_is_tested() -> None:
 
 
 def test_the_readme_has_a_row_for_each_layout() -> None:
-    expected = {
-        (name, str(size)) for size in LAYOUTS for name in layouts_of(size)
-    }
+    expected = {(name, str(size)) for size in LAYOUTS for name in layouts_of(size)}
     assert set(rows()) == expected, "run: make layouts"

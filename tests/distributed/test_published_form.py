@@ -1,4 +1,4 @@
-"""A checkpoint in DeepSeek-V3's published form: 8-bit blocks, float32 expert biases, layers for further tokens."""
+"""DeepSeek-V3's published form: 8-bit blocks, float32 expert biases, layers that predict further tokens."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,12 @@ from torch import Tensor
 from megatron_dppo.architectures.published_names import BLOCK, stays_float32
 from megatron_dppo.runtime.process import Runtime
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
 LAYERS = 3
 FURTHER = f"model.layers.{LAYERS}."
 
@@ -24,7 +29,9 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The weight of at most BLOCK columns in 8 bits, and a scale for each block of rows."""
     parts = weight.float().split(BLOCK)
     scales = torch.stack([part.abs().max() / torch.finfo(torch.float8_e4m3fn).max for part in parts])
-    values = torch.cat([(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(parts, scales, strict=True)])
+    values = torch.cat(
+        [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(parts, scales, strict=True)]
+    )
     return values, scales[:, None]
 
 
@@ -47,7 +54,9 @@ def write_published(folder: Path) -> dict[str, Tensor]:
         elif "_proj" in name:
             stored[name], stored[f"{name}_scale_inv"] = quantized(tensor)
             expected[name] = read(stored[name], stored[f"{name}_scale_inv"])
-    stored[f"{FURTHER}eh_proj.weight"], stored[f"{FURTHER}eh_proj.weight_scale_inv"] = quantized(torch.ones(32, 64))
+    stored[f"{FURTHER}eh_proj.weight"], stored[f"{FURTHER}eh_proj.weight_scale_inv"] = quantized(
+        torch.ones(32, 64)
+    )
     stored[f"{FURTHER}mlp.gate.e_score_correction_bias"] = torch.ones(8)
     save_file(stored, file)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""R3 on a real model of every family with experts: what is replayed is what the rollout chose, and nothing is left behind."""
+"""R3 on every family with experts: what is replayed is what the rollout chose, and nothing is left behind."""
 
 from pathlib import Path
 from typing import Any

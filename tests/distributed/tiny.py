@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dppo.types import ModelRouting, Prompt, RolloutTopK, RoutedExperts, Sample, SampleGroup, WeightVersionSpan
+from megatron_dppo.types import (
+    ModelRouting,
+    Prompt,
+    RolloutTopK,
+    RoutedExperts,
+    Sample,
+    SampleGroup,
+    WeightVersionSpan,
+)
 
 VOCAB, EXPERTS, TOP_K, LAYERS = 97, 8, 2, 3
 
@@ -53,8 +61,8 @@ def random_groups(
 ) -> list[SampleGroup]:
     """Samples with random routes, top-K and rewards; the same on every rank.
 
-    Responses are up to 13 tokens long, or as long as `response_lengths` say, over and over. Routes are of the tiny
-    Qwen3-MoE with so many layers, or of `routing`.
+    Responses are up to 13 tokens long, or as long as `response_lengths` say, over and over. Routes are of the
+    tiny Qwen3-MoE with so many layers, or of `routing`.
     """
     routing = routing or ModelRouting(tuple(range(moe_layers)), EXPERTS, TOP_K)
     generator = torch.Generator().manual_seed(5)

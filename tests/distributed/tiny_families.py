@@ -66,7 +66,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def config_of(architecture: str, **changes: Any) -> Any:
-    """transformers' config of a tiny model."""
+    """Transformers' config of a tiny model."""
     own = OWN.get(architecture, {})
     settings = SIZES | own | changes
     if "kv_lora_rank" in own:  # their head_dim is another name of another size

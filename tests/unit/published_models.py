@@ -186,4 +186,4 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "GLM-4.7-Flash": (GLM47_FLASH, 30, 3),
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7, 12.9),
 }
-"""Each model, and what its publisher says of its parameters: billions of all, and of those that a token meets."""
+"""Each model, and billions of its parameters as published: of all, and of those that a token meets."""

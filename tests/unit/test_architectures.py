@@ -125,7 +125,11 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
         ("DeepseekV3ForCausalLM", {"rope_scaling": LLAMA3}, "rope_type = 'llama3'"),
         ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "factor": None}}, "factor = None"),
         ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "truncate": False}}, "truncate = False"),
-        ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, "attention_factor = 1.2"),
+        (
+            "DeepseekV3ForCausalLM",
+            {"rope_scaling": {**YARN, "attention_factor": 1.2}},
+            "attention_factor = 1.2",
+        ),
         ("DeepseekV3ForCausalLM", {"rope_scaling": {**YARN, "mscale": None}}, "mscale_all_dim and no mscale"),
         ("DeepseekV3ForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 4}, "topk_group = 4 of n_group = 8"),
@@ -133,7 +137,10 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
         ("Glm4MoeForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
         *[(name, {"rope_interleave": False}, "rope_interleave = False") for name in LATENTS],
         *[(name, {"attention_bias": True}, "attention_bias = True") for name in LATENTS],
-        *[(name, {"norm_topk_prob": False}, "norm_topk_prob = False") for name in ("Glm4MoeForCausalLM", *LATENTS)],
+        *[
+            (name, {"norm_topk_prob": False}, "norm_topk_prob = False")
+            for name in ("Glm4MoeForCausalLM", *LATENTS)
+        ],
         *[(name, {"scoring_func": "softmax"}, "scoring_func = 'softmax'") for name in LATENTS],
         (
             "DeepseekV3ForCausalLM",
@@ -216,13 +223,22 @@ def test_expert_biases_come_last_and_latents_side_by_side() -> None:
     hf = SIZES | LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 64}
     names, together = list(DEEPSEEK_V3.hf_shapes(hf)), DEEPSEEK_V3.travelling_together(hf)
     assert [stays_float32(name) for name in names] == [False] * (len(names) - 2) + [True] * 2
-    pairs = [[name for name in names if together.get(name) == group] for group in dict.fromkeys(together.values())]
-    assert [[name.split(".")[-2] for name in pair] for pair in pairs] == [["q_a_proj", "kv_a_proj_with_mqa"]] * 3
+    pairs = [
+        [name for name in names if together.get(name) == group] for group in dict.fromkeys(together.values())
+    ]
+    assert [[name.split(".")[-2] for name in pair] for pair in pairs] == [
+        ["q_a_proj", "kv_a_proj_with_mqa"]
+    ] * 3
     assert all(names.index(second) == names.index(first) + 1 for first, second in pairs)
 
 
 def test_layers_that_predict_further_tokens_are_left_out_by_name() -> None:
-    names = ["model.layers.2.mlp.gate.weight", "model.layers.3.eh_proj.weight", "model.layers.4.x", "lm_head.weight"]
+    names = [
+        "model.layers.2.mlp.gate.weight",
+        "model.layers.3.eh_proj.weight",
+        "model.layers.4.x",
+        "lm_head.weight",
+    ]
     hf = {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
     assert DEEPSEEK_V3.left_out(names, hf) == {"model.layers.3.eh_proj.weight"}
     assert not DEEPSEEK_V3.left_out(names, {"num_hidden_layers": 3})

@@ -18,8 +18,8 @@ from megatron_dppo.errors import RolloutError
 class SlotCache(Cache):
     """Keys and values of `slots` sequences, per layer `[slots, kv_heads, max_length, head_dim]`.
 
-    Before a forward, `prefill_into` or `decode_at` says where `update` writes and what attention reads. A layer's
-    memory is made when it first stores something: heads of keys and of values need not be of one size.
+    Before a forward, `prefill_into` or `decode_at` says where `update` writes and what attention reads. A
+    layer's memory is made when it first stores something: heads of keys and values may be of different sizes.
     """
 
     def __init__(self, slots: int, max_length: int) -> None:

@@ -134,7 +134,12 @@ def test_a_run_trains_on_the_server_s_routes(family: Family) -> None:
     task, sglang = family.served.folder.parent, family.tables["rollout"]["sglang"]
     rollout = family.tables["rollout"] | {"sglang": sglang | {"sync_bucket_bytes": 50_000}}
     tables = settings(
-        task, "run", run={"num_rollouts": ROLLOUTS}, rollout=rollout, sglang=family.tables["sglang"]
+        task,
+        "run",
+        run={"num_rollouts": ROLLOUTS},
+        data={"reward": "tests.faults.rewards:digits"},
+        rollout=rollout,
+        sglang=family.tables["sglang"],
     )
     config = task / "run.toml"
     config.write_text(tomli_w.dumps(tables))

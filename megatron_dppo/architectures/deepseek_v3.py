@@ -143,6 +143,4 @@ def _family(
 DEEPSEEK_V3 = _family(
     "DeepseekV3ForCausalLM", first_sparse=3, groups=(8, 4), epsilon=1e-6, sglang_keys=_SGLANG_KEYS
 )
-GLM4_MOE_LITE = _family(
-    "Glm4MoeLiteForCausalLM", first_sparse=1, groups=(1, 1), epsilon=1e-5, sglang_keys={}
-)
+GLM4_MOE_LITE = _family("Glm4MoeLiteForCausalLM", first_sparse=1, groups=(1, 1), epsilon=1e-5, sglang_keys={})

@@ -69,7 +69,7 @@ class ModelFamily:
     sizes: Callable[[HFConfig], ModelSizes] = dense_sizes
     transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = _nothing_more
     module_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    sglang: SglangFacts = SglangFacts()
+    sglang: SglangFacts = field(default_factory=SglangFacts)
 
     def has_qk_norm(self, sizes: ModelSizes) -> bool:
         """Return whether the heads of queries and keys are normalised."""

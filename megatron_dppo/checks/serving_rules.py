@@ -1,4 +1,4 @@
-"""Rules about SGLang and the model's family: what its servers build of a model, and the routes that they return."""
+"""Rules about SGLang and the model's family: what servers build of a model, and the routes that they return."""
 
 from collections.abc import Iterator
 

@@ -66,7 +66,7 @@ def compare(
 
 @contextmanager
 def chosen_experts(model: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """Collect what the routers of a transformers model choose inside: [tokens, top_k] of each, in their order."""
+    """Collect what the routers of a transformers model choose: [tokens, top_k] of each, in their order."""
     chosen: list[Tensor] = []
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("router")]
     hooks = [router.register_forward_hook(lambda _module, _, out: chosen.append(out[-1])) for router in routers]

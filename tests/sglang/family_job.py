@@ -1,4 +1,4 @@
-"""A trainer's process that pushes weights of any family: what test_served_families runs with `ranks.run_ranks`."""
+"""A trainer's process that pushes weights of any family: what test_served_families runs with `run_ranks`."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ BUCKETS_OF_ONE = 1  # byte: every tensor has a bucket of its own
 def push_every_way(
     runtime: Runtime, settings: dict[str, Any], params: SamplingParams, folder: str, first_version: int
 ) -> dict[str, dict[str, Any]]:
-    """Change every tensor and push, once for each way; what the server then answers, and the weights in `folder`."""
+    """Change every tensor and push, once for each way; by way, what the server then answers.
+
+    The weights that it must have are written to a folder of the way's name in `folder`.
+    """
     from megatron_dppo.errors import WeightSyncError
 
     _, actor, engine = connect(runtime, settings)

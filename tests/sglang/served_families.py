@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.architectures.registry import FAMILIES
 
 IN_CI = ("Glm4MoeForCausalLM", "DeepSeek-V3: four groups, of which two")
-"""Grouped-query and latent attention; sigmoid routers with biases, groups, shared experts, dense layers; YaRN."""
+"""Grouped-query and latent attention; sigmoid routers with biases and groups; shared experts; YaRN."""
 CASES_SERVED = (*FAMILIES, IN_CI[1], "GLM-4.5: head norms", "Moonlight")
 """Every architecture, and variants whose servers compute otherwise."""
 
 
 def write_served_case(task: Path, case: str) -> Path:
-    """Write the model of a case, `model/`, with config.json as publishers write it, and the sanity task beside it."""
+    """Write the model of a case, with config.json as publishers write it, and the sanity task beside it."""
     architecture, changes = CASES[case]
     folder, family = write_family(task / "model", architecture, **TOKENS | changes), FAMILIES[architecture]
     add_task(task)
@@ -50,7 +50,7 @@ def served_tables(task: Path, case: str) -> dict[str, dict[str, Any]]:
 
 
 def model_of(folder: Path, weights: Path) -> torch.nn.Module:
-    """transformers' model of `folder`, in float32, with the tensors of a file of safetensors."""
+    """Transformers' model of `folder`, in float32, with the tensors of a file of safetensors."""
     filled = weights.parent / "config.json"
     filled.write_text((folder / "config.json").read_text())
     return AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32).eval()

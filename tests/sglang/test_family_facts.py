@@ -73,6 +73,8 @@ def test_a_server_that_cannot_return_routes_ends_at_the_first_request(name: str,
             with pytest.raises(httpx2.HTTPError):
                 httpx2.post(url, json=body, headers=headers, timeout=60).raise_for_status()
         else:
-            assert "routed_experts" in httpx2.post(url, json=body, headers=headers, timeout=60).json()["meta_info"]
+            assert (
+                "routed_experts" in httpx2.post(url, json=body, headers=headers, timeout=60).json()["meta_info"]
+            )
     finally:
         server.stop(grace_s=0)

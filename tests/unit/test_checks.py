@@ -573,17 +573,23 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", _SERVED, on_disk=_model(mlp_only_layers=[1])),
         Example("model.load", _SERVED, on_disk=_sigmoid("DeepseekV3ForCausalLM")),
         Example(
-            "model.load", _SERVED, on_disk=_sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["sparse", "dense"])
+            "model.load",
+            _SERVED,
+            on_disk=_sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["sparse", "dense"]),
         ),
         Example(
             "model.load",
             _SERVED,
-            on_disk=_sigmoid("Glm4MoeLiteForCausalLM", first_k_dense_replace=0, mlp_layer_types=["dense", "sparse"]),
+            on_disk=_sigmoid(
+                "Glm4MoeLiteForCausalLM", first_k_dense_replace=0, mlp_layer_types=["dense", "sparse"]
+            ),
         ),
     ],
     "sglang_routes": [
         Example(
-            "rollout.routing_replay", {**_ROUTED, "sglang.python": "env/python"}, on_disk=partial(_mixtral, "0.5.21")
+            "rollout.routing_replay",
+            {**_ROUTED, "sglang.python": "env/python"},
+            on_disk=partial(_mixtral, "0.5.21"),
         ),
     ],
     "sglang_parts": [
@@ -911,8 +917,8 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
     [
         (
             _sigmoid("DeepseekV3ForCausalLM"),
-            'no topk_method, no scoring_func, no moe_layer_freq in config.json of model; expected "topk_method": '
-            '"noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, which SGLang reads',
+            "no topk_method, no scoring_func, no moe_layer_freq in config.json of model; expected "
+            '"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, which SGLang reads',
         ),
         (
             _sigmoid("Glm4MoeLiteForCausalLM", first_k_dense_replace=None, mlp_layer_types=["dense", "sparse"]),
@@ -925,7 +931,7 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
         (_model(mlp_only_layers=[0]), "model, whose layers [0] are dense; expected experts in every layer"),
         (
             partial(_mixtral, "0.5.21"),
-            "a model of MixtralForCausalLM with SGLang 0.5.21; expected 'off': routers of that model do not say",
+            "a model of MixtralForCausalLM with SGLang 0.5.21; expected 'off': routers of that model do not",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reads the sizes of a model that servers and clients need from its config.json, and what SGLang makes of it."""
+"""Reads the sizes of a model that servers and clients need from its config.json; refuses what is served wrongly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +60,9 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
         found = ", ".join(f"{key} = {hf[key]!r}" if key in hf else f"no {key}" for key in other)
         expected = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in other.items())
         action = "Write them there: publishers do, transformers may leave them out of what it saves."
-        yield Problem("model.load", f"{found} in config.json of {folder}", f"{expected}, which SGLang reads", action)
+        yield Problem(
+            "model.load", f"{found} in config.json of {folder}", f"{expected}, which SGLang reads", action
+        )
 
 
 def routes_problem(architecture: str, version: str) -> Problem | None:
@@ -68,6 +70,8 @@ def routes_problem(architecture: str, version: str) -> Problem | None:
     if version not in FAMILIES[architecture].sglang.lacks_routes:
         return None
     found = f"a model of {architecture} with SGLang {version}"
-    expected = "'off': routers of that model do not say there of which layer they are, and its servers would end"
+    expected = (
+        "'off': routers of that model do not say there of which layer they are, and its servers would end"
+    )
     action = "Set rollout.routing_replay = 'off', use a later SGLang, or rollout.engine = 'transformers'."
     return Problem("rollout.routing_replay", found, expected, action)

@@ -95,7 +95,8 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
 
     Raises:
         ConfigError: SGLang is not in sglang.python, or for CPUs, is of a version never run against, the
-            table has problems, or model.load is not what a server can load, serves as it is, or returns routes of.
+            table has problems, or model.load is not what a server can load, serves as it is, and returns
+            routes of.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)

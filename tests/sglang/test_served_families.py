@@ -1,4 +1,4 @@
-"""Each family on one server of its own: its answers, pushes by each way, and a run that trains on its routes."""
+"""Each family on one server of its own: its answers, pushes by each way, and a run that trains on it."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Reads the sizes of a model that servers and clients need from its config.json; refuses what is served wrongly."""
+"""Reads the sizes that servers and clients need from a config.json; refuses what SGLang would serve wrongly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -98,7 +98,7 @@ def _transformer_config(
             mscale=yarn["mscale"],
             mscale_all_dim=yarn["mscale_all_dim"],
         )
-    return config | sigmoid_router(hf, groups)
+    return {**config, **sigmoid_router(hf, groups)}
 
 
 def _problems(hf: HFConfig, *, groups: tuple[int, int]) -> Iterator[Problem]:

@@ -207,10 +207,6 @@ def _division_problems(parallel: "ParallelConfig", sizes: ModelSizes, nearest: s
         ("parallel.tensor", tensor, "key-value heads", sizes.num_key_value_heads),
         ("parallel.tensor", tensor, "hidden size", sizes.hidden_size),
     ]
-    if sizes.latent is not None:
-        of_latents = sizes.latent.rank + sizes.latent.rotary_head_dim
-        divisions.append(("parallel.tensor", tensor, "rows of kv_a_proj_with_mqa", of_latents))
-        divisions.append(("parallel.tensor", tensor, "query rank", sizes.latent.query_rank or 0))
     shared = sizes.shared_expert_intermediate_size
     divisions.append(("parallel.tensor", tensor, "shared experts' width", shared))
     if len(sizes.moe_layers) < sizes.num_layers:

@@ -109,7 +109,7 @@ def yarn_table(hf: Mapping[str, Any]) -> dict[str, Any] | None:
     rope = _rope(hf)
     if _rope_type(rope) != "yarn":
         return None
-    both = rope.get("mscale"), rope.get("mscale_all_dim")
+    both: tuple[Any, Any] = rope.get("mscale"), rope.get("mscale_all_dim")
     mscale, of_all = both if all(both) else (1.0, 0.0)
     return {**rope, "mscale": float(mscale), "mscale_all_dim": float(of_all)}
 

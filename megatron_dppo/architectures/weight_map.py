@@ -204,13 +204,15 @@ QUERY_RANK, NO_QUERY_RANK = "query rank", "no query rank"
 
 
 def _latent(ours: str, theirs: str, shape: str, only_with: str | None = None) -> WeightRule:
+    """Return the rule of a projection: down to a latent, whole on each rank, or up to heads, which are split."""
+    is_down = ours.endswith("down_proj")
     return WeightRule(
         _M + f"self_attention.linear_{ours}.weight",
         (_H + f"self_attn.{theirs}.weight",),
         (shape,),
-        tensor_parallel_dim=0,
+        tensor_parallel_dim=None if is_down else 0,
         only_with=only_with,
-        travels_with="latents" if ours.endswith("down_proj") else None,
+        travels_with="latents" if is_down else None,
     )
 
 
@@ -258,8 +260,7 @@ def is_weight_buffer(name: str) -> bool:
 
 def linears_of(rule: WeightRule) -> tuple[str, ...]:
     """Return the last name parts of a parameter's Hugging Face linears that LoRA can adapt; often none."""
-    is_split = rule.tensor_parallel_dim is not None and not rule.is_vocabulary
-    is_linear = is_split and re.search(r"_proj(_with_mqa)?\.weight$", rule.hf[0]) is not None
+    is_linear = re.search(r"_proj(_with_mqa)?\.weight$", rule.hf[0]) is not None
     return tuple(name.split(".")[-2] for name in rule.hf) if is_linear else ()
 
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -43,13 +43,37 @@ class RMSNorm(torch.nn.RMSNorm):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
 
 
-class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention, built of what the spec names.
+class WholeLinear(torch.nn.Module):
+    """Linear that each tensor-parallel rank has whole, and applies to its own slice of the sequence."""
 
-    Megatron 0.19 would put a norm before the queries of a model whose queries have no latent.
+    def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(num_outputs, num_inputs, dtype=config.params_dtype))
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron reads it
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Return [s, b, outputs] of [s, b, inputs], and no bias."""
+        return F.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention, with projections down that every tensor-parallel rank has whole.
+
+    Megatron takes none but its own classes for these. With its split ones gradients are silently wrong: ranks
+    gather the key part that all heads share, and each returns the gradient of its own heads alone.
     """
 
+    config: MLATransformerConfig
+
+    def __init__(self, config: MLATransformerConfig, *given: Any, **options: Any) -> None:
+        super().__init__(config, *given, **options)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, config.q_lora_rank)
+        num_outputs = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, num_outputs)
+
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Return what the spec names; Megatron 0.19 would put a norm before queries that have no latent."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 

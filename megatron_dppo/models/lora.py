@@ -6,9 +6,9 @@ up), so an adapter stands beside each Megatron linear, with one pair for each Hu
 are what peft trains. The model's own parameters keep their names.
 
 Where tensor parallelism splits a linear's outputs, A is whole and B split as they are; where it splits the
-inputs, A is split and B whole. The whole ones see this rank's slice of the sequence alone, and Megatron sums
-their gradients as it does those of norms; only activations of width `rank` are exchanged. Experts' pairs are
-stacked, and split over expert-parallel and expert-tensor-parallel ranks as the experts are.
+inputs, A is split and B whole; both are where a linear is whole. Whole ones see this rank's slice of the sequence
+alone, and Megatron sums their gradients as it does those of norms; only activations of width `rank` are
+exchanged. Experts' pairs are stacked, and split over expert-parallel and expert-tensor-parallel ranks as the experts are.
 """
 
 import hashlib
@@ -159,7 +159,7 @@ class LinearAdapter(Adapter):
         low = torch.cat([F.linear(hidden, lora_a) for lora_a, _ in factors.values()], -1)
         if self._is_split and self.entry.rule.tensor_parallel_dim == 0:
             low = gather_from_sequence_parallel_region(low)
-        elif self._is_split:
+        elif self._is_split and self.entry.rule.tensor_parallel_dim == 1:
             low = reduce_scatter_to_sequence_parallel_region(low)
         each = zip(factors.items(), low.split(self._rank, -1), strict=True)
         return self._fused({name: F.linear(part, lora_b) for (name, (_, lora_b)), part in each})
@@ -320,7 +320,7 @@ def _initial_pair(entry: WeightEntry, index: int, base: Tensor, size: int, rank:
         group = _group(parallel_state.get_expert_tensor_parallel_group())
         first = parallel_state.get_expert_model_parallel_rank() * base.shape[0]
         experts = [*range(first, first + base.shape[0])]
-    part, num_parts = (0, 1) if entry.rule.tensor_parallel_dim == 0 else (group.rank(), group.size())
+    part, num_parts = (group.rank(), group.size()) if entry.rule.tensor_parallel_dim == 1 else (0, 1)
     width = base.shape[-1]
     whole = [_uniform(entry.hf_names(expert)[index], rank, width * num_parts, seed) for expert in experts]
     own = torch.stack(whole).narrow(-1, part * width, width)

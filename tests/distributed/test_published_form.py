@@ -26,19 +26,22 @@ FURTHER = f"model.layers.{LAYERS}."
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight of at most BLOCK columns in 8 bits, and a scale for each block of rows."""
-    parts = weight.float().split(BLOCK)
-    scales = torch.stack([part.abs().max() / torch.finfo(torch.float8_e4m3fn).max for part in parts])
-    values = torch.cat(
-        [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(parts, scales, strict=True)]
-    )
-    return values, scales[:, None]
+    """The weight in 8 bits, and a scale for each block: the block's largest value becomes the type's largest."""
+    by_rows = [rows.split(BLOCK, 1) for rows in weight.float().split(BLOCK)]
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scales = torch.stack([torch.stack([block.abs().max() / limit for block in blocks]) for blocks in by_rows])
+    return (weight.float() / spread(scales, weight)).to(torch.float8_e4m3fn), scales
+
+
+def spread(scales: Tensor, weight: Tensor) -> Tensor:
+    """Each element's scale."""
+    rows, columns = weight.shape
+    return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
 
 
 def read(values: Tensor, scales: Tensor) -> Tensor:
     """What `quantized` stands for."""
-    rows = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]]
-    return (values.float() * rows).bfloat16()
+    return (values.float() * spread(scales, values)).bfloat16()
 
 
 def write_published(folder: Path) -> dict[str, Tensor]:

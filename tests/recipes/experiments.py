@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from published_models import PUBLISHED
+from experiment_models import PUBLISHED
 
 from examples.make_tiny import FAMILIES
 

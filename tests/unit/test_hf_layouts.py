@@ -110,8 +110,8 @@ def test_other_quantised_formats_are_refused(tmp_path: Path, change: dict[str, o
 
 
 def test_an_unknown_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MixtralForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"MixtralForCausalLM.*Qwen3MoeForCausalLM.*LlamaForCausalLM"):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(ConfigError, match=r"BertForMaskedLM.*Qwen3MoeForCausalLM.*LlamaForCausalLM"):
         read_convertible_config(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """Published models by names, shapes and sizes: no weight of them is needed, and none is here."""
 
+import copy
 import math
 from typing import Any
 
@@ -23,7 +24,8 @@ def test_it_is_admitted_and_has_the_names_and_shapes_of_transformers(name: str) 
     hf, _, _ = PUBLISHED[name]
     assert list(variant_problems(hf)) == []
     model_class: Any = getattr(transformers, hf["architectures"][0])
-    config = model_class.config_class(**{k: v for k, v in hf.items() if k != "quantization_config"})
+    own = {key: value for key, value in hf.items() if key != "quantization_config"}
+    config = model_class.config_class(**copy.deepcopy(own))  # which writes into tables that it is given
     with torch.device("meta"):
         model = model_class(config)
     expected = {each: tuple(tensor.shape) for each, tensor in checkpoint_targets(model).items()}
@@ -36,7 +38,7 @@ def test_it_has_the_size_in_its_name(name: str) -> None:
     hf, billions, active = PUBLISHED[name]
     shape = model_shape(hf)
     assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.04)
-    assert shape.num_active_parameters / 1e9 == pytest.approx(active, abs=1.2)
+    assert shape.num_active_parameters / 1e9 == pytest.approx(active, abs=1.7)  # with both vocabulary layers
 
 
 @published

@@ -110,19 +110,19 @@ class SlotDecoder:
     """Forwards the model, and records its routers. Callers own the cache: one per call of `generate`."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
-        config = copy.deepcopy(config)
-        if getattr(config, "sliding_window", None) is not None:
+        own: Any = copy.deepcopy(config)
+        if getattr(own, "sliding_window", None) is not None:
             raise RolloutError(
-                f"the transformers engine: found sliding_window = {config.sliding_window}; expected full "
+                f"the transformers engine: found sliding_window = {own.sliding_window}; expected full "
                 "attention. Set rollout.engine = 'sglang' for this model."
             )
-        if hasattr(config, "output_router_logits"):
-            config.output_router_logits = False
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # weights arrive dequantised
+        if hasattr(own, "output_router_logits"):
+            own.output_router_logits = False
+        if hasattr(own, "quantization_config"):
+            del own.quantization_config  # weights arrive dequantised
         with no_init_weights(), device:  # draws nothing from any random generator
             self.model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+                own, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
             )
         for module in self.model.modules():  # made in the weights' dtype, which would round what arrives
             for name, buffer in list(module.named_buffers(recurse=False)):

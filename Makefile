@@ -16,7 +16,7 @@ RECORDING := $(if $(RECORD),-p tests.recording --record-versions)
 # Records that NAME ran: $(call ran,PYTHON,NAME)
 ran = $(if $(RECORD),$(1) -m tools.versions --ran $(2))
 
-.PHONY: versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.21 another"
+	@echo "make test-sglang-slow  a server of each model family that make test-sglang leaves out"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
@@ -64,7 +65,7 @@ quickstart-short: venv
 study-short: venv
 	$(RUN) examples/miniature_study/run.py --short
 
-test test-recipes test-slow layouts test-py312 test-sglang test-slurm faults: export OMP_NUM_THREADS := 1
+test test-recipes test-slow layouts test-py312 test-sglang test-sglang-slow test-slurm faults: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2 $(RECORDING)
@@ -96,7 +97,12 @@ $(VENV312)/.stamp: setup.py constraints.txt Makefile | python312
 # The test runner is ours; the servers that it starts run in SGLang's environment, on a CPU.
 test-sglang: venv
 	$(MAKE) sglang-venv SGLANG_FOR=cpu SGLANG=$(SGLANG)
-	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang $(RECORDING)
+	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang -m "not slow" $(RECORDING)
+
+# A server of every other model family, which takes minutes.
+test-sglang-slow: venv
+	$(MAKE) sglang-venv SGLANG_FOR=cpu SGLANG=$(SGLANG)
+	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang -m slow
 
 # For GPUs or for a CPU: as SGLANG_FOR says, else by nvidia-smi. A login node of a cluster must be told.
 ifndef SGLANG_FOR

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily, Variants
 from megatron_dppo.architectures.refusals import yarn_table
+from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
 from megatron_dppo.architectures.sigmoid_router import (
     SIGMOID_VARIANTS,
     router_problems,
@@ -40,6 +41,7 @@ _VARIANTS: Variants = {
     "attention_bias": (False, False),
     "rope_interleave": (True, True),
 }
+_SGLANG_KEYS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
 def _sizes(hf: HFConfig, *, first_sparse: int) -> ModelSizes:
@@ -110,7 +112,13 @@ def _problems(hf: HFConfig, *, groups: tuple[int, int]) -> Iterator[Problem]:
         )
 
 
-def _family(architecture: str, first_sparse: int, groups: tuple[int, int], epsilon: float) -> ModelFamily:
+def _family(
+    architecture: str,
+    first_sparse: int,
+    groups: tuple[int, int],
+    epsilon: float,
+    sglang_keys: Mapping[str, Any],
+) -> ModelFamily:
     """Build a family.
 
     Args:
@@ -118,6 +126,7 @@ def _family(architecture: str, first_sparse: int, groups: tuple[int, int], epsil
         first_sparse: transformers' default of `first_k_dense_replace`.
         groups: Of `n_group` and `topk_group`.
         epsilon: Of `rms_norm_eps`.
+        sglang_keys: See `SglangFacts.config_keys`.
     """
     return ModelFamily(
         architecture=architecture,
@@ -127,9 +136,11 @@ def _family(architecture: str, first_sparse: int, groups: tuple[int, int], epsil
         problems=partial(_problems, groups=groups),
         rope_types=("default", "yarn"),
         transformer_config=partial(_transformer_config, groups=groups, epsilon=epsilon),
-        sglang_mixes_layers=True,
+        sglang=SglangFacts(has_dense_layers=True, config_keys=sglang_keys, arguments=SHARED_EXPERTS_APART),
     )
 
 
-DEEPSEEK_V3 = _family("DeepseekV3ForCausalLM", first_sparse=3, groups=(8, 4), epsilon=1e-6)
-GLM4_MOE_LITE = _family("Glm4MoeLiteForCausalLM", first_sparse=1, groups=(1, 1), epsilon=1e-5)
+DEEPSEEK_V3 = _family(
+    "DeepseekV3ForCausalLM", first_sparse=3, groups=(8, 4), epsilon=1e-6, sglang_keys=_SGLANG_KEYS
+)
+GLM4_MOE_LITE = _family("Glm4MoeLiteForCausalLM", first_sparse=1, groups=(1, 1), epsilon=1e-5, sglang_keys={})

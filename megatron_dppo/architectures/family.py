@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from megatron_dppo.architectures.sglang_facts import SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes
 from megatron_dppo.architectures.weight_map import (
     EMBEDDING,
@@ -56,7 +57,7 @@ class ModelFamily:
         sizes: From config.json to the model's sizes.
         transformer_config: Keywords of Megatron's TransformerConfig that rules and sizes do not say.
         module_names: Parts of the names of transformers' modules that checkpoints spell otherwise, and how.
-        sglang_mixes_layers: Whether SGLang builds dense layers among those with experts.
+        sglang: What SGLang makes of the architecture.
     """
 
     architecture: str
@@ -68,7 +69,7 @@ class ModelFamily:
     sizes: Callable[[HFConfig], ModelSizes] = dense_sizes
     transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = _nothing_more
     module_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    sglang_mixes_layers: bool = False
+    sglang: SglangFacts = field(default_factory=SglangFacts)
 
     def has_qk_norm(self, sizes: ModelSizes) -> bool:
         """Return whether the heads of queries and keys are normalised."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
 from megatron_dppo.architectures.refusals import rotary_part
+from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
 from megatron_dppo.architectures.sigmoid_router import (
     SIGMOID_VARIANTS,
     router_problems,
@@ -59,5 +60,5 @@ GLM4_MOE = ModelFamily(
     rope_types=("default",),
     partial_rotary=_HALF,
     transformer_config=_transformer_config,
-    sglang_mixes_layers=True,
+    sglang=SglangFacts(has_dense_layers=True, arguments=SHARED_EXPERTS_APART),
 )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
+from megatron_dppo.architectures.sglang_facts import SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
 from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, WeightRule
 
@@ -41,4 +42,5 @@ MIXTRAL = ModelFamily(
     variants={**SILU_ONLY, "sliding_window": (None, None)},
     transformer_config=_transformer_config,
     module_names=_NAMES,
+    sglang=SglangFacts(lacks_routes=("0.5.21",)),
 )

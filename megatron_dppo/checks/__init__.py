@@ -19,6 +19,7 @@ from megatron_dppo.checks import (  # which registers their rules, in this order
     reference_rules,
     run_rules,
     sampling_rules,
+    serving_rules,
     staleness_rules,
     trial_rules,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "require_valid",
     "run_rules",
     "sampling_rules",
+    "serving_rules",
     "staleness_rules",
     "trial_rules",
     "untested",

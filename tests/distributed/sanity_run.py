@@ -9,16 +9,21 @@ from tiny import write_model
 from megatron_dppo.data.prompts import sanity_task
 
 _ROOT = Path(__file__).parents[2]
+TOKENS: dict[str, Any] = {
+    "vocab_size": len(sanity_task.TOKENS),
+    "eos_token_id": sanity_task.VOCABULARY[sanity_task.EOS],
+}
+"""Of the model that a tokenizer of the task fits."""
 
 
 def make_task(folder: Path) -> Path:
     """Write `model/`, `prompts.jsonl` and `held_out.jsonl`."""
-    write_model(
-        folder / "model",
-        vocab_size=len(sanity_task.TOKENS),
-        eos_token_id=sanity_task.VOCABULARY[sanity_task.EOS],
-        num_hidden_layers=2,
-    )
+    write_model(folder / "model", num_hidden_layers=2, **TOKENS)
+    return add_task(folder)
+
+
+def add_task(folder: Path) -> Path:
+    """Write all but the model itself, whose vocabulary is TOKENS."""
     make_model = runpy.run_path(str(_ROOT / "examples" / "quickstart" / "make_model.py"))
     make_model["make_tokenizer"]().save_pretrained(folder / "model")
     sanity_task.write_prompts(folder / "prompts.jsonl", 64, 0)

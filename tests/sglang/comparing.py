@@ -1,12 +1,14 @@
 """What a server answered, compared with Hugging Face's forward pass of the same weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from serving import Served
-from tiny import TOP_K, VOCAB
+from tiny import VOCAB
+from torch import Tensor
 
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
@@ -40,8 +42,9 @@ def compare(
     for request, completion in zip(requests, completions, strict=True):
         assert completion.request_id == request.id
         tokens = torch.cat([torch.tensor(request.prompt_tokens), completion.tokens])
-        out = served.model(tokens[None], output_router_logits=True)
-        log_probs = (out.logits[0] / (params.temperature or 1.0)).log_softmax(-1)
+        with chosen_experts(served.model) as chosen:
+            logits = served.model(tokens[None]).logits[0]
+        log_probs = (logits / (params.temperature or 1.0)).log_softmax(-1)
         log_probs = log_probs[len(request.prompt_tokens) - 1 : -1]
         expected = log_probs.gather(1, completion.tokens[:, None])[:, 0]
         is_sampled = torch.ones_like(completion.tokens, dtype=torch.bool)
@@ -57,9 +60,21 @@ def compare(
             worst_topk = max(worst_topk, float((found - by_id).abs().max()))
         if params.capture_routes:
             assert completion.routed_experts is not None
-            chosen = torch.stack([layer.topk(TOP_K).indices for layer in out.router_logits], dim=1)
-            assert torch.equal(completion.routed_experts.indices.long(), chosen[:-1])
+            assert torch.equal(completion.routed_experts.indices.long(), torch.stack(chosen, dim=1)[:-1])
     return worst, worst_topk
+
+
+@contextmanager
+def chosen_experts(model: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """Collect what the routers of a transformers model choose: [tokens, top_k] of each, in their order."""
+    chosen: list[Tensor] = []
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("router")]
+    hooks = [router.register_forward_hook(lambda _module, _, out: chosen.append(out[-1])) for router in routers]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def sampled_until(

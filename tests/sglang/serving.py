@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tiny import EXPERTS, TOP_K, VOCAB, write_model
-from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.sglang.client import SglangClient
@@ -49,7 +48,7 @@ class Served:
 
     url: str
     folder: Path
-    model: Qwen3MoeForCausalLM  # the same weights, here
+    model: Any  # transformers', with the same weights
     run: Path  # the run's folder, whose servers/ names the server
 
 

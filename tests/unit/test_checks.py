@@ -210,15 +210,42 @@ def _full_disk() -> None:
 _AHEAD = {"rollout.engine": "sglang", "rollout.max_staleness": 1}
 
 
-def _sglang() -> None:
+def _sglang(version: str = "1.2.3") -> None:
     """An interpreter whose SGLang takes one argument."""
     arguments = {"tp_size": {"flag": "--tp-size", "kind": "one", "type": "int", "choices": None}}
     python = Path("env/python")
     python.parent.mkdir()
     python.write_text(
-        f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo 1.2.3;; esac\n"
+        f"#!/bin/sh\ncase \"$4\" in *ServerArgs*) echo '{json.dumps(arguments)}';; *) echo {version};; esac\n"
     )
     python.chmod(0o755)
+
+
+_SERVED = {"rollout.engine": "sglang"}
+_ROUTED = {**_SERVED, "rollout.routing_replay": "replay"}
+_SIGMOID: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+
+def _sigmoid(architecture: str, **changes: Any) -> Callable[[], None]:
+    return _model(architectures=[architecture], **{**_SIGMOID, **changes})
+
+
+def _mixtral(version: str) -> None:
+    _model(architectures=["MixtralForCausalLM"], num_local_experts=8)()
+    _sglang(version)
 
 
 _KL = {"algorithm.ref_kl_coef": 0.04, "model.reference": "before"}
@@ -572,6 +599,29 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
     ],
     "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
+    "sglang_model": [
+        Example("model.load", _SERVED, on_disk=_model(mlp_only_layers=[1])),
+        Example("model.load", _SERVED, on_disk=_sigmoid("DeepseekV3ForCausalLM")),
+        Example(
+            "model.load",
+            _SERVED,
+            on_disk=_sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["sparse", "dense"]),
+        ),
+        Example(
+            "model.load",
+            _SERVED,
+            on_disk=_sigmoid(
+                "Glm4MoeLiteForCausalLM", first_k_dense_replace=0, mlp_layer_types=["dense", "sparse"]
+            ),
+        ),
+    ],
+    "sglang_routes": [
+        Example(
+            "rollout.routing_replay",
+            {**_ROUTED, "sglang.python": "env/python"},
+            on_disk=partial(_mixtral, "0.5.21"),
+        ),
+    ],
     "sglang_parts": [
         Example("sglang.pp_size", {"rollout.engine": "sglang", "sglang.pp_size": 2}),
         Example("sglang.dp_size", {"rollout.engine": "sglang", "sglang.dp_size": 2}),
@@ -895,6 +945,55 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
     assert "2 problems:" in result.stderr
     assert "rollout.top_p" in result.stderr
     assert "data.reward" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (
+            _sigmoid("DeepseekV3ForCausalLM"),
+            "no topk_method, no scoring_func, no moe_layer_freq in config.json of model; expected "
+            '"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, which SGLang reads',
+        ),
+        (
+            _sigmoid("Glm4MoeLiteForCausalLM", first_k_dense_replace=None, mlp_layer_types=["dense", "sparse"]),
+            "first_k_dense_replace = None in config.json of model",
+        ),
+        (
+            _sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["sparse", "dense"]),
+            "model, whose layers [1] are dense; expected dense layers in front of all others",
+        ),
+        (_model(mlp_only_layers=[0]), "model, whose layers [0] are dense; expected experts in every layer"),
+        (
+            partial(_mixtral, "0.5.21"),
+            "a model of MixtralForCausalLM with SGLang 0.5.21; expected 'off': routers of that model do not",
+        ),
+    ],
+)
+def test_check_refuses_what_sglang_would_not_serve_as_it_is_trained(
+    world: Path, spoil: Callable[[], None], says: str
+) -> None:
+    spoil()
+    Path("config.toml").write_text(dump_config(_config({**_ROUTED, "sglang.python": "env/python"})))
+    result = CliRunner().invoke(app, ["check", "config.toml"])
+    assert result.exit_code == 1
+    assert says in " ".join(result.stderr.split())
+    Path("config.toml").write_text(dump_config(_config({})))
+    assert CliRunner().invoke(app, ["check", "config.toml"]).exit_code == 0, "the embedded engine has it"
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [
+        _sigmoid("DeepseekV3ForCausalLM", **_PUBLISHED),
+        _sigmoid("Glm4MoeForCausalLM"),
+        _sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["dense", "sparse"]),
+        partial(_mixtral, "0.5.22"),
+    ],
+)
+def test_check_is_content_with_what_sglang_serves(world: Path, publish: Callable[[], None]) -> None:
+    publish()
+    assert check(_config({**_ROUTED, "sglang.python": "env/python"}), 1) == []
 
 
 def test_check_is_content_with_a_valid_config(world: Path) -> None:

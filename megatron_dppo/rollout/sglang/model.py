@@ -1,33 +1,77 @@
-"""Reads the sizes of a model that servers and clients need from its config.json."""
+"""Reads the sizes that servers and clients need from a config.json; refuses what SGLang would serve wrongly."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8
 from megatron_dppo.architectures.registry import FAMILIES, read_model_sizes
-from megatron_dppo.architectures.sizes import read_model_config
+from megatron_dppo.architectures.sizes import ModelSizes, read_model_config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.rollout.sglang.protocol import ServedModel
+
+_NUM_DENSE = "first_k_dense_replace"
 
 
 def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
     """Read the model in `folder`, and check that SGLang serves it as it is.
 
     Raises:
-        ConfigError: There is no config.json, it names dense layers that SGLang would serve as sparse ones, or
-            weights in 8 bits, which the trainer's could not replace.
+        ConfigError: There is no config.json, or see `model_problems`.
     """
     sizes = read_model_sizes(folder)
-    path, hf = read_model_config(folder)
+    problems = list(model_problems(folder, read_model_config(folder)[1], sizes))
+    if problems:
+        raise ConfigError(problems)
+    return ServedModel(sizes.vocab_size, sizes.num_layers, tuple(end_tokens), sizes.routing)
+
+
+def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:
+    """Yield what keeps SGLang from serving a model as it is trained.
+
+    That are weights in 8 bits, which the trainer's could not replace, dense layers where SGLang builds sparse
+    ones, and keys that it reads of config.json and does not find.
+
+    Args:
+        folder: model.load.
+        hf: Its config.json.
+        sizes: The model's.
+    """
     if is_block_fp8(hf.get(QUANTIZED)):
         action = f"Run megatron-dppo convert to-megatron --hf {folder} --out NEW, and name NEW as model.load."
-        found = f"{path}, whose weights are 8-bit floats in blocks"
+        found = f"{folder}, whose weights are 8-bit floats in blocks"
         expected = "weights in bfloat16: a server of these would drop what the trainer sends"
-        raise ConfigError(Problem("model.load", found, expected, action))
+        yield Problem("model.load", found, expected, action)
+    facts = FAMILIES[sizes.architecture].sglang
+    keys = dict(facts.config_keys)
     dense = sorted(set(range(sizes.num_layers)) - set(sizes.moe_layers)) if sizes.num_experts else []
-    if dense and not FAMILIES[sizes.architecture].sglang_mixes_layers:
+    is_in_front = dense == list(range(len(dense)))
+    if dense and not (facts.has_dense_layers and is_in_front):
         action = "Use rollout.engine = 'transformers' for this model."
         found = f"{folder}, whose layers {dense[:8]} are dense"
         expected = "experts in every layer: SGLang takes all layers of this architecture as sparse"
-        raise ConfigError(Problem("model.load", found, expected, action))
-    return ServedModel(sizes.vocab_size, sizes.num_layers, tuple(end_tokens), sizes.routing)
+        if facts.has_dense_layers:
+            expected = "dense layers in front of all others: SGLang builds them nowhere else"
+        yield Problem("model.load", found, expected, action)
+    elif facts.has_dense_layers:
+        keys[_NUM_DENSE] = len(dense)
+    other = {key: value for key, value in keys.items() if hf.get(key) != value}
+    if other:
+        found = ", ".join(f"{key} = {hf[key]!r}" if key in hf else f"no {key}" for key in other)
+        expected = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in other.items())
+        action = "Write them there: publishers do, transformers may leave them out of what it saves."
+        yield Problem(
+            "model.load", f"{found} in config.json of {folder}", f"{expected}, which SGLang reads", action
+        )
+
+
+def routes_problem(architecture: str, version: str) -> Problem | None:
+    """Return the problem with routes from a version of SGLang; none where it returns them."""
+    if version not in FAMILIES[architecture].sglang.lacks_routes:
+        return None
+    found = f"a model of {architecture} with SGLang {version}"
+    expected = (
+        "'off': routers of that model do not say there of which layer they are, and its servers would end"
+    )
+    action = "Set rollout.routing_replay = 'off', use a later SGLang, or rollout.engine = 'transformers'."
+    return Problem("rollout.routing_replay", found, expected, action)

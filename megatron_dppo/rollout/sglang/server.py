@@ -20,11 +20,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.model import served_model
+from megatron_dppo.rollout.sglang.model import routes_problem, served_model
 from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.rollout.sglang.options import (
     arguments,
@@ -94,7 +95,8 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
 
     Raises:
         ConfigError: SGLang is not in sglang.python, or for CPUs, is of a version never run against, the
-            table has problems, or model.load is not what a server can load or serves as it is.
+            table has problems, or model.load is not what a server can load, serves as it is, and returns
+            routes of.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -106,16 +108,21 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         raise ConfigError(Problem("sglang.python", found, "one for GPUs, as sglang.device is not cpu", action))
     if problems := [*owned_problems(table), *option_problems(table, options)]:
         raise ConfigError(problems)
+    version = installed_version(python)
     try:
-        generation_of(installed_version(python))
+        generation_of(version)
     except ServerError as error:
         raise ConfigError(Problem("sglang.python", str(python), "a known version", str(error))) from None
     served_model(config.model.load, ())
-    model = read_model_config(config.model.load)[0].parent
+    file, hf = read_model_config(config.model.load)
+    model, family = file.parent, family_of(hf)
+    table = {**family.sglang.arguments, **table}
     has_weights = any(model.glob("*.safetensors"))
     if not has_weights:
         table.setdefault("load_format", "dummy")  # the trainer's first push brings them
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
+    if replay and (problem := routes_problem(family.architecture, str(version))) is not None:
+        raise ConfigError(problem)
     host, port = str(table.setdefault("host", "127.0.0.1")), int(table.setdefault("port", free_port()))
     if index and not is_on_cpu:
         table["base_gpu_id"] = int(table.get("base_gpu_id", 0)) + index * int(table.get("tp_size", 1))

@@ -57,10 +57,41 @@ def _register_nothing(module: ModuleType) -> None:
         module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
+def _prefill_from_latents(module: ModuleType) -> None:
+    """Prefill of latent attention would take keys and values from a cache that holds latents.
+
+    Its absorbed form takes latents, and is what decoding computes.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        method = module.AttnForwardMethod.MLA
+        module.AttentionBackendRegistry.register("torch_native", lambda attention, batch: method)
+
+
+def _rotate_without_yarn(module: ModuleType) -> None:
+    """Latent attention's rotary table is made for CPUs where frequencies are YaRN's, and refused otherwise."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    with_yarn = module.get_rope_cpu
+
+    def get_rope_cpu(*arguments: Any) -> Any:
+        *sizes, scaling, dtype, partial, _ = arguments  # as get_rope_wrapper passes them
+        if scaling is not None and scaling["rope_type"] != "default":
+            return with_yarn(*arguments)
+        return module.get_rope(*sizes, None, dtype, partial)
+
+    module.get_rope_cpu = get_rope_cpu  # type: ignore[attr-defined]
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_vision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.state_capturer.base": _leave_buffers_unpinned,
     "sglang.srt.mem_cache.pool_host.common": _register_nothing,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _prefill_from_latents,
+    "sglang.srt.layers.rotary_embedding.factory": _rotate_without_yarn,
 }
 
 

@@ -1,0 +1,56 @@
+"""The model families that a real server serves on a CPU, and their tiny models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from sanity_run import TOKENS, add_task
+from serving import OPTIONS
+from test_families import CASES
+from tiny_families import write_family
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.architectures.registry import FAMILIES
+
+IN_CI = ("Glm4MoeForCausalLM", "DeepSeek-V3: four groups, of which two")
+"""Grouped-query and latent attention; sigmoid routers with biases and groups; shared experts; YaRN."""
+CASES_SERVED = (*FAMILIES, IN_CI[1], "GLM-4.5: head norms", "Moonlight")
+"""Every architecture, and variants whose servers compute otherwise."""
+
+
+def write_served_case(task: Path, case: str) -> Path:
+    """Write the model of a case, with config.json as publishers write it, and the sanity task beside it."""
+    architecture, changes = CASES[case]
+    folder, family = write_family(task / "model", architecture, **TOKENS | changes), FAMILIES[architecture]
+    add_task(task)
+    file = folder / "config.json"
+    hf: dict[str, Any] = json.loads(file.read_text())
+    keys = dict(family.sglang.config_keys)
+    if family.sglang.has_dense_layers:
+        keys["first_k_dense_replace"] = family.sizes(hf).moe_layers[0]
+    file.write_text(json.dumps(hf | keys))
+    return folder
+
+
+def served_tables(task: Path, case: str) -> dict[str, dict[str, Any]]:
+    """A config's tables of a run in `task`: its server, and pushes in buckets smaller than any layer."""
+    facts = FAMILIES[CASES[case][0]]
+    has_routes = any(rule.is_expert for rule in facts.rules) and not facts.sglang.lacks_routes
+    return {
+        "run": {"folder": str(task / "run")},
+        "model": {"load": str(task / "model"), "dtype": "float32"},
+        "rollout": {
+            "engine": "sglang",
+            "routing_replay": "replay" if has_routes else "off",
+            "sglang": {"sync_bucket_bytes": 8000},
+        },
+        "sglang": OPTIONS | {"context_length": 64},
+    }
+
+
+def model_of(folder: Path, weights: Path) -> torch.nn.Module:
+    """Transformers' model of `folder`, in float32, with the tensors of a file of safetensors."""
+    filled = weights.parent / "config.json"
+    filled.write_text((folder / "config.json").read_text())
+    return AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32).eval()

@@ -1,6 +1,7 @@
 """Decodes many sequences with a transformers model, each in its own slot of one key-value cache."""
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,33 @@ def padded_experts_forward(
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
+class FusedLinears:
+    """Linears that read the same input, as one product; each is called as before, and returns its part."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        """Make the weights, and the biases, parts of one tensor each, and replace the linears' forwards."""
+        self._sizes = [linear.out_features for linear in linears]
+        self._fused = {name: self._joined(linears, name) for name in ("weight", "bias")}
+        self._input: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+        for index, linear in enumerate(linears):
+            linear.forward = partial(self._part, index)
+
+    def _joined(self, linears: Sequence[nn.Linear], name: str) -> Tensor | None:
+        if getattr(linears[0], name) is None:
+            return None
+        joined = torch.cat([getattr(linear, name).detach() for linear in linears])
+        for linear, part in zip(linears, joined.split(self._sizes), strict=True):
+            setattr(linear, name, nn.Parameter(part, requires_grad=False))
+        return joined
+
+    def _part(self, index: int, hidden_states: Tensor) -> Tensor:
+        if hidden_states is not self._input:  # which is kept, so that no other tensor gets its place in memory
+            self._input = hidden_states
+            self._parts = nn.functional.linear(hidden_states, **self._fused).split(self._sizes, -1)
+        return self._parts[index]
+
+
 class SlotDecoder:
     """Forwards the model, and records its routers. Callers own the cache: one per call of `generate`."""
 
@@ -119,6 +147,10 @@ class SlotDecoder:
             )
         self.model.tie_weights()
         self.model.requires_grad_(False).eval()
+        for layer in self.model.base_model.layers:
+            projections = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkv"]
+            if all(isinstance(projection, nn.Linear) for projection in projections):
+                FusedLinears(projections)
         self._config: Any = self.model.config
         self._dtype, self._device = dtype, device
         self._choices: list[Tensor] | None = None

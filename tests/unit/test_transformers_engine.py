@@ -439,7 +439,7 @@ def test_linears_of_one_input_are_one_product(bias: bool) -> None:
                 expected = torch.nn.functional.linear(inputs, linear.weight, linear.bias)
                 torch.testing.assert_close(linear(inputs), expected)
         for linear in linears:
-            linear.weight.copy_(torch.randn_like(linear.weight))
+            linear.weight.detach().copy_(torch.randn_like(linear.weight))
     assert len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
 
 

@@ -108,24 +108,24 @@ class FusedLinears:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         """Make the weights, and the biases, parts of one tensor each, and replace the linears' forwards."""
         self._sizes = [linear.out_features for linear in linears]
-        self._fused = {name: self._joined(linears, name) for name in ("weight", "bias")}
+        self._weight = self._joined([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self._bias = self._joined(biases) if biases else None
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         for index, linear in enumerate(linears):
             linear.forward = partial(self._part, index)
 
-    def _joined(self, linears: Sequence[nn.Linear], name: str) -> Tensor | None:
-        if getattr(linears[0], name) is None:
-            return None
-        joined = torch.cat([getattr(linear, name).detach() for linear in linears])
-        for linear, part in zip(linears, joined.split(self._sizes), strict=True):
-            setattr(linear, name, nn.Parameter(part, requires_grad=False))
+    def _joined(self, parameters: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, joined.split(self._sizes), strict=True):
+            parameter.data = part
         return joined
 
-    def _part(self, index: int, hidden_states: Tensor) -> Tensor:
-        if hidden_states is not self._input:  # which is kept, so that no other tensor gets its place in memory
-            self._input = hidden_states
-            self._parts = nn.functional.linear(hidden_states, **self._fused).split(self._sizes, -1)
+    def _part(self, index: int, input: Tensor) -> Tensor:
+        if input is not self._input:  # which is kept, so that no other tensor gets its place in memory
+            self._input = input
+            self._parts = nn.functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
         return self._parts[index]
 
 
@@ -149,8 +149,9 @@ class SlotDecoder:
         self.model.requires_grad_(False).eval()
         for layer in self.model.base_model.layers:
             projections = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkv"]
-            if all(isinstance(projection, nn.Linear) for projection in projections):
-                FusedLinears(projections)
+            linears = [projection for projection in projections if isinstance(projection, nn.Linear)]
+            if len(linears) == len(projections):
+                FusedLinears(linears)
         self._config: Any = self.model.config
         self._dtype, self._device = dtype, device
         self._choices: list[Tensor] | None = None

@@ -14,7 +14,7 @@ from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.rollout.embedded.engine import TransformersEngine, checkpoint_targets, round_to_fp8
-from megatron_dppo.rollout.embedded.slot_decoder import padded_experts_forward
+from megatron_dppo.rollout.embedded.slot_decoder import FusedLinears, padded_experts_forward
 from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
 VOCAB = 40
@@ -425,6 +425,22 @@ def test_bfloat16_differs_from_float32_but_not_much(model: Any) -> None:
             trained = torch.log_softmax(logits, -1).gather(1, completion.tokens[:, None])[:, 0]
             gaps.append((trained.exp() - completion.log_probs.exp()).abs())
         assert 1e-5 < float(torch.cat(gaps).mean()) < 0.1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_of_one_input_are_one_product(bias: bool) -> None:
+    """In any order of calls, for each input, and with weights that are loaded one by one later."""
+    linears = [torch.nn.Linear(16, size, bias=bias, dtype=torch.float64) for size in (8, 4, 4)]
+    FusedLinears(linears)
+    for _ in range(2):
+        first, second = torch.randn(2, 5, 16, dtype=torch.float64)
+        for inputs, order in ((first, (0, 1, 2)), (second, (2, 0, 1))):
+            for linear in (linears[index] for index in order):
+                expected = torch.nn.functional.linear(inputs, linear.weight, linear.bias)
+                torch.testing.assert_close(linear(inputs), expected)
+        for linear in linears:
+            linear.weight.detach().copy_(torch.randn_like(linear.weight))
+    assert len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
 
 
 def test_building_an_engine_draws_no_random_numbers(model: Any) -> None:

@@ -1,6 +1,7 @@
 """Decodes many sequences with a transformers model, each in its own slot of one key-value cache."""
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -106,6 +107,33 @@ def padded_experts_forward(
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
+class FusedLinears:
+    """Linears that read the same input, as one product; each is called as before, and returns its part."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        """Make the weights, and the biases, parts of one tensor each, and replace the linears' forwards."""
+        self._sizes = [linear.out_features for linear in linears]
+        self._weight = self._joined([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self._bias = self._joined(biases) if biases else None
+        self._input: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+        for index, linear in enumerate(linears):
+            linear.forward = partial(self._part, index)
+
+    def _joined(self, parameters: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, joined.split(self._sizes), strict=True):
+            parameter.data = part
+        return joined
+
+    def _part(self, index: int, input: Tensor) -> Tensor:
+        if input is not self._input:  # which is kept, so that no other tensor gets its place in memory
+            self._input = input
+            self._parts = nn.functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
+        return self._parts[index]
+
+
 class SlotDecoder:
     """Forwards the model, and records its routers. Callers own the cache: one per call of `generate`."""
 
@@ -130,6 +158,11 @@ class SlotDecoder:
                     setattr(module, name, torch.nn.Buffer(buffer.float()))
         self.model.tie_weights()
         self.model.requires_grad_(False).eval()
+        for layer in self.model.base_model.layers:
+            projections = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkv"]
+            linears = [projection for projection in projections if isinstance(projection, nn.Linear)]
+            if len(linears) == len(projections):
+                FusedLinears(linears)
         self._dtype, self._device = dtype, device
         self._choices: list[Tensor] | None = None
         self.moe_layers, self.num_experts = self._tap_routers()

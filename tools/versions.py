@@ -127,7 +127,7 @@ def versions_tables(root: Path) -> str:
     trainers: dict[tuple[str, ...], list[Record]] = {}
     for each in records:
         if each.suite != "sglang":
-            trainers.setdefault(tuple(each.versions[name] for name in TESTED), []).append(each)
+            trainers.setdefault(tuple(str(each.versions[name]) for name in TESTED), []).append(each)
     first = [[*TESTED, "what passed", "date"]]
     for found, of_them in trainers.items():
         passed = "; ".join(f"{each.suite}: {_outcome(root, each)}" for each in of_them)
@@ -138,7 +138,7 @@ def versions_tables(root: Path) -> str:
             names = ("sglang", "server torch", "server transformers")
             features = [_feature(each, files) for files in FEATURES.values()]
             second.append(
-                [*(each.versions[name] for name in names), *features, _outcome(root, each), each.date]
+                [*(str(each.versions[name]) for name in names), *features, _outcome(root, each), each.date]
             )
     return f"{_markdown(first)}\n{_markdown(second)}"
 

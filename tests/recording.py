@@ -49,12 +49,22 @@ class Worker:
 
 
 class Recorder:
-    """Counts the outcomes of each file, and writes them at the end."""
+    """Counts the outcomes of each file, and writes them when it is done; under xdist, all at the end."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._counts: dict[str, Counter[str]] = {}
         self._left_out: set[str] = set()
+        self._num_to_come = Counter[str]()  # tests of each file
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._num_to_come.update(_file(item.nodeid) for item in session.items)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        file = _file(nodeid)
+        self._num_to_come[file] -= 1
+        if self._num_to_come[file] == 0:
+            self._write([file])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -73,22 +83,28 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            return
-        for nodeid in self._left_out:
-            self._count(nodeid, "left_out")
-        today = datetime.now(UTC).date().isoformat()
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            left_out = map(_file, self._left_out)
+            self._write({name for name in (*self._counts, *left_out) if self._num_to_come[name] <= 0})
+
+    def _write(self, names: Iterable[str]) -> None:
+        left_out, today = Counter(map(_file, self._left_out)), datetime.now(UTC).date().isoformat()
         for suite in SUITES:
-            files = {
-                Path(name).name: Outcome(**{kind: counts[kind] for kind in _KINDS.values()})
-                for name, counts in self._counts.items()
-                if Path(name).parts[:2] == ("tests", suite)
-            }
+            files: dict[str, Outcome] = {}
+            for name in names:
+                counts = self._counts.get(name, Counter[str]())
+                if Path(name).parts[:2] == ("tests", suite):
+                    of_all = counts["left_out"] + left_out[name]
+                    files[Path(name).name] = Outcome(counts["passed"], counts["failed"], of_all)
             if files:
                 record(self._root, suite, _versions(suite), files, today)
 
     def _count(self, nodeid: str, kind: str) -> None:
-        self._counts.setdefault(nodeid.partition("::")[0], Counter())[kind] += 1
+        self._counts.setdefault(_file(nodeid), Counter())[kind] += 1
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def _versions(suite: str) -> dict[str, str | None]:

@@ -31,11 +31,13 @@ SUITES = ("unit", "distributed", "faults", "recipes", "slurm", "sglang")
 """Folders of tests/, in their order in the tables; what is no test comes after them."""
 FEATURES: Mapping[str, tuple[str, ...]] = {
     "log-probs, Top-K, routes": ("test_engine.py", "test_client.py", "test_server_is_real.py"),
-    "three weight syncs": ("test_weight_sync.py", "test_sync_faults.py"),
+    "three weight syncs": ("test_weight_sync.py",),
     "pause, continue, flush": ("test_pause.py", "test_flush.py"),
-    "aborted, continued, retracted": ("test_partials.py", "test_retractions.py"),
+    "partials": ("test_partials.py",),
+    "retractions": ("test_retractions.py",),
     "turns": ("test_turns.py", "test_gpu_turns.py"),
     "asynchronous": ("test_ahead.py",),
+    "faults": ("test_sync_faults.py", "test_proxy_faults.py", "test_several_servers.py"),
     "whole runs": ("test_training.py", "test_evaluate.py", "test_mismatch.py"),
 }
 """Files of tests/sglang, by what they show of a server."""
@@ -127,7 +129,7 @@ def versions_tables(root: Path) -> str:
     trainers: dict[tuple[str, ...], list[Record]] = {}
     for each in records:
         if each.suite != "sglang":
-            trainers.setdefault(tuple(each.versions[name] for name in TESTED), []).append(each)
+            trainers.setdefault(tuple(str(each.versions[name]) for name in TESTED), []).append(each)
     first = [[*TESTED, "what passed", "date"]]
     for found, of_them in trainers.items():
         passed = "; ".join(f"{each.suite}: {_outcome(root, each)}" for each in of_them)
@@ -138,7 +140,7 @@ def versions_tables(root: Path) -> str:
             names = ("sglang", "server torch", "server transformers")
             features = [_feature(each, files) for files in FEATURES.values()]
             second.append(
-                [*(each.versions[name] for name in names), *features, _outcome(root, each), each.date]
+                [*(str(each.versions[name]) for name in names), *features, _outcome(root, each), each.date]
             )
     return f"{_markdown(first)}\n{_markdown(second)}"
 

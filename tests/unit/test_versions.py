@@ -28,10 +28,10 @@ def test_the_guide_has_what_was_recorded_and_what_the_code_says() -> None:
     assert "examples/guides/installing.md#versions" in (ROOT / "README.md").read_text()
 
 
-def test_what_counts_as_tested_was_recorded() -> None:
+def test_what_was_recorded_counts_as_tested_and_so_does_every_server() -> None:
     recorded = [each.versions for each in read_records(ROOT) if not each.total.failed]
     for name, tested in TESTED.items():
-        assert {each[name] for each in recorded} == set(tested), name
+        assert {each[name] for each in recorded} <= set(tested), name
     of_servers = {each["sglang"] for each in recorded if "sglang" in each}
     assert of_servers == GENERATIONS.keys() == UPDATE_CALLS.keys()
 

@@ -204,7 +204,7 @@ QUERY_RANK, NO_QUERY_RANK = "query rank", "no query rank"
 
 
 def _latent(ours: str, theirs: str, shape: str, only_with: str | None = None) -> WeightRule:
-    """Return the rule of a projection: down to a latent, whole on each rank, or up to heads, which are split."""
+    """Return the rule of a projection: down to a latent, whole on each rank, or up to split heads."""
     is_down = ours.endswith("down_proj")
     return WeightRule(
         _M + f"self_attention.linear_{ours}.weight",

@@ -6,9 +6,10 @@ up), so an adapter stands beside each Megatron linear, with one pair for each Hu
 are what peft trains. The model's own parameters keep their names.
 
 Where tensor parallelism splits a linear's outputs, A is whole and B split as they are; where it splits the
-inputs, A is split and B whole; both are where a linear is whole. Whole ones see this rank's slice of the sequence
+inputs, A is split and B whole; of a whole linear, both are. Whole ones see this rank's slice of the sequence
 alone, and Megatron sums their gradients as it does those of norms; only activations of width `rank` are
-exchanged. Experts' pairs are stacked, and split over expert-parallel and expert-tensor-parallel ranks as the experts are.
+exchanged. Experts' pairs are stacked, and split over expert-parallel and expert-tensor-parallel ranks as the
+experts are.
 """
 
 import hashlib

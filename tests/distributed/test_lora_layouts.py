@@ -14,8 +14,11 @@ from torch import Tensor
 from megatron_dppo.runtime.process import Runtime
 
 NUM_LAYERS = 4
-MODELS = {"experts": "Qwen3MoeForCausalLM", "dense": "Qwen2ForCausalLM"}
-TARGETS = {"targets": ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
+MODELS = {"experts": "Qwen3MoeForCausalLM", "dense": "Qwen2ForCausalLM", "latent": "DeepseekV3ForCausalLM"}
+TARGETS = {
+    **dict.fromkeys(("experts", "dense"), ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    "latent": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -28,6 +31,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "CP2": {"context": 2},
         "dense TP2": {"tensor": 2},
         "dense PP2": {"pipeline": 2},
+        "latent TP2": {"tensor": 2},
     },
     4: {
         "EP2 ETP2": {"expert": 2, "expert_tensor": 2},
@@ -53,7 +57,8 @@ def measure(runtime: Runtime, folder: str, parallel: dict[str, Any]) -> dict[str
 
     is_overlapped = "overlap_grad_reduce" in parallel
     optimizer = SMOOTH | {"distributed": is_overlapped}
-    actor = Actor(config_of(Path(folder), TARGETS, parallel=parallel, optimizer=optimizer), runtime)
+    case = {"targets": TARGETS[Path(folder).name]}
+    actor = Actor(config_of(Path(folder), case, parallel=parallel, optimizer=optimizer), runtime)
     start = adapter_tensors(actor.chunks)
     randomize(actor)
     actor.optimizer.reload_model_params()
@@ -77,7 +82,7 @@ def measure_all(
     """The worst error of each kind in each layout, in one spawn."""
     errors: dict[str, dict[str, float]] = {}
     for name, parallel in layouts.items():
-        model = f"{folder}/{'dense' if name.startswith('dense') else 'experts'}"
+        model = f"{folder}/{next((each for each in MODELS if name.startswith(each)), 'experts')}"
         found, expected = measure(runtime, model, parallel), torch.load(f"{model}.reference")
         errors[name] = {}
         for kind, tensors in found.items():

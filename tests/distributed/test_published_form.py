@@ -26,7 +26,7 @@ FURTHER = f"model.layers.{LAYERS}."
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight in 8 bits, and a scale for each block: the block's largest value becomes the type's largest."""
+    """The weight in 8 bits, and a scale for each block, whose largest value becomes the type's."""
     by_rows = [rows.split(BLOCK, 1) for rows in weight.float().split(BLOCK)]
     limit = torch.finfo(torch.float8_e4m3fn).max
     scales = torch.stack([torch.stack([block.abs().max() / limit for block in blocks]) for blocks in by_rows])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizers import qwen3_tokenizer, r1_tokenizer, save
-from experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, model_of
 from experiment_models import PUBLISHED
+from experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, model_of
 from typer.testing import CliRunner
 
 from megatron_dppo.checks import AT_ONCE, BEFORE_LOADING, Facts, check

@@ -188,7 +188,7 @@ WITHOUT_AN_EXAMPLE = {
         *("megatron.recompute_granularity=full", "megatron.recompute_method=uniform"),
         *("megatron.recompute_num_layers=1", "optimizer.offload=true"),
     ),
-    "uneven": (LATENT, "parallel.pipeline=2", "parallel.context=2", "parallel.expert=1"),
+    "uneven": (LATENT, "parallel.pipeline=2", "parallel.expert=4"),
     "latents in context": (LATENT, "parallel.tensor=1", "parallel.context=4", "parallel.expert=4"),
     "selective": (
         MOE,

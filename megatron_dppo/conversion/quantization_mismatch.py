@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.quantized_folder import QuantizedFolder
 from megatron_dppo.errors import ConversionError
@@ -62,8 +63,7 @@ def measure(
     original = HFWeights(hf)
     fill(model, ((name, original.tensor(name)) for name in sorted(original.names)), hf)
     of_pi = forwarded(model, prompts, responses, "original")
-    num_experts = getattr(model.config, "num_experts", 0)
-    return figures(prompts, responses, of_mu, of_pi, num_experts)
+    return figures(prompts, responses, of_mu, of_pi, read_model_sizes(hf).num_experts or 0)
 
 
 @torch.no_grad()

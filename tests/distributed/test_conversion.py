@@ -52,7 +52,7 @@ def test_an_existing_output_is_refused(converted: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("architectures", ["MixtralForCausalLM"], "MixtralForCausalLM"),
+        ("architectures", ["BertForMaskedLM"], "BertForMaskedLM"),
         ("norm_topk_prob", False, "norm_topk_prob"),
         ("hidden_size", 64, "has shape"),
         ("num_hidden_layers", 2, "left over"),

@@ -88,8 +88,8 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         ["model-9.safetensors", "not there"],
     ),
     "an unknown architecture": (
-        lambda folder: describe(folder, architectures=["MixtralForCausalLM"]),
-        ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"],
+        lambda folder: describe(folder, architectures=["BertForMaskedLM"]),
+        ["BertForMaskedLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"],
     ),
     "another number of experts": (lambda folder: describe(folder, num_experts=4), ["left over", "experts.4."]),
     "tied weights that differ": (

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
+from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.cli import app
 from megatron_dppo.conversion.description import read_convertible_config
@@ -117,6 +118,32 @@ def test_the_mismatch_is_measured_shown_and_written(written: Any) -> None:
     assert all(0.3 < found[layer] < 1 for layer in layers)
     for words in (f"{found['kl_k3']:.3e}", f"{found['top1_agreement']:.4%}", f"wrote {out}"):
         assert words in printed
+
+
+@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_latents_and_expert_biases_stay_as_they_are(models: Path, tmp_path: Path, architecture: str) -> None:
+    write_family(tmp_path / architecture, architecture, torch.bfloat16, num_hidden_layers=2)
+    TOKENIZER.save_pretrained(tmp_path / architecture)
+    shutil.copy(models / "prompts.jsonl", tmp_path)
+    done = quantize(*arguments(tmp_path, tmp_path / "out", architecture))
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    original = HFWeights(tmp_path / architecture)
+    folder = QuantizedFolder(tmp_path / "out")
+    assert folder.quantized == {name for name in original.names if is_linear(name)}
+    assert any("shared_experts" in name for name in folder.quantized)
+    left = {name: tensor for name, tensor in folder.weights() if name not in folder.quantized}
+    assert left.keys() == original.names - folder.quantized
+    assert [
+        name for name, tensor in left.items() if not torch.equal(tensor, original.tensor(name).to(tensor))
+    ] == []
+    biases = [name for name in left if stays_float32(name)]
+    assert biases and {left[name].dtype for name in biases} == {torch.float32}
+    ignored = json_of(tmp_path / "out" / "config.json")["quantization_config"]["ignore"]
+    latents = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"] * (
+        architecture != "Glm4MoeForCausalLM"
+    )
+    expected = [f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in latents]
+    assert ignored == sorted([*expected, "lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"])
 
 
 def test_patterns_leave_whole_units_in_bfloat16(models: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.partition import chunks_of
 from megatron_dppo.plan.plan import Plan
 from megatron_dppo.plan.stage_activations import chunks_in_flight
+from megatron_dppo.plan.units import counted
 from megatron_dppo.trace.ledger import BACKWARD, LOSS, STEP, Count
 from megatron_dppo.trace.step import StepSettings, TracedStep, run_step
 
@@ -193,12 +194,12 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
         raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
     if is_whole:
         return chunks, deep
-    dense = _num_dense(job, layout, stage, whole)
-    alike = (depth for depth in range(deep // chunks // 2 * chunks, deep, chunks))
-    shallow = next((depth for depth in alike if _num_dense(job, layout, stage, depth) == dense), None)
-    if shallow is None or _num_dense(job, layout, stage, deep) != dense:
+    kinds = _kinds(job, layout, stage, whole)
+    depths = range(deep // chunks // 2 * chunks, deep, chunks)
+    shallow = next((depth for depth in depths if _kinds(job, layout, stage, depth) == kinds), None)
+    if shallow is None or _kinds(job, layout, stage, deep) != kinds:
         found = f"{num_layers} of a model with {len(job.shape.sizes.moe_layers)} MoE layers among {whole}"
-        expected = f"so many that a rank has as many dense layers as in the whole model, {dense}, and others"
+        expected = f"so many that half of them have this rank's {counted(kinds[0], 'dense layer')}, and others"
         raise ConfigError(Problem("--trace-layers", found, expected, "Give more, or leave it out."))
     return shallow, deep
 
@@ -210,12 +211,18 @@ def _own_layers(layout: Layout, stage: int, num_layers: int) -> list[int]:
     return [layer for chunk in chunks_of(stage, layout, num_layers) for layer in chunk.layers]
 
 
-def _num_dense(job: Job, layout: Layout, stage: int, num_layers: int) -> int:
-    """Return the dense layers of a rank of the stage in a model of so many layers; 0 where all are dense."""
+def _kinds(job: Job, layout: Layout, stage: int, num_layers: int) -> tuple[int, bool]:
+    """Return the dense layers of a rank in a model of so many layers, and whether it has others.
+
+    Without the others, experts' optimizer states are not those that decide the peak of the step.
+    """
     assert not isinstance(job.facts.model, Problem), "a job has a model"
+    if not job.shape.sizes.moe_layers:
+        return 0, True
     moe_layers = model_sizes(dict(job.facts.model) | {"num_hidden_layers": num_layers}).moe_layers
     own = _own_layers(layout, stage, num_layers)
-    return len([layer for layer in own if layer not in moe_layers]) * bool(job.shape.sizes.moe_layers)
+    num_dense = len([layer for layer in own if layer not in moe_layers])
+    return num_dense, num_dense < len(own)
 
 
 def _microbatches_to_run(job: Job, layout: Layout, stage: int) -> int:

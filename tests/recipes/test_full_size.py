@@ -173,7 +173,13 @@ def distinct_layouts() -> list[tuple[Path, ...]]:
     return [*configs.values(), TOPK.layers]
 
 
-MOE, DENSE = (ROOT / "examples" / name / "base.toml" for name in ("moe_base", "dense_base"))
+def depth_of(config: Config) -> int:
+    """Returns the layers to trace: enough for a dense one and two with experts on each stage."""
+    return max(8, 3 * config.parallel.pipeline)
+
+
+_NAMES = ("moe_base", "dense_base", "moonlight")
+MOE, DENSE, LATENT = (ROOT / "examples" / name / "base.toml" for name in _NAMES)
 WITHOUT_AN_EXAMPLE = {
     "context": (MOE, "parallel.tensor=2", "parallel.context=4"),
     "interleaved": (MOE, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.context=1"),
@@ -182,6 +188,8 @@ WITHOUT_AN_EXAMPLE = {
         *("megatron.recompute_granularity=full", "megatron.recompute_method=uniform"),
         *("megatron.recompute_num_layers=1", "optimizer.offload=true"),
     ),
+    "uneven": (LATENT, "parallel.pipeline=2", "parallel.expert=4"),
+    "latents in context": (LATENT, "parallel.tensor=1", "parallel.context=4", "parallel.expert=4"),
     "selective": (
         MOE,
         "megatron.recompute_granularity=selective",
@@ -194,13 +202,14 @@ WITHOUT_AN_EXAMPLE = {
 def test_a_traced_step_of_other_layouts_holds_the_plan(name: str) -> None:
     file, *overrides = WITHOUT_AN_EXAMPLE[name]
     config, num_gpus = load_config([Path(file)], overrides), FEWEST_GPUS[Path(file).parent.name]
-    require_plan(trace_run(make_plan(config, Machine(num_gpus, 80 * GB)), lambda _: None, num_layers=8), config)
+    plan = make_plan(config, Machine(num_gpus, 80 * GB))
+    require_plan(trace_run(plan, lambda _: None, depth_of(config)), config)
 
 
 @pytest.mark.parametrize("layers", distinct_layouts(), ids=lambda layers: "-".join(layers[-1].parts[1:]))
 def test_a_traced_step_holds_the_plan(layers: tuple[Path, ...]) -> None:
     config, num_gpus = load(*layers), FEWEST_GPUS[layers[0].parts[1]]
-    trace = trace_run(make_plan(config, Machine(num_gpus, 80 * GB)), lambda _: None, num_layers=8)
+    trace = trace_run(make_plan(config, Machine(num_gpus, 80 * GB)), lambda _: None, depth_of(config))
     require_plan(trace, config)
     assert trace.peak[1] <= 80 * GB
 

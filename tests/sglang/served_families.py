@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.architectures.registry import FAMILIES
 
-IN_CI = ("Glm4MoeForCausalLM", "DeepSeek-V3: four groups, of which two")
-"""Grouped-query and latent attention; sigmoid routers with biases and groups; shared experts; YaRN."""
-CASES_SERVED = (*FAMILIES, IN_CI[1], "GLM-4.5: head norms", "Moonlight")
+IN_CI = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Grouped-query and latent attention with a query rank; sigmoid routers with biases, shared experts."""
+CASES_SERVED = (*FAMILIES, "DeepSeek-V3: four groups, of which two", "GLM-4.5: head norms", "Moonlight")
 """Every architecture, and variants whose servers compute otherwise."""
 
 

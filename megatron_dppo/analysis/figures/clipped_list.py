@@ -31,7 +31,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _of_run(kind: Kind, run: RunCurves, label: str) -> Drawing | None:
-    lists = ((step, own_rows(file)) for step, file in reversed(run.clipped.items()))
+    lists = ((step, own_rows(file)) for step, file in reversed(list(run.clipped.items())))
     step, rows = next(((step, rows) for step, rows in lists if rows), (0, []))
     by_sign = {heading: [row for row in rows if row.sign == sign] for sign, heading in _SIGNS.items()}
     panels = [_panel(heading, of, run) for heading, of in by_sign.items() if of]

@@ -18,7 +18,7 @@ from megatron_dppo.checks.facts import gather_facts
 from megatron_dppo.cli import app
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.plan import Machine, make_plan
+from megatron_dppo.plan import Machine, Plan, make_plan
 from megatron_dppo.plan.units import in_seconds
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.trace import Trace, as_json, as_text, trace_run
@@ -141,6 +141,47 @@ def test_the_guide_of_clusters_quotes_check_and_plan() -> None:
         assert check(changed, world_size, needs=AT_ONCE) == [], words
     for script in re.findall(r"examples/\S+?\.sbatch", guide):
         assert (ROOT / script).exists()
+
+
+ONE_GPU = (ROOT / "examples/guides/cluster.md").read_text().partition("## One GPU")[2].partition("## After")[0]
+
+
+def plan_on_one_gpu(experiment: str, *overrides: str) -> Plan:
+    file = ROOT / "examples" / experiment / "base.toml"
+    return make_plan(load_config([file], ["optimizer.offload=true", *overrides]), Machine(1, 80 * GB))
+
+
+def test_the_guide_shows_what_plan_prints_for_one_gpu() -> None:
+    """And what it trains with is what was planned, admitted by `check`."""
+    (block,) = re.findall(r"```text\n\$ megatron-dppo (.*?)```", ONE_GPU.replace("\\\n", ""), re.DOTALL)
+    command, *shown = block.splitlines()
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in command.split()]
+    printed = CliRunner().invoke(app, words).stdout.splitlines()
+    assert [line for line in shown if line != "..." and line not in printed] == []
+    (trained,) = re.findall(r"megatron-dppo train (.*?)```", ONE_GPU.replace("\\\n", ""), re.DOTALL)
+    overrides = re.findall(r"--set (\S+)", trained)
+    assert set(re.findall(r"--set (\S+)", command)) < set(overrides)
+    config = load_config([ROOT / "examples" / "efficiency" / "base.toml"], overrides)
+    assert check(config, 1, needs=AT_ONCE) == []
+    assert make_plan(config, Machine(1, 80 * GB)).fits
+
+
+def test_the_guide_says_what_fits_one_gpu() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", ONE_GPU, re.MULTILINE)
+    assert len(rows) == 4
+    for experiment, rest in rows:
+        model, settings, *figures = rest.split(" | ")
+        overrides = re.findall(r"`(\S+)`", settings)
+        plan = plan_on_one_gpu(experiment, *overrides)
+        assert plan.fits
+        assert plan.memory is not None and plan.time is not None
+        gib = [plan.memory.peak / 2**30, plan.memory.host.per_node / 2**30]
+        assert figures == [f"{gib[0]:.1f}", f"{gib[1]:.0f}", in_seconds(plan.time.total)]
+        assert model == model_of(experiment)
+    for experiment in ("clipped_tokens", "dense_base", "moe_base_lora"):
+        plan = plan_on_one_gpu(experiment)
+        assert plan.found is not None
+        assert not plan.fits and plan.found.proposals == ()
 
 
 def test_the_readme_shows_what_the_command_prints() -> None:

@@ -84,6 +84,7 @@ def test_trust_region(tmp_path: Path) -> None:
     assert all("shadow/dppo_binary_tv/masked_fraction" in row for row in steps)
     what_if = (walked.folder / "what_if" / "what_if.json").read_text()
     assert "dppo_binary_js" in what_if
+    assert (walked.folder / "mismatch" / "mismatch.json").is_file()  # of a run that exists
     scale = {
         line.split()[0]: json.loads(line.partition(" ")[2])
         for line in walked.printed.splitlines()

@@ -257,7 +257,10 @@ def test_clipped_tokens_are_the_run_s_own_and_weigh_by_count(tmp_path: Path) -> 
     (line,) = axes.lines
     assert list(np.asarray(line.get_xdata())) == [2.0]
     assert list(np.asarray(line.get_ydata())) == pytest.approx([((3 * 0.1 + 0.5) / 4 + 0.4) / 2])
-    bars = build(only(drawn("clipped_tokens", folders))).axes[0]
+    write_clipped(folders[0], 4, [("pg_is", "+", 9, 0.9)])  # a step at which the run's own mask dropped none
+    drawing = only(drawn("clipped_tokens", folders))
+    assert "gradient step 3:" in drawing.caption[0]
+    bars = build(drawing).axes[0]
     assert [label.get_text() for label in bars.get_yticklabels()] == ["'$x'"]
 
 

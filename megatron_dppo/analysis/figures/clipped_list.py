@@ -18,7 +18,7 @@ _SIGNS = {"+": "tokens with A > 0", "-": "tokens with A < 0"}
 
 
 def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw for each line the last list of its first run that has any."""
+    """Draw for each line the last list with a dropped token of its first run that has lists."""
     drawings: list[Drawing] = []
     for experiment in material.experiments:
         for line in experiment.lines:
@@ -31,8 +31,8 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def _of_run(kind: Kind, run: RunCurves, label: str) -> Drawing | None:
-    step, file = list(run.clipped.items())[-1]
-    rows = own_rows(file)
+    lists = ((step, own_rows(file)) for step, file in reversed(list(run.clipped.items())))
+    step, rows = next(((step, rows) for step, rows in lists if rows), (0, []))
     by_sign = {heading: [row for row in rows if row.sign == sign] for sign, heading in _SIGNS.items()}
     panels = [_panel(heading, of, run) for heading, of in by_sign.items() if of]
     if not panels:

@@ -11,8 +11,8 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.runtime.process import world_size_from_launcher
 
 FILES = ("mismatch.json", "tokens.jsonl", "mismatch.html", "mismatch.toml")
-OF_TRAINING_ALONE = ("minibatches", "sglang_weight_sync")
-"""Rules that do not bind: there are no gradient steps of equal size, and no weights are pushed."""
+OF_TRAINING_ALONE = ("minibatches", "same_experiment", "sglang_weight_sync")
+"""Rules that do not bind: no gradient steps of equal size, no run to resume, no weights to push."""
 
 
 def measured_config(

@@ -25,7 +25,7 @@ from megatron_dppo.runtime.cache import cache_folder, write_json
 
 _PRINT_FIELDS = """
 import dataclasses, json, types, typing
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig  # which is a TransformerConfig
 def kinds(hint):
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
@@ -35,8 +35,8 @@ def kinds(hint):
     if origin in (list, tuple) or hint in (list, tuple):
         return ["list"]
     return [{bool: "bool", int: "int", float: "float", str: "str", type(None): "none"}.get(hint, "any")]
-hints = typing.get_type_hints(TransformerConfig)
-names = [field.name for field in dataclasses.fields(TransformerConfig) if field.name[0] != "_"]
+hints = typing.get_type_hints(MLATransformerConfig)
+names = [field.name for field in dataclasses.fields(MLATransformerConfig) if field.name[0] != "_"]
 print(json.dumps({name: kinds(hints[name]) for name in names}))
 """
 _BUILD_CONFIG = """
@@ -234,7 +234,7 @@ def megatron_fields() -> Mapping[str, list[str]] | None:
     version = _version()
     if version is None:
         return None
-    cache = cache_folder() / f"megatron-core-{version}-fields.json"
+    cache = cache_folder() / f"megatron-core-{version}-all-fields.json"
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(cache.read_text(encoding="utf-8"))
         if isinstance(found, dict):

@@ -9,7 +9,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
 from megatron_dppo.rollout.sglang.model import model_problems, routes_problem
 from megatron_dppo.rollout.sglang.options import installed_version, interpreter
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS
+from megatron_dppo.rollout.sglang.protocol import NEWEST
 
 
 @rule("sglang_model")
@@ -27,6 +27,6 @@ def _sglang_routes(config: Config, facts: Facts) -> Iterator[Problem]:
     is_asking = config.rollout.engine == "sglang" and config.rollout.routing_replay != "off"
     if not is_asking or name not in FAMILIES or not FAMILIES[name].sglang.lacks_routes:
         return
-    problem = routes_problem(name, installed_version(interpreter(config)) or next(iter(GENERATIONS)))
+    problem = routes_problem(name, installed_version(interpreter(config)) or NEWEST)
     if problem is not None:
         yield problem

@@ -157,6 +157,7 @@ def _of_model(model: str, names: tuple[str, ...]) -> dict[int, dict[str, dict[st
 OTHER_LAYOUTS = {
     "GLM": _of_model("GLM", (*_KEPT, *_WITH_CHUNKS)),
     "DeepSeek": _of_model("DeepSeek", _KEPT),
+    "Uneven": {2: {}, 4: {"Uneven PP4": {"pipeline": 4}}, 8: {}},  # six layers: 1, 2, 2 and 1
 }
 
 

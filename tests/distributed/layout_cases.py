@@ -31,7 +31,9 @@ class Case:
     @property
     def model(self) -> str:
         """The model's name, which a layout's begins with where it is not the Qwen3-MoE."""
-        return next((name for name in (*OTHER_LAYOUTS, "dense") if self.name.startswith(name)), "experts")
+        return next(
+            (name for name in (*OTHER_LAYOUTS, "dense", "uneven") if self.name.startswith(name)), "experts"
+        )
 
     @property
     def is_dense(self) -> bool:
@@ -157,13 +159,14 @@ def _of_model(model: str, names: tuple[str, ...]) -> dict[int, dict[str, dict[st
 OTHER_LAYOUTS = {
     "GLM": _of_model("GLM", (*_KEPT, *_WITH_CHUNKS)),
     "DeepSeek": _of_model("DeepSeek", _KEPT),
-    "Uneven": {2: {}, 4: {"Uneven PP4": {"pipeline": 4}}, 8: {}},  # six layers: 1, 2, 2 and 1
 }
+# Six layers, which four stages do not divide: 1, 2, 2 and 1.
+UNEVEN_LAYOUTS: dict[int, dict[str, dict[str, int]]] = {2: {}, 4: {"uneven PP4": {"pipeline": 4}}, 8: {}}
 
 
 def layouts_of(world_size: int) -> dict[str, dict[str, int]]:
     """All layouts of so many processes, of all models."""
-    others = (of[world_size] for of in (DENSE_LAYOUTS, *OTHER_LAYOUTS.values()))
+    others = (of[world_size] for of in (DENSE_LAYOUTS, UNEVEN_LAYOUTS, *OTHER_LAYOUTS.values()))
     return {name: parallel for of in (LAYOUTS[world_size], *others) for name, parallel in of.items()}
 
 
@@ -196,7 +199,7 @@ def cases(world_size: int, at_most: int | None = None, of_others: int | None = N
         of_others: Cases of each layout of the models in OTHER_LAYOUTS.
     """
     rows = _rows()
-    for index, (name, parallel) in enumerate(LAYOUTS[world_size].items()):
+    for index, (name, parallel) in enumerate((LAYOUTS[world_size] | UNEVEN_LAYOUTS[world_size]).items()):
         yield from itertools.islice(_covering(name, world_size, parallel, rows, index), at_most)
     dense_rows = [row for row in rows if row["routes"] == "off"]
     for index, (name, parallel) in enumerate(DENSE_LAYOUTS[world_size].items()):
@@ -219,7 +222,9 @@ def _covering(
 
 def references() -> Iterator[Case]:
     """What one process computes, for each objective, with and without replay, and for the dense model."""
-    with_routes = [(model, routes) for model in ("experts", *OTHER_LAYOUTS) for routes in FEATURES["routes"]]
+    with_routes = [
+        (model, routes) for model in ("experts", "uneven", *OTHER_LAYOUTS) for routes in FEATURES["routes"]
+    ]
     for model, routes in (*with_routes, ("dense", "off")):
         for objective in FEATURES["objective"]:
             features = {name: values[0] for name, values in FEATURES.items()}

@@ -151,7 +151,7 @@ def names_read(chunks: list[Any]) -> Counter[str]:
     shapes, reads = family_of(QWEN3_30B).hf_shapes(QWEN3_30B), Counter[str]()
 
     class NamesAlone:
-        folder = Path("Qwen3-30B-A3B")
+        folder, left_out = Path("Qwen3-30B-A3B"), frozenset[str]()
 
         def file_of(self, name: str) -> Path:
             return self.folder / name

@@ -12,7 +12,7 @@ import transformers.modeling_utils  # noqa: F401
 import megatron_dppo.train  # noqa: F401
 from megatron_dppo.cli import app
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def train(arguments: list[str], folder: Path, log: Path) -> int:

@@ -25,7 +25,7 @@ def _sglang_routes(config: Config, facts: Facts) -> Iterator[Problem]:
     """SGLang returns routes of the model's architecture where they are asked for."""
     name = facts.architecture
     is_asking = config.rollout.engine == "sglang" and config.rollout.routing_replay != "off"
-    if not is_asking or name not in FAMILIES or not FAMILIES[name].sglang.lacks_routes:
+    if not is_asking or name is None or name not in FAMILIES or not FAMILIES[name].sglang.lacks_routes:
         return
     problem = routes_problem(name, installed_version(interpreter(config)) or NEWEST)
     if problem is not None:

@@ -186,8 +186,9 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
     deeper one, and in the model, are layers with experts.
     """
     whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
-    is_whole = num_layers is None or num_layers >= whole
-    deep = whole if is_whole else num_layers // chunks * chunks
+    asked = whole if num_layers is None else num_layers
+    is_whole = asked >= whole
+    deep = whole if is_whole else asked // chunks * chunks
     if len(_own_layers(layout, stage, deep)) < 2 * layout.virtual_pipeline:
         found = f"{num_layers or whole} over {chunks} pipeline stages"
         expected = f"at least {2 * chunks}: two layers on each"

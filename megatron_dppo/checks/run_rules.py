@@ -34,6 +34,21 @@ def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
+@rule("same_optimizer_states", needs="machine")
+def _same_optimizer_states(config: Config, facts: Facts) -> Iterator[Problem]:
+    """A resumed run takes optimizer states in the form in which its checkpoint stores them."""
+    if facts.saved is None:
+        return
+    now, checkpoint = config.optimizer.distributed, str(facts.saved.checkpoint)
+    if tomllib.loads(facts.saved.config).get("optimizer", {}).get("distributed", now) != now:
+        yield Problem(
+            "optimizer.distributed",
+            f"{str(now).lower()}, which {checkpoint} was not saved with",
+            "the same: Megatron stores optimizer states otherwise, and converts none",
+            f"Restore it, or begin a run in another folder from its weights: model.load = {checkpoint!r}.",
+        )
+
+
 @rule("overlap")
 def _overlap(config: Config, facts: Facts) -> Iterator[Problem]:
     """What Megatron overlaps with computing is there to be overlapped."""

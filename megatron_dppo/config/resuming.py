@@ -29,7 +29,7 @@ MAY_CHANGE: Mapping[str, str] = {
     "rollout.sglang.*": "How servers are started, asked and updated.",
     "algorithm.loss_from": "Where memory is; the numbers are the same to rounding.",
     "algorithm.logits_chunk_bytes": "Where memory is; the numbers are the same to rounding.",
-    "optimizer.distributed": "Where memory is; the numbers are the same.",
+    "optimizer.distributed": "Where memory is; a checkpoint that stores states the other way is refused.",
     "optimizer.offload": "Where memory is; the numbers are the same.",
     "optimizer.max_skipped_steps": "A limit that only ends a run.",
     "checkpoint.*": "Saving.",

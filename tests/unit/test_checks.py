@@ -678,6 +678,14 @@ EXAMPLES: dict[str, list[Example]] = {
     "same_experiment": [
         Example("run.folder", {"optimizer.lr": 1e-5}, on_disk=_checkpoint),
     ],
+    "same_optimizer_states": [
+        Example(
+            "optimizer.distributed",
+            {"optimizer.distributed": False},
+            on_disk=partial(_checkpoint, "optimizer = { lr = 1e-6, distributed = true }"),
+            also=frozenset({"same_experiment"}),
+        ),
+    ],
     "release_trainer": [
         Example("rollout.release_trainer", {"rollout.engine": "sglang", "rollout.release_trainer": True}),
     ],

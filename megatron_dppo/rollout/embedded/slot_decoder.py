@@ -108,7 +108,10 @@ def padded_experts_forward(
 
 
 class FusedLinears:
-    """Linears that read the same input, as one product; each is called as before, and returns its part."""
+    """Linears that read the same input, as one product; each is called as before, and returns its part.
+
+    The first call of a forward computes it, and the last linear's call forgets it.
+    """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         """Make the weights, and the biases, parts of one tensor each, and replace the linears' forwards."""
@@ -128,10 +131,13 @@ class FusedLinears:
         return joined
 
     def _part(self, index: int, input: Tensor) -> Tensor:
-        if input is not self._input:  # which is kept, so that no other tensor gets its place in memory
+        if input is not self._input:
             self._input = input
             self._parts = nn.functional.linear(input, self._weight, self._bias).split(self._sizes, -1)
-        return self._parts[index]
+        part = self._parts[index]
+        if index == len(self._sizes) - 1:
+            self._input, self._parts = None, ()
+        return part
 
 
 class SlotDecoder:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from published_models import PUBLISHED
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dppo.architectures.deepseek_v3 import DEEPSEEK_V3
@@ -57,15 +58,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-YARN: dict[str, Any] = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+YARN: dict[str, Any] = PUBLISHED["DeepSeek-V3"][0]["rope_scaling"]
 LATENTS = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 LLAMA_3_1: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

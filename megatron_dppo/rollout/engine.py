@@ -168,7 +168,7 @@ class ConcurrentEngine(RolloutEngine, Protocol):
 
 @runtime_checkable
 class TrajectoryEngine(RolloutEngine, Protocol):
-    """An engine that says when each response ends, while it samples the others."""
+    """An engine that says when each response ends, while it samples the others, where they end one by one."""
 
     def generate_each(
         self,
@@ -183,6 +183,7 @@ class TrajectoryEngine(RolloutEngine, Protocol):
             requests: See `RolloutEngine.generate`.
             params: How to sample.
             ended: Awaited with each completion as soon as it is there; the call returns when all have returned.
+                An engine that samples batches does not call it.
             is_enough: Told first; once it returns True the other responses are aborted. None: all are
                 sampled to their ends.
 

@@ -1,4 +1,4 @@
-"""Samples groups of responses, and scores each response as soon as it ends."""
+"""Samples groups of responses, and scores each as soon as it ends, or those of a batch together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.engine import (
     Completion,
@@ -20,7 +21,6 @@ from megatron_dppo.rollout.engine import (
 )
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.scoring import Fault, Scorer
-from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt, Sample
 
 
@@ -55,7 +55,8 @@ def sample(
 ) -> list[PromptGroup]:
     """Sample until `num_wanted` groups are whole, and return all groups in their order.
 
-    A response is scored as soon as it ends, while others are sampled, where the engine says that it ended.
+    A response is scored as soon as it ends, while others are sampled, where the engine says that it ended; the
+    others are left to `score_groups`.
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.
@@ -90,7 +91,7 @@ def score_groups(scorer: Scorer, groups: Sequence[PromptGroup]) -> list[PromptGr
         RewardError: As `scorer` does.
     """
     rest = [answer for group in groups for answer in group.answers if answer[0].id not in group.scores]
-    found = run_loop(all_of(scored_response(scorer, *answer) for answer in rest)) if rest else []
+    found = scorer.score_all([_scorable(*answer) for answer in rest])
     late = {request.id: scored for (request, _), scored in zip(rest, found, strict=True)}
     return [
         replace(group, scored=tuple({**late, **group.scores}[request.id] for request, _ in group.answers))
@@ -100,8 +101,7 @@ def score_groups(scorer: Scorer, groups: Sequence[PromptGroup]) -> list[PromptGr
 
 async def scored_response(scorer: Scorer, request: Request, completion: Completion) -> Sample | Fault:
     """Return the sample of a response with its reward, or why it cannot be trained on; see `Scorer.score`."""
-    assert request.prompt is not None, "requests of groups name their prompts"
-    return await scorer.score(request.prompt, _sample(request, completion), completion.episode)
+    return await scorer.score(*_scorable(request, completion))
 
 
 def _completions(
@@ -196,6 +196,12 @@ def _checked(
                 "token. This is a fault of the engine: report it."
             )
     return completions
+
+
+def _scorable(request: Request, completion: Completion) -> tuple[Prompt, Sample, Episode | None]:
+    """Return the prompt, the sample without a reward, and the episode of a response."""
+    assert request.prompt is not None, "requests of groups name their prompts"
+    return request.prompt, _sample(request, completion), completion.episode
 
 
 def _sample(request: Request, completion: Completion) -> Sample:

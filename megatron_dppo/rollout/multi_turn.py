@@ -82,7 +82,8 @@ class MultiTurnEngine(EngineWrapper):
                 completion = await turns(partial(self._conversations.run, request, params))
                 if session is not None and is_enough is not None:
                     await _hold_if(is_enough, completion, session)
-                await ended(completion)
+                if session is not None:  # what is sampled together ends together
+                    await ended(completion)
                 return completion
 
             completions = await all_of(map(trajectory, requests))

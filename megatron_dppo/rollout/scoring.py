@@ -5,7 +5,7 @@ A sample that cannot be used is dropped with a reason, never repaired.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -56,6 +56,10 @@ class Fault:
 class RewardScorer(Protocol):
     """The interface of a `RewardPool` that scoring uses."""
 
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return the result of each request, in order."""
+        ...
+
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return the result of one request, while others are scored."""
         ...
@@ -102,12 +106,24 @@ class Scorer:
         checked = self._checked(sample, episode)
         if isinstance(checked, Fault) or checked.reward is not None:
             return checked
-        result = await self.rewards.score_one(self._request(prompt, sample, episode))
+        return self._rewarded(checked, await self.rewards.score_one(self._request(prompt, sample, episode)))
+
+    def score_all(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
+        """Return what `score` does of each, in order: all are asked for at once, and nothing goes on meanwhile.
+
+        Raises:
+            RewardError: As `score` does.
+        """
+        scored = [self._checked(sample, episode) for _, sample, episode in answered]
+        due = [(at, each) for at, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None]
+        results = self.rewards.score([self._request(*answered[at]) for at, _ in due]) if due else []
+        for (at, sample), result in zip(due, results, strict=True):
+            scored[at] = self._rewarded(sample, result)
+        return scored
+
+    def _rewarded(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
         if isinstance(result, RewardFault):
             return Fault(result.kind, sample.id, result.message)
-        return self._rewarded(checked, result)
-
-    def _rewarded(self, sample: Sample, result: RewardResult) -> Sample:
         info, penalty = {**sample.reward_info, **result.info}, 0.0
         if self.overlong is not None:
             penalty = info["overlong_penalty"] = self.overlong(sample.response_length)
@@ -181,6 +197,14 @@ class EnvironmentAlone:
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """Return a fault: only responses that no environment rewarded are scored."""
+        return self._fault(request)
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """Return a fault for each."""
+        return [self._fault(request) for request in requests]
+
+    @staticmethod
+    def _fault(request: RewardRequest) -> RewardFault:
         found = "no reward of its environment"
         action = "Give a reward in a turn, or let data.reward name a function that scores the last response."
         message = f"found {found}; expected one, since data.reward = 'environment'. {action}"

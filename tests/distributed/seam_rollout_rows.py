@@ -28,9 +28,14 @@ _SGLANG = "rollout.sglang"
 _SYNC = "weight_sync"
 _SERVED: dict[str, Any] = {"scenario": "served"}
 _WORKER = "workers.worker_process:WorkerProcess.__init__"
-_SCORE = "rewards.pool:RewardPool.score_one"
+_SCORE = "rollout.scoring:Scorer.score_all"
 _OVERLONG = "rollout.scoring:OverlongShaping.__call__"
 _CLIENT = f"{_SGLANG}.client:SglangClient.__init__"
+
+
+def _reward_of_pool(call: Any) -> object:
+    return RewardChoice.read(call.self.rewards._name).reward
+
 
 _DATA = [
     *(
@@ -47,7 +52,7 @@ _DATA = [
     ),
     plain("data.shuffle", f"{_ROLLOUTS}:PromptStream.__init__", "shuffle"),
     Seam("data.reward", _WORKER, lambda call: worker_reward(call).reward, fold=lambda values: values[0]),
-    Seam("data.reward", _SCORE, lambda call: RewardChoice.read(call.self._name).reward, where=is_training),
+    Seam("data.reward", _SCORE, _reward_of_pool, where=is_training),
     Seam("data.reward_values", _WORKER, lambda call: tuple(worker_reward(call).values), "resumed"),
     Seam("data.thinking", _WORKER, lambda call: worker_reward(call).thinking, "resumed"),
     plain("data.overlong_buffer_tokens", _OVERLONG, "self.buffer_tokens"),
@@ -246,13 +251,13 @@ _EVALUATION = [
     Seam(
         "evaluation.sets.near.reward",
         _SCORE,
-        lambda call: RewardChoice.read(call.self._name).reward,
+        _reward_of_pool,
         where=evaluates("near"),
     ),
     Seam(
         "evaluation.sets.far.reward",
         _SCORE,
-        lambda call: RewardChoice.read(call.self._name).reward,
+        _reward_of_pool,
         where=evaluates("far"),
         expected=lambda config: config.data.reward,
     ),

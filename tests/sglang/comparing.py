@@ -106,5 +106,8 @@ class Letters:
 class Lengths:
     """Rewards long responses."""
 
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [RewardResult(float(len(request.response))) for request in requests]
+
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         return RewardResult(float(len(request.response)))

@@ -1,6 +1,7 @@
 """Hand-made samples for tests of packing, batches and routes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -82,7 +83,13 @@ class InProcessScorer:
 
     reward: Reward
 
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        return [self._scored(request) for request in requests]
+
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
+        return self._scored(request)
+
+    def _scored(self, request: RewardRequest) -> RewardResult | RewardFault:
         try:
             return checked(self.reward, request)
         except RewardError as error:

@@ -23,6 +23,7 @@ from megatron_dppo.rollout.group_sampling import sample, score_groups
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
 from tools.benchmarks.conversations import main as measure
 
@@ -253,7 +254,11 @@ class Rewards:
     """Scores the length of a response once it may: after it waited for what `until` returns."""
 
     def __init__(self, until: Callable[[RewardRequest], Awaitable[Any]]) -> None:
-        self.until, self.scored = until, list[str]()
+        self.until, self.scored, self.together = until, list[str](), list[int]()
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        self.together.append(len(requests))
+        return run_loop(all_of(map(self.score_one, requests)))
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         self.scored.append(request.prompt.id)
@@ -297,6 +302,20 @@ def test_scoring_begins_when_a_response_ends(ending: TransformersEngine) -> None
         assert [each.reward for each in one.samples] == [each.reward for each in other.samples]
         assert [each.id for each in one.samples] == [each.id for each in other.samples]
     assert [len(group.samples) for group in early] == [2, 0, 2]
+
+
+def test_responses_of_a_batch_are_scored_together(ending: TransformersEngine) -> None:
+    """They end together, so that scoring one while others are sampled would only slow down both."""
+
+    async def until(request: RewardRequest) -> None:
+        pass
+
+    rewards = Rewards(until)
+    scorer = Scorer(TOKENIZER, rewards, True, None)
+    sampled = sample(trajectories(ending), groups_of(3), PARAMS, 3, scorer)
+    assert not any(group.scores for group in sampled) and not rewards.scored
+    groups = score_groups(scorer, sampled)
+    assert rewards.together == [6] and [len(group.samples) for group in groups] == [2, 0, 2]
 
 
 def test_a_slow_reward_holds_up_nobody(ending: TransformersEngine) -> None:

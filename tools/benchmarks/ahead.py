@@ -200,6 +200,10 @@ class NoWords:
 class ByChance:
     """Rewards at random; implements `rollout.scoring.RewardScorer`."""
 
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """See `RewardPool.score`."""
+        return [RewardResult(random.random()) for _ in requests]
+
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """See `RewardPool.score_one`."""
         return RewardResult(random.random())

@@ -16,7 +16,7 @@ import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.environments import InProcess, Observation, Trajectory, Turn
-from megatron_dppo.rewards import RewardRequest, RewardResult
+from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import TurnLimits
 from megatron_dppo.rollout.counts import EngineCounts
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted, joined
@@ -24,6 +24,7 @@ from megatron_dppo.rollout.group_sampling import sample, score_groups
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import Scorer
+from megatron_dppo.runtime.concurrency import all_of, run_loop
 from megatron_dppo.types import Prompt
 from tools.benchmarks.benchmarking import cli
 
@@ -116,21 +117,17 @@ class OneByOne(Together):
         raise NotImplementedError
 
 
-class ScoredLast:
-    """Samples as another engine does, and does not say when responses end."""
-
-    def __init__(self, engine: MultiTurnEngine) -> None:
-        self._engine = engine
-        self.generate = engine.generate
-
-
 class Judge:
     """Scores a response after a while."""
 
     def __init__(self, median_s: float) -> None:
         self._median_s = median_s
 
-    async def score_one(self, request: RewardRequest) -> RewardResult:
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
+        """See `RewardScorer.score`."""
+        return run_loop(all_of(map(self.score_one, requests)))
+
+    async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
         """See `RewardScorer.score_one`."""
         await asyncio.sleep(seconds(self._median_s, request.prompt.id))
         return RewardResult(1.0)
@@ -143,8 +140,7 @@ def main(
     taken_s: dict[str, float] = {}
     for name, kind in (("turns together", Together), ("one by one", OneByOne)):
         environments = Asking(environment_s)
-        engine: Any = MultiTurnEngine(kind(response_s), environments, Words(), TurnLimits(NUM_TURNS))  # type: ignore[arg-type]
-        engine = ScoredLast(engine) if kind is Together else engine
+        engine = MultiTurnEngine(kind(response_s), environments, Words(), TurnLimits(NUM_TURNS))  # type: ignore[arg-type]
         maker = GroupMaker(Words(), 8, 99, seed=0, environments=environments)
         places = [(i, Drawn(i, Prompt(str(i), "", "test", text="?"))) for i in range(num_prompts)]
         groups, scorer = maker.begin(0, places), Scorer(Words(), Judge(reward_s), False, None)

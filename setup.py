@@ -102,7 +102,7 @@ setup(
         "tomli-w>=1.2",
         "jinja2>=3.1",
         "plotly>=7.1",
-        "httpx2>=2.16",
+        "aiohttp>=3.14",
         "msgspec>=0.19",
         "datasets>=5.2",
         "math-verify[antlr4_13_2]>=0.9",
@@ -110,6 +110,7 @@ setup(
     ],
     extras_require={
         "dev": [
+            "httpx2>=2.16",
             "hypothesis>=6.170",
             "import-linter>=2.16",
             # Reads the kernels' machine code; any version of the compiler's major one or later does.

@@ -176,4 +176,4 @@ def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library(
     imports = "import sys, megatron_dppo.rollout.sglang.decoding_worker as worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True)
     assert {"numpy", "megatron_dppo.rollout.sglang.replies"} <= set(done.stdout.split())
-    assert {"torch", "transformers", "pydantic", "httpx2"}.isdisjoint(done.stdout.split())
+    assert {"torch", "transformers", "pydantic", "aiohttp"}.isdisjoint(done.stdout.split())

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpcore2
 import pytest
 
 from megatron_dppo.errors import ServerError
@@ -180,20 +179,6 @@ def test_the_key_is_sent() -> None:
         _with_client(server.url, _generate, api_key="secret")
         _with_client(server.url, _generate)
     assert server.keys == ["Bearer secret", None]
-
-
-def test_certificates_are_read_where_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    original = httpcore2.default_ssl_context
-
-    async def opened(url: str) -> None:
-        monkeypatch.setattr(httpcore2, "default_ssl_context", lambda **k: read.append(url) or original(**k))
-        async with SglangClient(url):
-            pass
-
-    for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
-        asyncio.run(opened(url))
-    assert read == ["https://127.0.0.1:1"]
 
 
 def test_another_kind_of_server_is_refused() -> None:

@@ -23,7 +23,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import httpx2
+import aiohttp
 
 from megatron_dppo.errors import ReplyError, ServerError
 from megatron_dppo.rollout.counts import EngineCounts
@@ -34,6 +34,7 @@ _NOTHING_WAS_DONE = frozenset({429, 503})
 _MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
 _KEEP_CONNECTION_S = 2.0  # below the five seconds after which the server closes an idle connection
 _LONGEST_PAUSE_S = 30.0
+_FAILURES = (aiohttp.ClientError, TimeoutError)  # of a call that has no answer
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ class Patience:
     generate_timeout_s: float = 1800.0  # one response, its time in the server's queue included
     max_attempts: int = 4
     first_pause_s: float = 0.5  # before the second attempt; then doubled, and each shortened by chance
+
+
+@dataclass(frozen=True)
+class _HttpAnswer:
+    """A whole answer, whatever its status."""
+
+    status: int
+    content: bytes
 
 
 class SglangClient:
@@ -61,16 +70,14 @@ class SglangClient:
         self.url, self.counts = url, EngineCounts()
         self._patience = patience or Patience()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http: httpx2.AsyncClient | None = None
+        self._http: aiohttp.ClientSession | None = None
         self._chance = random.Random()
 
     async def __aenter__(self) -> "SglangClient":
-        self._http = httpx2.AsyncClient(
-            base_url=self.url,
+        self._http = aiohttp.ClientSession(
             headers=self._headers,
-            limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEEP_CONNECTION_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S),
             trust_env=False,  # engines stand inside the cluster: no proxy
-            verify=self.url.startswith("https:"),  # reading the certificates takes 50 ms, for each server
         )
         return self
 
@@ -78,7 +85,7 @@ class SglangClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._http is not None, "entered before it is left"
-        await self._http.aclose()
+        await self._http.close()
         self._http = None
 
     async def connect(self) -> tuple[Generation, ServerFacts]:
@@ -98,9 +105,9 @@ class SglangClient:
         """Whether the server answers /health, asked once."""
         try:
             answer = await self._send("GET", "/health", None, self._patience.control_timeout_s)
-        except httpx2.TransportError:
+        except _FAILURES:
             return False
-        return answer.status_code == 200
+        return answer.status == 200
 
     async def loads(self) -> object:
         """Return the JSON of the server's load; the call costs its scheduler no time."""
@@ -132,11 +139,11 @@ class SglangClient:
         where, expected = f"POST {self.url}{call.path}", "success. Look at the server's log."
         try:
             answer = await self._send("POST", call.path, call.body, timeout_s)
-        except httpx2.TransportError as error:
-            found = error or type(error).__name__
+        except _FAILURES as error:
+            found = str(error) or type(error).__name__
             raise ServerError(f"{where}: found {found}; expected {expected}") from None
         body = _json(answer.content)
-        if answer.status_code != 200 or (isinstance(body, Mapping) and body.get("success") is False):
+        if answer.status != 200 or (isinstance(body, Mapping) and body.get("success") is False):
             raise ServerError(f"{where}: found {_words(answer)}; expected {expected}")
         return body
 
@@ -160,21 +167,21 @@ class SglangClient:
                     body = {**body, "rid": rid}
             try:
                 answer = await self._send(method, path, body, timeout_s)
-                if answer.status_code == 200:
+                if answer.status == 200:
                     return answer.content if rid is None else _object(answer.content)
-                found, was_done = _words(answer), answer.status_code in _MAY_HAVE_BEEN_DONE
-                if not was_done and answer.status_code not in _NOTHING_WAS_DONE:
+                found, was_done = _words(answer), answer.status in _MAY_HAVE_BEEN_DONE
+                if not was_done and answer.status not in _NOTHING_WAS_DONE:
                     break
-            except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
-                found, was_done = f"no connection ({error or type(error).__name__})", False
-            except httpx2.TimeoutException:
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                found, was_done = f"no connection ({str(error) or type(error).__name__})", False
+            except TimeoutError:
                 found, was_done = f"no answer within {timeout_s:g} s", True
                 if rid is not None:
                     self.counts += EngineCounts(num_timed_out=1)
                     await self._give_up(rid)
                     break
-            except (httpx2.TransportError, ReplyError) as error:
-                found, was_done = f"a broken answer ({error or type(error).__name__})", True
+            except (aiohttp.ClientError, ReplyError) as error:
+                found, was_done = f"a broken answer ({str(error) or type(error).__name__})", True
             if was_done and rid is not None:
                 is_asked_again = attempt + 1 < patience.max_attempts
                 self.counts += EngineCounts(num_maybe_sampled_twice=is_asked_again)
@@ -186,22 +193,26 @@ class SglangClient:
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> httpx2.Response:
+    ) -> "_HttpAnswer":
+        """Make one call.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: There was no connection, or no whole answer, in time or at all.
+        """
         assert self._http is not None, "used inside of `async with`"
-        timeout = httpx2.Timeout(timeout_s, connect=self._patience.connect_timeout_s, pool=None)
-        async with asyncio.timeout(timeout_s + self._patience.connect_timeout_s) as whole:
-            try:
-                return await self._http.request(method, path, json=body, timeout=timeout)
-            except asyncio.CancelledError:
-                if whole.expired():  # bytes came, but too slowly
-                    raise httpx2.ReadTimeout("the answer trickles") from None
-                raise
+        connect_s = self._patience.connect_timeout_s
+        timeout = aiohttp.ClientTimeout(  # the sum is for answers that trickle
+            total=timeout_s + connect_s, sock_connect=connect_s, sock_read=timeout_s
+        )
+        url = f"{self.url}{path}"
+        async with self._http.request(method, url, json=body, timeout=timeout, allow_redirects=False) as answer:
+            return _HttpAnswer(answer.status, await answer.read())
 
     async def _give_up(self, rid: str) -> None:
         """Abort a request whose answer is no longer awaited, if the server can be reached."""
         try:
             await self._send("POST", "/abort_request", {"rid": rid}, self._patience.connect_timeout_s)
-        except httpx2.TransportError:
+        except _FAILURES:
             return
 
     def _pause_s(self, attempt: int) -> float:
@@ -237,13 +248,13 @@ def _object(content: bytes) -> bytes:
     return content
 
 
-def _words(answer: httpx2.Response) -> str:
+def _words(answer: _HttpAnswer) -> str:
     """Return status and message of an answer, shortened."""
-    text = answer.text
+    text = answer.content.decode(errors="replace")
     try:
         body = json.loads(text)
         error = body.get("error", body) if isinstance(body, dict) else body
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except ValueError:
         pass
-    return f"status {answer.status_code} ({text.strip()[:300]})"
+    return f"status {answer.status} ({text.strip()[:300]})"

@@ -2,6 +2,7 @@
 
     python -m tools.benchmarks.decoding                  one answer of 16k tokens; 16 of 2k at once; small ones
     python -m tools.benchmarks.decoding --tokens 4096    shorter ones
+    python -m tools.benchmarks.decoding --sglang 0.5.21  as servers answer that write the top-K as lists
 
 Answers of Qwen3-30B-A3B with the top 20 and the routes of R3, as bytes in memory; no server is started. Both
 ways take turns. "stall" is the longest time in which another thread, that wakes each millisecond, did not run;
@@ -24,7 +25,14 @@ import typer
 from megatron_dppo.cli_options import show_table
 from megatron_dppo.rollout.engine import Request, SamplingParams
 from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
-from megatron_dppo.rollout.sglang.protocol import Generation0521, ServedModel
+from megatron_dppo.rollout.sglang.protocol import (
+    GENERATIONS,
+    NEWEST,
+    Generation0521,
+    Generation0522,
+    ServedModel,
+    generation_of,
+)
 from megatron_dppo.types import ModelRouting
 from tools.benchmarks.benchmarking import OUT, OtherPrograms, cli, machine, spread, warn_if_busy, write_json
 
@@ -47,12 +55,14 @@ class Cost:
 def main(
     tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 16_384,
     rounds: Annotated[int, typer.Option(min=1, help="Times that each thing is measured.")] = 5,
+    sglang: Annotated[str, typer.Option(help=f"Version of the servers: {', '.join(GENERATIONS)}.")] = NEWEST,
 ) -> None:
     """Measure, print, and write runs/bench/decoding.json."""
     others = OtherPrograms()
+    kind = type(generation_of(sglang))
     ways: dict[str, Generation0521 | None] = {
-        "this process": Generation0521(DecodingProcess(small_bytes=1 << 60)),
-        "its own": Generation0521(DecodingProcess(small_bytes=0)),
+        "this process": kind(DecodingProcess(small_bytes=1 << 60)),
+        "its own": kind(DecodingProcess(small_bytes=0)),
         "nothing": None,
     }
     full = SamplingParams(tokens, num_topk_log_probs=TOPK, capture_routes=True)
@@ -62,7 +72,7 @@ def main(
     found: dict[str, dict[str, list[Cost]]] = {}
     rows: list[list[str]] = []
     for name, (params, num) in loads.items():
-        content = answer(params)
+        content = answer(params, kind)
         costs: dict[str, list[Cost]] = {way: [] for way in ways}
         for round_ in range(rounds + 1):
             for way, generation in ways.items():
@@ -116,8 +126,8 @@ def row_of(costs: list[Cost], num: int) -> list[str]:
     return [*(spread(column, 1) for column in columns), f"{per_s:.1f}"]
 
 
-def answer(params: SamplingParams) -> bytes:
-    """The body of a 200 from /generate, random but as a server writes it."""
+def answer(params: SamplingParams, kind: type[Generation0521]) -> bytes:
+    """The body of a 200 from /generate, random but as a server of this kind writes it."""
     count, rng = params.max_response_tokens, np.random.default_rng(0)
     log_probs = -np.sort(rng.exponential(3.0, (count, TOPK)).astype(np.float32)).astype(np.float64)
     ids = rng.integers(0, MODEL.vocab_size, (count, 1)) + 977 * np.arange(TOPK)  # none twice in a row
@@ -135,7 +145,13 @@ def answer(params: SamplingParams) -> bytes:
         "weight_versions": [{"version": "0", "start": 0, "end": count}],
         "output_token_logprobs": [row[0] for row in top],
     }
-    if params.num_topk_log_probs:
+    if params.num_topk_log_probs and issubclass(kind, Generation0522):
+        arrays = {"val": log_probs.astype("<f4"), "idx": (ids % MODEL.vocab_size).astype("<i4")}
+        for name, array in arrays.items():
+            key = f"output_top_logprobs_{name}_flat_b64"
+            meta |= {key: base64.b64encode(array.tobytes()).decode(), f"{key}_dtype": str(array.dtype)}
+        meta |= {"output_top_logprobs_shape": [count, TOPK], "output_top_logprobs_null_prefix": 0}
+    elif params.num_topk_log_probs:
         meta["output_top_logprobs"] = top
     if params.capture_routes:
         assert MODEL.routing is not None, "a model with experts"

@@ -30,7 +30,7 @@ from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
 from megatron_dppo.rollout.open_groups import OpenedGroup
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.sglang.client import SglangClient
-from megatron_dppo.rollout.sglang.protocol import generation_of
+from megatron_dppo.rollout.sglang.protocol import NEWEST, generation_of
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.runtime.concurrency import all_of, run_loop
@@ -126,7 +126,8 @@ class HostPath:
         self._shape = Rollout(num_samples, num_tokens, num_ranks=1, group_size=2, num_minibatches=1)
         self._runtime, self._config = runtime, self._shape.config(folder)
         self._params = SamplingParams(num_tokens - PROMPT, num_topk_log_probs=TOPK, capture_routes=True)
-        self._reply, self._generation = answer(self._params), generation_of("0.5.21")
+        self._generation = generation_of(NEWEST)
+        self._reply = answer(self._params, type(self._generation))
         self._tokenizer = random_tokenizer(MODEL.vocab_size)
         environments = InProcess(SingleTurn)
         self._conversations = Conversations(environments, self._tokenizer, TurnLimits())

@@ -246,7 +246,7 @@ class Generation0522(Generation0521):
 
 
 _DECODING = DecodingProcess()
-GENERATIONS: Mapping[str, Generation] = MappingProxyType(
+GENERATIONS: Mapping[str, Generation0521] = MappingProxyType(
     {
         "0.5.21": Generation0521(_DECODING),
         "0.5.22": Generation0522(_DECODING),
@@ -262,7 +262,7 @@ NEWEST = next(reversed(GENERATIONS))
 """The version that `make sglang-venv` installs."""
 
 
-def generation_of(version: object) -> Generation:
+def generation_of(version: object) -> Generation0521:
     """Return the adapter for servers that report this version.
 
     Raises:

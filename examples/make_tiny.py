@@ -29,6 +29,7 @@ FAMILIES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
 }
 """Folder of each tiny model, and its architecture."""
 _SIZES: dict[str, Any] = {
@@ -81,6 +82,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts": _EXPERTS,
         "num_experts_per_tok": _TOP_K,
         "norm_topk_prob": True,
+    },
+    "Qwen2MoeForCausalLM": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": _TOP_K,
     },
     "MixtralForCausalLM": {"num_local_experts": _EXPERTS, "num_experts_per_tok": _TOP_K},
     "Glm4MoeForCausalLM": _SIGMOID | {"attention_bias": True, "rope_parameters": HALF},

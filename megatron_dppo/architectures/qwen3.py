@@ -11,11 +11,16 @@ _VARIANTS: Variants = {
 }
 
 
-def _moe_sizes(hf: HFConfig) -> ModelSizes:
-    num_experts = int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
+def sparse_layers(hf: HFConfig) -> list[int]:
+    """Return the 0-based layers that have experts."""
     dense, step = set(hf.get("mlp_only_layers") or ()), int(hf.get("decoder_sparse_step") or 1)
     layers = range(int(hf["num_hidden_layers"]))
-    sparse = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
+    return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
+
+
+def _moe_sizes(hf: HFConfig) -> ModelSizes:
+    num_experts = int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
+    sparse = sparse_layers(hf)
     if not num_experts or not sparse:
         return dense_sizes(hf)
     return moe_sizes(hf, num_experts, int(hf["moe_intermediate_size"]), sparse)

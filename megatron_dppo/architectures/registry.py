@@ -12,6 +12,7 @@ from megatron_dppo.architectures.glm4_moe import GLM4_MOE
 from megatron_dppo.architectures.llama import LLAMA
 from megatron_dppo.architectures.mixtral import MIXTRAL
 from megatron_dppo.architectures.qwen2 import QWEN2
+from megatron_dppo.architectures.qwen2_moe import QWEN2_MOE
 from megatron_dppo.architectures.qwen3 import QWEN3, QWEN3_MOE
 from megatron_dppo.architectures.refusals import (
     architecture_problem,
@@ -27,7 +28,7 @@ ENTRY_POINTS = "megatron_dppo.families"
 
 
 def _families() -> Iterator[ModelFamily]:
-    yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL)
+    yield from (QWEN3_MOE, QWEN3, QWEN2, LLAMA, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MIXTRAL, QWEN2_MOE)
     yield from (point.load() for point in entry_points(group=ENTRY_POINTS))
 
 

@@ -75,6 +75,7 @@ class ModelSizes:
             "F": self.moe_intermediate_size,
             "S": self.shared_expert_intermediate_size,
             "E": self.num_experts or 0,
+            "1": 1,
             **of_latents,
         }
 

@@ -3,8 +3,9 @@
 Conversion, weight sync and the planner read it. Names use Hugging Face's checkpoint spelling (one name per
 expert); `{layer}` and `{expert}` are global indices. Letters in shapes: H hidden, V vocabulary, D of a head,
 Q rows of all query heads, K of all key-value heads, O of all heads' outputs, I feed-forward width, F expert
-width, S width of the shared experts, E experts. Of latent attention: A the queries' latent, C the latent of
-keys and values, B that and the rotated part of keys, U rows of all heads' keys without it and of their values.
+width, S width of the shared experts, E experts, 1 one row. Of latent attention: A the queries' latent, C the
+latent of keys and values, B that and the rotated part of keys, U rows of all heads' keys without it and of
+their values.
 """
 
 import re
@@ -200,6 +201,14 @@ SHARED_MLP = (
         only_with=SHARED_EXPERTS,
     ),
 )
+SHARED_GATE = WeightRule(
+    _M + "mlp.shared_experts.gate_weight",
+    (_H + "mlp.shared_expert_gate.weight",),
+    ("1H",),
+    layers="sparse",
+    only_with=SHARED_EXPERTS,
+)
+"""Weighs what the shared experts give each token, by a sigmoid."""
 QUERY_RANK, NO_QUERY_RANK = "query rank", "no query rank"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import ModelShape
-from megatron_dppo.architectures.weight_map import EXPERT_BIAS
+from megatron_dppo.architectures.weight_map import EXPERT_BIAS, SHARED_GATE
 from megatron_dppo.plan import latent
 from megatron_dppo.plan.latent import Operands
 from megatron_dppo.plan.machine import FRAGMENTATION
@@ -163,7 +163,14 @@ class LayerModel:
         sizes, layout, e = self.shape.sizes, self.layout, self.dtype_bytes
         width = sizes.moe_intermediate_size // layout.expert_tensor
         routed = int(self.expert_rows() * ((sizes.hidden_size + self.copies * width) * e + FLOAT))
-        return self.routing() + routed + self.dense_mlp(sizes.shared_expert_intermediate_size)
+        return (
+            self.routing() + routed + self.dense_mlp(sizes.shared_expert_intermediate_size) + self.shared_gate()
+        )
+
+    def shared_gate(self) -> int:
+        """Return the bytes of what shared experts give, and of the weights of it, where a gate weighs it."""
+        is_weighed = SHARED_GATE in self.shape.family.rules
+        return self.tokens.sequence * (self.shape.sizes.hidden_size + 1) * self.dtype_bytes * is_weighed
 
     def routing(self) -> int:
         """Return the bytes of the map of experts, their weights and the indices; and of sigmoid scores."""

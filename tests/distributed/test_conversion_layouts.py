@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, biases": ("Qwen2ForCausalLM", {}),
     "Qwen2, tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "Mixtral": ("MixtralForCausalLM", {}),
+    "Qwen2-MoE": ("Qwen2MoeForCausalLM", {}),
     "GLM-4.5": ("Glm4MoeForCausalLM", {}),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", {}),
     "Moonlight, every layer sparse": (

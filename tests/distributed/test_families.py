@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {"q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "rope_parameters": SIZES["rope_parameters"]},
     ),
+    "Qwen2-MoE, weights normalised": ("Qwen2MoeForCausalLM", {"norm_topk_prob": True}),
     "LlamaForCausalLM, llama3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "Qwen3ForCausalLM, fractional base": (
         "Qwen3ForCausalLM",

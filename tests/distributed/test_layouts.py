@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import varlen_reference
-from layout_cases import DENSE_LAYOUTS, LAYOUTS, Case, cases, layouts_of, references
+from layout_cases import DENSE_LAYOUTS, LAYOUTS, OTHER_LAYOUTS, Case, cases, layouts_of, references
 from layout_table import rows, worst_of, write_table
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -31,7 +31,7 @@ was not found."""
 # Adam with so large an epsilon is smooth in the gradient: equal gradients, clipped by equal norms, give equal
 # updates; with so large a rate they are not lost in the rounding of weights.
 _SMOOTH = {"lr": 1.0, "eps": 0.03, "clip_grad": 0.5}
-_SMOOTHER = _SMOOTH | {"eps": 0.003}  # experts that sigmoid routers hardly weigh have gradients of 1e-5
+_SMOOTHER = _SMOOTH | {"eps": 0.003}  # experts that routers hardly weigh have gradients of 1e-5
 
 
 def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
     forward.attention_form = lambda *_: forms[case.features["attention"]]
     tables = case.tables()
     tables["parallel"]["max_tokens_per_microbatch"] = 60
-    tables["optimizer"] |= _SMOOTHER if case.model in ("GLM", "DeepSeek") else _SMOOTH
+    tables["optimizer"] |= _SMOOTHER if case.model in OTHER_LAYOUTS else _SMOOTH
     config = Config.model_validate(
         {"model": {"load": f"{models}/{case.reference.split('.')[0]}", "dtype": "float32"}, **tables}
     )
@@ -146,6 +146,7 @@ def write_models(folder: Path) -> None:
     write_family(folder / "dense", "Qwen2ForCausalLM", num_hidden_layers=NUM_LAYERS, tie_word_embeddings=True)
     write_family(folder / "GLM", "Glm4MoeForCausalLM", num_hidden_layers=NUM_LAYERS, use_qk_norm=True)
     write_family(folder / "DeepSeek", "DeepseekV3ForCausalLM", num_hidden_layers=NUM_LAYERS - 1)
+    write_family(folder / "Qwen2-MoE", "Qwen2MoeForCausalLM", num_hidden_layers=NUM_LAYERS)
     write_model(folder / "uneven", num_hidden_layers=NUM_LAYERS + 2)
 
 

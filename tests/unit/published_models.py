@@ -176,6 +176,38 @@ MIXTRAL_8X7B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+QWEN15_MOE: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "use_sliding_window": False,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+QWEN2_57B: dict[str, Any] = QWEN15_MOE | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2560,
+    "shared_expert_intermediate_size": 20480,
+    "max_position_embeddings": 32768,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3-235B-A22B": (QWEN3_235B, 235, 22),
     "GLM-4.5-Air": (GLM45_AIR, 106, 12),
@@ -185,5 +217,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Moonlight-16B-A3B": (MOONLIGHT, 16, 3),
     "GLM-4.7-Flash": (GLM47_FLASH, 30, 3),
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7, 12.9),
+    "Qwen1.5-MoE-A2.7B": (QWEN15_MOE, 14.3, 2.7),
+    "Qwen2-57B-A14B": (QWEN2_57B, 57.4, 14),
 }
 """Each model, and billions of its parameters as published: of all, and of those that a token meets."""

@@ -49,6 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": LATENT,
     "Glm4MoeLiteForCausalLM": {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
     "MixtralForCausalLM": dict(num_local_experts=4),
+    "Qwen2MoeForCausalLM": dict(num_experts=4, shared_expert_intermediate_size=24),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -141,6 +142,7 @@ def test_each_has_a_family_and_its_usual_variant_is_admitted(architecture: str, 
             "num_key_value_heads = 2",
         ),
         ("MixtralForCausalLM", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("Qwen2MoeForCausalLM", {"qkv_bias": False}, "qkv_bias = False"),
         ("MixtralForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "LlamaForCausalLM",

@@ -145,7 +145,7 @@ class SlotDecoder:
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         own: Any = copy.deepcopy(config)
-        if getattr(own, "sliding_window", None) is not None:
+        if getattr(own, "sliding_window", None):  # transformers writes none as null, Qwen2-MoE's as 0
             raise RolloutError(
                 f"the transformers engine: found sliding_window = {own.sliding_window}; expected full "
                 "attention. Set rollout.engine = 'sglang' for this model."

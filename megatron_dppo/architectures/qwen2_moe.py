@@ -1,0 +1,50 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: experts beside a shared one that a gate weighs."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
+from megatron_dppo.architectures.qwen3 import sparse_layers
+from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
+from megatron_dppo.architectures.weight_map import (
+    BACKBONE,
+    DENSE_MLP,
+    MOE_MLP,
+    OUTPUT,
+    QKV_BIAS,
+    SHARED_EXPERTS,
+    SHARED_GATE,
+    SHARED_MLP,
+    WeightRule,
+)
+
+_NAMES = {".mlp.shared_experts.": ".mlp.shared_expert."}
+
+
+def _sizes(hf: HFConfig) -> ModelSizes:
+    shared, width = int(hf["shared_expert_intermediate_size"]), int(hf["moe_intermediate_size"])
+    sizes = moe_sizes(hf, int(hf["num_experts"]), width, sparse_layers(hf), shared_width=shared)
+    return replace(sizes, options=frozenset({SHARED_EXPERTS}))
+
+
+def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
+    return {
+        "moe_shared_expert_gate": True,
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob"),  # weights are probabilities among all experts
+    }
+
+
+def _renamed(rule: WeightRule) -> WeightRule:
+    return replace(rule, hf=tuple(name.replace(*pair) for name in rule.hf for pair in _NAMES.items()))
+
+
+QWEN2_MOE = ModelFamily(
+    architecture="Qwen2MoeForCausalLM",
+    sizes=_sizes,
+    rules=(*BACKBONE, OUTPUT, *QKV_BIAS, *DENSE_MLP, *MOE_MLP, *map(_renamed, SHARED_MLP), SHARED_GATE),
+    variants={**SILU_ONLY, "use_sliding_window": (False, False), "qkv_bias": (True, True)},
+    transformer_config=_transformer_config,
+    sglang=SglangFacts(arguments=SHARED_EXPERTS_APART),
+)

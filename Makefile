@@ -28,7 +28,7 @@ help:
 	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.21 another"
-	@echo "make test-sglang-slow  a server of each model family that make test-sglang leaves out"
+	@echo "make test-sglang-slow  a server of every model family, of which make test-sglang takes two"
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
@@ -99,10 +99,10 @@ test-sglang: venv
 	$(MAKE) sglang-venv SGLANG_FOR=cpu SGLANG=$(SGLANG)
 	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang -m "not slow" $(RECORDING)
 
-# A server of every other model family, which takes minutes.
+# A server of every model family, which takes minutes.
 test-sglang-slow: venv
 	$(MAKE) sglang-venv SGLANG_FOR=cpu SGLANG=$(SGLANG)
-	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang -m slow
+	SERVERS_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(RUN) -m pytest tests/sglang/test_served_families.py $(RECORDING)
 
 # For GPUs or for a CPU: as SGLANG_FOR says, else by nvidia-smi. A login node of a cluster must be told.
 ifndef SGLANG_FOR

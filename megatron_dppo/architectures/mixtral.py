@@ -42,5 +42,5 @@ MIXTRAL = ModelFamily(
     variants={**SILU_ONLY, "sliding_window": (None, None)},
     transformer_config=_transformer_config,
     module_names=_NAMES,
-    sglang=SglangFacts(lacks_routes=("0.5.21",)),
+    sglang=SglangFacts(derives_head_dim=True, has_plain_rotary=True, lacks_routes=("0.5.21",)),
 )

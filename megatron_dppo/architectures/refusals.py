@@ -95,6 +95,11 @@ def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:
     return float(rope["factor"]) if _rope_type(rope) == "llama3" else None
 
 
+def rope_kind(hf: Mapping[str, Any]) -> str:
+    """Return the kind of a model's rotary frequencies, `rope_type`."""
+    return _rope_type(_rope(hf))
+
+
 def rotary_part(hf: Mapping[str, Any], default: float = 1.0) -> float:
     """Return the part of a head that is rotated."""
     return float(hf.get("partial_rotary_factor") or _rope(hf).get("partial_rotary_factor") or default)

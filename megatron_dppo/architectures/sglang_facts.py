@@ -15,6 +15,9 @@ class SglangFacts:
         config_keys: Keys that it reads of config.json and transformers may leave out, with the values that are
             trained by. Without them no server starts.
         arguments: Arguments of a server to which [sglang] says nothing.
+        derives_head_dim: It takes a head as hidden_size / num_attention_heads, whatever `head_dim` says.
+        has_plain_rotary: It reads no more of rotary frequencies than `rope_theta`. Others would be served as
+            plain ones, without a word.
         lacks_routes: Versions whose routers do not say of which layer they are: a server that is to return
             routes ends at the first request.
     """
@@ -22,6 +25,8 @@ class SglangFacts:
     has_dense_layers: bool = False
     config_keys: Mapping[str, Any] = field(default_factory=dict[str, Any])
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    derives_head_dim: bool = False
+    has_plain_rotary: bool = False
     lacks_routes: tuple[str, ...] = ()
 
 

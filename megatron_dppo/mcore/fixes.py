@@ -71,19 +71,19 @@ def _count_tokens_uncompiled() -> None:
     """Experts' tokens are counted for the update of a router's expert bias in a function that is compiled.
 
     That ends a run without a C++ compiler. Where the bias is not updated, neither it nor the sum over ranks and
-    the update of the bias in each step is of use, and both are left out.
+    the update of the bias in each step is of use, and both are left out. 0.19.2 also passes the ranks' group.
     """
 
     def count(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         is_updated = self.enable_expert_bias and self.config.moe_router_bias_update_rate
         if is_updated and torch.is_grad_enabled():
             with torch.no_grad():
-                counted = routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1)
+                counted = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
                 self.local_tokens_per_expert += counted.sum(dim=0)
 
-    def update(model: Any, config: Any) -> None:
+    def update(model: Any, config: Any, **group: Any) -> None:
         if config.moe_router_bias_update_rate:
-            _megatron_bias_update(model, config)
+            _megatron_bias_update(model, config, **group)
 
     setattr(router.TopKRouter, "_apply_expert_bias", count)  # noqa: B010 - a method of Megatron's
     _finalize._update_router_expert_bias = update

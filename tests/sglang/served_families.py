@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from sanity_run import TOKENS, add_task
-from serving import OPTIONS
+from serving import OPTIONS, VERSION
 from test_families import CASES
-from tiny_families import write_family
+from tiny_families import SIZES, write_family
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.architectures.registry import FAMILIES
@@ -22,7 +22,10 @@ CASES_SERVED = (*FAMILIES, "DeepSeek-V3: four groups, of which two", "GLM-4.5: h
 def write_served_case(task: Path, case: str) -> Path:
     """Write the model of a case, with config.json as publishers write it, and the sanity task beside it."""
     architecture, changes = CASES[case]
-    folder, family = write_family(task / "model", architecture, **TOKENS | changes), FAMILIES[architecture]
+    family = FAMILIES[architecture]
+    if family.sglang.derives_head_dim:
+        changes = {"head_dim": SIZES["hidden_size"] // SIZES["num_attention_heads"]} | changes
+    folder = write_family(task / "model", architecture, **TOKENS | changes)
     add_task(task)
     file = folder / "config.json"
     hf: dict[str, Any] = json.loads(file.read_text())
@@ -36,7 +39,7 @@ def write_served_case(task: Path, case: str) -> Path:
 def served_tables(task: Path, case: str) -> dict[str, dict[str, Any]]:
     """A config's tables of a run in `task`: its server, and pushes in buckets smaller than any layer."""
     facts = FAMILIES[CASES[case][0]]
-    has_routes = any(rule.is_expert for rule in facts.rules) and not facts.sglang.lacks_routes
+    has_routes = any(rule.is_expert for rule in facts.rules) and VERSION not in facts.sglang.lacks_routes
     return {
         "run": {"folder": str(task / "run")},
         "model": {"load": str(task / "model"), "dtype": "float32"},

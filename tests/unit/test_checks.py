@@ -239,12 +239,22 @@ _SIGMOID: dict[str, Any] = {
 _PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def _sigmoid(architecture: str, **changes: Any) -> Callable[[], None]:
     return _model(architectures=[architecture], **{**_SIGMOID, **changes})
 
 
-def _mixtral(version: str) -> None:
-    _model(architectures=["MixtralForCausalLM"], num_local_experts=8)()
+def _mixtral(version: str, **changes: Any) -> None:
+    _model(architectures=["MixtralForCausalLM"], num_local_experts=8, **changes)()
     _sglang(version)
 
 
@@ -614,6 +624,8 @@ EXAMPLES: dict[str, list[Example]] = {
                 "Glm4MoeLiteForCausalLM", first_k_dense_replace=0, mlp_layer_types=["dense", "sparse"]
             ),
         ),
+        Example("model.load", _SERVED, on_disk=partial(_mixtral, "0.5.23", head_dim=32)),
+        Example("model.load", _SERVED, on_disk=partial(_mixtral, "0.5.23", rope_parameters=_LLAMA3)),
     ],
     "sglang_routes": [
         Example(
@@ -972,6 +984,14 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
             "model, whose layers [1] are dense; expected dense layers in front of all others",
         ),
         (_model(mlp_only_layers=[0]), "model, whose layers [0] are dense; expected experts in every layer"),
+        (
+            partial(_mixtral, "0.5.23", head_dim=32),
+            "model, whose heads have 32 dimensions; expected 16, hidden_size / num_attention_heads",
+        ),
+        (
+            partial(_mixtral, "0.5.23", rope_parameters=_LLAMA3),
+            "model, whose rotary frequencies are llama3's; expected plain ones",
+        ),
         (
             partial(_mixtral, "0.5.21"),
             "a model of MixtralForCausalLM with SGLang 0.5.21; expected 'off': routers of that model do not",

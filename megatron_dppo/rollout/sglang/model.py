@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8
+from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, rope_kind
 from megatron_dppo.architectures.registry import FAMILIES, read_model_sizes
 from megatron_dppo.architectures.sizes import ModelSizes, read_model_config
 from megatron_dppo.errors import ConfigError, Problem
@@ -29,8 +29,8 @@ def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
 def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:
     """Yield what keeps SGLang from serving a model as it is trained.
 
-    That are weights in 8 bits, which the trainer's could not replace, dense layers where SGLang builds sparse
-    ones, and keys that it reads of config.json and does not find.
+    That are weights in 8 bits, which the trainer's could not replace, heads and rotary frequencies that SGLang
+    has not, dense layers where it builds sparse ones, and keys that it reads of config.json and does not find.
 
     Args:
         folder: model.load.
@@ -42,6 +42,7 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
         found = f"{folder}, whose weights are 8-bit floats in blocks"
         expected = "weights in bfloat16: a server of these would drop what the trainer sends"
         yield Problem("model.load", found, expected, action)
+    yield from _attention_problems(folder, hf, sizes)
     facts = FAMILIES[sizes.architecture].sglang
     keys = dict(facts.config_keys)
     dense = sorted(set(range(sizes.num_layers)) - set(sizes.moe_layers)) if sizes.num_experts else []
@@ -63,6 +64,20 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
         yield Problem(
             "model.load", f"{found} in config.json of {folder}", f"{expected}, which SGLang reads", action
         )
+
+
+def _attention_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:
+    facts = FAMILIES[sizes.architecture].sglang
+    action = "Use rollout.engine = 'transformers' for this model."
+    derived = sizes.hidden_size // sizes.num_attention_heads
+    if facts.derives_head_dim and sizes.head_dim != derived:
+        found = f"{folder}, whose heads have {sizes.head_dim} dimensions"
+        expected = f"{derived}, hidden_size / num_attention_heads: SGLang derives it for {sizes.architecture}"
+        yield Problem("model.load", found, expected, action)
+    if facts.has_plain_rotary and rope_kind(hf) != "default":
+        found = f"{folder}, whose rotary frequencies are {rope_kind(hf)}'s"
+        expected = f"plain ones: SGLang computes no others for {sizes.architecture}"
+        yield Problem("model.load", found, expected, action)
 
 
 def routes_problem(architecture: str, version: str) -> Problem | None:

@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_dppo.mcore.fixes import release_last_microbatch
 from megatron_dppo.models.packed_sequences import PackedSequences, attention_form, head_dim_of
 from megatron_dppo.types import Microbatch
 
@@ -58,6 +59,7 @@ def run_microbatches(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    release_last_microbatch(chunks)
 
 
 def packing_of(microbatch: Microbatch, chunk: torch.nn.Module, device: torch.device) -> PackedSequences:

@@ -29,7 +29,10 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    return get_megatron_optimizer(settings, list(chunks))
+    # Megatron's distributed optimizer takes views of float32 parameters. The graph behind them would hold the
+    # hooks of data parallelism, and these the model, until the process ends.
+    with torch.no_grad():
+        return get_megatron_optimizer(settings, list(chunks))
 
 
 def build_schedule(

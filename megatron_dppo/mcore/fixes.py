@@ -7,6 +7,7 @@ versions that have it, and does nothing when called again.
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,20 @@ def _count_tokens_uncompiled() -> None:
 
     setattr(router.TopKRouter, "_apply_expert_bias", count)  # noqa: B010 - a method of Megatron's
     _finalize._update_router_expert_bias = update
+
+
+def release_last_microbatch(chunks: Sequence[torch.nn.Module]) -> None:
+    """Drop what token dispatchers keep of the last forward pass: probabilities, with the graph behind them.
+
+    That graph holds the gradient hooks of data parallelism, which hold the model. Python cannot see through
+    it: models, and process groups with their threads, would stay until the process ends.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        dispatcher: Any = getattr(module, "token_dispatcher", None)
+        for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if torch.is_tensor(value) and value.requires_grad:
+                    setattr(holder, name, None)
 
 
 def _restore_adam_step() -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from layout_cases import FEATURES, LAYOUTS, Case, layouts_of
+from layout_cases import FEATURES, LAYOUTS, Case, cases, layouts_of
 
 FILE = Path(__file__).parents[2] / "megatron_dppo" / "actor" / "LAYOUTS.md"
 BEGIN, END = "<!-- layouts: written by `make layouts` -->", "<!-- end of layouts -->"
+VALUES = [(feature, value) for feature, of in FEATURES.items() for value in of]
 
 
 def worst_of(errors: dict[str, dict[str, float]]) -> float:
@@ -15,7 +16,7 @@ def worst_of(errors: dict[str, dict[str, float]]) -> float:
 
 
 def write_table(measured: list[tuple[Case, float]]) -> None:
-    """Replace the table in the file."""
+    """Replace the rows of layouts whose cases were all measured; others stay, under the same columns."""
     text = FILE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -24,17 +25,24 @@ def write_table(measured: list[tuple[Case, float]]) -> None:
 
 def table(measured: list[tuple[Case, float]]) -> str:
     """Markdown: a row for each layout, a column for each value of each feature."""
-    values = [(feature, value) for feature, of in FEATURES.items() for value in of]
-    head = ["layout", "processes", *(f"{feature} {value}" for feature, value in values)]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    head = _line(["layout", "processes", *(f"{feature} {value}" for feature, value in VALUES)])
+    lines = [head, "|---" * (2 + len(VALUES)) + "|"]
+    kept = {key: line for key, line in _written() if head in FILE.read_text()}
     for world_size in LAYOUTS:
+        needed = list(cases(world_size))
         for name in layouts_of(world_size):
-            own = [
-                (case, error) for case, error in measured if (case.name, case.world_size) == (name, world_size)
-            ]
-            cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in values]
-            lines.append("| " + " | ".join([name, str(world_size), *cells]) + " |")
+            own = [pair for pair in measured if (pair[0].name, pair[0].world_size) == (name, world_size)]
+            known, key = [case for case, _ in own], (name, str(world_size))
+            if all(case in known for case in needed if case.name == name):
+                cells = [_cell([e for case, e in own if case.features[f] == value]) for f, value in VALUES]
+                lines.append(_line([*key, *cells]))
+            elif key in kept:
+                lines.append(kept[key])
     return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _cell(errors: list[float]) -> str:
@@ -43,8 +51,13 @@ def _cell(errors: list[float]) -> str:
 
 def rows() -> Iterator[tuple[str, str]]:
     """(layout, processes) of the file's table."""
+    yield from (key for key, _ in _written())
+
+
+def _written() -> Iterator[tuple[tuple[str, str], str]]:
+    """((layout, processes), line) of the file's table."""
     text = FILE.read_text().partition(BEGIN)[2].partition(END)[0]
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) > 2 and cells[2].isdigit():
-            yield cells[1], cells[2]
+            yield (cells[1], cells[2]), line

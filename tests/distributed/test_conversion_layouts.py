@@ -1,5 +1,8 @@
-"""Hugging Face -> Megatron -> Hugging Face changes no bit, whichever layout loads and saves in between."""
+"""Hugging Face -> Megatron -> Hugging Face changes no bit, whatever layout loads, saves or pushes between."""
 
+import math
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +17,19 @@ from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.runtime.process import Runtime
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts": ("Qwen3MoeForCausalLM", {}),
-    "experts, tied, and a dense layer": (
+    **{name: (name, {}) for name in FAMILIES},
+    **{
+        f"{name}, tied": (name, {"tie_word_embeddings": True})
+        for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+    },
+    "Qwen3-MoE, tied, and a dense layer": (
         "Qwen3MoeForCausalLM",
         {"mlp_only_layers": [1], "tie_word_embeddings": True},
     ),
-    "Qwen3": ("Qwen3ForCausalLM", {}),
-    "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
-    "Qwen2, biases": ("Qwen2ForCausalLM", {}),
-    "Qwen2, tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
-    "Mixtral": ("MixtralForCausalLM", {}),
-    "Qwen2-MoE": ("Qwen2MoeForCausalLM", {}),
-    "GLM-4.5": ("Glm4MoeForCausalLM", {}),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {}),
     "Moonlight, every layer sparse": (
         "DeepseekV3ForCausalLM",
         {"q_lora_rank": None, "first_k_dense_replace": 0},
     ),
-    "Llama": ("LlamaForCausalLM", {}),
-    "Llama, tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
 }
 WITH_EXPERTS = [
     name
@@ -48,6 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "TP2 PP2": (4, {"tensor": 2, "pipeline": 2}),
     "TP2 PP2 EP2": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1}),
 }
+BUCKET_BYTES = 2000  # less than a layer's pair of tensors that travel together
 layouts = pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=pytest.mark.slow if size > 2 else ()) for name, (size, _) in LAYOUTS.items()],
@@ -59,8 +57,12 @@ def models_of(layout: str) -> list[str]:
     return WITH_EXPERTS if "expert" in LAYOUTS[layout][1] else list(MODELS)
 
 
-def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> None:
-    """Load each converted checkpoint on a layout, save it from there, and load what was saved once more."""
+def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> dict[str, list[str]]:
+    """Load each converted checkpoint on a layout, save it from there, and load what was saved once more.
+
+    Returns:
+        What is wrong with weights that are pushed from there, of each model.
+    """
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import read_hf_config
     from megatron_dppo.checkpoints.hf_folder import copy_model_files, write_hf_checkpoint
@@ -81,6 +83,7 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
     fixes.apply()
     parallel = Layout.of(ParallelConfig.model_validate(LAYOUTS[layout][1]), runtime.world_size)
     initialize_groups(parallel, seed=0)
+    problems: dict[str, list[str]] = {}
     for name in names:
         model, source = Path(folder, name), Path(folder, f"{name}.megatron")
         out, exported = Path(folder, f"{name}.{layout}"), Path(folder, f"{name}.{layout}.exported")
@@ -100,6 +103,39 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
             write_hf_checkpoint(weights, exported, model)
         else:
             list(weights)
+        problems[name] = list(push_problems(runtime, chunks, hf, model))
+    return problems
+
+
+def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> Iterator[str]:
+    """Yield what is wrong with the buckets that all ranks send together, and each stage alone."""
+    from megatron_dppo.architectures.published_names import stays_float32
+    from megatron_dppo.architectures.registry import family_of
+    from megatron_dppo.checkpoints.hf_folder import HFWeights
+    from megatron_dppo.models.convert import describe_hf_weights, export_hf_weights
+    from megatron_dppo.weight_sync.buckets import Buffer
+
+    together, stored = family_of(hf).travelling_together(hf), HFWeights(model)
+    for of_own_stage in (False, True):
+        described = describe_hf_weights(chunks, hf, of_own_stage=of_own_stage)
+        weights = export_hf_weights(chunks, hf, of_own_stage=of_own_stage, max_bytes=BUCKET_BYTES)
+        buckets_of: dict[str, list[int]] = defaultdict(list)
+        for number, bucket in enumerate(Buffer(BUCKET_BYTES, together=together).fill(weights)):
+            parts = bucket.flat.split([math.prod(shape) for shape in bucket.shapes])
+            for name, shape, part in zip(bucket.names, bucket.shapes, parts, strict=True):
+                buckets_of[name].append(number)
+                dtype = torch.float32 if stays_float32(name) else torch.bfloat16
+                if part.dtype != dtype or not torch.equal(part.view(shape), stored.tensor(name).to(dtype)):
+                    yield f"{name}: not the bits of the checkpoint"
+        if set(buckets_of) != set(described) or any(len(numbers) > 1 for numbers in buckets_of.values()):
+            yield f"names: {sorted(buckets_of.keys() ^ described.keys())}, or one that comes twice"
+        of_groups: dict[str, set[int]] = defaultdict(set)
+        for name in together.keys() & buckets_of.keys():
+            of_groups[together[name]].update(buckets_of[name])
+        yield from (f"{group}: in several buckets" for group, numbers in of_groups.items() if len(numbers) > 1)
+        sent = set().union(*runtime.all_gather(set(buckets_of)))
+        if sent != stored.names:
+            yield f"names: {sorted(sent ^ stored.names)} are not the checkpoint's"
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +162,8 @@ def test_what_a_layout_loads_and_saves_is_the_same_to_the_bit(
     models: Path, tmp_path: Path, layout: str
 ) -> None:
     names = models_of(layout)
-    run_ranks(save_again, LAYOUTS[layout][0], tmp_path, str(models), layout, names)
+    for problems in run_ranks(save_again, LAYOUTS[layout][0], tmp_path, str(models), layout, names):
+        assert problems == {name: [] for name in names}
     for name in names:
         assert differences(models / name, models / f"{name}.{layout}.exported") == [], "read directly"
         converted("to-hf", "--megatron", models / f"{name}.{layout}", "--out", tmp_path / name)
@@ -157,7 +194,7 @@ def convert_together(runtime: Runtime, folder: str) -> None:
     from megatron_dppo.conversion.to_hf import write_hf
     from megatron_dppo.conversion.to_megatron import write_megatron
 
-    source, out = Path(folder, "experts"), Path(folder, "shared")
+    source, out = Path(folder, "Qwen3MoeForCausalLM"), Path(folder, "shared")
     options = Options(file_bytes=20_000)
     config = read_convertible_config(source)
     write_megatron(HuggingFaceSource(HFWeights(source)), config, out / "megatron", options, runtime)
@@ -167,7 +204,7 @@ def convert_together(runtime: Runtime, folder: str) -> None:
 def test_two_processes_share_a_conversion(models: Path, tmp_path: Path) -> None:
     run_ranks(convert_together, 2, tmp_path, str(models))
     shared = models / "shared"
-    assert differences(models / "experts", shared / "hf") == []
+    assert differences(models / "Qwen3MoeForCausalLM", shared / "hf") == []
     writers = {file.name.split("_")[2] for file in (shared / "megatron" / "megatron").glob("*.distcp")}
     assert writers == {"0", "1"}, "each process has written files"
     assert list(models.glob(".*")) + list(shared.glob(".*")) == []

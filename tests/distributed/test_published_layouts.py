@@ -1,4 +1,4 @@
-"""Qwen3-30B-A3B without its weights: names and shapes of every rank of every published layout.
+"""Published models without their weights: names and shapes of every rank of every published layout.
 
 Models are built on the meta device, one rank after another, in one process whose group pretends to be large.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from larger_recipes import LARGER
 from plan_models import QWEN3_30B, layout_of
 from qwen3_30b_recipes import RECIPES, Recipe
 from ranks import run_ranks
@@ -18,17 +19,21 @@ from ranks import run_ranks
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import family_of, model_sizes
+from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.conversion.pieces import pieces_of
 from megatron_dppo.plan.partition import partition
 from megatron_dppo.runtime.process import Runtime
 
 BLOCK_ELEMENTS = 1 << 25
 Tile = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a stored tensor
-LOADED = RECIPES[0]
-QUICK = [RECIPES[0], RECIPES[5], RECIPES[7]]  # experts with tensor parallelism, with pipelines, and with both
+ALL = (*RECIPES, *LARGER)
+# Experts with tensor parallelism, with pipelines, and with both; latent attention, and in an uneven pipeline.
+QUICK = [RECIPES[0], RECIPES[5], RECIPES[7], LARGER[0], LARGER[1]]
+LOADED = [RECIPES[0], LARGER[0], LARGER[1]]
+loaded = pytest.mark.parametrize("recipe", LOADED, ids=lambda recipe: recipe.source)
 recipes = pytest.mark.parametrize(
     "recipe",
-    [pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.slow) for recipe in RECIPES],
+    [pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.slow) for recipe in ALL],
     ids=lambda recipe: recipe.source,
 )
 
@@ -69,7 +74,7 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def without_memory(layout: Layout) -> list[Any]:
+def without_memory(hf: HFConfig, layout: Layout) -> list[Any]:
     """This rank's part of the model on the meta device."""
     import torch
     from torch.overrides import TorchFunctionMode
@@ -83,8 +88,8 @@ def without_memory(layout: Layout) -> list[Any]:
             return func(*args, **{**(kwargs or {}), **named})
 
     with torch.device("meta"), OnMeta():
-        config = transformer_config(QWEN3_30B, torch.bfloat16, megatron_sizes(layout), {})
-        return build_model(QWEN3_30B, config)
+        config = transformer_config(hf, torch.bfloat16, megatron_sizes(layout), {})
+        return build_model(hf, config)
 
 
 def measure(runtime: Runtime, sources: list[str]) -> dict[str, dict[str, Any]]:
@@ -95,7 +100,7 @@ def measure(runtime: Runtime, sources: list[str]) -> dict[str, dict[str, Any]]:
     this_process.stop()
     cpu.install()
     fixes.apply()
-    return {recipe.source: measure_layout(recipe) for recipe in RECIPES if recipe.source in sources}
+    return {recipe.source: measure_layout(recipe) for recipe in ALL if recipe.source in sources}
 
 
 def measure_layout(recipe: Recipe) -> dict[str, Any]:
@@ -109,14 +114,14 @@ def measure_layout(recipe: Recipe) -> dict[str, Any]:
     reads: Counter[str] = Counter()
     for rank in range(layout.world_size):
         with pretended(layout, rank):
-            chunks = without_memory(layout)
+            chunks = without_memory(recipe.model, layout)
             stage = parallel_state.get_pipeline_model_parallel_rank()
             elements.append((stage, sum(p.numel() for chunk in chunks for p in chunk.parameters())))
             for tensor in main_tensors(chunks):
                 tiles[tensor.key].append((tensor.global_offset, tensor.shape_in_whole))
                 wholes[tensor.key] = tensor.global_shape
-            if recipe is LOADED:
-                reads.update(names_read(chunks))
+            if recipe in LOADED:
+                reads.update(names_read(recipe.model, chunks))
     return {"elements": elements, "tiles": dict(tiles), "wholes": wholes, "reads": reads}
 
 
@@ -142,16 +147,16 @@ def main_tensors(chunks: list[Any]) -> Iterator[Any]:
                 )
 
 
-def names_read(chunks: list[Any]) -> Counter[str]:
+def names_read(hf: HFConfig, chunks: list[Any]) -> Counter[str]:
     """The Hugging Face tensors that filling this rank's parameters reads."""
     import torch
 
     from megatron_dppo.models.convert import load_hf_weights
 
-    shapes, reads = family_of(QWEN3_30B).hf_shapes(QWEN3_30B), Counter[str]()
+    shapes, reads = family_of(hf).hf_shapes(hf), Counter[str]()
 
     class NamesAlone:
-        folder, left_out = Path("Qwen3-30B-A3B"), frozenset[str]()
+        folder, left_out = Path("published"), frozenset[str]()
 
         def file_of(self, name: str) -> Path:
             return self.folder / name
@@ -163,7 +168,7 @@ def names_read(chunks: list[Any]) -> Counter[str]:
             reads[name] += 1
             return torch.empty(shapes[name], dtype=torch.bfloat16, device="meta")
 
-    load_hf_weights(chunks, NamesAlone(), QWEN3_30B)  # type: ignore[arg-type]
+    load_hf_weights(chunks, NamesAlone(), hf)  # type: ignore[arg-type]
     return reads
 
 
@@ -174,7 +179,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], dic
 
     def of(recipe: Recipe) -> dict[str, Any]:
         if recipe.source not in found:
-            kind = [other.source for other in RECIPES if (other in QUICK) == (recipe in QUICK)]
+            kind = [other.source for other in ALL if (other in QUICK) == (recipe in QUICK)]
             found.update(run_ranks(measure, 1, tmp_path_factory.mktemp("layouts"), kind)[0])
         return found[recipe.source]
 
@@ -206,7 +211,7 @@ def test_each_parameter_of_a_layout_is_filled_once(
     measured: Callable[[Recipe], dict[str, Any]], recipe: Recipe
 ) -> None:
     found = measured(recipe)
-    assert found["wholes"] == {piece.key: piece.whole for piece in pieces_of(QWEN3_30B)}
+    assert found["wholes"] == {piece.key: piece.whole for piece in pieces_of(recipe.model)}
     assert {
         k: fault for k, tiles in found["tiles"].items() if (fault := untiled(tiles, found["wholes"][k]))
     } == {}
@@ -216,7 +221,7 @@ def test_each_parameter_of_a_layout_is_filled_once(
 def test_each_rank_holds_the_bytes_that_the_planner_counts(
     measured: Callable[[Recipe], dict[str, Any]], recipe: Recipe
 ) -> None:
-    shape = model_shape(QWEN3_30B)
+    shape = model_shape(recipe.model)
     parts = partition(shape, layout_of(recipe.num_gpus, **recipe.sizes), True)
     planned = [part.dense.own + part.expert.own for part in parts]
     elements = measured(recipe)["elements"]
@@ -224,12 +229,16 @@ def test_each_rank_holds_the_bytes_that_the_planner_counts(
     assert {(stage, found, planned[stage]) for stage, found in elements if found != planned[stage]} == set()
 
 
-def test_a_rank_reads_its_own_experts_alone(measured: Callable[[Recipe], dict[str, Any]]) -> None:
-    reads = measured(LOADED)["reads"]
-    assert set(reads) == set(family_of(QWEN3_30B).hf_shapes(QWEN3_30B))
+@loaded
+def test_a_rank_reads_its_own_experts_alone(
+    measured: Callable[[Recipe], dict[str, Any]], recipe: Recipe
+) -> None:
+    reads, hf, sizes = measured(recipe)["reads"], recipe.model, recipe.sizes
+    assert set(reads) == set(family_of(hf).hf_shapes(hf))
     of_experts = {number for name, number in reads.items() if ".experts." in name}
     others = {number for name, number in reads.items() if ".experts." not in name}
-    assert (of_experts, others) == ({1}, {LOADED.num_gpus})
+    of_stage = recipe.num_gpus // sizes.get("pipeline", 1)
+    assert (of_experts, others) == ({of_stage // sizes["expert"]}, {of_stage})
 
 
 def test_a_layout_that_does_not_divide_is_refused() -> None:

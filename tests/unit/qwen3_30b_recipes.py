@@ -9,6 +9,8 @@ hidden states can do without.
 from dataclasses import dataclass, field
 from typing import Any
 
+from plan_models import QWEN3_30B
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -28,6 +30,8 @@ class Recipe:
         float32_copies: Of all logits, that their loss holds at once: an assumption. NeMo's of its performance
             runs holds none.
         layer_spec: model.layer_spec; all of them use Transformer Engine, and ours is taken where it fits, too.
+        model: Its config.json.
+        has_routes: Count routes of R3 on the GPU, whether the recipe has R3 or not.
     """
 
     source: str
@@ -43,6 +47,8 @@ class Recipe:
     spared: tuple[str, ...] = ()
     layer_spec: str = "torch"
     float32_copies: int = 4
+    model: dict[str, Any] = field(default_factory=lambda: QWEN3_30B)
+    has_routes: bool = True
 
 
 NOT_RECOMPUTED: dict[str, Any] = {"is_recomputed": False, "is_offloaded": False}

@@ -7,7 +7,8 @@ does not do.
 from dataclasses import replace
 
 import pytest
-from plan_models import COLOCATED, QWEN3_30B, RECOMPUTED, job_of, layout_of
+from larger_recipes import LARGER
+from plan_models import COLOCATED, RECOMPUTED, job_of, layout_of
 from qwen3_30b_recipes import RECIPES, Recipe
 
 from megatron_dppo.architectures.parameters import padded_vocab
@@ -17,21 +18,21 @@ from megatron_dppo.plan.memory import Memory, StageMemory, memory_of
 from megatron_dppo.plan.search import fits
 
 FLOAT = 4
-recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.source)
+recipes = pytest.mark.parametrize("recipe", (*RECIPES, *LARGER), ids=lambda recipe: recipe.source)
 options = pytest.mark.parametrize("without", ["offload", "recompute"])
 
 
 def _job(recipe: Recipe, loss_from: str = "logits") -> Job:
     prompts, samples = recipe.prompts
     return job_of(
-        QWEN3_30B,
+        recipe.model,
         {
             "parallel.max_tokens_per_microbatch": recipe.gpu_tokens * recipe.sizes.get("context", 1),
             "rollout.engine": "sglang",
             "rollout.max_response_tokens": recipe.response_tokens,
             "rollout.prompts_per_rollout": prompts,
             "rollout.samples_per_prompt": samples,
-            "rollout.routing_replay": "replay",
+            "rollout.routing_replay": "replay" if recipe.has_routes else "off",
             "algorithm.minibatches_per_rollout": 1,
             "algorithm.loss_from": loss_from,
             **({} if recipe.engine is None else COLOCATED),

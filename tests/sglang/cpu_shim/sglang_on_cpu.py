@@ -86,12 +86,26 @@ def _rotate_without_yarn(module: ModuleType) -> None:
     module.get_rope_cpu = get_rope_cpu  # type: ignore[attr-defined]
 
 
+def _weigh_without_triton(module: ModuleType) -> None:
+    """What Qwen2-MoE's shared expert gives is weighed and added by a Triton kernel on every device but AMX."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    def add_weighed(hidden: Any, gate: Any, shared: Any, routed: Any) -> None:
+        routed.add_(torch.sigmoid(hidden @ gate)[:, None] * shared)
+
+    module.fused_gate_sigmoid_mul_add = add_weighed  # type: ignore[attr-defined]
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_vision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.state_capturer.base": _leave_buffers_unpinned,
     "sglang.srt.mem_cache.pool_host.common": _register_nothing,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _prefill_from_latents,
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_yarn,
+    "sglang.srt.models.qwen2_moe": _weigh_without_triton,
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import megatron.core
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+import megatron.core.optimizer.optimizer as optimizers
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.router as router
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
@@ -49,6 +50,7 @@ def apply() -> None:
     _define_missing_te_gemm()
     _forget_missing_te_linear()
     _count_tokens_uncompiled()
+    _find_groups_of_other_rates()
     exact_combine.install()
     rotary.install()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -87,6 +89,16 @@ def _count_tokens_uncompiled() -> None:
 
     setattr(router.TopKRouter, "_apply_expert_bias", count)  # noqa: B010 - a method of Megatron's
     _finalize._update_router_expert_bias = update
+
+
+def _find_groups_of_other_rates() -> None:
+    """0.19.2 finds a checkpoint's parameter groups by learning rates too: KeyError where the config's differ.
+
+    All groups here have one rate, which `build_schedule` sets after loading.
+    """
+    keys = tuple(key for key in optimizers.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
+    for module in (optimizers, distrib_optimizer):
+        setattr(module, "param_group_identifier_keys", keys)  # noqa: B010 - a constant of the modules
 
 
 def _restore_adam_step() -> None:

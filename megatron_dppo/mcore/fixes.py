@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron.core
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+import megatron.core.optimizer.optimizer as optimizers
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.router as router
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
@@ -50,6 +51,7 @@ def apply() -> None:
     _define_missing_te_gemm()
     _forget_missing_te_linear()
     _count_tokens_uncompiled()
+    _find_groups_of_other_rates()
     exact_combine.install()
     rotary.install()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -102,6 +104,16 @@ def release_last_microbatch(chunks: Sequence[torch.nn.Module]) -> None:
             for name, value in list(vars(holder).items()) if holder is not None else ():
                 if torch.is_tensor(value) and value.requires_grad:
                     setattr(holder, name, None)
+
+
+def _find_groups_of_other_rates() -> None:
+    """0.19.2 finds a checkpoint's parameter groups by learning rates too: KeyError where the config's differ.
+
+    All groups here have one rate, which `build_schedule` sets after loading.
+    """
+    keys = tuple(key for key in optimizers.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
+    for module in (optimizers, distrib_optimizer):
+        setattr(module, "param_group_identifier_keys", keys)  # noqa: B010 - a constant of the modules
 
 
 def _restore_adam_step() -> None:

@@ -34,11 +34,13 @@ def run_ranks(
     *arguments: Any,
     timeout_s: float = 300,
     is_fresh: bool = False,
+    exit_code: int = 0,
 ) -> list[Any]:
     """`function(runtime, *arguments)` on `world_size` processes; the results in rank order.
 
     `function` must stand at the top of a module, and its arguments must pickle. Where `is_fresh`, the processes
-    are new ones that have not imported Megatron yet.
+    are new ones that have not imported Megatron yet. Where they are to end with another `exit_code` than 0,
+    there are no results.
     """
     must_be_fresh = is_fresh or torch.cuda.is_available()  # CUDA does not survive a fork
     context = multiprocessing.get_context("spawn") if must_be_fresh else FORKS
@@ -49,7 +51,10 @@ def run_ranks(
         processes.append(process)
     codes = ended(processes, timeout_s)
     logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(world_size))
-    assert codes == [0] * world_size, f"ranks ended with {codes} (None: not within {timeout_s} s):\n{logs}"
+    said = f"ranks ended with {codes} (None: not within {timeout_s} s), expected {exit_code}:\n{logs}"
+    assert codes == [exit_code] * world_size, said
+    if exit_code:
+        return []
     return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 

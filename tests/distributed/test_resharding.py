@@ -61,7 +61,7 @@ def losses(runtime: Runtime, actor: Any, num_steps: int) -> list[float]:
 
     found: list[float] = []
     for _ in range(num_steps):
-        groups = with_advantages(random_groups(4, moe_layers=NUM_LAYERS), normalize_std=False)
+        groups = with_advantages(random_groups(4, routing=actor.routing), normalize_std=False)
         own = [s for group in groups[runtime.rank :: runtime.world_size] for s in group.samples]
         shape = BatchShape("token_mean", 16, 60, topk_columns=4, routing=actor.routing)
         (batch,), _ = train_batches([own], shape, actor.data_parallel)
@@ -126,28 +126,30 @@ def load_all(
 
 def differences(checkpoint: Path, again: Path) -> list[str]:
     """Names of tensors that are not bitwise the same in both, gathered whole."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    contents: list[dict[str, Any]] = []
-    for folder in (checkpoint / "megatron", again / "megatron"):
-        reader = FileSystemReader(folder)
-        metadata = reader.read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(of.size, dtype=of.properties.dtype)
-            for name, of in metadata.items()
-            if isinstance(of, TensorStorageMetadata)
-        }
-        load(tensors, storage_reader=reader, no_dist=True)
-        # A split vocabulary is padded to equal parts.
-        contents.append({n: t[:VOCAB] if _is_vocabulary(n) else t for n, t in tensors.items()})
-    before, after = contents
+    before, after = stored(checkpoint), stored(again)
     assert any("exp_avg_sq" in name for name in before), sorted(before)
     changed = sorted(before.keys() ^ after.keys())
     return changed + [
         name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])
     ]
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, gathered whole."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(checkpoint / "megatron")
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(of.size, dtype=of.properties.dtype)
+        for name, of in metadata.items()
+        if isinstance(of, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    # A split vocabulary is padded to equal parts.
+    return {n: t[:VOCAB] if _is_vocabulary(n) else t for n, t in tensors.items()}
 
 
 def _is_vocabulary(name: str) -> bool:

@@ -18,6 +18,11 @@ def digits(prompt: Prompt, response: str, finish_reason: FinishReason) -> Reward
     return RewardResult(sum(word.isdigit() for word in words) / max(len(words), 1))
 
 
+def by_text(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Between 0 and 1, and of two different responses hardly ever the same."""
+    return RewardResult(zlib.crc32(response.encode()) / 2**32)
+
+
 def raises(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     """Raises for some responses."""
     if _is_chosen(response):

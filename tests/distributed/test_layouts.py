@@ -155,7 +155,8 @@ def write_models(folder: Path) -> None:
     write_family(folder / "dense", "Qwen2ForCausalLM", num_hidden_layers=NUM_LAYERS, tie_word_embeddings=True)
     write_family(folder / "GLM", "Glm4MoeForCausalLM", num_hidden_layers=NUM_LAYERS, use_qk_norm=True)
     write_family(folder / "DeepSeek", "DeepseekV3ForCausalLM", num_hidden_layers=NUM_LAYERS - 1)
-    write_family(folder / "Qwen2-MoE", "Qwen2MoeForCausalLM", num_hidden_layers=NUM_LAYERS)
+    options = {"num_hidden_layers": NUM_LAYERS, "initializer_range": 0.2}  # wider ones round by 9e-6
+    write_family(folder / "Qwen2-MoE", "Qwen2MoeForCausalLM", **options)
     write_model(folder / "uneven", num_hidden_layers=NUM_LAYERS + 2)
 
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from test_architectures import LLAMA3
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
@@ -237,16 +238,6 @@ _SIGMOID: dict[str, Any] = {
     "v_head_dim": 16,
 }
 _PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-
-
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def _sigmoid(architecture: str, **changes: Any) -> Callable[[], None]:
@@ -625,7 +616,7 @@ EXAMPLES: dict[str, list[Example]] = {
             ),
         ),
         Example("model.load", _SERVED, on_disk=partial(_mixtral, "0.5.23", head_dim=32)),
-        Example("model.load", _SERVED, on_disk=partial(_mixtral, "0.5.23", rope_parameters=_LLAMA3)),
+        Example("model.load", _SERVED, on_disk=partial(_mixtral, "0.5.23", rope_parameters=LLAMA3)),
     ],
     "sglang_routes": [
         Example(
@@ -989,7 +980,7 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
             "model, whose heads have 32 dimensions; expected 16, hidden_size / num_attention_heads",
         ),
         (
-            partial(_mixtral, "0.5.23", rope_parameters=_LLAMA3),
+            partial(_mixtral, "0.5.23", rope_parameters=LLAMA3),
             "model, whose rotary frequencies are llama3's; expected plain ones",
         ),
         (

@@ -193,7 +193,7 @@ class SglangClient:
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> "_HttpAnswer":
+    ) -> _HttpAnswer:
         """Make one call.
 
         Raises:

@@ -104,6 +104,7 @@ setup(
         "plotly>=7.1",
         "aiohttp>=3.14",
         "msgspec>=0.19",
+        "pybase64>=1.5",
         "datasets>=5.2",
         "math-verify[antlr4_13_2]>=0.9",
         "matplotlib>=3.11",

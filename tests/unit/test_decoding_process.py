@@ -19,6 +19,7 @@ from megatron_dppo.errors import ReplyError, RolloutError
 from megatron_dppo.rollout.engine import Completion
 from megatron_dppo.rollout.sglang import decoding_process
 from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
+from megatron_dppo.rollout.sglang.decoding_wire import SharedMemory
 from megatron_dppo.rollout.sglang.protocol import Generation0521
 
 LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
@@ -167,6 +168,47 @@ def test_it_goes_with_the_object_that_started_it() -> None:
     del decoding
     gc.collect()
     assert not is_alive(pid)
+
+
+def test_shared_memory_holds_smaller_and_larger_contents_than_before() -> None:
+    memory = SharedMemory.create()
+    reader = SharedMemory(os.dup(memory.descriptor))  # as the other process has it
+    try:
+        assert bytes(reader.view(0)) == b""
+        contents = [[b"abc"], [b"", b"12"], [b"x" * 70_000, b"", bytearray(b"y")], [b"z"], [b"0" * 100_000]]
+        for buffers in contents:
+            memory.write(buffers)
+            assert reader.read([len(each) for each in buffers]) == list(map(bytearray, buffers))
+            assert bytes(reader.view(sum(map(len, buffers)))) == b"".join(buffers)
+        with pytest.raises(EOFError):
+            reader.read([100_001])
+    finally:
+        memory.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("behind", [(b"", LARGE, b""), (LARGE, b"", 2 * LARGE)])
+def test_an_answer_has_nothing_of_a_longer_one_before_it(behind: tuple[bytes, ...]) -> None:
+    decoding = DecodingProcess(small_bytes=0)
+    names = ("topk_and_routes", "stop", "plain")
+    for name, rest in zip(names, behind, strict=True):
+        there = asyncio.run(_reply(decoding, name, rest))
+        here = asyncio.run(_reply(DecodingProcess(small_bytes=1 << 30), name, rest))
+        assert there.tokens.tolist() == here.tokens.tolist()
+        assert there.log_probs.tolist() == here.log_probs.tolist()
+
+
+def test_neither_a_lost_process_nor_one_that_ends_keeps_descriptors() -> None:
+    descriptors = psutil.Process().num_fds()
+    decoding = DecodingProcess(small_bytes=0)
+    for _ in range(2):
+        _read(decoding)
+        child = psutil.Process(_pid(decoding))
+        child.kill()
+        child.wait(60)
+    del decoding
+    gc.collect()
+    assert psutil.Process().num_fds() == descriptors
 
 
 def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library() -> None:

@@ -271,6 +271,17 @@ def test_a_corrupted_flat_topk_is_refused(corrupt: Corruption, message: str) -> 
         _read("topk_and_routes", corrupt, FLAT)
 
 
+def test_base64_whose_slashes_json_escapes_is_read_as_the_same() -> None:
+    request, params, body = recorded("topk_and_routes", FLAT)
+    plain = json.dumps(body).encode()
+    escaped = plain.replace(b"/", rb"\/")
+    assert escaped != plain
+    found = [_outcome(WAYS[FLAT][0], each, request, params) for each in (plain, escaped)]
+    one, other = (dataclasses.asdict(each) for each in found if isinstance(each, Completion))
+    for name in ("topk", "routed_experts"):
+        torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
+
+
 def test_a_token_twice_among_the_most_probable_is_refused() -> None:
     def repeat(body: dict[str, Any]) -> None:
         row = body["meta_info"]["output_top_logprobs"][2]

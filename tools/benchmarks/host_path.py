@@ -222,7 +222,7 @@ class HostPath:
             return await all_of(answers)
 
         before = children_cpu_s()
-        read_here = self._timed("pipes to and from it", "generation", lambda: run_loop(read()))
+        read_here = self._timed("memory to and from it", "generation", lambda: run_loop(read()))
         self._add("decode replies", "decoding process", children_cpu_s() - before)
         pairs = zip(read_here, self._requests, strict=True)
         return [replace(completion, request_id=request.id) for completion, request in pairs]

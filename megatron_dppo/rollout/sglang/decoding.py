@@ -3,12 +3,14 @@
 The process that decodes answers imports this module, so that it starts without a tensor library.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import pybase64
 
 from megatron_dppo.errors import ReplyError, RoutingReplayError
 from megatron_dppo.types import ModelRouting, WeightVersionSpan
@@ -125,7 +127,7 @@ def decode_flat_topk(
     found: list[np.ndarray] = []
     for payload, dtype in ((values, "<f4"), (ids, "<i4")):
         try:
-            data = _BASE64.decode(payload) or b""
+            data = _decoded(payload) or b""
         except msgspec.MsgspecError as error:
             raise ReplyError(f"{where}: output_top_logprobs is no base64 ({error}). {_REPORT}") from None
         if len(data) != 4 * tokens.size * num_columns:
@@ -158,7 +160,7 @@ def decode_routes(
             stands twice in a row, or nothing but zeros.
     """
     try:
-        data = None if payload is None else _BASE64.decode(payload)
+        data = None if payload is None else _decoded(payload)
     except msgspec.MsgspecError as error:
         raise RoutingReplayError(f"{where}: routed_experts is no base64 ({error}). {_NO_ROUTES}") from None
     if data is None:
@@ -252,6 +254,19 @@ def _checked_topk(
         if bool(is_so.any()):
             raise ReplyError(f"{where}: output_top_logprobs holds {fault}. {_REPORT}")
     return ids, values
+
+
+def _decoded(payload: Text) -> bytes | None:
+    """Decode a JSON string of base64; null is none.
+
+    Raises:
+        msgspec.MsgspecError: It is something else.
+    """
+    text = memoryview(payload)
+    if text[:1] == b'"':
+        with contextlib.suppress(ValueError):  # it is no base64, or JSON has escaped a slash
+            return pybase64.b64decode(text[1:-1], validate=True)
+    return _BASE64.decode(payload)
 
 
 def _columns(payload: Text, shape: tuple[int, ...], where: str, name: str) -> tuple[np.ndarray, np.ndarray]:

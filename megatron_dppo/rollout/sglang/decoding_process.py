@@ -2,13 +2,12 @@
 
 Parsing the JSON of a long answer holds the interpreter's lock for as long as it takes: a tenth of a second for
 16k tokens with top-20 and routes, in which no other thread of this process runs. Here the bytes of the answer
-go into a pipe, and arrays come out of another.
+are written to memory that both processes see, and arrays are read from other such memory.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import select
@@ -17,13 +16,14 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from megatron_dppo.errors import ReplyError, RolloutError
 from megatron_dppo.rollout.sglang.decoding_wire import (
     LENGTH_BYTES,
+    SharedMemory,
     frame_of,
     header_length,
     read_answer,
@@ -37,7 +37,6 @@ _TIMEOUT_S = 120.0  # of one answer, its way through the pipes included; 16k tok
 _START_TIMEOUT_S = 300.0  # importing may be slow from a slow disk
 _END_TIMEOUT_S = 1.0
 _MOST_LOST = 2  # in a row: the process is replaced once
-_PIPE_BYTES = 1 << 20
 
 
 class DecodingProcess:
@@ -102,7 +101,7 @@ class _LostError(Exception):
 
 
 class _Child:
-    """The process, and its pipes, which never block without a time limit; one thread drives it."""
+    """The process, its memory, and its pipes, which never block without a limit; one thread drives it."""
 
     def __init__(self) -> None:
         """Start it, and wait until it has imported what it needs.
@@ -110,12 +109,21 @@ class _Child:
         Raises:
             RolloutError: It did not start.
         """
-        command = [sys.executable, "-m", _MODULE, str(os.getpid())]
+        self._content, self._arrays = memory = SharedMemory.create(), SharedMemory.create()
+        weakref.finalize(self, _close, memory).atexit = False
+        descriptors = [each.descriptor for each in memory]
+        command = [sys.executable, "-m", _MODULE, *map(str, (os.getpid(), *descriptors))]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's pool of threads would not be used
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True, env=environment
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                bufsize=0,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=environment,
             )
         except OSError as error:
             raise _not_started(f"raised {error}", command) from None
@@ -146,8 +154,9 @@ class _Child:
         """
         header = {"reader": reader, "expected": dataclasses.asdict(expected)}
         with self._answering(timeout_s) as deadline:
-            for part in frame_of(header, [content]):
-                self._send(memoryview(part), deadline)
+            frame = frame_of(header, [content])
+            self._content.write(frame.buffers)
+            self._send(memoryview(frame.header), deadline)
             return self._receive(deadline)
 
     def kill(self) -> None:
@@ -173,7 +182,7 @@ class _Child:
     def _receive(self, deadline: float) -> tuple[dict[str, Any], list[bytearray]]:
         length = header_length(self._bytes(LENGTH_BYTES, deadline))
         header = json.loads(self._bytes(length, deadline))
-        return header, [self._bytes(size, deadline) for size in sizes_in(header)]
+        return header, self._arrays.read(sizes_in(header))
 
     def _bytes(self, size: int, deadline: float) -> bytearray:
         data = bytearray(size)
@@ -203,13 +212,15 @@ def _not_started(found: str, command: list[str]) -> RolloutError:
 
 
 def _prepared(pipe: IO[bytes] | None) -> int:
-    """Return the descriptor of a pipe that holds more than usual, and never blocks."""
+    """Return the descriptor of a pipe, which never blocks."""
     assert pipe is not None, "asked of Popen"
     os.set_blocking(pipe.fileno(), False)
-    if hasattr(fcntl, "F_SETPIPE_SZ"):  # Linux: fewer turns between the two processes
-        with contextlib.suppress(OSError):  # more than this user may have
-            fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return pipe.fileno()
+
+
+def _close(memory: Iterable[SharedMemory]) -> None:
+    for each in memory:
+        each.close()
 
 
 def _wait(pipe: int, event: int, deadline: float) -> None:

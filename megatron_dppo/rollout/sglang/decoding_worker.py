@@ -1,7 +1,8 @@
-"""The program of the process that decodes answers: `python -m` this module, and the trainer's process id.
+"""The program of the process that decodes answers: `python -m` this module, and three numbers.
 
-It reads frames (`decoding_wire`) from stdin, and writes one to stdout for each, until the trainer is gone. It
-imports no tensor library: it starts in a moment, and is small.
+They are the trainer's process id, and the descriptors of the memory that requests and replies lie in. It takes
+the headers of frames (`decoding_wire`) from stdin, and writes one to stdout for each until the trainer is gone.
+It imports no tensor library: it starts in a moment, and is small.
 """
 
 import gc
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO
 from megatron_dppo.errors import ReplyError, RoutingReplayError
 from megatron_dppo.rollout.sglang.decoding_wire import (
     LENGTH_BYTES,
-    Buffer,
+    Frame,
+    SharedMemory,
     answer_frame,
     fault_frame,
     frame_of,
@@ -30,37 +32,39 @@ _PARENT_EVERY_S = 0.25
 
 def main() -> None:
     """Decode until stdin ends, or the trainer is gone."""
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    parent, *memory = map(int, sys.argv[1:])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole job, and the trainer decides
     gc.disable()  # what JSON holds has no cycles, and a third of the time went into looking for them
+    contents, arrays = map(SharedMemory, memory)
     requests, replies = open(0, "rb", closefd=False), open(os.dup(1), "wb")  # noqa: PTH123, SIM115
     os.dup2(2, 1)  # what a library prints is no frame
-    _send(replies, frame_of({}))
-    while (request := _receive(requests)) is not None:
-        header, content = request
+    _send(replies, arrays, frame_of({}))
+    while (header := _receive(requests)) is not None:
+        (size,) = sizes_in(header)
         try:
-            frame = answer_frame(READERS[header["reader"]](content, Expected.of_json(header["expected"])))
+            expected = Expected.of_json(header["expected"])
+            frame = answer_frame(READERS[header["reader"]](contents.view(size), expected))
         except (ReplyError, RoutingReplayError) as error:
             frame = fault_frame(error)
-        _send(replies, frame)
-        del request, content, frame
+        _send(replies, arrays, frame)
+        del frame
 
 
-def _receive(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """Return header and buffer of a request; none where there are no more."""
+def _receive(stream: BinaryIO) -> dict[str, Any] | None:
+    """Return the header of a request; none where there are no more."""
     start = stream.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:
         return None
-    header = json.loads(stream.read(header_length(start)))
-    (size,) = sizes_in(header)
-    content = stream.read(size)
-    return None if len(content) < size else (header, content)
+    size = header_length(start)
+    text = stream.read(size)
+    return None if len(text) < size else json.loads(text)
 
 
-def _send(stream: BinaryIO, frame: list[Buffer]) -> None:
-    for part in frame:
-        stream.write(part)
+def _send(stream: BinaryIO, memory: SharedMemory, frame: Frame) -> None:
+    memory.write(frame.buffers)
+    stream.write(frame.header)
     stream.flush()
 
 

@@ -23,6 +23,9 @@ from megatron_dppo.rollout.sglang.decoding import (
 )
 from megatron_dppo.types import FinishReason, ModelRouting
 
+Content = bytes | memoryview
+"""Of an answer. What is read from it is copied: its memory may be written to afterwards."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -75,7 +78,7 @@ class PromptScores:
     routes: np.ndarray | None = None  # [L, moe_layers, top_k] uint8 (int16 above 256 experts)
 
 
-def read_reply_0521(content: bytes, expected: Expected) -> Reply:
+def read_reply_0521(content: Content, expected: Expected) -> Reply:
     """Parse the body of a 200 from /generate of SGLang 0.5.21.
 
     Raises:
@@ -85,7 +88,7 @@ def read_reply_0521(content: bytes, expected: Expected) -> Reply:
     return _read_reply(content, expected, _nested_topk)
 
 
-def read_reply_0522(content: bytes, expected: Expected) -> Reply:
+def read_reply_0522(content: Content, expected: Expected) -> Reply:
     """Parse the same from SGLang 0.5.22 and later, where the top-K are flat arrays in base64.
 
     Raises:
@@ -94,7 +97,7 @@ def read_reply_0522(content: bytes, expected: Expected) -> Reply:
     return _read_reply(content, expected, _flat_topk)
 
 
-def _read_reply(content: bytes, expected: Expected, read_topk: "_ReadTopK") -> Reply:
+def _read_reply(content: Content, expected: Expected, read_topk: "_ReadTopK") -> Reply:
     where = expected.where
     ids, meta = _ids_and_meta(_SAMPLED, content, where)
     _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
@@ -124,7 +127,7 @@ def _read_reply(content: bytes, expected: Expected, read_topk: "_ReadTopK") -> R
     )
 
 
-def read_scores_0521(content: bytes, expected: Expected) -> PromptScores:
+def read_scores_0521(content: Content, expected: Expected) -> PromptScores:
     """Parse the log-probs of `expected.input_tokens` from SGLang 0.5.21.
 
     Raises:
@@ -145,7 +148,7 @@ def read_scores_0521(content: bytes, expected: Expected) -> PromptScores:
 
 Answer = Reply | PromptScores
 
-READERS: Mapping[str, Callable[[bytes, Expected], Answer]] = MappingProxyType(
+READERS: Mapping[str, Callable[[Content, Expected], Answer]] = MappingProxyType(
     {
         "reply 0.5.21": read_reply_0521,
         "reply 0.5.22": read_reply_0522,
@@ -177,7 +180,7 @@ _ANYTHING = msgspec.json.Decoder()
 
 
 def _ids_and_meta(
-    decoder: msgspec.json.Decoder[Any], content: bytes, where: str
+    decoder: msgspec.json.Decoder[Any], content: Content, where: str
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the sampled ids and meta_info, of which the large tables stay text: `decoding` reads them."""
     try:

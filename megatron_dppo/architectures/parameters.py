@@ -112,6 +112,51 @@ def padded_vocab(shape: ModelShape, layout: Layout) -> int:
     return math.ceil(shape.sizes.vocab_size / layout.tensor) * layout.tensor
 
 
+def experts_at_once(num_own: int, bytes_of_one: int, max_bytes: int | None) -> int:
+    """Return how many of its experts each rank gives at a time where whole weights are gathered.
+
+    Args:
+        num_own: Experts of a rank, of one layer.
+        bytes_of_one: Of a parameter of one expert of each rank, gathered.
+        max_bytes: Of what is gathered at a time; one expert of each rank may take more. None: no limit.
+    """
+    return num_own if max_bytes is None else min(max(max_bytes // bytes_of_one, 1), num_own)
+
+
+def largest_gathered_bytes(
+    shape: ModelShape, layout: Layout, dtype_bytes: int, max_bytes: int | None = None
+) -> int:
+    """Return the bytes of the most that `models.convert.export_hf_weights` gathers at a time.
+
+    Args:
+        shape: The model's.
+        layout: How it is split.
+        dtype_bytes: Of an element.
+        max_bytes: The export's limit of a layer's experts.
+    """
+    rules = _rules_of(shape)
+    return max(_gathered_bytes(rule, shape, layout, dtype_bytes, max_bytes) for rule in rules)
+
+
+@lru_cache(maxsize=16)
+def _rules_of(shape: ModelShape) -> frozenset[WeightRule]:
+    entries = shape.family.entries(shape.sizes)
+    return frozenset(entry.rule for entry in entries if not entry.rule.is_buffer)
+
+
+def _gathered_bytes(
+    rule: WeightRule, shape: ModelShape, layout: Layout, dtype_bytes: int, max_bytes: int | None
+) -> int:
+    if rule.is_vocabulary:
+        return dtype_bytes * padded_vocab(shape, layout) * shape.sizes.hidden_size
+    of_one = dtype_bytes * sum(map(math.prod, rule.hf_shapes(shape.sizes)))
+    if not rule.is_expert:
+        return of_one
+    of_one *= layout.expert
+    num_own = (shape.sizes.num_experts or 0) // layout.expert
+    return of_one * experts_at_once(num_own, of_one, max_bytes)
+
+
 def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tensor, ...]:
     """Return the parameters of one rank in one model chunk; buffers, which no optimizer sees, are left out.
 

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_dppo.architectures.parameters import experts_at_once
 from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import (
@@ -287,7 +288,7 @@ def _gathered(
     num_holders = experts.size() if rule.is_expert else 1
     local = place.shape if rule.is_expert else torch.Size((1, *place.shape))
     of_ranks = place.dtype.itemsize * local[1:].numel() * num_holders * _num_shards(rule)
-    step = local[0] if max_bytes is None else min(max(max_bytes // of_ranks, 1), local[0])
+    step = experts_at_once(local[0], of_ranks, max_bytes)
     for start in range(0, local[0], step):
         count = min(step, local[0] - start)
         piece = own.view(local)[start : start + count] if own is not None else None

@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.architectures.parameters import Chunk, ModelShape, chunk_tensors
+from megatron_dppo.architectures.parameters import ModelShape, largest_gathered_bytes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.plan.machine import ENGINE_RESIDUE_BYTES, Machine
@@ -129,14 +128,12 @@ def _require_number(where: str, found: object, expected: str, below: float) -> N
         raise ConfigError(Problem(where, repr(found), expected, "Correct or remove it."))
 
 
-@lru_cache(maxsize=16)
-def _largest_tensor(shape: ModelShape) -> int:
-    whole = chunk_tensors(shape, Layout(world_size=1), Chunk.whole(shape))
-    return max(tensor.numel for tensor in whole)
+def passing_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
+    """Return the bytes of weights on their way to the engine: gathered ones and their local copy, and a bucket.
 
-
-def largest_gathered_bytes(shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """Return the bytes of the largest tensor gathered for a weight sync, and of its local copy."""
-    if layout.world_size == 1:
-        return 0
-    return 2 * _largest_tensor(shape) * dtype_bytes
+    Half of `sync_bucket_bytes` is a server's bucket, and bounds what is gathered of a layer's experts, as in
+    `weight_sync.factory`. The embedded engine takes all of a layer's at once.
+    """
+    half = config.rollout.sglang.sync_bucket_bytes // 2 if config.rollout.engine == "sglang" else None
+    gathered = largest_gathered_bytes(shape, layout, dtype_bytes, half)
+    return 2 * gathered * (layout.world_size > 1) + (half or 0)

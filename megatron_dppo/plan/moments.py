@@ -9,7 +9,7 @@ the engine's weights and cache are released in training.
 from collections.abc import Mapping
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.plan.engine import EngineMemory, largest_gathered_bytes
+from megatron_dppo.plan.engine import EngineMemory, passing_bytes
 from megatron_dppo.plan.job import BATCH_BYTES, Job
 from megatron_dppo.plan.machine import RESERVE_BYTES
 from megatron_dppo.plan.partition import StagePart
@@ -92,9 +92,7 @@ def _sync(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) ->
 
     Where the trainer has left, each tensor of its own comes back by itself.
     """
-    passing = largest_gathered_bytes(job.shape, layout, job.workload.dtype_bytes)
-    if job.config.rollout.engine == "sglang":
-        passing = max(passing, job.config.rollout.sglang.sync_bucket_bytes)
+    passing = passing_bytes(job.config, job.shape, layout, job.workload.dtype_bytes)
     if job.config.rollout.takes_turns:
         passing += states.largest_parameter
     return {"engine weights": engine.weights, "reserve": RESERVE_BYTES + engine.residue + passing}

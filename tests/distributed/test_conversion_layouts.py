@@ -103,7 +103,8 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
             write_hf_checkpoint(weights, exported, model)
         else:
             list(weights)
-        problems[name] = list(push_problems(runtime, chunks, hf, model))
+        pushed, gathered = push_problems(runtime, chunks, hf, model), gathering_problems(chunks, hf, parallel)
+        problems[name] = [*pushed, *gathered]
     return problems
 
 
@@ -136,6 +137,29 @@ def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> 
         sent = set().union(*runtime.all_gather(set(buckets_of)))
         if sent != stored.names:
             yield f"names: {sorted(sent ^ stored.names)} are not the checkpoint's"
+
+
+def gathering_problems(chunks: list[Any], hf: Any, layout: Any) -> Iterator[str]:
+    """Yield where the most that is gathered at a time is not what the planner counts."""
+    from megatron_dppo.architectures.parameters import largest_gathered_bytes, model_shape
+    from megatron_dppo.models import convert
+
+    gather = convert._gathered_piece
+    for max_bytes in (None, BUCKET_BYTES, 3 * BUCKET_BYTES):
+        found: list[int] = []
+
+        def spy(*arguments: Any, found: list[int] = found) -> torch.Tensor:
+            parts = gather(*arguments)
+            found.append(parts.nbytes)
+            return parts
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(convert, "_gathered_piece", spy)
+            for _ in convert.export_hf_weights(chunks, hf, max_bytes=max_bytes):
+                pass
+        planned = largest_gathered_bytes(model_shape(hf), layout, 2, max_bytes)
+        if max(found) != planned:
+            yield f"gathered at a time with max_bytes {max_bytes}: {max(found)} bytes; planned {planned}"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from published_models import DEEPSEEK_V3, GLM45_AIR, GLM47_FLASH, MOONLIGHT, PUB
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens
 from megatron_dppo.plan.cost import step_time
-from megatron_dppo.plan.engine import engine_memory
+from megatron_dppo.plan.engine import engine_memory, passing_bytes
 from megatron_dppo.plan.machine import BFLOAT16_FLOPS, COMPUTE_EFFICIENCY
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.plan.partition import partition
@@ -44,6 +44,25 @@ def test_keys_and_values_of_groups_are_divided_among_an_engines_gpus() -> None:
     job = job_of(GLM45_AIR, COLOCATED | {"sglang.tp_size": 8})
     engine = engine_memory(job.config, job.shape, layout_of(8, expert=8), job.machine)
     assert engine.cached_tokens == engine.cache // (46 * 2 * 128 * 2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "gathered"),
+    [
+        (8, 129_280 * 7168 * 2),  # the embedding; one expert of each rank takes less
+        (64, 64 * 2 * 2048 * 7168 * 2),  # gate and up of one expert of each rank, which no bucket divides
+    ],
+)
+def test_a_push_needs_what_is_gathered_at_a_time_twice_and_a_bucket(experts: int, gathered: int) -> None:
+    job, layout = job_of(DEEPSEEK_V3, COLOCATED), layout_of(64, expert=experts)
+    half = job.config.rollout.sglang.sync_bucket_bytes // 2
+    assert passing_bytes(job.config, job.shape, layout, 2) == 2 * gathered + half
+    assert passing_bytes(job.config, job.shape, layout_of(1), 2) == half
+
+
+def test_the_embedded_engine_is_given_a_layers_experts_at_once() -> None:
+    job = job_of(MOONLIGHT, {"rollout.engine": "transformers"})
+    assert passing_bytes(job.config, job.shape, layout_of(8, expert=8), 2) == 2 * 64 * 2 * 1408 * 2048 * 2
 
 
 @pytest.mark.parametrize(

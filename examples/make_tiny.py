@@ -17,6 +17,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_dppo.architectures import registry
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.runtime.jsonl import write_jsonl
 
@@ -108,8 +109,10 @@ def write_tiny(folder: Path) -> None:
     """Write a folder for each of `FAMILIES`, `prompts.jsonl` and `held_out.jsonl`."""
     quickstart = runpy.run_path(str(Path(__file__).parent / "quickstart" / "make_model.py"))
     tokenizer = quickstart["make_tokenizer"]()
+    derived = {"head_dim": _SIZES["hidden_size"] // _SIZES["num_attention_heads"]}
     for name, architecture in FAMILIES.items():
-        write_model(folder / name, architecture)
+        is_derived = registry.FAMILIES[architecture].sglang.derives_head_dim  # whatever head_dim says
+        write_model(folder / name, architecture, **derived if is_derived else {})
         tokenizer.save_pretrained(folder / name)
     sanity_task.write_prompts(folder / "prompts.jsonl", 64, seed=0)
     sanity_task.write_prompts(folder / "held_out.jsonl", 4, seed=0, split="held_out")

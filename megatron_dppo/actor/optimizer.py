@@ -10,6 +10,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dppo.config.schema import OptimizerConfig
+from megatron_dppo.mcore import fixes
 
 
 def build_optimizer(
@@ -29,10 +30,9 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
     )
-    # Megatron's distributed optimizer takes views of float32 parameters. The graph behind them would hold the
-    # hooks of data parallelism, and these the model, until the process ends.
-    with torch.no_grad():
-        return get_megatron_optimizer(settings, list(chunks))
+    optimizer = get_megatron_optimizer(settings, list(chunks))
+    fixes.detach_shards(optimizer)
+    return optimizer
 
 
 def build_schedule(

@@ -9,11 +9,14 @@ in which torch writes `.metadata`.
 
 import io
 import pickle
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 _MAX_INT = (1 << 63) - 1
+_ARE_STRIDES_KNOWN = any(field.name == "strides" for field in fields(TensorProperties))
 
 
 class ForbiddenError(Exception):
@@ -116,8 +119,15 @@ class _TensorProperties(_Record):
 
     def fields_of(self, state: Any) -> dict[str, Any]:
         kinds = (_Dtype, _Layout, bool, _MemoryFormat, bool)
-        if type(state) is not tuple or tuple(map(type, state)) != kinds:
+        if type(state) is not tuple or tuple(map(type, state[:5])) != kinds or len(state) > 6:
             raise ForbiddenError("unknown fields of TensorProperties")
+        for strides in state[5:]:  # of torch 2.15 and later
+            if not _ARE_STRIDES_KNOWN:
+                raise ForbiddenError(
+                    f"strides of tensors, which torch 2.15 reads and {torch.__version__} does not"
+                )
+            if strides is not None:
+                Size(strides)
         return {"state": state}
 
 

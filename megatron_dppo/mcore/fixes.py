@@ -21,6 +21,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from packaging.version import Version
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.mcore import exact_combine, rotary
@@ -52,6 +53,7 @@ def apply() -> None:
     _forget_missing_te_linear()
     _count_tokens_uncompiled()
     _find_groups_of_other_rates()
+    forget_stored_strides()
     exact_combine.install()
     rotary.install()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -114,6 +116,44 @@ def _find_groups_of_other_rates() -> None:
     keys = tuple(key for key in optimizers.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
     for module in (optimizers, distrib_optimizer):
         setattr(module, "param_group_identifier_keys", keys)  # noqa: B010 - a constant of the modules
+
+
+def forget_stored_strides() -> None:
+    """Let Megatron read what tensors a checkpoint of torch 2.15 holds; with their strides it is a TypeError.
+
+    Megatron hands all that is stored of a tensor to `torch.empty`. Without strides, torch reads such a
+    checkpoint as one of torch 2.14.
+    """
+    set_state: Any = TensorProperties.__setstate__
+    if len(TensorProperties().__getstate__()) == 5 or getattr(set_state, "is_megatron_dppo_fix", False):
+        return
+
+    def set_all_but_strides(self: Any, state: tuple[Any, ...]) -> None:
+        set_state(self, state[:5])
+        vars(self).pop("strides", None)
+
+    set_all_but_strides.is_megatron_dppo_fix = True  # type: ignore[attr-defined]
+    setattr(TensorProperties, "__setstate__", set_all_but_strides)  # noqa: B010 - a method of torch's
+
+
+def detach_shards(optimizer: Any) -> None:
+    """Part the float32 shards of Megatron's distributed optimizer from the graph of the views that they are.
+
+    Megatron takes them as views of parameters with a graph. It holds the hooks of data parallelism, and these
+    the model, until the process ends. (torch 2.15 gives views that were made without a graph no gradients.)
+
+    Args:
+        optimizer: What `get_megatron_optimizer` returned, before its first step.
+    """
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        detached: dict[int, torch.Tensor] = {}
+        for shards in getattr(member, "shard_fp32_groups", ()):
+            for index, shard in enumerate(shards):
+                detached[id(shard)] = shard.detach()
+                vars(detached[id(shard)]).update(vars(shard))
+                shards[index] = detached[id(shard)]
+        for group in member.optimizer.param_groups if detached else ():
+            group["params"][:] = [detached.get(id(each), each) for each in group["params"]]
 
 
 def _restore_adam_step() -> None:

@@ -24,7 +24,7 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files, who
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.mcore.fixes import plan_save, refuse_newer
+from megatron_dppo.mcore.fixes import forget_stored_strides, plan_save, refuse_newer
 from megatron_dppo.models.convert import load_hf_weights
 
 HF = "hf"
@@ -265,8 +265,7 @@ def stored_lora(folder: Path) -> LoraConfig | None:
     Raises:
         CheckpointError: The folder holds code, or is torn.
     """
-    refuse_code(folder / WEIGHTS)
-    tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
+    tensors = _stored_tensors(folder)
     stored = {k: tensor for k, tensor in tensors.items() if is_adapter(k) and not k.startswith("optimizer.")}
     if not stored:
         return None
@@ -290,11 +289,16 @@ def stored_dtype(folder: Path) -> torch.dtype:
             f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from megatron-dppo convert "
             "or from a run's checkpoints/; check the path."
         )
-    refuse_code(folder / WEIGHTS)
-    tensors: dict[str, Any] = dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))
-    own = ((key, tensor) for key, tensor in tensors.items() if not key.startswith("optimizer."))
+    own = ((key, tensor) for key, tensor in _stored_tensors(folder).items() if not key.startswith("optimizer."))
     weights = (tensor for key, tensor in own if not is_weight_buffer(key))
     dtypes = {tensor.dtype for tensor in weights if tensor.dtype.is_floating_point}
     if len(dtypes) != 1:
         raise CheckpointError(f"{folder}: weights of types {sorted(map(str, dtypes))}; expected one.")
     return dtypes.pop()
+
+
+def _stored_tensors(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, without data: Megatron's `ShardedTensor`s by name."""
+    refuse_code(folder / WEIGHTS)
+    forget_stored_strides()
+    return dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))

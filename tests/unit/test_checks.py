@@ -980,6 +980,11 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
             "model, whose heads have 32 dimensions; expected 16, hidden_size / num_attention_heads",
         ),
         (
+            _dense("Qwen2ForCausalLM", head_dim=32),
+            "heads have 32 dimensions; expected 16, hidden_size / num_attention_heads: SGLang derives it for "
+            "Qwen2ForCausalLM",
+        ),
+        (
             partial(_mixtral, "0.5.23", rope_parameters=LLAMA3),
             "model, whose rotary frequencies are llama3's; expected plain ones",
         ),

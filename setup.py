@@ -36,6 +36,12 @@ def load_kernel_build() -> ModuleType:
     return module
 
 
+def compiler(cuda: str) -> list[str]:
+    """The packages of NVIDIA's compiler for a version of CUDA."""
+    parts = ("cuda-cccl", "cuda-crt", "cuda-nvcc", "cuda-runtime", "nvvm")
+    return [f"nvidia-{part}=={cuda}.*; sys_platform == 'linux'" for part in parts]
+
+
 class BuildWithKernels(build_py):
     """Adds the compiled kernels to the package, or says why not; never fails for them."""
 
@@ -126,14 +132,10 @@ setup(
             # What the extras below bring, so that their tests run.
             "megatron_dppo[gem,quantize,track]",
         ],
-        # The compiler of the CUDA kernels, for machines without NVIDIA's toolkit.
-        "nvcc": [
-            "nvidia-cuda-cccl==13.0.*; sys_platform == 'linux'",
-            "nvidia-cuda-crt==13.0.*; sys_platform == 'linux'",
-            "nvidia-cuda-nvcc==13.0.*; sys_platform == 'linux'",
-            "nvidia-cuda-runtime==13.0.*; sys_platform == 'linux'",
-            "nvidia-nvvm==13.0.*; sys_platform == 'linux'",
-        ],
+        # The kernels' compiler, for machines without NVIDIA's toolkit, of the CUDA whose runtime torch pins:
+        # 13.0 for torch 2.13 and 2.14, 13.2 for torch 2.15.
+        "nvcc": compiler("13.0"),
+        "nvcc132": compiler("13.2"),
         "track": ["tensorboard>=2.20", "trackio>=0.43", "wandb>=0.21"],
         # Tasks of several turns. Its metadata refuses Python 3.12.1 and later.
         "gem": ["gem-llm>=0.1; python_version < '3.12'"],

@@ -13,8 +13,8 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "python": ("3.11", "3.12"),
         "megatron-core": ("0.16.1", "0.19.2"),
-        "torch": ("2.13.0",),
-        "transformers": ("5.23.0",),
+        "torch": ("2.13.0", "2.15.0"),
+        "transformers": ("5.23.0", "5.24.0"),
     }
 )
 

@@ -137,7 +137,7 @@ def test_a_run_trains_on_the_server_s_routes(family: Family) -> None:
         task,
         "run",
         run={"num_rollouts": ROLLOUTS},
-        data={"reward": "tests.faults.rewards:digits"},
+        data={"reward": "tests.faults.rewards:by_text"},
         rollout=rollout,
         sglang=family.tables["sglang"],
     )

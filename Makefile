@@ -7,6 +7,9 @@ MBRIDGE_VENV := .venv-mbridge
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
+VENV_NEWEST := .venv-newest
+TORCH_NEWEST := 2.15.0
+TRANSFORMERS_NEWEST := 5.24.0
 SGLANG_NEWEST := 0.5.23
 SGLANG := $(SGLANG_NEWEST)
 SGLANG_VENV := .venv-sglang$(if $(filter-out $(SGLANG_NEWEST),$(SGLANG)),-$(SGLANG))
@@ -16,7 +19,16 @@ RECORDING := $(if $(RECORD),-p tests.recording --record-versions)
 # Records that NAME ran: $(call ran,PYTHON,NAME)
 ran = $(if $(RECORD),$(1) -m tools.versions --ran $(2))
 
-.PHONY: versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+# Tests in another environment than CI's: $(call lane,PYTHON,options of the unit tests,options of the distributed ones)
+define lane
+$(1) -m pytest tests/unit -n 2 $(2) $(RECORDING)
+$(1) -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile $(3) $(RECORDING)
+$(1) -m pytest tests/faults $(RECORDING)
+$(1) examples/quickstart/run.py --short
+$(call ran,$(1),quickstart)
+endef
+
+.PHONY: test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
@@ -26,6 +38,7 @@ help:
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
 	@echo "make layouts     compare every layout with one process; writes the table in megatron_dppo/actor/LAYOUTS.md"
 	@echo "make test-py312  make test and the short quickstart on Python 3.12 with megatron-core $(MEGATRON312) (own environment)"
+	@echo "make test-newest make test and the short quickstart with torch $(TORCH_NEWEST) and transformers $(TRANSFORMERS_NEWEST) (own environment)"
 	@echo "make faults      kill, tear, fill, hang and poison a run at every moment; writes tests/faults/README.md"
 	@echo "make test-sglang tests/sglang: a real SGLang $(SGLANG) server on this machine's CPU (own environment); SGLANG=0.5.21 another"
 	@echo "make test-sglang-slow  a server of every model family, of which make test-sglang takes two"
@@ -65,7 +78,7 @@ quickstart-short: venv
 study-short: venv
 	$(RUN) examples/miniature_study/run.py --short
 
-test test-recipes test-slow layouts test-py312 test-sglang test-sglang-slow test-slurm faults: export OMP_NUM_THREADS := 1
+test test-recipes test-slow layouts test-newest test-py312 test-sglang test-sglang-slow test-slurm faults: export OMP_NUM_THREADS := 1
 
 test: lint chromium
 	$(RUN) -m pytest tests/unit -n 2 $(RECORDING)
@@ -74,11 +87,21 @@ test: lint chromium
 
 # megatron-core after 0.16 needs Python 3.12; not part of CI. Transformer Engine's stand-ins fit 0.16.1 alone.
 test-py312: $(VENV312)/.stamp
-	$(VENV312)/bin/python -m pytest tests/unit -n 2 -m "not gem" $(RECORDING)
-	$(VENV312)/bin/python -m pytest tests/distributed -m "not slow" -n 2 --dist loadfile --ignore=tests/distributed/test_engine_names.py $(RECORDING)
-	$(VENV312)/bin/python -m pytest tests/faults $(RECORDING)
-	$(VENV312)/bin/python examples/quickstart/run.py --short
-	$(call ran,$(VENV312)/bin/python,quickstart)
+	$(call lane,$(VENV312)/bin/python,-m "not gem",--ignore=tests/distributed/test_engine_names.py)
+
+# The newest torch and transformers that the tests ran with; not part of CI. PyPI's torch is built for CUDA: gigabytes.
+test-newest: $(VENV_NEWEST)/.stamp
+	$(call lane,$(VENV_NEWEST)/bin/python)
+
+# The compiler that is pinned is for another CUDA.
+$(VENV_NEWEST)/.stamp: setup.py constraints.txt Makefile
+	test -x $(VENV_NEWEST)/bin/python || $(PYTHON) -m venv $(VENV_NEWEST)
+	sed -e 's/^torch==.*/torch==$(TORCH_NEWEST)/' -e 's/^transformers==.*/transformers==$(TRANSFORMERS_NEWEST)/' \
+	  -e '/^nvidia-cuda-[cn]/d' -e '/^nvidia-nvvm/d' constraints.txt >$(VENV_NEWEST)/constraints.txt
+	$(VENV_NEWEST)/bin/python -m pip install --quiet torch==$(TORCH_NEWEST)
+	PATH="$${CUDA_HOME:+$$CUDA_HOME/bin:}$$PATH"; extras=dev; command -v nvcc >/dev/null || extras=dev,nvcc132; \
+	  $(VENV_NEWEST)/bin/python -m pip install --quiet -c $(VENV_NEWEST)/constraints.txt -e ".[$$extras]"
+	@touch $@
 
 # Checked first and always: without it nothing of this target can be said.
 python312:

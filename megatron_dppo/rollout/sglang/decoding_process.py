@@ -224,9 +224,9 @@ def _close(memory: Iterable[SharedMemory]) -> None:
 
 
 def _wait(pipe: int, event: int, deadline: float) -> None:
-    poll = select.poll()
+    poll, left_s = select.poll(), deadline - time.monotonic()
     poll.register(pipe, event)
-    if not poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+    if left_s <= 0 or not poll.poll(left_s * 1000):
         raise TimeoutError
 
 

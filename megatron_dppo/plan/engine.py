@@ -131,9 +131,10 @@ def _require_number(where: str, found: object, expected: str, below: float) -> N
 def passing_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
     """Return the bytes of weights on their way to the engine: gathered ones and their local copy, and a bucket.
 
-    Half of `sync_bucket_bytes` is a server's bucket, and bounds what is gathered of a layer's experts, as in
-    `weight_sync.factory`. The embedded engine takes all of a layer's at once.
+    Half of `sync_bucket_bytes` is a server's bucket; the other bounds what is gathered of a layer's experts, as
+    in `weight_sync.factory`. The embedded engine takes all of a layer's at once.
     """
     half = config.rollout.sglang.sync_bucket_bytes // 2 if config.rollout.engine == "sglang" else None
     gathered = largest_gathered_bytes(shape, layout, dtype_bytes, half)
-    return 2 * gathered * (layout.world_size > 1) + (half or 0)
+    gathered *= 2 * (layout.world_size > 1)
+    return gathered if half is None else half + max(gathered, half)

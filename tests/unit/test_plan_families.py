@@ -57,7 +57,7 @@ def test_a_push_needs_what_is_gathered_at_a_time_twice_and_a_bucket(experts: int
     job, layout = job_of(DEEPSEEK_V3, COLOCATED), layout_of(64, expert=experts)
     half = job.config.rollout.sglang.sync_bucket_bytes // 2
     assert passing_bytes(job.config, job.shape, layout, 2) == 2 * gathered + half
-    assert passing_bytes(job.config, job.shape, layout_of(1), 2) == half
+    assert passing_bytes(job.config, job.shape, layout_of(1), 2) == 2 * half
 
 
 def test_the_embedded_engine_is_given_a_layers_experts_at_once() -> None:

@@ -199,6 +199,7 @@ def test_an_answer_has_nothing_of_a_longer_one_before_it(behind: tuple[bytes, ..
 
 
 def test_neither_a_lost_process_nor_one_that_ends_keeps_descriptors() -> None:
+    gc.collect()  # those of earlier tests
     descriptors = psutil.Process().num_fds()
     decoding = DecodingProcess(small_bytes=0)
     for _ in range(2):

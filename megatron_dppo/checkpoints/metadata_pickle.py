@@ -23,6 +23,10 @@ class ForbiddenError(Exception):
     """A pickle names or calls something that torch's metadata does not need."""
 
 
+class NewerTorchError(Exception):
+    """A newer torch wrote it than the one that would read it."""
+
+
 class _Record:
     """Stands in for a dataclass; the annotations of a subclass are the fields it may have."""
 
@@ -123,9 +127,7 @@ class _TensorProperties(_Record):
             raise ForbiddenError("unknown fields of TensorProperties")
         for strides in state[5:]:  # of torch 2.15 and later
             if not _ARE_STRIDES_KNOWN:
-                raise ForbiddenError(
-                    f"strides of tensors, which torch 2.15 reads and {torch.__version__} does not"
-                )
+                raise NewerTorchError("strides of tensors")
             if strides is not None:
                 Size(strides)
         return {"state": state}
@@ -269,6 +271,7 @@ def read_metadata(content: bytes) -> StoredMetadata:
 
     Raises:
         ForbiddenError: It is more than metadata.
+        NewerTorchError: It holds what the installed torch does not read.
         Exception: Whatever the unpickler raises on damaged bytes.
     """
     metadata: Any = _StandInUnpickler(io.BytesIO(content)).load()

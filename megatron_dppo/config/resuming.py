@@ -1,56 +1,17 @@
-"""Which settings may differ when a run is resumed; every other setting is part of the experiment."""
+"""Find the settings in which a resumed run differs, and those that make it another experiment."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
+from megatron_dppo.config.effects import may_change
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.settings import flat, shown
 
 _LENGTH = "run.num_rollouts"
 _SCHEDULE = "optimizer.schedule"
 _LAG = "rollout.lag"
-
-MAY_CHANGE: Mapping[str, str] = {
-    "run.folder": "The run was moved.",
-    _LENGTH: f"The length of the run, while {_SCHEDULE} is constant and {_LAG} is 0: both look at its end.",
-    "run.num_threads": "CPU threads.",
-    "run.timeout_s": "A time-out.",
-    "parallel.*": "The layout; a checkpoint that cannot be resharded is refused when it is loaded.",
-    "data.reward_workers": "Processes.",
-    "data.reward_timeout_s": "A time-out.",
-    "data.reward_memory_mb": "A memory limit.",
-    "rollout.max_data_gib": "A memory limit.",
-    "rollout.max_dropped_fraction": "A limit that only ends a run.",
-    "rollout.release_trainer": "Where memory is; the numbers are the same.",
-    "rollout.transformers.batch_size": "Sequences decoded at once.",
-    "rollout.sglang.*": "How servers are started, asked and updated.",
-    "algorithm.loss_from": "Where memory is; the numbers are the same to rounding.",
-    "algorithm.logits_chunk_bytes": "Where memory is; the numbers are the same to rounding.",
-    "optimizer.distributed": "Where memory is; a checkpoint that stores states the other way is refused.",
-    "optimizer.offload": "Where memory is; the numbers are the same.",
-    "optimizer.max_skipped_steps": "A limit that only ends a run.",
-    "checkpoint.*": "Saving.",
-    "evaluation.every": "How often the sets are evaluated.",
-    "tracking.*": "What is measured and written, and what an alarm does.",
-    "megatron.recompute_*": "Where memory is; the numbers are the same.",
-    "sglang.python": "The interpreter of the servers.",
-    "sglang.host": "Where servers are.",
-    "sglang.port": "Where servers are.",
-    "sglang.*_size": "The layout of a server.",
-    "sglang.base_gpu_id": "Where servers are.",
-    "sglang.mem_fraction_static": "Memory of a server.",
-    "sglang.max_*": "Load of a server.",
-    "sglang.chunked_prefill_size": "Load of a server.",
-    "sglang.schedule_*": "Load of a server.",
-    "sglang.cuda_graph_*": "How a server launches kernels.",
-    "sglang.disable_cuda_graph*": "How a server launches kernels.",
-    "sglang.log_*": "A server's log.",
-    "sglang.*_timeout": "A time-out.",
-}
-"""What may change freely when a run is resumed, as patterns of dotted keys, and why it may."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +37,14 @@ def setting_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Sett
 
 
 def experiment_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Return the settings that differ and make another experiment: all that `MAY_CHANGE` does not name."""
+    """Return the settings that differ and make another experiment: all that `may_change` does not allow."""
     sees_the_end = any(
         of_run[_SCHEDULE] != "constant" or of_run[_LAG] != 0 for of_run in map(_with_defaults, (was, now))
     )
     return [
         change
         for change in setting_changes(was, now)
-        if not _may_change(change.setting) or (change.setting == _LENGTH and sees_the_end)
+        if not may_change(change.setting) or (change.setting == _LENGTH and sees_the_end)
     ]
 
 
@@ -92,10 +53,6 @@ def change_table(changes: Sequence[SettingChange]) -> str:
     rows = [("setting", "was", "is"), *((change.setting, change.was, change.now) for change in changes)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
-
-
-def _may_change(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
 def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Evaluation of real runs: it changes nothing that is learned, and says the same on any number of ranks."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -11,6 +14,11 @@ from ranks import run_ranks
 from sanity_run import make_task, settings, without_clocks
 from test_training_run import train
 
+from megatron_dppo import evaluate as evaluation
+from megatron_dppo.config.effects import evaluated as class_of
+from megatron_dppo.config.effects import may_change
+from megatron_dppo.config.schema import Config
+from megatron_dppo.config.section import Section
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.evaluate import _kept
 from megatron_dppo.rollout.scores import metric_names
@@ -99,17 +107,51 @@ def test_every_metric_and_every_response_of_two_sets(evaluated: Path) -> None:
         assert row["eval/few/truncated_fraction"] == sum(r["finish_reason"] == "length" for r in short) / 6
 
 
-def evaluate_alone(runtime: Runtime, tables: dict[str, Any], out: Path) -> list[dict[str, int]]:
-    """Evaluate the base model three times, with other settings of one set the last; when files were written."""
-    from megatron_dppo.config.schema import Config
-    from megatron_dppo.evaluate import evaluate
+def sections(section: type[Section] = Config, prefix: str = "") -> dict[type[Section], str]:
+    """Return the prefix of the dotted keys of each section class."""
+    found: dict[type[Section], str] = {section: prefix}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found |= sections(field.annotation, f"{prefix}{name}.")
+    return found
 
-    times: list[dict[str, int]] = []
-    for num_samples in (2, 2, 3):
-        tables["evaluation"]["sets"]["few"]["samples_per_prompt"] = num_samples
-        evaluate(Config.model_validate(tables), out)
-        times.append({file.name: file.stat().st_mtime_ns for file in out.glob("*.jsonl")})
-    return times
+
+@contextmanager
+def recorded_reads() -> Iterator[set[str]]:
+    """Yield the set of dotted keys of the config that are read from here on."""
+    reads, prefixes, plain = set[str](), sections(), Section.__getattribute__
+
+    def recording(section: Section, name: str) -> Any:
+        value = plain(section, name)
+        if type(section) in prefixes and name in type(section).model_fields and not isinstance(value, Section):
+            reads.add(prefixes[type(section)] + name)
+        return value
+
+    with mock.patch.object(Section, "__getattribute__", recording):
+        yield reads
+
+
+def evaluate_alone(
+    runtime: Runtime, tables: dict[str, Any], out: Path
+) -> tuple[list[dict[str, int]], set[str]]:
+    """Evaluate the base model three times, with other settings of one set the last.
+
+    Returns the times of writing of the files after each, and the keys that sampling and scoring read.
+    """
+    times, reads = list[dict[str, int]](), set[str]()
+
+    def recording(*arguments: Any) -> None:
+        with recorded_reads() as found:
+            evaluate_rest(*arguments)
+        reads.update(found)
+
+    evaluate_rest = evaluation._evaluate_rest
+    with mock.patch.object(evaluation, "_evaluate_rest", recording):
+        for num_samples in (2, 2, 3):
+            tables["evaluation"]["sets"]["few"]["samples_per_prompt"] = num_samples
+            evaluation.evaluate(Config.model_validate(tables), out)
+            times.append({file.name: file.stat().st_mtime_ns for file in out.glob("*.jsonl")})
+    return times, reads
 
 
 def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept(
@@ -117,7 +159,12 @@ def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept
 ) -> None:
     tables = tables_of(task, "nowhere")
     tables["data"]["prompts"] = "none.jsonl"
-    first, again, other = run_ranks(evaluate_alone, 1, tmp_path, tables, tmp_path / "out")[0]
+    (first, again, other), reads = run_ranks(evaluate_alone, 1, tmp_path, tables, tmp_path / "out")[0]
+    unclassified = {key for key in reads if class_of(key) == "no" and not may_change(key)} - {
+        "data.reward_values"
+    }  # a set's are 0 and 1
+    assert "data.max_prompt_tokens" in reads, "the recorder works"
+    assert unclassified == set(), "read by an evaluation, but not recorded in kept results"
     assert first == again and first.keys() == {"held-out.jsonl", "few.jsonl"}
     assert other["held-out.jsonl"] == first["held-out.jsonl"] and other["few.jsonl"] > first["few.jsonl"]
     results = json.loads((tmp_path / "out" / "metrics.json").read_text())

@@ -1,8 +1,8 @@
 """Which settings a resume may change: each one of the schema, and how a difference is shown."""
 
+import itertools
 import json
 import tomllib
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,67 @@ from typer.testing import CliRunner
 
 from megatron_dppo.cli import app
 from megatron_dppo.config import dump_config
-from megatron_dppo.config.resuming import MAY_CHANGE, SettingChange, experiment_changes, setting_changes
+from megatron_dppo.config.effects import EFFECTS, OPTION_MAY_CHANGE, evaluated, free_settings, may_change
+from megatron_dppo.config.resuming import SettingChange, experiment_changes, setting_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.settings import flat
+from megatron_dppo.evaluate import _wanted
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = Config().model_dump(mode="json")
 KEYS = sorted(flat(DEFAULTS))
-PART_OF_THE_EXPERIMENT = (
-    *("run.seed", "model.", "lora.", "optimizer.lr", "optimizer.schedule", "optimizer.beta1", "rollout.engine"),
-    *(
-        "data.prompts",
-        "data.reward_values",
-        "data.overlong",
-        "data.max_prompt_tokens",
-        "rollout.temperature",
-        "rollout.top_p",
-    ),
-    *("rollout.routing_replay", "rollout.transformers.weights", "algorithm.preset", "algorithm.delta"),
-    *("algorithm.logits_dtype", "evaluation.temperature"),
-)
+# The classes of all keys once more, by hand: one table that is wrong in one row cannot agree with this one.
+FREE = """
+run: folder num_rollouts num_threads timeout_s
+parallel: tensor pipeline virtual_pipeline context expert expert_tensor max_tokens_per_microbatch
+    overlap_grad_reduce overlap_param_gather
+data: reward_workers reward_timeout_s reward_memory_mb
+rollout: max_dropped_fraction max_data_gib release_trainer
+rollout.transformers: batch_size
+rollout.sglang: start_timeout_s max_restarts request_timeout_s max_attempts max_concurrent_requests
+    num_own_servers weight_sync sync_bucket_bytes sync_timeout_s probe_every colocated
+algorithm: loss_from logits_chunk_bytes
+optimizer: distributed offload max_skipped_steps
+checkpoint: every every_steps resume asynchronous keep_last keep_every keep_best best_metric best_is
+    reserve_gib max_failed_saves
+evaluation: every
+tracking: backends samples_every batches_every paired_routing_every mismatch_share alarms max_roll_backs
+    clipped_tokens_every shadow shadow_presets
+"""
+EXPERIMENT = """
+run: seed
+model: load reference dtype layer_spec
+lora: rank alpha targets
+data: prompts prompt_column answer_column shuffle reward reward_values thinking overlong_buffer_tokens
+    overlong_penalty max_prompt_tokens
+rollout: engine prompts_per_rollout samples_per_prompt max_response_tokens environment generate max_turns
+    max_turn_tokens temperature top_p top_k repetition_penalty num_topk_log_probs routing_replay lag
+    over_sampling max_staleness keep_partials refill_zero_variance max_refills
+rollout.transformers: weights
+algorithm: preset rule_options rule_divergence rule_over delta delta_low delta_high eps_low eps_high
+    ratio_cap alpha anchor top_k include_other sampled_token rho_low rho_high token_kl response_kl
+    prefix_delta prefix_delta_max late_weight tau_low tau_high entropy_coef log_ratio_coef ref_kl_coef
+    ref_kl aggregation normalize_advantage_std minibatches_per_rollout epochs_per_rollout logits_dtype
+optimizer: lr min_lr schedule warmup_steps weight_decay beta1 beta2 eps clip_grad
+evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_at
+"""
+OF_AN_EVALUATION = """
+run: seed
+model: load dtype
+data: prompt_column answer_column reward thinking reward_timeout_s reward_memory_mb max_prompt_tokens
+rollout: engine max_response_tokens environment generate max_turns max_turn_tokens
+rollout.transformers: weights
+rollout.sglang: request_timeout_s
+evaluation: sets samples_per_prompt temperature top_p max_response_tokens pass_at
+"""
+
+
+def keys_of(text: str) -> set[str]:
+    """Return the dotted keys of a table "section: key key"."""
+    rows = " ".join(text.split()).split(": ")
+    sections = [rows[0], *(row.rpartition(" ")[2] for row in rows[1:-1])]
+    names = [row.rpartition(" ")[0] for row in rows[1:-1]] + [rows[-1]]
+    return {f"{s}.{name}" for s, keys in zip(sections, names, strict=True) for name in keys.split()}
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -41,24 +82,50 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return found
 
 
+def test_every_setting_is_classified_once() -> None:
+    """A new field of the schema fails here until it has a row in both tables."""
+    free, experiment = keys_of(FREE), keys_of(EXPERIMENT)
+    assert not free & experiment
+    assert free | experiment == set(EFFECTS) == {*KEYS, "evaluation.sets"}
+    assert {key for key in EFFECTS if may_change(key)} == free
+    assert {key for key in EFFECTS if evaluated(key) != "no"} == keys_of(OF_AN_EVALUATION)
+
+
 @pytest.mark.parametrize("key", KEYS)
-def test_a_setting_is_free_or_part_of_the_experiment(key: str) -> None:
-    """Whatever is not listed is refused, so a new field of the schema is safe by default."""
+def test_a_resume_is_refused_by_the_class_of_the_setting(key: str) -> None:
     (change,) = setting_changes({}, nested(key, "another value"))
     assert change.setting == key and change.now == "another value"
-    is_free = any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
-    assert bool(experiment_changes({}, nested(key, "another value"))) == (not is_free)
-    assert not (is_free and key.startswith(PART_OF_THE_EXPERIMENT))
+    assert bool(experiment_changes({}, nested(key, "another value"))) == (key in keys_of(EXPERIMENT))
 
 
-def test_every_pattern_names_a_setting() -> None:
-    """Those of pass-through tables aside."""
-    own = [pattern for pattern in MAY_CHANGE if not pattern.startswith(("megatron.", "sglang."))]
-    assert all(any(fnmatchcase(key, pattern) for key in KEYS) for pattern in own)
+@pytest.mark.parametrize(
+    ("key", "is_free"),
+    [
+        ("data.reward.math", False),
+        ("algorithm.rule_options.max_ratio", False),
+        ("evaluation.sets.near.prompts", False),
+        ("sglang.speculative_draft_window_size", False),
+        ("sglang.max_lora_rank", False),
+        ("sglang.dtype", False),
+        ("sglang.tp_size", True),
+        ("megatron.moe_aux_loss_coeff", False),
+        ("megatron.recompute_method", True),
+    ],
+)
+def test_an_entry_of_a_table_has_a_class(key: str, is_free: bool) -> None:
+    assert bool(experiment_changes({}, nested(key, 3))) != is_free
+
+
+def test_free_options_are_arguments_of_sglang() -> None:
+    """A misspelt or invented name would silently be refused on a resume."""
+    package = ROOT / "megatron_dppo/rollout/sglang"
+    known = {name for file in package.glob("arguments_*.json") for name in json.loads(file.read_text())}
+    own = {key.partition(".")[2] for key in OPTION_MAY_CHANGE if key.startswith("sglang.")}
+    assert own - known == {"python"}
 
 
 def test_the_readme_lists_what_may_change() -> None:
-    rows = [f"| `{setting}` | {why} |" for setting, why in MAY_CHANGE.items()]
+    rows = [f"| {why} | {', '.join(f'`{key}`' for key in keys)} |" for why, keys in free_settings().items()]
     assert "\n".join(rows) in (ROOT / "megatron_dppo/config/README.md").read_text()
 
 
@@ -142,3 +209,72 @@ def test_what_the_last_start_accepted_needs_no_second_flag(tmp_path: Path) -> No
     assert "--accept-changes" not in CliRunner().invoke(app, ["check", str(toml)]).stderr
     third = CliRunner().invoke(app, ["check", str(toml), "--set", "optimizer.lr=3e-6"]).stderr
     assert "--accept-changes" in third and "1e-06" in third, "what trained the checkpoint is shown"
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "model.dtype": "float32",
+    "data.reward": "arithmetic",
+    "data.thinking": "require",
+    "data.prompt_column": "question",
+    "data.answer_column": "reference",
+    "rollout.engine": "sglang",
+    "rollout.environment": "sudoku",
+    "rollout.generate": "a.b:c",
+    "rollout.transformers.weights": "float32",
+    "evaluation.pass_at": [3],
+}
+
+
+def other_value(key: str, default: Any) -> Any:
+    """Return a valid value of a setting that is not its default."""
+    if key in OTHER_VALUES:
+        return OTHER_VALUES[key]
+    return default / 2 if isinstance(default, float) else (default or 0) + 1
+
+
+@pytest.mark.parametrize("key", sorted(keys_of(OF_AN_EVALUATION) - {"evaluation.sets", "model.load"}))
+def test_kept_results_of_an_evaluation_depend_on_a_setting_by_its_class(tmp_path: Path, key: str) -> None:
+    (tmp_path / "near.jsonl").write_text("{}\n")
+    (tmp_path / "config.json").write_text("{}")
+    engine = {"rollout": {"engine": "sglang"}} if key.startswith("rollout.sglang.") else {}
+    tables = {
+        "model": {"load": tmp_path},
+        "data": {"reward": "math"},
+        "evaluation": {"sets": {"near": {"prompts": tmp_path / "near.jsonl"}}},
+    }
+    base = Config.model_validate(tables | engine)
+    section, _, name = key.rpartition(".")
+    default = flat(base.model_dump(mode="json"))[key]
+    changed = base.model_dump()
+    table = changed
+    for part in section.split("."):
+        table = table[part]
+    table[name] = other_value(key, default)
+    before = _wanted(base, "weights", 0)["near"]["of"]
+    assert _wanted(base, "weights", 0)["near"]["of"] == before
+    assert _wanted(Config.model_validate(changed), "weights", 0)["near"]["of"] != before
+
+
+def test_kept_results_of_an_evaluation_depend_on_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chat template makes the prompts, and the user's module scores the responses."""
+    monkeypatch.chdir(tmp_path)
+    model, prompts, module = tmp_path / "model", tmp_path / "near.jsonl", tmp_path / "own" / "scores.py"
+    model.mkdir()
+    module.parent.mkdir()
+    files = [model / "config.json", model / "chat_template.jinja", prompts, module]
+    for file in files:
+        file.write_text("1")
+    config = Config.model_validate(
+        {
+            "model": {"load": model},
+            "evaluation": {"sets": {"near": {"prompts": prompts, "reward": "own.scores:score"}}},
+        }
+    )
+    seen = [_wanted(config, "weights", 0)]
+    for file in files:
+        file.write_text("2")
+        seen.append(_wanted(config, "weights", 0))
+    assert all(before != after for before, after in itertools.pairwise(seen))
+    (model / "metrics.json").write_text("an evaluation that wrote into the model's folder")
+    assert _wanted(config, "weights", 0) == seen[-1]
+    assert _wanted(config, "other weights", 0) != seen[-1] != _wanted(config, "weights", 1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Literal
 
@@ -23,7 +22,7 @@ from megatron_dppo.analysis.report.speed import why_not_comparable
 from megatron_dppo.analysis.report.stability import Alarm, alarms_of, num_roll_backs, num_skipped_steps
 from megatron_dppo.analysis.report.summary import LAST
 from megatron_dppo.analysis.report.text import places_of_equal
-from megatron_dppo.config.resuming import MAY_CHANGE
+from megatron_dppo.config.effects import may_change
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run
 
@@ -87,11 +86,7 @@ def sentences(found: Sequence[Finding]) -> list[str]:
 
 def incomparable_keys(runs: Sequence[Run]) -> list[str]:
     """Return the settings of data and model on which the runs differ, so that rewards mean different things."""
-    return [
-        key
-        for key in changed_keys(runs)
-        if key.startswith(("data.", "model.")) and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
-    ]
+    return [key for key in changed_keys(runs) if key.startswith(("data.", "model.")) and not may_change(key)]
 
 
 def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:

@@ -39,8 +39,8 @@ def train(
 ) -> dict[str, Any]:
     """Run the loop in this rank, with a reward that varies, and return its final weights and moments.
 
-    With `stop_after`, rank 0 is sent SIGTERM in the middle of that gradient step. `watch` gets the loop before
-    it starts.
+    With `stop_after`, rank 0 is sent SIGTERM in the middle of that gradient step, or at the start if it is 0.
+    `watch` gets the loop before it starts.
     """
     import megatron_dppo.train as loop
     from megatron_dppo.config.schema import Config
@@ -52,7 +52,9 @@ def train(
     with StopRequests().handled() as requests, RunLogger.open(config, runtime) as logger:
         training = loop.Training.prepare(config, Session(runtime, logger, requests))
         forwards = count_forwards(training.actor)
-        if stop_after is not None and runtime.is_main:
+        if stop_after == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif stop_after is not None and runtime.is_main:
             signal_at_step(training.actor, stop_after)
         watch(training)
         with contextlib.suppress(Preempted) if stop_after is None else pytest.raises(Preempted):
@@ -92,6 +94,11 @@ def with_data(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any
     return settings(task, name, **changes | {"data": data})
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder, by its path."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
 def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -125,6 +132,12 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
         metrics.write(
             '{"kind": "step", "rollout": 2, "step": 4}\n'
         )  # written after the checkpoint, then killed
+    saved = files_of(task / halved_name / "checkpoints")
+    again = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes), 0)[0]
+    assert again["state"].rollout == 2, "a second stop ends the open rollout at most"
+    if stop_after == 4:  # between two rollouts
+        assert again["state"] == stopped["state"]
+        assert files_of(task / halved_name / "checkpoints") == saved, "a second stop changes nothing"
     resumed = run_ranks(train, world_size, tmp_path, with_data(task, halved_name, **changes))[0]
     assert resumed["state"] == whole["state"]
     assert whole["weights"].keys() == resumed["weights"].keys()

@@ -168,8 +168,9 @@ def test_after_a_push_the_oldest_groups_are_asked_for_first() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks: int) -> None:
+    """A run that is stopped before its first rollout keeps the places that were to come again."""
     bound, cursor, trained, version = StalenessBound(3, 2, 3), None, list[int](), 0
-    for num_rollouts in (2, 1, 3):
+    for num_rollouts in (2, 0, 1, 0, 3):
 
         def work(
             data_parallel: Any, cursor: Any = cursor, version: int = version, n: int = num_rollouts
@@ -189,6 +190,8 @@ def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks:
         ranks = on_ranks(work, tuple(range(num_ranks)))
         trained += [place_of(group.samples[0].id) for groups, _ in ranks for group in groups]
         assert len({str(cursor) for _, cursor in ranks}) == 1
+        assert num_rollouts or ranks[0][1] == cursor
+        assert num_rollouts or cursor["again"], "places were to come again"
         cursor, version = ranks[0][1], version + num_rollouts
     top, again = PromptStream(PROMPTS, 0, shuffle=False, cursor=cursor).upcoming
     assert len(set(trained)) == len(trained) == 18

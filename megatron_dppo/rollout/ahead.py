@@ -70,7 +70,7 @@ class Ahead:
         (self._first_place, again), (_, size) = stream.upcoming, share
         places = [Places(self._first_place, again, (rank, size)) for rank in range(size)]
         self._states = [ProducerState((), each.next, tuple(each.again)) for each in places]
-        self._taken_at, self._num_left = 0.0, 0
+        self._num_left = 0
         self.metrics = Metrics()
         """Of the last `next` or hold, on this rank."""
 
@@ -163,7 +163,6 @@ class Ahead:
         rank, _ = self._share
         index_of = {group.place: index for index, group in enumerate(chosen) if group.rank == rank}
         own, produced = self._producer.take(index_of)
-        self._taken_at = perf_counter()
         own = [replace(group, index=index_of[group.drawn.place]) for group in own]
         self._num_left -= 1
         self._producer.begin_groups(self._own_limit(is_training=True))
@@ -207,7 +206,7 @@ class Ahead:
         add_ages(metrics, samples, version, self._bound.max_staleness)
 
     def _measure_hold(self, produced: Produced, started: float) -> None:
-        training_s = max(started - self._taken_at, 1e-9)
+        training_s = max(produced.elapsed_s, 1e-9)
         self.metrics = Metrics()
         self.metrics.add_max("sync/hold_s", perf_counter() - started)
         self.metrics.add_mean("engine/busy_in_training", produced.busy_s, training_s)

@@ -43,7 +43,8 @@ class Produced:
     replaced: tuple[PromptGroup, ...] = ()  # whose rewards were all equal
     num_interrupted: int = 0  # responses that a push came upon in the middle
     num_prefilled_again: int = 0  # tokens of their requests that servers computed once more
-    busy_s: float = 0.0  # with requests on their way
+    elapsed_s: float = 0.0  # seconds since the rollout was taken
+    busy_s: float = 0.0  # seconds of them with requests on their way
     request_s: float = 0.0  # summed over requests on their way
 
 

@@ -84,6 +84,7 @@ class Producer:
         self._max_replaced = max_replaced
         self._open: dict[int, OpenedGroup] = {}
         self._produced, self._num_flying, self._changed_at = Produced(), 0, time.monotonic()
+        self._taken_at = self._changed_at
         self._fault: BaseException | None = None
         self._session: Session | None = None
         self._version = -1
@@ -288,7 +289,7 @@ class Producer:
 
     async def _hold(self) -> Produced:
         self._fly(0)
-        produced = self._produced
+        produced = replace(self._produced, elapsed_s=self._changed_at - self._taken_at)
         session, self._session = self._session, None
         if session is not None:
             await session.hold()
@@ -311,6 +312,7 @@ class Producer:
         groups = [self._open.pop(place).whole() for place in places]
         self._fly(0)
         produced, self._produced = self._produced, Produced()
+        self._taken_at = self._changed_at
         return groups, produced
 
     async def _end(self) -> None:

@@ -1,11 +1,14 @@
 """An alarm on all ranks: they stop together, with the evidence, and a resumed run knows what was usual."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks import run_ranks
 
+from megatron_dppo.metrics.alarms import RULES
 from megatron_dppo.runtime.process import Runtime
 
 USUAL = {"rollout/num_response_tokens": 100, "rollout/response_length_mean": 20.0}
@@ -55,3 +58,92 @@ def test_ranks_stop_together_and_a_resumed_run_remembers(tmp_path: Path) -> None
     assert again["error"] is None, "the same rollout, checked by the rows of metrics.jsonl alone"
     log = (tmp_path / "rank0.log").read_text()
     assert log.count("length_jump") == 1 and "alarm_rollout_000010.json" in log
+
+
+USUAL_STEP = {"mismatch/tv_p999": 0.004, "routing/agreement_mean": 0.98, "policy/entropy": 1.0}
+# By name: the alarm, what differs in the rollout's row, in the first step's row, in the second step's row.
+TROUBLES: dict[str, tuple[str, dict[str, float], dict[str, float], dict[str, float]]] = {
+    "long": ("length_jump", {"rollout/response_length_mean": 200.0}, {}, {}),
+    "short": ("length_jump", {"rollout/response_length_mean": 5.0}, {}, {}),
+    "collapse": ("reward_collapse", {"reward/mean": 0.0}, {}, {}),
+    "reward": ("not_finite", {"reward/mean": math.nan}, {}, {}),
+    "entropy": ("not_finite", {}, {"policy/entropy": math.inf}, {}),
+    "second": ("not_finite", {}, {}, {"policy/entropy": math.nan}),
+    "tail": ("tv_tail", {}, {"mismatch/tv_p999": 0.3}, {}),
+    "routers": ("agreement_drop", {}, {"routing/agreement_mean": 0.7}, {}),
+}
+
+
+def describe_batches(runtime: Runtime, folder: Path) -> dict[str, float]:
+    """Write the row of a rollout from a report of batches, and return it."""
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches.gradient_steps import BatchReport
+    from megatron_dppo.run.logger import RunLogger
+
+    report = BatchReport(
+        imbalance=1.25, num_samples=40, num_moved=10, num_tokens=300, num_padding_tokens=30, max_bytes=4096
+    )
+    with RunLogger.open(Config.model_validate({"run": {"folder": folder}}), runtime) as logger:
+        logger.start_at(0, {})
+        logger.add_values(logger.describe_batches(report) | USUAL)
+        logger.write_rollout(0, SECONDS)
+    return json.loads((folder / "metrics.jsonl").read_text())
+
+
+def test_a_row_has_the_report_of_batches_and_memory(tmp_path: Path) -> None:
+    row = run_ranks(describe_batches, 1, tmp_path, tmp_path / "run")[0]
+    expected = {
+        "batch/imbalance": 1.25,
+        "batch/moved_fraction": 0.25,
+        "batch/padding_fraction": 0.1,
+        "batch/max_bytes_per_rank": 4096,
+        "time/rollout_s": 0.0,
+        "time/sync_s": 0.1,
+        "time/total_s": 1.0,
+        "throughput/tokens_per_s": 100.0,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert row["memory/host_peak_bytes"] >= row["memory/peak_bytes"] > 2**26
+
+
+def raise_each(runtime: Runtime, folder: Path) -> dict[str, tuple[int, str]]:
+    """Write usual rows and then each trouble's: the rollout at which the run stopped, and the error."""
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.errors import TrainingError
+    from megatron_dppo.metrics.metrics import Metrics
+    from megatron_dppo.run.logger import RunLogger
+
+    def row(values: dict[str, float]) -> Metrics:
+        metrics = Metrics()
+        for name, value in values.items():
+            metrics.add_mean(name, value, 1)
+        return metrics
+
+    found: dict[str, tuple[int, str]] = {}
+    for name, (_, rollout_row, first, second) in TROUBLES.items():
+        config = Config.model_validate({"run": {"folder": folder / name}, "tracking": {"alarms": "stop"}})
+        with RunLogger.open(config, runtime) as logger:
+            logger.start_at(0, {})
+            for rollout in range(18):
+                is_bad = rollout >= 12
+                for number, changes in enumerate((first, second)):
+                    values = USUAL_STEP if number == 0 else {"policy/entropy": 1.0}
+                    logger.write_step(rollout, 2 * rollout + number, row(values | (changes if is_bad else {})))
+                reward = {"reward/mean": 0.05 * rollout}
+                logger.add_values(USUAL | reward | (rollout_row if is_bad else {}))
+                try:
+                    logger.write_rollout(rollout, SECONDS)
+                except TrainingError as error:
+                    found[name] = rollout, str(error)
+                    break
+    return found
+
+
+def test_each_alarm_is_raised_through_the_logger(tmp_path: Path) -> None:
+    """By a value in the row of a rollout, of its first step, or of a later step."""
+    found = run_ranks(raise_each, 1, tmp_path, tmp_path / "runs")[0]
+    late = {"collapse": 14, "tail": 14}  # these compare several rollouts
+    assert {name: rollout for name, (rollout, _) in found.items()} == {n: late.get(n, 12) for n in TROUBLES}
+    for name, (alarm, *_) in TROUBLES.items():
+        assert f": {alarm}: " in found[name][1], found[name]
+    assert {alarm for alarm, *_ in TROUBLES.values()} == RULES.keys() | {"not_finite"}

@@ -4,6 +4,7 @@ Both ends of a setting are tested elsewhere; this is the way between them.
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -131,3 +132,89 @@ def lines_of(path: Path) -> list[str]:
     """Of a file, or of all files of a folder."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [line for file in files for line in file.read_text().splitlines()]
+
+
+# Documented metrics of what no scenario does, and the file of tests that reads them.
+METRICS_ELSEWHERE = {
+    "engine/busy_in_training": "unit/test_ahead.py",
+    "engine/requests_in_training": "unit/test_ahead.py",
+    "rollout/whole_groups": "unit/test_ahead.py",
+    "rollout/open_groups": "unit/test_ahead.py",
+    "rollout/interrupted": "unit/test_ahead.py",
+    "rollout/prefilled_again_tokens": "unit/test_ahead.py",
+    "sync/hold_s": "unit/test_ahead.py",
+    "staleness/<n>": "unit/test_metrics.py",
+    "trust_region/weight_positive": "distributed/test_rule_runs.py",
+    "trust_region/weight_negative": "distributed/test_rule_runs.py",
+}
+
+
+def documented_metrics() -> dict[str, re.Pattern[str]]:
+    """Return the names of the table in the README of metrics, each with a pattern of what it names."""
+    names: list[str] = []
+    text = (Path(__file__).parents[2] / "megatron_dppo/metrics/README.md").read_text()
+    for row in re.findall(r"^\| (`[a-z_]+(?:_<n>)?/.*?) \|", text, re.MULTILINE):
+        area = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            area = name.rpartition("/")[0] if "/" in name else area
+            names.append(name if "/" in name else f"{area}/{name}")
+    patterns = {
+        "<n>": r"\d+",
+        "<reason>": "[a-z_]+",
+        "<preset>": "[a-z_]+",
+        "<set>": "[a-z-]+",
+        "<key>": ".+",
+        "*": ".+",
+    }
+    found: dict[str, re.Pattern[str]] = {}
+    for name in names:
+        pattern = name
+        for part, expression in patterns.items():
+            pattern = pattern.replace(part, expression)
+        found[name] = re.compile(pattern)
+    return found
+
+
+def test_each_metric_is_documented_and_each_documented_metric_is_written(played: Played) -> None:
+    written = set[str]()
+    for name in SCENARIOS:
+        played(name)
+        folder = Path(played.config(name).run.folder)
+        file = folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in lines_of(file)] if file.is_file() else []
+        written |= {key for row in rows for key in row if "/" in key}
+    documented = documented_metrics()
+    matches = {name for name, pattern in documented.items() if any(map(pattern.fullmatch, written))}
+    assert {key for key in written if not any(p.fullmatch(key) for p in documented.values())} == set()
+    assert documented.keys() - matches == METRICS_ELSEWHERE.keys()
+    for name, file in METRICS_ELSEWHERE.items():
+        assert name.partition("<")[0] in (Path(__file__).parents[1] / file).read_text(), (
+            f"{file} does not read {name}"
+        )
+
+
+def test_periods_count_rollouts(played: Played) -> None:
+    """Each period is above 1 and another, so that neither the first nor all rollouts look right."""
+    played("whole")
+    config, folder = played.config("whole"), played.task / "whole"
+    rows = [json.loads(line) for line in lines_of(folder / "metrics.jsonl")]
+    numbers, steps = range(config.run.num_rollouts), config.num_gradient_steps // config.run.num_rollouts
+    tracking = config.tracking
+
+    def seen(pattern: str) -> set[int]:
+        return {int(re.findall(r"\d+", path.stem)[-1]) for path in folder.glob(pattern)}
+
+    def due(every: int) -> set[int]:
+        return {number for number in numbers if number % every == 0}
+
+    assert seen("samples/*") == due(tracking.samples_every)
+    assert seen("batches/*") == due(tracking.batches_every)
+    assert {step // steps for step in seen("clipped_tokens/*")} == due(tracking.clipped_tokens_every)
+    assert min(row["memory/rollout_bytes"] for row in rows if row["kind"] == "rollout") > 6 * 3 * 9
+    paired = {row["rollout"] for row in rows if "mismatch_live/kl_k3" in row}
+    assert paired == due(tracking.paired_routing_every)
+    evaluated = {row["rollout"] for row in rows if row["kind"] == "evaluation"}
+    assert evaluated == due(config.evaluation.every) | {config.run.num_rollouts}
+    saved = {step for step in range(1, config.num_gradient_steps) if step % config.checkpoint.every_steps == 0}
+    saved |= {steps * number for number in numbers if number and number % config.checkpoint.every == 0}
+    assert seen("checkpoints/step_*") == saved | {config.num_gradient_steps}

@@ -66,12 +66,19 @@ class Rank:
 
         self.ahead = Ahead(bound, producer, self.stream, (peer.rank, size), 2)
         self.cursor = self.stream.cursor
+        self.metrics: dict[str, list[float]] = {}
 
     def push(self, version: int, num_left: int) -> None:
         with self.ahead.held(version, num_left):
             self.peer.all_gather(None)  # no rank is pushed to while another samples
             self.engine.weights.version = version
             self.peer.all_gather(None)
+        self.keep_metrics()
+
+    def keep_metrics(self) -> None:
+        """Keep what the last push or rollout measured, by name."""
+        for name, value in self.ahead.metrics.values().items():
+            self.metrics.setdefault(name, []).append(value)
 
     def run(self, versions: range, train_s: float = 0.0) -> Taken:
         """Rollouts at these versions; the last ends the run."""
@@ -81,6 +88,7 @@ class Rank:
             found = self.ahead.next(version, self.peer.all_gather, lambda: False)
             assert found is not None
             taken.append(found)
+            self.keep_metrics()
             self.cursor = self.ahead.cursor
             asyncio.run(asyncio.sleep(train_s * chance.random()))
             self.push(version + 1, versions.stop - version - 1)
@@ -124,6 +132,25 @@ def test_no_token_is_older_than_the_bound_and_each_place_is_trained_on_once(
     # Some were sampled by several versions, and some before their rollout's turn.
     counts = [counts for taken, _ in ranks for _, counts in taken]
     assert sum(count.num_continued for count in counts) > 0
+    require_metrics(ranks, bound)
+
+
+def require_metrics(ranks: Sequence[tuple[Taken, Rank]], bound: StalenessBound) -> None:
+    """Shares and counts fit each other and what was taken."""
+    for _, rank in ranks:
+        named, size = rank.metrics, bound.prompts_per_rollout
+        ages = zip(*(named[f"staleness/{age}"] for age in range(bound.max_staleness + 1)), strict=True)
+        assert all(sum(shares) == pytest.approx(1) for shares in ages)
+        limits = zip(named["rollout/whole_groups"], named["rollout/open_groups"], strict=True)
+        assert all(size <= whole <= num_open for whole, num_open in limits)
+        busy = zip(named["engine/busy_in_training"], named["engine/requests_in_training"], strict=True)
+        assert all(0 <= share <= min(1, num_requests) + 1e-9 for share, num_requests in busy)
+        assert min(named["sync/hold_s"]) > 0
+    summed = "engine/busy_in_training", "rollout/interrupted", "rollout/prefilled_again_tokens"
+    total = {name: sum(sum(rank.metrics[name]) for _, rank in ranks) for name in summed}
+    assert total["engine/busy_in_training"] > 0
+    # Each interrupted response is sent again with its tokens, of which the stand-in caches none.
+    assert total["rollout/prefilled_again_tokens"] >= total["rollout/interrupted"] > 0
 
 
 def require_bound_and_ledger(
@@ -191,7 +218,7 @@ def test_a_run_that_goes_on_from_its_cursor_trains_on_each_place_once(num_ranks:
         trained += [place_of(group.samples[0].id) for groups, _ in ranks for group in groups]
         assert len({str(cursor) for _, cursor in ranks}) == 1
         assert num_rollouts or ranks[0][1] == cursor
-        assert num_rollouts or cursor["again"], "places were to come again"
+        assert num_rollouts or (cursor or {}).get("again"), "places were to come again"
         cursor, version = ranks[0][1], version + num_rollouts
     top, again = PromptStream(PROMPTS, 0, shuffle=False, cursor=cursor).upcoming
     assert len(set(trained)) == len(trained) == 18

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from sanity_run import TOKENS, add_task, settings, without_clocks
 from test_resharding import NUM_BEFORE, stored
 from test_training_run import lines, train, train_each
+from tiny import random_groups
 from tiny_families import write_family
 
 from megatron_dppo.architectures.published_names import stays_float32
@@ -169,3 +170,45 @@ def test_a_checkpoint_is_the_same_in_another_layout(tmp_path: Path, source: str,
             layer = key.split(".")[2]
             began = before.tensor(f"model.layers.{layer}.mlp.gate.e_score_correction_bias")
             assert not torch.equal(bias, began), f"{name}: the bias has not moved"
+
+
+def reference_of_each(runtime: Runtime, folder: str) -> dict[str, dict[str, bool]]:
+    """Compute log-probs of the reference policy before and after the policy moves, for each family."""
+    from megatron_dppo.actor.reference import ReferencePolicy
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+
+    found: dict[str, dict[str, bool]] = {}
+    for name in FAMILIES:
+        actor = build(runtime, f"{folder}/{name}/model", "one process")
+        policy = ReferencePolicy(actor, actor._config)
+        (batch,), _ = train_batches(
+            [[s for g in with_advantages(random_groups(4, routing=actor.routing), False) for s in g.samples]],
+            BatchShape("token_mean", 16, 60, topk_columns=4, routing=actor.routing),
+            actor.data_parallel,
+        )
+
+        def log_probs(policy: Any = policy, batch: Any = batch) -> torch.Tensor:
+            (of_step,) = policy.with_log_probs([batch])
+            return torch.cat([microbatch.ref_log_probs for microbatch in of_step.microbatches])
+
+        first = log_probs()
+        test_resharding.losses(runtime, actor, 2)
+        before = {each: tensor.clone() for each, tensor in actor.weights()}
+        later = log_probs()
+        after = dict(actor.weights())
+        own = torch.cat(actor.forward_log_probs(batch.microbatches, is_replaying=False))
+        found[name] = {
+            "the reference is fixed": torch.equal(first, later),
+            "the policy is unchanged by it": all(torch.equal(before[each], after[each]) for each in before),
+            "the policy has moved": not torch.equal(own, first),
+        }
+    return found
+
+
+def test_the_reference_policy_is_fixed_while_the_policy_moves(tmp_path: Path) -> None:
+    """Its buffers too: the router's biases of some families move without a gradient."""
+    for name in FAMILIES:
+        write_family(tmp_path / name / "model", name)
+    (found,) = run_ranks(reference_of_each, 1, tmp_path, str(tmp_path))
+    assert found.keys() == FAMILIES.keys() >= WITH_BIAS > set()
+    assert [(name, what) for name, facts in found.items() for what, holds in facts.items() if not holds] == []

@@ -11,6 +11,7 @@ from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
 from megatron_dppo.weight_sync.in_process import InProcessSync
+from megatron_dppo.weight_sync.sglang import SglangSync
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 
@@ -120,3 +121,48 @@ def test_the_checksum_sees_name_type_shape_bytes_and_order() -> None:
     ]
     assert len(set(variants)) == len(variants)
     assert digest(a, b) == digest(a, ("b", torch.zeros(4, 2)[:, 0])), "strides do not matter"
+
+
+class Pushed:
+    """Stands for the parts of a push to one server, and records when the probe is used."""
+
+    needs_begin = takes_turns = False
+    members, failures = ("server",), {}
+
+    def __init__(self) -> None:
+        self.is_main, self.gpu_ledger = True, GpuLedger(lambda: None, lambda: None)
+        self.expected, self.probed, self.num_pushes = list[int](), list[int](), 0
+
+    def expect(self) -> None:
+        self.expected.append(self.num_pushes)
+
+    def run(self, members: object) -> dict[str, float]:
+        self.probed.append(self.num_pushes)
+        return {"sync/probe_abs_diff_max": 0.5}
+
+    def fleet(self, without: object) -> tuple["Pushed", dict[str, str]]:
+        return self, {}
+
+    def all_gather(self, value: object) -> list[object]:
+        return [value]
+
+    def ignore(self, *arguments: object, **options: object) -> None: ...
+
+    barrier = send = admit = tell = agree = resume = close = ignore
+
+
+@pytest.mark.parametrize(("every", "probed"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])])
+def test_the_probe_compares_after_the_first_push_and_each_period(every: int, probed: list[int]) -> None:
+    """The trainer's log-probs are computed before the pushes that are compared, and no others."""
+    stand_in = Pushed()
+    part = cast(Any, stand_in)
+    member = cast(Any, type("Member", (), {"url": "http://127.0.0.1:1"}))
+    stand_in.members = (member,)
+    push = SglangSync(part, part, part, part, probe=part, probe_every=every)
+    has_metrics: list[int] = []
+    for version in range(5):
+        push.prepare_push()
+        metrics = push.push(version)
+        has_metrics += [version] if "sync/probe_abs_diff_max" in metrics else []
+        stand_in.num_pushes += 1
+    assert stand_in.expected == stand_in.probed == has_metrics == probed

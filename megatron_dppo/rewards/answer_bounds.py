@@ -3,6 +3,7 @@
 Python can be interrupted between two operations, and not within one: `9^{9^{9^9}}` and `(9!)!` are one each.
 """
 
+import math
 import re
 
 MAX_LENGTH = 1000  # characters
@@ -97,7 +98,9 @@ def _size(text: str) -> float:
         value = float(number.group()[:20])
         before = text[: number.start()].rstrip(" {(-+")
         exponent = value if before.endswith(("^", "**")) else 1.0
-        size = size ** min(exponent, 1e3) if exponent > 1 and size > 1 else size * max(value, 1.0)
+        if exponent > 1 and size > 1 and exponent * math.log(size) > math.log(2 * _MAX_EXPONENT):
+            return math.inf
+        size = size**exponent if exponent > 1 and size > 1 else size * max(value, 1.0)
         if size > _MAX_EXPONENT:
             return size
     return size

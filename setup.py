@@ -112,7 +112,7 @@ setup(
         "msgspec>=0.19",
         "pybase64>=1.5",
         "datasets>=5.2",
-        "math-verify[antlr4_13_2]>=0.9",
+        "mpmath>=1.3",
         "matplotlib>=3.11",
     ],
     extras_require={

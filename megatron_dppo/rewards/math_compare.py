@@ -1,68 +1,77 @@
-"""Algebra on answers, by math-verify and sympy. Importing this takes a second: only the worker of `math` does.
+"""Algebra on answers. Importing this loads mpmath: only the worker of `math` does."""
 
-math-verify's own time-outs are off. They count seconds on the wall, so a busy machine would decide other than
-an idle one; this module counts the processor's.
-"""
-
-import logging
-import signal
+import threading
+from fractions import Fraction
 from functools import lru_cache
-from types import FrameType
-from typing import Any, cast
 
-from math_verify import (  # pyright: ignore[reportMissingTypeStubs]
-    LatexExtractionConfig,
-    parse,
-    verify,
-)
+from megatron_dppo.rewards.answer_equality import are_equal_trees
+from megatron_dppo.rewards.answer_exact import TooLargeError, UndefinedError, rational
+from megatron_dppo.rewards.answer_parser import parsed
+from megatron_dppo.rewards.answer_tree import Node, NotUnderstoodError, Number, Tree
+from megatron_dppo.rewards.time_limit import OutOfTimeError, within
 
 _MAX_CPU_S = 1.0
-_AGAIN_AFTER_S = 0.1
-# Only what is LaTeX counts: math-verify's other extraction takes the last number of any text.
-_EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0),)
-
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off
+_ONE_AT_A_TIME = threading.Lock()  # of the threads: mpmath keeps numbers that it computed
 
 
 class TooHardError(Exception):
-    """Two answers could not be compared in the time that a comparison may take."""
+    """Two answers could not be compared in the time, or with the digits, that a comparison may take."""
 
 
-class _OutOfTimeError(BaseException):
-    """No `except Exception` of a library may stop it."""
+def are_equal(reference: str, answer: str, *, per_cents: tuple[bool, bool] = (False, False)) -> bool:
+    r"""Return whether two answers without words and units are equal. Any thread may call it.
 
-
-def are_equal(reference: str, answer: str) -> bool:
-    r"""Return whether math-verify finds two answers equal, given as the content of `\boxed{...}`.
-
-    Only the main thread of a process can ask. Processor time is counted, not what passes on the wall.
+    Args:
+        reference: The right answer, tidy.
+        answer: Another one, tidy.
+        per_cents: Whether a per cent sign stood after each.
 
     Raises:
-        TooHardError: After a second of computing.
+        TooHardError: After a second of computing, or at a number with too many digits.
     """
-    is_asking = True
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if is_asking:
-            raise _OutOfTimeError
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _MAX_CPU_S, _AGAIN_AFTER_S)
     try:
-        return verify(_parsed(reference), _parse(answer), timeout_seconds=None, allow_set_relation_comp=True)
-    except _OutOfTimeError:
+        with _ONE_AT_A_TIME:
+            return within(_MAX_CPU_S, lambda: _compare(reference, answer, per_cents))
+    except (OutOfTimeError, TooLargeError, RecursionError):
         raise TooHardError from None
-    finally:
-        is_asking = False
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, previous)
 
 
-def _parse(text: str) -> list[Any]:
-    no_timeout = cast(int, None)
-    return parse(rf"\boxed{{{text}}}", _EXTRACTION, parsing_timeout=no_timeout)  # pyright: ignore[reportUnknownVariableType]
+def _compare(reference: str, answer: str, per_cents: tuple[bool, bool]) -> bool:
+    expected, found = _parsed(reference), _tree(answer)
+    if expected is None or found is None:
+        return False
+    if per_cents[0] == per_cents[1]:
+        return are_equal_trees(expected, found)
+    if (per_cents[0] or not _is_below_one(expected)) and are_equal_trees(expected, found):
+        return True
+    if per_cents[0]:
+        return are_equal_trees(_hundredth(expected), found)
+    return are_equal_trees(expected, _hundredth(found))
 
 
-_parsed = lru_cache(maxsize=256)(_parse)  # all responses to a prompt have one reference
+def _is_below_one(node: Node) -> bool:
+    """Whether a number is a fraction of one, so that a per cent sign after it does not only repeat it."""
+    try:
+        value = rational(node)
+    except UndefinedError:
+        return True
+    return value is not None and 0 < abs(value) < 1
 
-are_equal(r"\frac{1}{2}", r"\sqrt{x}")  # the parser builds its tables at the first use
+
+def _hundredth(node: Node) -> Node:
+    """Return each value of a tree divided by a hundred."""
+    if isinstance(node, Number):
+        return Number(node.value / 100, None if node.places is None else node.places + 2)
+    if isinstance(node, Tree) and node.kind in ("list", "or", "()", "[]", "(]", "[)", "set"):
+        return Tree(node.kind, tuple(map(_hundredth, node.parts)))
+    return Tree("/", (node, Number(Fraction(100))))
+
+
+def _tree(text: str) -> Node | None:
+    try:
+        return parsed(text)
+    except NotUnderstoodError:
+        return None
+
+
+_parsed = lru_cache(maxsize=256)(_tree)  # all responses to a prompt have one reference

@@ -1,30 +1,34 @@
 r"""The reward of mathematics problems: is what the last box holds the reference answer?"""
 
+import math
+import re
+
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.answer_bounds import MAX_LENGTH, is_small
-from megatron_dppo.rewards.answer_text import (
+from megatron_dppo.rewards.answer_text import integer, spelled_out, tidy, without_spaces
+from megatron_dppo.rewards.answer_tree import NotUnderstoodError
+from megatron_dppo.rewards.answer_words import (
+    Parts,
+    are_compatible,
     are_same_words,
-    fraction,
-    has_numbers_apart,
-    integer,
-    is_set_and_pair,
-    tidy,
-    without_spaces,
+    as_value,
+    is_same_text,
+    split_words,
 )
-from megatron_dppo.rewards.answer_units import split_unit
 from megatron_dppo.rewards.base import RewardResult, register
 from megatron_dppo.rewards.boxed import last_boxed
 from megatron_dppo.types import FinishReason, Prompt
 
-_PER_CENT = r"\%"
+_RATIO = re.compile(r"[0-9.]+(?: ?: ?[0-9.]+)+")
+_CLOCK = re.compile(r"0?([0-9]|1[0-9]|2[0-4]):([0-9]{2})")
 
 
 @register("math", loads="megatron_dppo.rewards.math_compare", reads="boxed")
 def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    r"""1.0 where the last whole `\boxed{...}` equals `prompt.answer`; otherwise 0.0.
+    r"""Return 1.0 if the last whole `\boxed{...}` equals `prompt.answer`, and otherwise 0.0.
 
-    Text and whole numbers are compared as such, the rest by math-verify. Info `has_answer` is 1.0 where the
-    model ended a response that has a box, `is_too_hard` where it holds what is not computed with: it is wrong.
+    Any thread may call it. Info `has_answer` is 1.0 if the model ended a response that has a box, `is_too_hard`
+    if its answer could not be compared with the digits or in the time that a comparison may take.
 
     Raises:
         RewardError: The prompt's own answer is empty.
@@ -50,13 +54,15 @@ def _compared(reference: str, answer: str) -> tuple[bool, bool]:
         return False, True
     try:
         return _is_right(reference, tidy(answer)), False
+    except NotUnderstoodError:
+        return False, False
     except TooHardError:
         return False, True
 
 
 def _is_right(reference: str, answer: str) -> bool:
     """Compare two tidy answers, by the cheapest comparison that can tell."""
-    if not answer or without_spaces(reference) == without_spaces(answer):
+    if not answer or is_same_text(reference, answer):
         return bool(answer)
     numbers = integer(reference), integer(answer)
     if None not in numbers:
@@ -64,23 +70,50 @@ def _is_right(reference: str, answer: str) -> bool:
     are_same = are_same_words(reference, answer)
     if are_same is not None:
         return are_same
-    (reference, unit), (answer, other) = split_unit(fraction(reference)), split_unit(fraction(answer))
-    if (unit and other and unit != other) or has_numbers_apart(answer) or is_set_and_pair(reference, answer):
+    wanted, found = split_words(as_value(reference)), split_words(as_value(answer))
+    if wanted.letter and found.letter:
+        is_letter_alone = not (_has_value(wanted) and _has_value(found))
+        if wanted.letter != found.letter or is_letter_alone:
+            return wanted.letter == found.letter
+    if not are_compatible(wanted, found):
         return False
-    are_percentages = reference.endswith(_PER_CENT), answer.endswith(_PER_CENT)
-    if any(are_percentages):
-        bare = reference.removesuffix(_PER_CENT).rstrip(), answer.removesuffix(_PER_CENT).rstrip()
-        if all(are_percentages) or _are_equal(*bare):
-            return _are_equal(*bare)
-    return _are_equal(reference, answer)
+    if not wanted.value and not found.value:
+        return wanted.words == found.words and bool(wanted.words)
+    return _are_equal_values(wanted, found)
 
 
-def _are_equal(reference: str, answer: str) -> bool:
+def _has_value(parts: Parts) -> bool:
+    return re.sub(r"[(){} ]|\\[a-z]+", "", parts.value) != parts.letter
+
+
+def _are_equal_values(reference: Parts, answer: Parts) -> bool:
     from megatron_dppo.rewards.math_compare import TooHardError, are_equal
 
-    numbers = integer(reference), integer(answer)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    if not (is_small(reference) and is_small(answer)):
+    values = spelled_out(reference.value), spelled_out(answer.value)
+    if not all(values):
+        return False
+    has_sign = reference.per_cents > 0, answer.per_cents > 0
+    if has_sign[0] == has_sign[1]:
+        if without_spaces(values[0]) == without_spaces(values[1]):
+            return True
+        numbers = integer(values[0]), integer(values[1])
+        if None not in numbers:
+            return numbers[0] == numbers[1]
+    clocks = _CLOCK.fullmatch(values[0]), _CLOCK.fullmatch(values[1])
+    if clocks[0] and clocks[1]:
+        return clocks[0].groups() == clocks[1].groups()
+    ratios = _ratio(values[0]), _ratio(values[1])
+    if ratios[0] is not None and ratios[1] is not None:
+        return ratios[0] == ratios[1]
+    if not all(map(is_small, values)):
         raise TooHardError
-    return are_equal(reference, answer)
+    return are_equal(*values, per_cents=has_sign)
+
+
+def _ratio(text: str) -> tuple[int, ...] | None:
+    """Return a ratio of whole numbers in lowest terms; none if a text is none."""
+    if not _RATIO.fullmatch(text) or "." in text:
+        return None
+    numbers = [int(number) for number in text.split(":")]
+    divisor = math.gcd(*numbers) or 1
+    return tuple(number // divisor for number in numbers)

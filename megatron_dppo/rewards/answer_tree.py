@@ -1,0 +1,156 @@
+"""The tree of an answer: numbers, names, and what is made of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Union
+
+Node = Union["Number", "Name", "Tree"]
+
+
+class NotUnderstoodError(Exception):
+    """A text that is no expression, list, set, interval, relation or matrix, or an ambiguous one."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as it is written; a decimal has the count of its decimal places."""
+
+    value: Fraction
+    places: int | None = None
+
+
+@dataclass(frozen=True)
+class Name:
+    r"""A variable, a constant (`\pi`, `e`, `i`, `\infty`) or a set of numbers (`\mathbb{R}`)."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Tree:
+    """An operator, a function, a list or a relation, and what it applies to."""
+
+    kind: str
+    parts: tuple[Node, ...]
+
+
+RELATIONS = {
+    "=": "=",
+    r"\in": "=",
+    r"\approx": "~",
+    "<": "<",
+    r"\lt": "<",
+    ">": ">",
+    r"\gt": ">",
+    r"\le": "<=",
+    r"\leq": "<=",
+    r"\leqslant": "<=",
+    r"\ge": ">=",
+    r"\geq": ">=",
+    r"\geqslant": ">=",
+    r"\ne": "!=",
+    r"\neq": "!=",
+}
+SETS = frozenset({r"\mathbb{R}", r"\mathbb{Z}", r"\mathbb{N}", r"\mathbb{Q}", r"\mathbb{C}"})
+EMPTY = Tree("set", ())
+TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+FUNCTIONS = frozenset(
+    {
+        *TRIGONOMETRIC,
+        *(f"arc{name}" for name in TRIGONOMETRIC),
+        *(f"{name}h" for name in TRIGONOMETRIC),
+        *("ln", "lg", "log", "exp"),
+    }
+)
+OF_MANY = frozenset({"gcd", "lcm", "max", "min"})
+ACCENTS = frozenset(
+    f"\\{name}"
+    for name in (
+        *("overline", "bar", "vec", "hat", "widehat", "tilde", "widetilde", "dot", "ddot"),
+        *("overrightarrow", "overleftarrow", "mathcal", "mathfrak", "mathscr"),
+    )
+)
+LETTERS = frozenset(
+    f"\\{name}"
+    for name in (
+        *("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda"),
+        *("mu", "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"),
+        *("Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega"),
+        *("infty", "angle", "triangle", "ell", "partial", "prime", "star", "dots"),
+    )
+)
+CONSTANTS = frozenset({r"\pi", "e", "i"})
+BRACKETS = frozenset({"()", "[]", "(]", "[)"})
+LISTS = frozenset({"list", "or"})
+GROUPS = frozenset({*BRACKETS, *LISTS, "set", "matrix", "row", "cup", "cap", "minus"})
+_MAX_SIGNS = 4  # of plus or minus in one item
+
+
+def negative(node: Node) -> Node:
+    """Return a tree with a minus before it."""
+    if isinstance(node, Number):
+        return Number(-node.value, node.places)
+    return Tree("-", (node,))
+
+
+def with_both_signs(node: Node) -> list[Node]:
+    r"""Return an item once for each choice of its signs `\pm`; with `\mp` in it, all signs are one choice."""
+    kinds = list(_signs(node))
+    if not kinds:
+        return [node]
+    if len(kinds) > _MAX_SIGNS:
+        raise NotUnderstoodError
+    count = 1 if r"\mp" in kinds else len(kinds)
+    choices = [[bool(number >> place & 1) for place in range(count)] for number in range(2**count)]
+    return [_signed(node, iter(choice * (len(kinds) // count))) for choice in choices]
+
+
+def _signs(node: Node) -> Iterator[str]:
+    if isinstance(node, Tree):
+        if node.kind in (r"\pm", r"\mp"):
+            yield node.kind
+        for part in node.parts:
+            yield from _signs(part)
+
+
+def _signed(node: Node, choices: Iterator[bool]) -> Node:
+    if not isinstance(node, Tree):
+        return node
+    if node.kind in (r"\pm", r"\mp"):
+        is_minus = next(choices) != (node.kind == r"\mp")
+        part = _signed(node.parts[0], choices)
+        return negative(part) if is_minus else part
+    return Tree(node.kind, tuple(_signed(part, choices) for part in node.parts))
+
+
+def is_relation(node: Node) -> bool:
+    """Return whether a tree is an equation, an inequality or a chain of them."""
+    return isinstance(node, Tree) and all(kind in RELATIONS.values() for kind in node.kind.split())
+
+
+def is_inequality(node: Node) -> bool:
+    """Return whether a tree is an inequality or a chain of inequalities."""
+    return isinstance(node, Tree) and is_relation(node) and not {"=", "~"} & set(node.kind.split())
+
+
+def is_group(node: Node) -> bool:
+    """Return whether a tree is a list, a set, an interval, a union or a matrix, and so no number."""
+    return isinstance(node, Tree) and node.kind in GROUPS
+
+
+def names(node: Node) -> frozenset[str]:
+    """Return the variables of a tree, and the functions of unknown values."""
+    if isinstance(node, Name):
+        return frozenset() if node.text in CONSTANTS else frozenset({node.text})
+    if isinstance(node, Number):
+        return frozenset()
+    own = {node.kind.removeprefix("call ")} if node.kind.startswith("call ") else set[str]()
+    return frozenset(own.union(*(names(part) for part in node.parts)))
+
+
+def first_factor(node: Node) -> Node:
+    """Return the first factor of a product."""
+    while isinstance(node, Tree) and node.kind == "*":
+        node = node.parts[0]
+    return node

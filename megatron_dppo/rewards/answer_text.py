@@ -2,7 +2,7 @@ r"""Tidies answers as text: what is written in several ways gets one spelling.""
 
 import re
 
-_SPACING = re.compile(r"(\\\\)|\\!|(\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+)")
+_SPACING = re.compile(r"(\\\\)|\\!\s*|(\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s+)")
 _CHARACTERS = str.maketrans(
     {
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},

@@ -89,9 +89,7 @@ def test_bad_rewards():
         group_advantages(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
     with pytest.raises(RewardError, match="reward 1: found nan"):
         group_advantages(torch.tensor([0.0, math.nan]), [0, 0])
-    with pytest.raises(
-        RewardError, match=r"reward 1: found -3e\+38; .* at most 1e\+18"
-    ):
+    with pytest.raises(RewardError, match=r"reward 1: found -3e\+38; .* at most 1e\+18"):
         group_advantages(torch.tensor([1.0, -3e38], dtype=torch.float64), [0, 0])
 
 

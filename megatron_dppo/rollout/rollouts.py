@@ -236,6 +236,7 @@ class Rollouts:
                 *parts,
                 places,
                 stream.at,
+                num_prompts=stream.num_prompts,
                 num_threads=data.reward_workers,
                 max_replaced=options.max_refills * share if options.refill_zero_variance else 0,
             )

@@ -113,8 +113,8 @@ def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fra
     by_reason = ", ".join(f"{count} {reason}" for reason, count in sorted(num_faults.items()))
     example = next(score.example for score in scores if score.example is not None)
     raise RolloutError(
-        f"evaluation.sets.{name}: found {num_dropped} of {num_generated} responses dropped ({by_reason}); expected "
-        f"at most {max_fraction:.2%}. First of them: {example}. Fix the cause, or raise "
+        f"evaluation.sets.{name}: found {num_dropped} of {num_generated} responses dropped ({by_reason}); "
+        f"expected at most {max_fraction:.2%}. First of them: {example}. Fix the cause, or raise "
         "rollout.max_dropped_fraction."
     )
 

@@ -163,7 +163,7 @@ class Scorer:
     def _fault(self, sample: Sample) -> Fault | None:
         if sample.finish_reason == "abort":
             return Fault("aborted", sample.id, f"the engine gave up after {sample.response_length} tokens")
-        if sample.response_length == 0:
+        if _is_empty(sample):
             return Fault("empty_response", sample.id, f"finish_reason {sample.finish_reason!r}")
         if not _has_usable_log_probs(sample):
             return Fault("non_finite_log_probs", sample.id, "NaN or infinity among the rollout's log-probs")
@@ -193,6 +193,12 @@ def _retracted(num_retractions: int) -> str:
         "that sampled the tokens (lower rollout.sglang.max_concurrent_requests, or raise "
         "sglang.mem_fraction_static or sglang.schedule_conservativeness)"
     )
+
+
+def _is_empty(sample: Sample) -> bool:
+    """Return whether the policy sampled no token of a response; observations of environments are none."""
+    was_sampled = any(span.stop > span.start for span in sample.weight_versions)
+    return sample.response_length == 0 or (not was_sampled and not bool(sample.loss_mask.any()))
 
 
 def _has_usable_log_probs(sample: Sample) -> bool:

@@ -114,7 +114,7 @@ def test_too_many_dropped_responses_are_refused_with_the_first_fault() -> None:
     ) as error:
         refuse_if_too_many_dropped("toy", scores, 0.12)
     assert "2+0: slow" in str(error.value) and "raise rollout.max_dropped_fraction" in str(error.value)
-    with pytest.raises(RolloutError, match="found 1 prompts, all longer than data.max_prompt_tokens"):
+    with pytest.raises(RolloutError, match=r"found 1 prompts, all longer than data\.max_prompt"):
         refuse_if_too_many_dropped("toy", scores[:1], 1.0)
 
 

@@ -56,7 +56,7 @@ def group_advantages(
     exact = rewards.double()
     if not bool((is_usable := exact.abs() <= LARGEST_REWARD).all()):
         first = int((~is_usable).nonzero()[0, 0])
-        expected = f"expected a finite number, at most {LARGEST_REWARD:g}. Drop that sample"
+        expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude. Drop that sample"
         raise RewardError(f"reward {first}: found {rewards[first].item()}; {expected}.")
     # A group goes by the place of its first id among all ids sorted; places in between are groups of nobody.
     ids = ids.to(rewards.device)

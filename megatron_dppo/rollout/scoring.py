@@ -138,8 +138,8 @@ class Scorer:
             info["overlong_penalty"] = self.overlong(int(sample.loss_mask.sum()))
             reward += info["overlong_penalty"]
         if not abs(reward) <= LARGEST_REWARD:  # NaN is not, either
-            found = f"found a reward of {reward:g}; expected a finite number, at most {LARGEST_REWARD:g}"
-            return Fault("reward_failed", sample.id, f"{found}. Scale the rewards.")
+            expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude"
+            return Fault("reward_failed", sample.id, f"found a reward of {reward:g}; {expected}")
         return dataclasses.replace(sample, reward=reward, reward_info=info)
 
     def _request(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> RewardRequest:

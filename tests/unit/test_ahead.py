@@ -315,13 +315,13 @@ class Ending(SteppedSession):
     def __init__(self, engine: SteppedEngine, how: str) -> None:
         super().__init__(engine)
         self._how = how
-        self.errors = dict[str, RolloutError]()
+        self.errors = self._given_up = dict[str, RolloutError]()
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
         if self.is_held or place_of(request.id) % 4:
             return await super().ask(request, params)
         if self._how == "given up":
-            self.errors[request.id] = RolloutError("as the test wants it")
+            self._given_up[request.id] = RolloutError("as the test wants it")
             return aborted(request)
         return replace(aborted(request), finish_reason="stop")
 

@@ -38,7 +38,7 @@ class Scoring(StandIn):
     def respond(self, path: str, body: dict[str, Any], is_gone: Any) -> tuple[int, Any]:
         status, content = super().respond(path, body, is_gone) if path != "/generate" else (200, None)
         if path == "/server_info" and self.context is not None:
-            return status, content | {"max_req_input_len": self.context}
+            return status, {**(content or {}), "max_req_input_len": self.context}
         return (status, content) if path != "/generate" else (200, self._scores(body))
 
     def _scores(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -317,7 +317,85 @@ def test_trust_region_denominators() -> None:
     assert one_infinite.values()["trust_region/infinite_divergence_fraction"] == 0.01
 
 
-from megatron_dppo.metrics.bound import add_bound_of_tokens
+def test_each_count_has_its_own_name() -> None:
+    """All counts differ, so that none can stand under the name of another."""
+    engine = EngineCounts(*range(101, 101 + len(dataclasses.fields(EngineCounts))))
+    dropped: dict[DropReason, int] = {reason: 7 + number for number, reason in enumerate(DROP_REASONS)}
+    names = [field.name for field in dataclasses.fields(RolloutCounts) if field.type is int]
+    plain: dict[str, Any] = {name: 1000 + 10 * number for number, name in enumerate(names)}
+    counts = RolloutCounts(**plain, num_dropped=dropped, engine=engine)
+    values = counts.metrics()
+    num_samples = counts.num_samples
+    expected = {
+        "rollout/response_length_mean": counts.num_response_tokens / num_samples,
+        "rollout/num_turns_mean": counts.num_turns / num_samples,
+        "rollout/truncated_fraction": counts.num_truncated / num_samples,
+        "rollout/prompts_too_long": counts.num_prompts_too_long,
+        "rollout/dropped_samples": sum(dropped.values()),
+        "rollout/dropped_groups": counts.num_dropped_groups,
+        "rollout/replaced_groups": counts.num_replaced_groups,
+        "rollout/discarded_partials": counts.num_discarded_partials,
+        "rollout/continued_samples": counts.num_continued,
+        "rollout/old_token_fraction": counts.num_old_tokens / counts.num_response_tokens,
+        "rollout/requeued_requests": counts.num_requeued,
+        "rollout/retractions": counts.num_retractions,
+        "engine/retries": engine.num_retries,
+        "engine/maybe_sampled_twice": engine.num_maybe_sampled_twice,
+        "engine/timed_out": engine.num_timed_out,
+        "engine/unanswered": engine.num_unanswered,
+        "engine/refused_answers": engine.num_refused_answers,
+        "engine/requeued": engine.num_requeued,
+        "engine/retractions": engine.num_retractions,
+        "engine/without_routes": engine.num_without_routes,
+        "engine/prompt_tokens": engine.num_prompt_tokens,
+        "engine/cached_tokens": engine.num_cached_tokens,
+    }
+    assert values == expected | {f"rollout/dropped_{reason}": n for reason, n in dropped.items()}
+
+
+def test_each_extreme_has_its_own_name() -> None:
+    """With 2,000 tokens whose differences are all different, percentiles are known."""
+    log_mu = torch.full((2000,), 0.25, dtype=torch.float64).log()
+    pi = torch.linspace(0.05, 0.9, 2000, dtype=torch.float64)
+    metrics = Metrics()
+    add_mismatch(metrics, pi.log(), log_mu, torch.ones(2000, dtype=torch.bool))
+    values, tv, ratio = metrics.values(), (pi - 0.25).abs(), pi / 0.25
+    exact = {
+        "mismatch/tv_p50": tv.quantile(0.5),
+        "mismatch/tv_p99": tv.quantile(0.99),
+        "mismatch/tv_p999": tv.quantile(0.999),
+        "mismatch/tv_max": tv.max(),
+        "mismatch/ratio_max": ratio.max(),
+        "mismatch/ratio_min": ratio.min(),
+        "mismatch/ratio_p001": ratio.quantile(0.001),
+        "mismatch/ratio_p999": ratio.quantile(0.999),
+    }
+    for name, value in exact.items():
+        assert values[name] == pytest.approx(float(value), rel=0.035), name
+    assert values["mismatch/tv_max"] == pytest.approx(float(tv.max()), rel=1e-12)
+
+
+def test_extremes_of_the_bound_are_of_the_learning_tokens() -> None:
+    metrics = Metrics()
+    pi, mu = torch.tensor([0.3, 0.5, 0.9]), torch.tensor([0.4, 0.1, 0.1])
+    mask = torch.tensor([True, True, False])
+    add_bound_of_tokens(metrics, pi.log(), mu.log(), torch.tensor([-2.5, 1.0, 9.0]), mask)
+    values = metrics.values()
+    assert values["theory/max_tv"] == pytest.approx(0.4)
+    assert values["theory/max_advantage"] == pytest.approx(2.5)
+
+
+def test_shares_of_samples_by_the_age_of_their_oldest_token() -> None:
+    """`staleness/0` to `staleness/2`, of samples whose spans differ."""
+
+    def sample(*versions: int) -> Sample:
+        spans = tuple(WeightVersionSpan(i, i + 1, version) for i, version in enumerate(versions))
+        return replace(make_sample(list(range(2 + len(versions))), 2), weight_versions=spans)
+
+    metrics = Metrics()
+    add_ages(metrics, [sample(5), sample(4, 5), sample(3, 5), sample(3, 4)], weight_version=5, max_staleness=2)
+    values = metrics.values()
+    assert [values[f"staleness/{age}"] for age in range(3)] == [0.25, 0.25, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,7 @@ def _evaluate_rest(
             file = folder / f"{each.name}.jsonl"
             own = {each.name: evaluation.run(each, rollout, file)}
             scores = over_ranks(runtime.all_gather(own))[each.name]
-            done[each.name] = wanted[each.name] | {"metrics": each.metrics(scores, config.run.seed)}
             runtime.on_main(lambda file=file: merge_responses(file, runtime.world_size))
+            each.refuse_if_too_many_dropped(scores, config.rollout.max_dropped_fraction)
+            done[each.name] = wanted[each.name] | {"metrics": each.metrics(scores, config.run.seed)}
             runtime.on_main(lambda: _write(folder, done))

@@ -1,6 +1,6 @@
 """Policy-gradient objectives, trust regions and divergences: pure functions of tensors."""
 
-from megatron_dppo.algorithms.advantages import group_advantages
+from megatron_dppo.algorithms.advantages import group_advantages, have_equal_rewards
 from megatron_dppo.algorithms.aggregate import AGGREGATIONS, sequence_weights, token_weights
 from megatron_dppo.algorithms.divergence import (
     DIVERGENCES,
@@ -37,6 +37,7 @@ __all__ = [
     "binary_kl",
     "binary_tv",
     "group_advantages",
+    "have_equal_rewards",
     "policy_loss",
     "preset",
     "sequence_weights",

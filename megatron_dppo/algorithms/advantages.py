@@ -8,6 +8,24 @@ from torch import Tensor
 from megatron_dppo.errors import ConfigError, Problem, RewardError
 
 STD_FLOOR = 1e-6  # added to a group's standard deviation, as verl does
+TOLERANCE = 2.0**-21  # of rewards that are one sum in another order: four units in float32's last place
+SUM_TO_ZERO = 1e-14  # the same, if terms of a size around 1 cancel, in float64
+LARGEST_REWARD = 1e18  # its square is finite in float32
+
+
+def have_equal_rewards(rewards: Sequence[float]) -> bool:
+    """Return whether the rewards of one group are equal up to rounding, so that no token of it learns.
+
+    They are exactly if `group_advantages` gives 0 to each of them. A single reward, or none, is equal.
+
+    Args:
+        rewards: Of one group.
+
+    Raises:
+        RewardError: As `group_advantages` does.
+    """
+    values = torch.tensor(rewards, dtype=torch.float64)
+    return not bool(group_advantages(values, torch.zeros(len(values), dtype=torch.long)).any())
 
 
 def group_advantages(
@@ -18,6 +36,10 @@ def group_advantages(
     A group whose rewards are all equal, or of one, gets exactly 0. The paper does not divide by the standard
     deviation; `normalize_std` does, by the unbiased one (n - 1) plus 1e-6.
 
+    Rewards that differ by rounding alone (0.1 + 0.2 and 0.3) are equal: their spread is at most `TOLERANCE`
+    times the largest |R| of the group, or at most `SUM_TO_ZERO`. A reward that is the mean of its group up to
+    `TOLERANCE` times the spread gets exactly 0, too: rounding must not choose the sign of an advantage.
+
     Args:
         rewards: [N], of any numeric type.
         group_ids: [N] integers, or any hashable values: equal ids form a group, in any order.
@@ -25,17 +47,17 @@ def group_advantages(
 
     Raises:
         ConfigError: `rewards` is not one-dimensional, or not one id was given for each.
-        RewardError: A reward is no finite number.
+        RewardError: A reward is no finite number, or larger than 1e18.
     """
     ids = group_ids if isinstance(group_ids, Tensor) else _numbered(group_ids)
     if rewards.dim() != 1 or ids.shape != rewards.shape:
         found = f"{list(rewards.shape)} rewards and {list(ids.shape)} ids"
         raise ConfigError(Problem("group_advantages", found, "[N] of both", "Pass one group id per reward."))
-    if not bool(rewards.isfinite().all()):
-        first = int((~rewards.isfinite()).nonzero()[0, 0])
-        found = rewards[first].item()
-        raise RewardError(f"reward {first}: found {found}; expected a finite number. Drop that sample.")
     exact = rewards.double()
+    if not bool((is_usable := exact.abs() <= LARGEST_REWARD).all()):
+        first = int((~is_usable).nonzero()[0, 0])
+        expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude. Drop that sample"
+        raise RewardError(f"reward {first}: found {rewards[first].item()}; {expected}.")
     # A group goes by the place of its first id among all ids sorted; places in between are groups of nobody.
     ids = ids.to(rewards.device)
     groups = torch.searchsorted(ids.sort().values, ids)
@@ -43,11 +65,16 @@ def group_advantages(
     def group_sums(values: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add(0, groups, values)
 
+    def group_maxima(values: Tensor) -> Tensor:
+        return torch.zeros_like(values).scatter_reduce(0, groups, values, "amax", include_self=False)[groups]
+
     # From the group's smallest reward upwards, equal rewards are exact zeros and so are their advantages.
-    smallest = torch.zeros_like(exact).scatter_reduce(0, groups, exact, "amin", include_self=False)
-    above_smallest = exact - smallest[groups]
+    above_smallest = exact + group_maxima(-exact)
+    spread = group_maxima(above_smallest)
     sizes = group_sums(torch.ones_like(exact))
     advantages = above_smallest - (group_sums(above_smallest) / sizes)[groups]
+    is_rounding = spread <= (TOLERANCE * group_maxima(exact.abs())).clamp(min=SUM_TO_ZERO)
+    advantages = advantages.masked_fill(is_rounding | (advantages.abs() <= TOLERANCE * spread), 0.0)
     if normalize_std:
         std = (group_sums(advantages.square()) / (sizes - 1).clamp(min=1)).sqrt()
         advantages = advantages / (std[groups] + STD_FLOOR)

@@ -153,15 +153,11 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("overlong_buffer")
 def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Some length of a response costs nothing, and a reward that the penalty lowers is there."""
+    """Some length of a response costs nothing."""
     buffer, longest = config.data.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer >= longest:
         expected = f"fewer than rollout.max_response_tokens = {longest}"
         yield Problem("data.overlong_buffer_tokens", str(buffer), expected, "Lower it.")
-    elif buffer and RewardChoice(config.data.reward).is_environment:
-        expected = "0 where data.reward = 'environment': rewards of an environment are taken as they are"
-        action = "Leave it out, and let the environment's rewards depend on the length."
-        yield Problem("data.overlong_buffer_tokens", str(buffer), expected, action)
 
 
 def _surveyed(config: Config, facts: Facts, *, is_once: bool = True) -> Iterator[tuple[str, Path, Survey]]:

@@ -95,7 +95,7 @@ class DataConfig(Section):
     thinking: Literal["ignore", "require"] = "ignore"
     """require: a registered reward sees what follows the one </think>; without it, the response is wrong."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """The last tokens of rollout.max_response_tokens that cost: the more of them are used, the more; 0 none."""
+    """Last tokens before rollout.max_response_tokens that cost, of those that the policy sampled; 0: none."""
     overlong_penalty: PositiveFloat = 1.0
     """What the reward of a response that uses the whole buffer is lowered by."""
     reward_workers: PositiveInt = 1

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from types import MappingProxyType
 
+from megatron_dppo.algorithms.advantages import SUM_TO_ZERO, TOLERANCE
+
 WINDOW = 10  # rollouts before the one that is checked
 ENOUGH = 5  # of them, at least; and rollouts of a mean reward
 LENGTH_FACTOR = 2.0  # longer or shorter than usual by this
@@ -98,7 +100,8 @@ def reward_collapse(history: Sequence[Row], row: Row) -> str | None:
     best, lost = max(means), max(means) - means[-1]
     noise = pstdev([after - before for before, after in pairwise(rewards)]) / math.sqrt(2)
     chance = STANDARD_ERRORS * noise * math.sqrt(2 / ENOUGH)
-    if lost <= max(LOST_OF_GAIN * (best - means[0]), chance):
+    is_rounding = math.isclose(best, means[-1], rel_tol=TOLERANCE, abs_tol=SUM_TO_ZERO)
+    if is_rounding or lost <= max(LOST_OF_GAIN * (best - means[0]), chance):
         return None
     return f"reward/mean: found {means[-1]:.3g} over {ENOUGH} rollouts; it was {best:.3g} at its best"
 

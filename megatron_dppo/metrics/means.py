@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms import have_equal_rewards
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.kernels import FusedPolicyLoss
 from megatron_dppo.metrics.metrics import Metrics
@@ -79,5 +80,5 @@ def entropy(out: FusedPolicyLoss, microbatch: Microbatch) -> Tensor:
 
 @group_mean("reward/zero_variance_fraction")
 def has_zero_variance(group: SampleGroup) -> float:
-    """Return 1.0 where all rewards of the group are equal, so that none of its tokens learns; else 0.0."""
-    return float(len({float(sample.reward or 0.0) for sample in group.samples}) == 1)
+    """Return 1.0 if all rewards of the group are equal up to rounding, so that none of its tokens learns."""
+    return float(have_equal_rewards([float(sample.reward or 0.0) for sample in group.samples]))

@@ -112,7 +112,8 @@ class Ahead:
             Groups with rewards, and counts of this rank; none on all ranks where any was asked to stop.
 
         Raises:
-            RolloutError: A producer failed, or a sample is older than the bound allows.
+            RolloutError: A producer failed, no open group can end the wait, or a sample is older than the bound
+                allows.
         """
         assert self._producer is not None, "weights were pushed, inside of `held`"
         while True:
@@ -130,6 +131,7 @@ class Ahead:
             chosen = self._bound.choose(groups, version)
             if chosen is not None:
                 break
+            _refuse_endless_wait(groups, version)
             self._producer.news.wait(_POLL_S)
         self._states = [each.state for each in reports]
         return self._take(chosen, groups, version)
@@ -215,6 +217,15 @@ class Ahead:
     def _raise_fault(self) -> None:
         if self._producer is not None and self._producer.fault is not None:
             raise self._producer.fault
+
+
+def _refuse_endless_wait(groups: Sequence[OpenGroup], version: int) -> None:
+    """Raise if no open group, of any rank, is still to be sampled: nothing would end the wait."""
+    if all(group.is_whole for group in groups):
+        raise RolloutError(
+            f"weights {version}: found all {len(groups)} open groups sampled, and no rollout among them that "
+            "may be trained on; expected one. This is a fault of the scheduler: report it."
+        )
 
 
 def _described(fault: BaseException | None) -> str | None:

@@ -70,7 +70,8 @@ class Conversations:
         while completion.finish_reason != "abort":
             state.add(self._turn_tokenizer.text(completion.tokens[start:]), completion.finish_reason)
             turn = await self._environments.answer(state.trajectory)
-            after = self._after(state, request, completion, turn, params)
+            last_token = int(completion.tokens[-1]) if completion.tokens.numel() > start else None
+            after = self._after(state, request, completion, turn, params, last_token)
             if isinstance(after, Completion):
                 return after
             request, start = after, num_tokens_before(after)
@@ -84,15 +85,18 @@ class Conversations:
         completion: Completion,
         turn: Turn | EnvironmentFault,
         params: SamplingParams,
+        last_token: int | None,
     ) -> Completion | Request:
-        """Return the request for the next response after a turn; the completion, where there is none."""
+        """Return the request for the next response after a turn, or the completion if the turn is the last.
+
+        `last_token` is the last one of the response that the turn answers; none if the response is empty.
+        """
         if isinstance(turn, EnvironmentFault):
             return replace(completion, episode=state.episode(fault=turn.message))
         state.reward_turn(turn)
         if turn.done:
             return replace(completion, episode=state.episode())
         assert turn.observation is not None, "a turn that does not end the trajectory has an observation"
-        last_token = int(completion.tokens[-1])
         tokens = self._turn_tokenizer.observation(turn.observation, last_token, is_chat=request.is_chat)
         num_tokens, num_turns = completion.tokens.numel() + tokens.numel(), len(state.trajectory.responses)
         if num_turns == self._limits.max_turns or num_tokens >= params.max_response_tokens:
@@ -145,8 +149,10 @@ class TurnTokenizer:
         """Decode a response `[N]` int64, without special tokens."""
         return as_text(self._tokenizer, tokens, has_special_tokens=False)
 
-    def observation(self, text: str, last_token: int, *, is_chat: bool) -> Tensor:
+    def observation(self, text: str, last_token: int | None, *, is_chat: bool) -> Tensor:
         """Encode an observation as token ids `[N]` int64, to follow a response that ends with `last_token`.
+
+        `last_token` is none for a response without a token.
 
         In a chat they are those of a user's message, and of the end of the response where it has none.
         """

@@ -19,6 +19,7 @@ from megatron_dppo.rollout.scores import (
     metric_names,
     not_asked,
     powers_of_two,
+    refuse_if_too_many_dropped,
     score_of,
     set_metrics,
 )
@@ -58,6 +59,14 @@ class EvaluationSet:
         """Return the set's metrics, given the scores of all its prompts in their order."""
         n = self.samples_per_prompt
         return set_metrics(self.name, scores, self.pass_at, samples_per_prompt=n, seed=seed)
+
+    def refuse_if_too_many_dropped(self, scores: Sequence[PromptScore], max_fraction: float) -> None:
+        """Raise if too many responses have no reward; see `scores.refuse_if_too_many_dropped`.
+
+        Raises:
+            RolloutError: More than `max_fraction` of them, or all prompts are too long.
+        """
+        refuse_if_too_many_dropped(self.name, scores, max_fraction)
 
 
 def evaluation_sets(config: Config) -> list[EvaluationSet]:

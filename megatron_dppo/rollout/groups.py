@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_dppo.algorithms import have_equal_rewards
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.environments import (
@@ -75,8 +76,9 @@ class PromptGroup:
 
     @property
     def has_zero_variance(self) -> bool:
-        """Whether all rewards are equal, so that no sample learns."""
-        return len({sample.reward for sample in self.samples}) == 1
+        """Whether all rewards are equal up to rounding, so that no sample learns; false without any."""
+        rewards = [float(sample.reward or 0.0) for sample in self.samples]
+        return bool(rewards) and have_equal_rewards(rewards)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class OpenedGroup:
 
     place: int
     born: int | None = None
-    has_tokens: bool = False  # of its own; before, it may be born again
+    has_tokens: bool = False  # sampled for it; until then, and until it is whole, it may be born again
     group: PromptGroup | None = None  # none until its prompt is there
     completions: list[Completion | None] = field(default_factory=list[Completion | None])
     samples: list[Sample | Fault | None] = field(default_factory=list[Sample | Fault | None])

@@ -50,6 +50,7 @@ class Producer:
     Nothing waits without a limit. A request ends within rollout.sglang.request_timeout_s at each server that
     it is given to, a reward or an environment within its time-out in [data], a hold within the session's. The
     methods raise a RolloutError where the thread itself does not answer in 120 s, or 1800 s for `go_on`.
+    The wait for a rollout also ends, with a fault, if all prompts are too long, or if a task was cancelled.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Producer:
         places: Places,
         prompt_at: Callable[[int], Drawn],
         *,
+        num_prompts: int,
         num_threads: int = 1,
         max_replaced: int = 0,
     ) -> None:
@@ -75,13 +77,15 @@ class Producer:
             params: How to sample.
             places: Of this rank; the producer takes from them.
             prompt_at: The prompt at a place.
+            num_prompts: Prompts of an epoch; as many in a row that are too long are a fault.
             num_threads: Prompts that are begun at once, each by its environment.
             max_replaced: Groups of equal rewards that are replaced in each rollout; others stay.
         """
         self._engine, self._conversations = engine, conversations
         self._maker, self._scorer = maker, scorer
         self._params, self._places, self._prompt_at = params, places, prompt_at
-        self._max_replaced = max_replaced
+        self._max_replaced, self._num_prompts = max_replaced, num_prompts
+        self._num_too_long_in_a_row = 0
         self._open: dict[int, OpenedGroup] = {}
         self._produced, self._num_flying, self._changed_at = Produced(), 0, time.monotonic()
         self._taken_at = self._changed_at
@@ -90,6 +94,7 @@ class Producer:
         self._version = -1
         self._stack = AsyncExitStack()
         self._tasks = set[asyncio.Task[None]]()
+        self._is_ending = False
         self._threads = ThreadPoolExecutor(max(num_threads, 1), thread_name_prefix="environment")
         self.news = threading.Event()
         """Set whenever a group became whole, or something failed."""
@@ -219,7 +224,13 @@ class Producer:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if not task.cancelled():
+            error = task.exception()
+        elif self._is_ending:
+            error = None
+        else:
+            error = RolloutError("thread that samples ahead: found a response cancelled; expected its end")
+        if error is not None:
             self._fault = self._fault or error
             self.news.set()
 
@@ -231,16 +242,26 @@ class Producer:
         group = await self._in_thread(lambda: self._maker.begin_at_place(self._prompt_at(opened.place)))
         if group is None:
             self._count(num_too_long=1)
+            self._num_too_long_in_a_row += 1
+            self._refuse_if_all_too_long()
             self._replace(opened)
             return
+        self._num_too_long_in_a_row = 0
         opened.group, count = group, len(group.requests)
         opened.completions, opened.samples = [None] * count, [None] * count
         for index, completion in enumerate(group.completions):
             if completion is None:
                 self._start(self._respond(opened, index))
             else:  # the environment did not begin
-                opened.born, opened.has_tokens = self._version, True
                 await self._keep(opened, index, completion)
+
+    def _refuse_if_all_too_long(self) -> None:
+        if self._num_too_long_in_a_row >= self._num_prompts:
+            raise RolloutError(
+                f"rollout: found {self._num_too_long_in_a_row} prompts in a row longer than "
+                f"data.max_prompt_tokens, of {self._num_prompts} that there are; expected some to sample from. "
+                "Raise the limit, or shorten the prompts or what environments add."
+            )
 
     async def _respond(self, opened: OpenedGroup, index: int) -> None:
         """Sample one response, over as many versions of the weights as it takes, and score it."""
@@ -281,6 +302,7 @@ class Producer:
         opened.completions[index], opened.samples[index] = completion, sample
         if not opened.is_whole:
             return
+        opened.born = self._version if opened.born is None else opened.born  # else none of it has a token
         whole = opened.whole()
         if whole.has_zero_variance and len(self._produced.replaced) < self._max_replaced:
             self._count(replaced=(whole,))
@@ -297,7 +319,7 @@ class Producer:
                 await asyncio.sleep(0)
             await self._stack.aclose()
         for opened in self._open.values():
-            if not opened.has_tokens:
+            if not opened.has_tokens and not opened.is_whole:
                 opened.born = None
         return produced
 
@@ -316,6 +338,7 @@ class Producer:
         return groups, produced
 
     async def _end(self) -> None:
+        self._is_ending = True
         try:
             await self._hold()
         finally:

@@ -236,6 +236,7 @@ class Rollouts:
                 *parts,
                 places,
                 stream.at,
+                num_prompts=stream.num_prompts,
                 num_threads=data.reward_workers,
                 max_replaced=options.max_refills * share if options.refill_zero_variance else 0,
             )
@@ -355,8 +356,8 @@ class Rollouts:
     def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
         """Score this rank's share of each evaluation set, and write the responses to files in `folder`.
 
-        A response that was dropped, because its reward failed or for another reason, earns nothing and is not
-        left out: a reward that fails on hard answers must not raise the score.
+        A response that was dropped, because its reward failed or for another reason, is not left out: it earns
+        the set's lowest reward, and at most 0 (`scores.worst_reward`).
         """
         return {
             each.name: self._evaluation.run(each, rollout, responses_file(folder, each.name, rollout))

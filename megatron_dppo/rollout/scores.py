@@ -1,12 +1,15 @@
 """Computes the scores of an evaluation: pass@k and means over the responses to each prompt."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from math import comb
+from math import comb, inf
 
 import numpy as np
 
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.rollout.counts import DropReason
 from megatron_dppo.rollout.groups import PromptGroup
 
 _CORRECT_ABOVE = 0.5  # between wrong and right, of rewards of 0 and 1 as of those of -1 and 1
@@ -16,16 +19,21 @@ _INTERVAL = (2.5, 97.5)  # percentiles
 
 @dataclass(frozen=True)
 class PromptScore:
-    """Scores of the responses to one prompt. A dropped response earns 0, and is counted."""
+    """Scores of the responses to one prompt. A dropped response has no reward here: see `worst_reward`."""
 
     index: int  # the prompt's place in its set
     num_samples: int  # responses that count: those asked for, or that a prompt too long was not asked for
     num_generated: int  # of them, those that the engine gave
-    num_dropped: int  # of them, those without a reward
+    num_dropped: int  # of num_samples, those without a reward
     num_correct: int
     num_truncated: int
     num_tokens: int
-    total_reward: float
+    total_reward: float  # of those with a reward
+    lowest_reward: float = inf  # of those with a reward; infinity if there are none
+    num_faults: Mapping[DropReason, int] = field(
+        default_factory=dict[DropReason, int]
+    )  # why responses were dropped
+    example: str | None = None  # the first of these faults, in words
 
 
 def is_correct(reward: float) -> bool:
@@ -36,21 +44,25 @@ def is_correct(reward: float) -> bool:
 def score_of(group: PromptGroup) -> PromptScore:
     """Return the score of one prompt's responses."""
     rewards = [float(sample.reward or 0.0) for sample in group.samples]
+    faults = group.faults
     completions = [completion for _, completion in group.answers]
     return PromptScore(
         index=group.index,
         num_samples=len(completions),
         num_generated=len(completions),
-        num_dropped=len(group.faults),
+        num_dropped=len(faults),
         num_correct=sum(map(is_correct, rewards)),
         num_truncated=sum(completion.finish_reason == "length" for completion in completions),
         num_tokens=sum(completion.tokens.numel() for completion in completions),
         total_reward=sum(rewards),
+        lowest_reward=min(rewards, default=inf),
+        num_faults=Counter(fault.reason for fault in faults),
+        example=str(faults[0]) if faults else None,
     )
 
 
 def not_asked(index: int, num_samples: int) -> PromptScore:
-    """Return the score of a prompt that is too long to sample: reward 0 for each of its responses."""
+    """Return the score of a prompt that is too long to sample: each of its responses counts as dropped."""
     return PromptScore(index, num_samples, 0, num_samples, 0, 0, 0, 0.0)
 
 
@@ -66,6 +78,45 @@ def pass_at(k: int, num_samples: int, num_correct: int) -> float:
 def powers_of_two(up_to: int) -> tuple[int, ...]:
     """Return the powers of two 1, 2, 4, ... that are not above a number."""
     return tuple(1 << exponent for exponent in range(up_to.bit_length()))
+
+
+def worst_reward(scores: Sequence[PromptScore]) -> float:
+    """Return the reward that each dropped response of a set earns: its lowest reward, and at most 0.
+
+    A response that was dropped thus never raises a mean above what a wrong response in its place would give.
+    """
+    return min([0.0, *(score.lowest_reward for score in scores)])
+
+
+def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fraction: float) -> None:
+    """Raise if too many responses of a set were dropped, or if all of its prompts were too long.
+
+    Prompts that are too long are a property of the data and do not count as dropped here.
+
+    Args:
+        name: Of the set.
+        scores: Of each of its prompts, over all ranks.
+        max_fraction: Of the responses that the engine gave.
+
+    Raises:
+        RolloutError: More than `max_fraction` of the responses were dropped, or no prompt was sampled from.
+    """
+    num_generated = sum(score.num_generated for score in scores)
+    if num_generated == 0:
+        raise RolloutError(
+            f"evaluation.sets.{name}: found {len(scores)} prompts, all longer than data.max_prompt_tokens; "
+            "expected some to sample from. Raise the limit, or shorten the prompts."
+        )
+    num_faults = sum((Counter(score.num_faults) for score in scores), Counter[DropReason]())
+    if (num_dropped := num_faults.total()) <= max_fraction * num_generated:
+        return
+    by_reason = ", ".join(f"{count} {reason}" for reason, count in sorted(num_faults.items()))
+    example = next(score.example for score in scores if score.example is not None)
+    raise RolloutError(
+        f"evaluation.sets.{name}: found {num_dropped} of {num_generated} responses dropped ({by_reason}); "
+        f"expected at most {max_fraction:.2%}. First of them: {example}. Fix the cause, or raise "
+        "rollout.max_dropped_fraction."
+    )
 
 
 def interval(values: Sequence[float], seed: int) -> tuple[float, float]:
@@ -103,7 +154,8 @@ def set_metrics(
         seed: Of the intervals.
     """
     num_generated = max(sum(score.num_generated for score in scores), 1)
-    averages = [score.total_reward / score.num_samples for score in scores]
+    worst = worst_reward(scores)
+    averages = [(score.total_reward + worst * score.num_dropped) / score.num_samples for score in scores]
     low, high = interval(averages, seed)
     values = [
         float(np.mean(averages)),

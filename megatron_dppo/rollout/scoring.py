@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms.advantages import LARGEST_REWARD
 from megatron_dppo.config.schema import Config, DataConfig
 from megatron_dppo.environments import Episode
 from megatron_dppo.errors import RewardError, RoutingReplayError
@@ -69,8 +70,11 @@ class RewardScorer(Protocol):
 class OverlongShaping:
     """Penalises responses that reach the last tokens of the limit (DAPO, arXiv:2503.14476, equation 13).
 
+    Only tokens that the policy sampled count. Observations of environments count towards the limit of a
+    conversation, but cost nothing.
+
     Attributes:
-        max_response_tokens: Where responses are cut.
+        max_response_tokens: Limit of a response.
         buffer_tokens: How many tokens before that cost, fewer than `max_response_tokens`.
         penalty: What all of them together cost.
     """
@@ -80,7 +84,7 @@ class OverlongShaping:
     penalty: float
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the addend to the reward of a response of `num_tokens`: 0.0 down to -penalty, linearly."""
+        """Return the addend to the reward for `num_tokens` sampled tokens: 0.0 down to -penalty, linearly."""
         num_over = num_tokens - (self.max_response_tokens - self.buffer_tokens)
         return -min(num_over / self.buffer_tokens, 1.0) * self.penalty if num_over > 0 else 0.0
 
@@ -106,7 +110,8 @@ class Scorer:
         checked = self._checked(sample, episode)
         if isinstance(checked, Fault) or checked.reward is not None:
             return checked
-        return self._rewarded(checked, await self.rewards.score_one(self._request(prompt, sample, episode)))
+        result = await self.rewards.score_one(self._request(prompt, sample, episode))
+        return self._scored(checked, result)
 
     def score_all(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
         """Return what `score` does of each, in order: all are asked for at once, and nothing goes on meanwhile.
@@ -118,16 +123,24 @@ class Scorer:
         due = [(at, each) for at, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None]
         results = self.rewards.score([self._request(*answered[at]) for at, _ in due]) if due else []
         for (at, sample), result in zip(due, results, strict=True):
-            scored[at] = self._rewarded(sample, result)
+            scored[at] = self._scored(sample, result)
         return scored
 
-    def _rewarded(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
+    def _scored(self, sample: Sample, result: RewardResult | RewardFault) -> Sample | Fault:
         if isinstance(result, RewardFault):
             return Fault(result.kind, sample.id, result.message)
-        info, penalty = {**sample.reward_info, **result.info}, 0.0
+        return self._rewarded(sample, result.value, result.info)
+
+    def _rewarded(self, sample: Sample, reward: float, more_info: Mapping[str, float]) -> Sample | Fault:
+        """Return the sample with its reward, from whoever gave it, and the penalty of an overlong response."""
+        info = {**sample.reward_info, **more_info}
         if self.overlong is not None:
-            penalty = info["overlong_penalty"] = self.overlong(sample.response_length)
-        return dataclasses.replace(sample, reward=result.value + penalty, reward_info=info)
+            info["overlong_penalty"] = self.overlong(int(sample.loss_mask.sum()))
+            reward += info["overlong_penalty"]
+        if not abs(reward) <= LARGEST_REWARD:  # NaN is not, either
+            expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude"
+            return Fault("reward_failed", sample.id, f"found a reward of {reward:g}; {expected}")
+        return dataclasses.replace(sample, reward=reward, reward_info=info)
 
     def _request(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> RewardRequest:
         if episode is not None:
@@ -143,12 +156,14 @@ class Scorer:
             return fault
         if episode is None:
             return sample
-        return dataclasses.replace(sample, reward=episode.reward, reward_info=dict(episode.info))
+        if episode.reward is None:
+            return dataclasses.replace(sample, reward_info=dict(episode.info))
+        return self._rewarded(sample, episode.reward, episode.info)
 
     def _fault(self, sample: Sample) -> Fault | None:
         if sample.finish_reason == "abort":
             return Fault("aborted", sample.id, f"the engine gave up after {sample.response_length} tokens")
-        if sample.response_length == 0:
+        if _is_empty(sample):
             return Fault("empty_response", sample.id, f"finish_reason {sample.finish_reason!r}")
         if not _has_usable_log_probs(sample):
             return Fault("non_finite_log_probs", sample.id, "NaN or infinity among the rollout's log-probs")
@@ -178,6 +193,12 @@ def _retracted(num_retractions: int) -> str:
         "that sampled the tokens (lower rollout.sglang.max_concurrent_requests, or raise "
         "sglang.mem_fraction_static or sglang.schedule_conservativeness)"
     )
+
+
+def _is_empty(sample: Sample) -> bool:
+    """Return whether the policy sampled no token of a response; observations of environments are none."""
+    was_sampled = any(span.stop > span.start for span in sample.weight_versions)
+    return sample.response_length == 0 or (not was_sampled and not bool(sample.loss_mask.any()))
 
 
 def _has_usable_log_probs(sample: Sample) -> bool:

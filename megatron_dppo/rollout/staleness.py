@@ -28,8 +28,11 @@ class OpenGroup:
 
     rank: int
     place: int  # of its prompt in the stream; unique
-    born: int | None  # version of the weights; none while nothing was sampled
-    is_whole: bool  # whether all of its responses were sampled, and scored
+    born: int | None  # version of the weights; none while it is open and nothing was sampled
+    is_whole: bool  # whether all of its responses ended and were scored, with or without a token
+
+    def __post_init__(self) -> None:
+        assert self.born is not None or not self.is_whole, "a group that is whole was born"
 
 
 @dataclass(frozen=True)

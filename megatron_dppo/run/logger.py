@@ -333,7 +333,11 @@ class RunLogger:
     def write_evaluation(
         self, rollout: int, scores: Mapping[str, Sequence[PromptScore]], seconds: float
     ) -> None:
-        """Write the row of an evaluation and its responses, from each rank's share and seconds of every set."""
+        """Write the row of an evaluation and its responses, from each rank's share and seconds of every set.
+
+        Raises:
+            RolloutError: More responses of a set were dropped than rollout.max_dropped_fraction.
+        """
         duration = Metrics()
         duration.add_max("time/evaluation_s", seconds)
         merged, values = over_ranks(self._runtime.all_gather(scores)), self._merged(duration)
@@ -342,6 +346,7 @@ class RunLogger:
             values |= of_set
             file = responses_file(self.evaluations, each.name, rollout)
             self._on_main(lambda _, file=file: merge_responses(file, self._runtime.world_size))
+            each.refuse_if_too_many_dropped(merged[each.name], self._config.rollout.max_dropped_fraction)
             if self._runtime.is_main:
                 score, low, high = (of_set[name] for name in each.metric_names[:3])
                 name = each.metric_names[0]

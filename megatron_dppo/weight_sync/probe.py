@@ -95,20 +95,23 @@ class Probe:
             WeightSyncError: A server differs by more than the limits.
         """
         scores = self._runtime.on_main(lambda: self._scores_of(members))
-        num, length = scores[0].log_probs.shape
+        num, length = len(scores[0].log_probs), max(of_server.log_probs.shape[1] for of_server in scores)
         expected, self._expected = self._expected[:, :length], self._expected[:0]  # of these weights alone
         if num > len(expected):
             rest = self._log_probs(list(self._sequences[len(expected) : num, : length + 1]))
             expected = torch.cat([expected, torch.stack(rest)])
-        differences = [(of_server.log_probs - expected).abs() for of_server in scores]
+        differences = [
+            (of_server.log_probs - expected[:num, : of_server.log_probs.shape[1]]).abs() for of_server in scores
+        ]  # a server may take shorter prompts than others
         for member, difference in zip(members, differences, strict=True):
             self._check(member, difference)
         found = {
             "sync/probe_abs_diff_mean": max(float(difference.mean()) for difference in differences),
             "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
         }
-        if scores[0].is_chosen is not None:  # else no server says which experts it went through
-            found["sync/probe_experts_not_reached"] = float(_num_not_reached(scores[0]))
+        reached = [_num_not_reached(of_server) for of_server in scores if of_server.is_chosen is not None]
+        if reached:  # else no server says which experts it went through
+            found["sync/probe_experts_not_reached"] = float(max(reached))
         return found
 
     def _check(self, member: Member, difference: Tensor) -> None:
@@ -123,19 +126,21 @@ class Probe:
         )
 
     def _scores_of(self, members: Sequence[Member]) -> list[Scores]:
-        """Return each member's scores, of as many sequences as the first needs to reach every expert."""
-        first = self._ask(members[0])
+        """Return every member's scores, of as many sequences as the first needs to reach every expert."""
+        num = self._num_sequences
+        first = self._ask(members[0], num)
         while _num_not_reached(first) and self._num_sequences < _MOST:
             self._num_sequences *= 2
             if self._takes_turns:
-                break
-            first = self._ask(members[0])
-        if (num := _num_not_reached(first)) and self._num_sequences == _MOST:
-            logger.warning("weights: %d experts were chosen by none of %d sequences", num, self._num_sequences)
-        return [first, *(self._ask(member) for member in members[1:])]
+                break  # for the next comparison: these scores are compared with what `expect` computed
+            num = self._num_sequences
+            first = self._ask(members[0], num)
+        if (num_left := _num_not_reached(first)) and num == _MOST:
+            logger.warning("weights: %d experts were chosen by none of %d sequences", num_left, num)
+        return [first, *(self._ask(member, num) for member in members[1:])]
 
-    def _ask(self, member: Member) -> Scores:
-        return asyncio.run(self._score(member, self._sequences[: self._num_sequences]))
+    def _ask(self, member: Member, num_sequences: int) -> Scores:
+        return asyncio.run(self._score(member, self._sequences[:num_sequences]))
 
     async def _score(self, member: Member, sequences: Tensor) -> Scores:
         async with SglangClient(member.url, api_key=self._api_key) as client:

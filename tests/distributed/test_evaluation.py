@@ -19,7 +19,7 @@ from megatron_dppo.config.effects import evaluated as class_of
 from megatron_dppo.config.effects import may_change
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import Section
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.evaluate import _kept
 from megatron_dppo.rollout.scores import metric_names
 from megatron_dppo.runtime.process import Runtime
@@ -174,6 +174,28 @@ def test_evaluated_alone_a_model_scores_as_in_the_run_and_finished_sets_are_kept
     )
     assert len(lines(tmp_path / "out" / "few.jsonl")) == 9
     assert not (task / "nowhere").exists(), "the run folder is not touched"
+
+
+def drop_too_many(runtime: Runtime, tables: dict[str, Any], out: Path | None) -> str:
+    """Evaluate with a reward that fails, alone if there is a folder for it, else in a run; the message."""
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.evaluate import evaluate
+
+    with pytest.raises(RolloutError) as error:
+        train(runtime, tables) if out is None else evaluate(Config.model_validate(tables), out)
+    return str(error.value)
+
+
+def test_too_many_dropped_responses_end_an_evaluation(task: Path, tmp_path: Path) -> None:
+    tables = tables_of(task, "dropping", tracking={"alarms": "off"})
+    tables["evaluation"]["sets"]["few"]["reward"] = "tests.faults.rewards:raises_for_most"
+    (alone,), (in_a_run,) = (
+        run_ranks(drop_too_many, 1, tmp_path, tables, out) for out in (tmp_path / "out", None)
+    )
+    assert alone == in_a_run and "evaluation.sets.few: found " in alone and "'injected'" in alone
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text()).keys() == {"held-out"}
+    dropped = [row["dropped"] for row in lines(tmp_path / "out" / "few.jsonl")]
+    assert dropped.count("reward_failed") >= 2 and len(dropped) == 6
 
 
 def test_a_folder_with_metrics_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,13 @@ def raises(prompt: Prompt, response: str, finish_reason: FinishReason) -> Reward
     return digits(prompt, response, finish_reason)
 
 
+def raises_for_most(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Raises, but not for reference answers, which are short."""
+    if len(response.split()) > 2:
+        raise KeyError("injected")
+    return digits(prompt, response, finish_reason)
+
+
 def hangs(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     """Never returns for some responses."""
     if _is_chosen(response):

@@ -113,7 +113,8 @@ def make_ahead(engine: SglangEngine, conversations: Conversations, environments:
     def producer(places: Places) -> Producer:
         maker = GroupMaker(Letters(), SAMPLES, max_prompt_tokens=64, seed=0, environments=environments)
         scorer = Scorer(Letters(), Lengths(), True, None)
-        return Producer(engine, conversations, maker, scorer, PARAMS, places, stream.at)
+        parts = engine, conversations, maker, scorer, PARAMS
+        return Producer(*parts, places, stream.at, num_prompts=stream.num_prompts)
 
     return Ahead(BOUND, producer, stream, (0, 1), smallest_group=1)
 

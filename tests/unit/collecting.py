@@ -8,7 +8,7 @@ from megatron_dppo.rollout.counts import RolloutCounts
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.group_sampling import answers
 from megatron_dppo.rollout.groups import GroupMaker, usable_groups
-from megatron_dppo.rollout.scoring import RewardScorer, RouteValidator, Scorer, Tokenizer
+from megatron_dppo.rollout.scoring import OverlongShaping, RewardScorer, RouteValidator, Scorer, Tokenizer
 from megatron_dppo.types import Prompt, Sample, SampleGroup
 
 
@@ -39,6 +39,7 @@ def collect(
     smallest_group: int = 2,
     validate_routes: RouteValidator | None = None,
     environments: Environments | None = None,
+    overlong: OverlongShaping | None = None,
 ) -> Collected:
     """Sample and score `samples_per_prompt` responses to each prompt.
 
@@ -60,6 +61,7 @@ def collect(
         smallest_group: Two for training, since one sample has nothing to compare with.
         validate_routes: Raises RoutingReplayError where a sample's captured routes do not fit.
         environments: Say how conversations open; none: the prompts themselves do.
+        overlong: Lowers the reward of long responses; none: nothing does.
 
     Raises:
         RolloutError: The engine's completions do not answer the requests one for one.
@@ -69,7 +71,7 @@ def collect(
     maker = GroupMaker(
         tokenizer, samples_per_prompt, max_prompt_tokens, seed, environments or InProcess(SingleTurn)
     )
-    sample_scorer = Scorer(tokenizer, scorer, params.capture_routes, validate_routes)
+    sample_scorer = Scorer(tokenizer, scorer, params.capture_routes, validate_routes, overlong)
     scored = answers(engine, maker, sample_scorer, params, rollout, list(zip(places, prompts, strict=True)))
     smallest = min(smallest_group, samples_per_prompt)
     num_too_long = len(prompts) - len(scored)

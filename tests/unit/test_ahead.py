@@ -1,14 +1,15 @@
 """Sampling ahead, with an engine of the test's own: bounds, places, stops, faults."""
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from concurrent_engines import SteppedEngine
+from concurrent_engines import Delays, SteppedEngine, SteppedSession
 from ranks_on_threads import Meeting, Peer, on_ranks
 from samples import InProcessScorer
 from test_collect import TOKENIZER
@@ -20,7 +21,7 @@ from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.open_groups import Places
 from megatron_dppo.rollout.producer import Producer
@@ -61,6 +62,7 @@ class Rank:
                 SamplingParams(longest),
                 places,
                 self.stream.at,
+                num_prompts=len(prompts),
                 max_replaced=max_replaced,
             )
 
@@ -305,6 +307,75 @@ def test_groups_without_variance_are_replaced_and_prompts_too_long_left_out() ->
     assert sum(count.num_prompts_too_long for count in counts) == len([p for p in range(27) if p % 5 == 0])
     assert sum(count.num_replaced_groups for count in counts) >= 5
     assert sum(count.num_prompts for count in counts) >= 16 + 5 + 6
+
+
+class Ending(SteppedSession):
+    """Ends responses of some places without a token, after a push at the earliest; `how` they end."""
+
+    def __init__(self, engine: SteppedEngine, how: str) -> None:
+        super().__init__(engine)
+        self._how = how
+        self.errors = self._given_up = dict[str, RolloutError]()
+
+    async def ask(self, request: Request, params: SamplingParams) -> Completion:
+        if self.is_held or place_of(request.id) % 4:
+            return await super().ask(request, params)
+        if self._how == "given up":
+            self._given_up[request.id] = RolloutError("as the test wants it")
+            return aborted(request)
+        return replace(aborted(request), finish_reason="stop")
+
+
+@pytest.mark.parametrize("how", ["given up", "empty"])
+@pytest.mark.parametrize(
+    ("bound", "num_ranks"), [(StalenessBound(4, 1), 1), (StalenessBound(3, 2, 3), 2)], ids=str
+)
+def test_groups_that_end_without_a_token_are_dropped_and_counted(
+    how: str, bound: StalenessBound, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.asynccontextmanager
+    async def session(self: SteppedEngine, *, may_be_held: bool = True) -> AsyncIterator[SteppedSession]:
+        yield Ending(self, how)
+
+    monkeypatch.setattr(SteppedEngine, "session", session)
+    ranks = run_ranks(bound, num_ranks, range(2, 11))
+    counts = [counts for taken, _ in ranks for _, counts in taken]
+    trained = [place_of(group.samples[0].id) for taken, _ in ranks for groups, _ in taken for group in groups]
+    reason = "aborted" if how == "given up" else "empty_response"
+    num_dropped = sum(count.num_dropped[reason] for count in counts)
+    assert num_dropped == 2 * sum(count.num_dropped_groups for count in counts) > 6
+    assert all(place % 4 for place in trained)
+    assert len(trained) + num_dropped / 2 == 9 * bound.prompts_per_rollout
+    assert sum(count.num_samples for count in counts) == 2 * 9 * bound.prompts_per_rollout
+
+
+def test_a_run_whose_prompts_are_all_too_long_says_so() -> None:
+    rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), prompts=[replace(p, text=TOO_LONG) for p in PROMPTS])
+    rank.push(0, 9)
+    with pytest.raises(
+        RolloutError, match=r"found 40 prompts in a row longer than data\.max_prompt_tokens, of 40"
+    ):
+        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+    rank.ahead.close()
+
+
+def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StalenessBound, "choose", lambda *_: None)
+    rank = Rank(StalenessBound(2, 1, 2), Peer(0, Meeting(1)))
+    rank.push(3, 9)
+    with pytest.raises(RolloutError, match="weights 3: found all 4 open groups sampled"):
+        rank.ahead.next(3, rank.peer.all_gather, lambda: False)
+    rank.ahead.close()
+
+
+def test_a_task_that_was_cancelled_ends_the_wait() -> None:
+    rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=SteppedEngine(delays=Delays(token_s=9.0)))
+    rank.push(0, 9)
+    producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
+    producer._loop.call_soon_threadsafe(lambda: next(iter(producer._tasks)).cancel())
+    with pytest.raises(RolloutError, match="found a response cancelled"):
+        rank.ahead.next(0, rank.peer.all_gather, lambda: False)
+    rank.ahead.close()
 
 
 @pytest.mark.parametrize("off", [-2, 1])

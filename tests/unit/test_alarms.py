@@ -46,6 +46,13 @@ def test_a_reward_that_falls_is_found_within_a_few_rollouts(seed: int) -> None:
     assert first <= 30
 
 
+def test_rounding_is_no_fall_of_a_constant_reward() -> None:
+    rows = _healthy(0)
+    for n, row in enumerate(rows):
+        row["reward/mean"] = 0.1 + 0.2 if n < 25 else 0.3
+    assert not any(_found(rows))
+
+
 @pytest.mark.parametrize(("metric", "of_older"), [("mismatch/tv_p999", 0.6), ("routing/agreement_mean", 0.8)])
 def test_tokens_of_older_weights_are_compared_with_such(metric: str, of_older: float) -> None:
     rows = _healthy(0)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_dppo.algorithms import AGGREGATIONS, group_advantages, token_weights
+from megatron_dppo.algorithms import AGGREGATIONS, group_advantages, have_equal_rewards, token_weights
 from megatron_dppo.errors import ConfigError, RewardError
 
 
@@ -30,6 +30,44 @@ def test_equal_rewards_have_no_advantage(value: float, dtype: torch.dtype):
         assert group_advantages(rewards, [0] * 7, normalize_std).tolist() == [0] * 7
 
 
+EQUAL_UP_TO_ROUNDING = [
+    [0.1 + 0.2, 0.3, 0.3],
+    [0.3 + 0.2 + 0.1, 0.1 + 0.2 + 0.3],
+    [1e12 * (0.1 + 0.2), 1e12 * 0.3],
+    [1e-9 * (0.1 + 0.2), 1e-9 * 0.3],
+    [-0.7 - 0.1, -0.8, -(0.7 + 0.1)],
+    [0.1 + 0.2 - 0.3, 0.0, 0.3 - 0.2 - 0.1],  # parts that cancel
+    [0.6000000238418579, 0.6000000834465027],  # of a reward in float32: 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1
+]
+
+
+@pytest.mark.parametrize("rewards", EQUAL_UP_TO_ROUNDING, ids=str)
+@pytest.mark.parametrize("normalize_std", [False, True])
+def test_rewards_that_are_one_sum_in_another_order_have_no_advantage(rewards: list[float], normalize_std: bool):
+    assert len(set(rewards)) > 1 and have_equal_rewards(rewards)
+    # The other group is far larger: each group has its own scale.
+    both = torch.tensor([*rewards, 0.0, 1e15], dtype=torch.float64)
+    advantages = group_advantages(both, [0] * len(rewards) + [1, 1], normalize_std)
+    assert advantages[:-2].tolist() == [0] * len(rewards) and advantages[-2:].abs().min() > 0.5
+
+
+@pytest.mark.parametrize(
+    "rewards", [[0.0, 1e-9], [1.0, 1.000001], [-1e6, -1e6 + 1], [1e-12, 2e-12], [3e17, 9e17]]
+)
+def test_small_differences_of_rewards_are_learnt_from(rewards: list[float]):
+    assert not have_equal_rewards(rewards)
+    advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), [0, 0])
+    half = (rewards[1] - rewards[0]) / 2
+    assert advantages.tolist() == pytest.approx([-half, half], rel=1e-6)
+
+
+def test_rounding_does_not_choose_the_sign_of_a_reward_that_is_the_mean():
+    rewards = [0.0, 0.1, 0.2, 0.3, 0.3 + 0.3, 0.1 + 0.2, 0.2 + 0.4]  # the mean is 0.3
+    assert (torch.tensor(rewards, dtype=torch.float64) - 0.3).unique().numel() > 6
+    advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), [0] * 7)
+    assert advantages.sign().tolist() == [-1, -1, -1, 0, 1, 0, 1]
+
+
 def test_a_group_of_one_has_no_advantage():
     for normalize_std in (False, True):
         advantages = group_advantages(torch.tensor([3.0, 1.0, 0.0]), [1, 2, 2], normalize_std)
@@ -51,6 +89,8 @@ def test_bad_rewards():
         group_advantages(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
     with pytest.raises(RewardError, match="reward 1: found nan"):
         group_advantages(torch.tensor([0.0, math.nan]), [0, 0])
+    with pytest.raises(RewardError, match=r"reward 1: found -3e\+38; .* at most 1e\+18"):
+        group_advantages(torch.tensor([1.0, -3e38], dtype=torch.float64), [0, 0])
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)

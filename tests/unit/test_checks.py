@@ -443,15 +443,6 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "overlong_buffer": [
         Example("data.overlong_buffer_tokens", {"data.overlong_buffer_tokens": 32}),
-        Example(
-            "data.overlong_buffer_tokens",
-            {
-                "data.overlong_buffer_tokens": 4,
-                "data.reward": "environment",
-                "rollout.environment": "sudoku",
-                "rollout.max_turns": 2,
-            },
-        ),
     ],
     "preset": [Example("algorithm.preset", {"algorithm.preset": "dppo_binary_vt"})],
     "preset_fields": [

@@ -217,11 +217,12 @@ def test_routes_are_validated() -> None:
     assert [len(group.samples) for group in batch.groups] == [2, 3, 3]
 
 
-def test_a_failing_reward_is_a_fault() -> None:
+@pytest.mark.parametrize("unusable", [math.nan, -math.inf, 3e38, -1.7e308, 1.1e18])
+def test_a_failing_reward_is_a_fault(unusable: float) -> None:
     def reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
         if prompt.id == "a":
             raise KeyError("lost")
-        return RewardResult(math.nan if prompt.id == "b" else 1.0)
+        return RewardResult(unusable if prompt.id == "b" else 1.0)
 
     batch = collect_with(right_or_wrong, reward=reward)
     assert dropped(batch) == {"reward_failed": 8}

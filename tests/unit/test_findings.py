@@ -194,6 +194,14 @@ def test_one_run_says_whether_its_reward_rose() -> None:
         ("decided", "Reward rose from .445 (first 10 rollouts) to .645 (last 10).")
     ]
     assert _said(flat)["reward"][0][0] == "open"
+    rounded = replace(
+        flat,
+        rollouts=tuple(
+            replace(row, values={**row.values, "reward/mean": 0.3 if row.rollout < 15 else 0.1 + 0.2})
+            for row in flat.rollouts
+        ),
+    )
+    assert _said(rounded)["reward"][0][0] == "open"
     assert "length of the run" in _said(replace(rising, config={"run": {"num_rollouts": 99}}))
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import make_sample
+from samples import make_group, make_sample
 
 from megatron_dppo.algorithms import TopKLogProbs
+from megatron_dppo.data.batches.gradient_steps import with_advantages
 from megatron_dppo.kernels import FusedPolicyLoss
 from megatron_dppo.metrics.bound import add_bound_of_tokens
-from megatron_dppo.metrics.means import add_token_means
+from megatron_dppo.metrics.means import add_group_means, add_token_means
 from megatron_dppo.metrics.metrics import BINS_PER_DECADE, Metrics
 from megatron_dppo.metrics.mismatch import (
     LOG_RATIO_LIMIT,
@@ -395,3 +396,16 @@ def test_shares_of_samples_by_the_age_of_their_oldest_token() -> None:
     add_ages(metrics, [sample(5), sample(4, 5), sample(3, 5), sample(3, 4)], weight_version=5, max_staleness=2)
     values = metrics.values()
     assert [values[f"staleness/{age}"] for age in range(3)] == [0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [([0.3, 0.1 + 0.2, 0.3], 1.0), ([-7.0] * 3, 1.0), ([0.0, 0.1, 0.1], 0.0), ([1e-9, 2e-9], 0.0)],
+)
+def test_zero_variance_is_that_of_the_advantages(rewards: list[float], share: float) -> None:
+    group = make_group(0, [make_sample([1, 2, n], 1, reward=reward) for n, reward in enumerate(rewards)])
+    metrics = Metrics()
+    add_group_means(metrics, group)
+    assert metrics.values()["reward/zero_variance_fraction"] == share
+    (learning,) = with_advantages([group], normalize_std=True)
+    assert any(sample.advantage for sample in learning.samples) == (share == 0)

@@ -20,8 +20,9 @@ from megatron_dppo.rollout.batched_turns import BatchedTurns
 from megatron_dppo.rollout.conversations import TurnLimits, TurnTokenizer
 from megatron_dppo.rollout.embedded.engine import TransformersEngine
 from megatron_dppo.rollout.embedded.sampling import draw, sampling_noise
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
+from megatron_dppo.rollout.scoring import OverlongShaping
 from megatron_dppo.runtime.concurrency import run_loop
 from megatron_dppo.types import FinishReason, Message, Prompt, Sample
 
@@ -237,6 +238,68 @@ def test_where_no_turn_has_a_reward_the_last_response_is_scored(model: Any) -> N
         assert sample.reward_info == {"turns": 3.0, "scored": 1.0}
 
 
+@pytest.mark.parametrize("gives_reward", [True, False])
+def test_only_sampled_tokens_are_overlong_whoever_gives_the_reward(model: Any, gives_reward: bool) -> None:
+    class Rewarding(Scripted):
+        def step(self, response: str, finish_reason: FinishReason) -> Turn:
+            turn = super().step(response, finish_reason)
+            return dataclasses.replace(turn, reward=(0.5 if turn.done else 0.0) if gives_reward else None)
+
+    def reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+        assert not gives_reward
+        return RewardResult(0.5)
+
+    batch = rolled_out(
+        engine_of(model), environment=Rewarding, reward=reward, overlong=OverlongShaping(18, 10, 5.0)
+    )
+    assert {sample.response_length for sample in batch.samples} == {15}  # 3 of them are observations
+    assert {sample.reward for sample in batch.samples} == {0.5 - 5.0 * (12 - 8) / 10}
+    assert {sample.reward_info["overlong_penalty"] for sample in batch.samples} == {-2.0}
+
+
+class Silent(Recorded):
+    """Ends some turns, counted from 1, without a token."""
+
+    def __init__(self, engine: TransformersEngine, turns: Sequence[int]) -> None:
+        super().__init__(engine)
+        self.turns, self.num_turns = turns, 0
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        self.num_turns += 1
+        if self.num_turns not in self.turns:
+            return super().generate(requests, params)
+        return [
+            dataclasses.replace(request.partial or aborted(request), finish_reason="stop")
+            for request in requests
+        ]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("turns", [(1,), (2,), (1, 2), (3,)])
+def test_a_turn_without_a_token_is_answered(model: Any, turns: Sequence[int], is_chat: bool) -> None:
+    prompt = Prompt("0", "", "test", text="t5")
+    if is_chat:
+        prompt = Prompt("0", "", "test", messages=({"role": "user", "content": "t5"},))
+    engine = Silent(engine_of(model, eos_token_ids=(EOS,)), turns)
+    params = SamplingParams(40)
+    batch = rolled_out(engine, prompts=[prompt], params=params)
+    assert len(batch.samples) == 3
+    for sample in batch.samples:
+        said = text_of(sample.tokens[sample.prompt_length :][~sample.loss_mask])
+        observations = said.replace("<eos> <user>", "<user>").split()
+        assert [word for word in observations if word.startswith("t")] == ["t1", "t2", "t3"]
+        assert 0 < sample.loss_mask.sum() <= 4 * (3 - len(turns)) and sample.reward_info["turns"] == 3.0
+        if is_chat:  # the end of each turn is written once, also of an empty one
+            assert text_of(sample.tokens).count("<eos> <user>") == 2
+
+
+def test_a_conversation_whose_turns_all_lack_a_token_is_empty(model: Any) -> None:
+    silent = Silent(engine_of(model), (1, 2, 3))
+    batch = rolled_out(silent, texts=["<bos> t5"], params=SamplingParams(40))
+    assert batch.counts.num_dropped["empty_response"] == batch.counts.num_dropped_samples == 3
+    assert batch.groups == [] and batch.counts.num_dropped_groups == 1
+
+
 class Failing(Scripted):
     """Fails in the second turn of prompt 1, as `how` says."""
 
@@ -259,13 +322,15 @@ def broken(turn: Turn) -> Turn:
         (lambda turn: dataclasses.replace(turn, observation=None), "expected text until it is done"),
         (lambda turn: dataclasses.replace(turn, reward=float("nan")), "expected finite numbers"),
         (lambda turn: dataclasses.replace(turn, info={"x": "much"}), "expected numbers"),
+        (lambda turn: dataclasses.replace(turn, reward=3e38), "found a reward of 3e+38"),
     ],
 )
 def test_an_environment_that_fails_costs_its_own_samples(model: Any, how: Any, message: str) -> None:
     environment = type("Failing", (Failing,), {"how": staticmethod(how)})
     batch = rolled_out(engine_of(model), environment=environment)
     assert [group.prompt.id for group in batch.groups] == ["0"]
-    assert batch.counts.num_dropped["environment_failed"] == batch.counts.num_dropped_samples == 3
+    dropped = batch.counts.num_dropped["environment_failed"] + batch.counts.num_dropped["reward_failed"]
+    assert dropped == batch.counts.num_dropped_samples == 3
     assert batch.counts.example is not None and message in batch.counts.example
 
 

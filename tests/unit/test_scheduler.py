@@ -68,7 +68,8 @@ def _by_prompt(equal: Callable[[str], bool]) -> Reward:
 
     def reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
         scored[prompt.id] = scored.get(prompt.id, 0) + 1
-        return RewardResult(1.0 if equal(prompt.id) else float(scored[prompt.id] % 2))
+        same = [0.3, 0.1 + 0.2]  # up to rounding
+        return RewardResult((same if equal(prompt.id) else [0.0, 1.0])[scored[prompt.id] % 2])
 
     return reward
 

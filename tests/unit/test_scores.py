@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.scores import (
     PromptScore,
     interval,
@@ -15,6 +16,7 @@ from megatron_dppo.rollout.scores import (
     over_ranks,
     pass_at,
     powers_of_two,
+    refuse_if_too_many_dropped,
     set_metrics,
 )
 
@@ -76,6 +78,44 @@ def test_the_metrics_of_a_set() -> None:
     assert metrics["eval/toy/truncated_fraction"] == 3 / 8
     assert metrics["eval/toy/response_length_mean"] == 55 / 8
     assert metrics["eval/toy/dropped"] == 5
+
+
+def earned(index: int, rewards: list[float], num_dropped: int) -> PromptScore:
+    """A prompt whose responses earned these rewards, and others that were dropped."""
+    n, faults = len(rewards) + num_dropped, {"reward_timed_out": num_dropped}
+    lowest = min(rewards, default=math.inf)
+    example = f"reward_timed_out, sample {index}+0: slow" if num_dropped else None
+    return PromptScore(index, n, n, num_dropped, 0, 0, 9, sum(rewards), lowest, faults, example)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scores", "worst"),
+    [
+        ([earned(0, [-1.0, 1.0], 2), earned(1, [-0.5] * 4, 0)], -1.0),
+        ([earned(0, [], 4), earned(1, [-3.0, -2.0], 2)], -3.0),  # none of the first prompt has a reward
+        ([not_asked(0, 4), earned(1, [-0.25] * 4, 0)], -0.25),
+        ([earned(0, [0.5], 3), earned(1, [2.0, 1.0], 2)], 0.0),
+        ([not_asked(0, 4), not_asked(1, 4)], 0.0),
+    ],
+)
+def test_a_dropped_response_never_beats_the_worst(scores: list[PromptScore], worst: float) -> None:
+    metrics = set_metrics("toy", scores, (1,), samples_per_prompt=4, seed=0)
+    total = sum(score.total_reward + worst * score.num_dropped for score in scores)
+    assert metrics["eval/toy/avg_at_4"] == pytest.approx(total / 8)
+    assert metrics["eval/toy/dropped"] == sum(score.num_dropped for score in scores)
+    assert metrics["eval/toy/avg_at_4_low"] <= metrics["eval/toy/avg_at_4"] <= metrics["eval/toy/avg_at_4_high"]
+
+
+def test_too_many_dropped_responses_are_refused_with_the_first_fault() -> None:
+    scores = [not_asked(0, 4), earned(1, [-1.0] * 4, 0), earned(2, [1.0] * 3, 1)]
+    refuse_if_too_many_dropped("toy", scores, 1 / 8)  # a prompt too long is none of them
+    with pytest.raises(
+        RolloutError, match=r"sets.toy: found 1 of 8 responses dropped \(1 reward_timed_out\)"
+    ) as error:
+        refuse_if_too_many_dropped("toy", scores, 0.12)
+    assert "2+0: slow" in str(error.value) and "raise rollout.max_dropped_fraction" in str(error.value)
+    with pytest.raises(RolloutError, match=r"found 1 prompts, all longer than data\.max_prompt"):
+        refuse_if_too_many_dropped("toy", scores[:1], 1.0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])

@@ -320,7 +320,8 @@ def _ahead(pace: Pace, bound: StalenessBound, engine: PacedEngine) -> Ahead:
         conversations = Conversations(InProcess(SingleTurn), NoWords(), TurnLimits())
         maker = GroupMaker(NoWords(), pace.samples, max_prompt_tokens=1, seed=0)
         scorer = Scorer(NoWords(), ByChance(), False, None)
-        return Producer(engine, conversations, maker, scorer, SamplingParams(LONGEST), places, stream.at)
+        parts = engine, conversations, maker, scorer, SamplingParams(LONGEST)
+        return Producer(*parts, places, stream.at, num_prompts=stream.num_prompts)
 
     return Ahead(bound, producer, stream, (0, 1), smallest_group=1)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from megatron_dppo.algorithms.advantages import SUM_TO_ZERO, TOLERANCE
 from megatron_dppo.analysis.contrasts import contrast, pooled_change
 from megatron_dppo.analysis.report.advice import sampling_advice
 from megatron_dppo.analysis.report.names import changed_keys, experiment_of, setting_labels
@@ -201,7 +202,7 @@ def _compared(measure: Measure, first: Setting, other: Setting, shared: int) -> 
         return None
     sides = [f"{measure.format(x)} ({setting.label})" for x, setting in ((before, first), (after, other))]
     head = f"{measure.words}: {' against '.join(sides)}"
-    if before == after or abs(after - before) < SAME * abs(before):
+    if abs(after - before) <= SUM_TO_ZERO or abs(after - before) < SAME * abs(before):
         return Finding(measure.topic, f"{head}: equal to within {SAME:.0%}.".replace("1%", "1 %"), "note")
     if not is_paired:
         return Finding(measure.topic, f"{head}: no seed in common, not decided.", "open")
@@ -233,7 +234,8 @@ def _one_run(run: Run) -> Iterator[Finding]:
     first, last = rewards[:LAST], rewards[-LAST:]
     before, after = sum(first) / LAST, sum(last) / LAST
     noise = math.sqrt(sum((b - a) ** 2 for a, b in pairwise(rewards)) / (len(rewards) - 1) / 2)
-    is_beyond = abs(after - before) > 3 * noise * math.sqrt(2 / LAST)
+    is_rounding = math.isclose(before, after, rel_tol=TOLERANCE, abs_tol=SUM_TO_ZERO)
+    is_beyond = not is_rounding and abs(after - before) > 3 * noise * math.sqrt(2 / LAST)
     what = f"from {_fraction(before)} (first {LAST} rollouts) to {_fraction(after)} (last {LAST})"
     if is_beyond:
         yield Finding("reward", f"Reward {'rose' if after > before else 'fell'} {what}.", "decided")

@@ -196,6 +196,11 @@ class PromptStream:
         return {"epoch": epoch, "index": index} | ({"again": list(again)} if again else {})
 
     @property
+    def num_prompts(self) -> int:
+        """Number of prompts in an epoch."""
+        return len(self._prompts)
+
+    @property
     def upcoming(self) -> tuple[int, Sequence[int]]:
         """The next place that was never given, and those that are given again before it."""
         return self._next, tuple(self._again)

@@ -1,0 +1,145 @@
+"""The probe of pushed weights, with several servers of which any one may hold others."""
+
+import base64
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang_stand_in import MODEL, ROUTING, StandIn
+from torch import Tensor
+
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.weight_sync.fleet import Fleet, Member
+from megatron_dppo.weight_sync.probe import Limits, Probe
+from megatron_dppo.weight_sync.sglang import SglangSync
+
+LIMITS = Limits(mean=1e-5, largest=1e-4)
+
+
+def log_prob(token: int) -> float:
+    """The trainer's log-prob of a token, wherever it is."""
+    return -(1 + token % 7) / 2
+
+
+@dataclass
+class Scoring(StandIn):
+    """Scores prompts as the trainer does, but for one token whose log-prob is off."""
+
+    wrong_token: int = -1
+    off: float = 0.0
+    num_experts: int = 8  # those that its sequences go through
+    context: int | None = None
+
+    def respond(self, path: str, body: dict[str, Any], is_gone: Any) -> tuple[int, Any]:
+        status, content = super().respond(path, body, is_gone) if path != "/generate" else (200, None)
+        if path == "/server_info" and self.context is not None:
+            return status, {**(content or {}), "max_req_input_len": self.context}
+        return (status, content) if path != "/generate" else (200, self._scores(body))
+
+    def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
+        tokens = body["input_ids"]
+        self.num_asked[",".join(map(str, tokens))] += 1
+        found = [log_prob(token) + self.off * (token == self.wrong_token) for token in tokens]
+        first = np.arange(len(tokens)) % (self.num_experts - 1)
+        routes = np.stack([first, first + 1], axis=-1)[:, None].repeat(3, axis=1)
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": "length", "length": 1},
+            "prompt_tokens": len(tokens),
+            "completion_tokens": 1,
+            "cached_tokens": 0,
+            "input_token_logprobs": [[None, tokens[0], None]]
+            + [[value, token, None] for value, token in zip(found[1:], tokens[1:], strict=True)],
+            "routed_experts": base64.b64encode(routes.astype("<i4").tobytes()).decode(),
+        }
+        return {"output_ids": [1], "meta_info": meta}
+
+
+def trainer(sequences: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.tensor([log_prob(int(token)) for token in tokens[1:]]) for tokens in sequences]
+
+
+def probe(takes_turns: bool = False) -> Probe:
+    runtime: Any = SimpleNamespace(
+        on_main=lambda work: work(), gpu_ledger=SimpleNamespace(takes_turns=takes_turns)
+    )
+    return Probe(trainer, MODEL, runtime, limits=LIMITS, seed=0, api_key=None)
+
+
+@contextmanager
+def members_of(servers: Sequence[StandIn]) -> Iterator[list[Member]]:
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server.running())
+        yield [Member(server.url, pid, 1, "0.5.21") for pid, server in enumerate(servers)]
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_every_server_scores_the_same_sequences(takes_turns: bool) -> None:
+    servers = [Scoring(), Scoring(wrong_token=5, off=5e-5), Scoring(num_experts=6)]
+    with members_of(servers) as members:
+        found = probe(takes_turns).run(members)
+    assert found["sync/probe_abs_diff_max"] == pytest.approx(5e-5, rel=0.01)
+    assert found["sync/probe_experts_not_reached"] == 2 * len(ROUTING.layer_numbers)
+    assert servers[0].num_asked == servers[1].num_asked == servers[2].num_asked
+    assert len(servers[0].num_asked) == (32 if takes_turns else 8)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_any_server_that_holds_other_weights_is_found(wrong: int) -> None:
+    servers = [Scoring(wrong_token=11, off=-3.0 if at == wrong else 0.0) for at in range(3)]
+    with (
+        members_of(servers) as members,
+        pytest.raises(WeightSyncError, match=f"^{members[wrong].url}: found log-probs that differ"),
+    ):
+        probe().run(members)
+
+
+def test_where_the_gpu_is_shared_all_servers_are_compared_on_what_was_expected() -> None:
+    """The first server reaches too few experts: the next comparison has more sequences, for each server."""
+    servers, of_run = [Scoring(num_experts=5), Scoring(num_experts=5)], probe(takes_turns=True)
+    with members_of(servers) as members:
+        for num_sequences in (32, 64):
+            of_run.expect()
+            assert of_run.run(members)["sync/probe_abs_diff_max"] == 0.0
+            assert [len(server.num_asked) for server in servers] == [num_sequences] * 2
+
+
+@pytest.mark.parametrize("contexts", [(21, None), (None, 21)])
+def test_servers_may_take_prompts_of_different_lengths(contexts: tuple[int | None, int | None]) -> None:
+    servers = [Scoring(context=context) for context in contexts]
+    with members_of(servers) as members:
+        assert probe().run(members)["sync/probe_abs_diff_max"] == 0.0
+    lengths = [{key.count(",") + 1 for key in server.num_asked} for server in servers]
+    assert lengths == [{64 if context is None else context - 1} for context in contexts]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_push_is_followed_by_a_comparison_of_every_server_it_reached(wrong: int) -> None:
+    """Every second push, and the first: a server that turns wrong before a push in between is found later."""
+    servers = [Scoring(), Scoring()]
+    transport: Any = SimpleNamespace(needs_begin=False, send=lambda fleet, version: None)
+    engine: Any = SimpleNamespace(admit=lambda urls, version: None)
+    runtime: Any = SimpleNamespace(
+        barrier=lambda: None,
+        is_main=True,
+        all_gather=lambda value: [value],
+        gpu_ledger=SimpleNamespace(takes=lambda what: None),
+    )
+    with members_of(servers) as members:
+
+        def fleet(without: Sequence[Member]) -> tuple[Fleet, dict[str, str]]:
+            return Fleet([member for member in members if member not in without], None, 10.0), {}
+
+        run_servers: Any = SimpleNamespace(fleet=fleet, resume=lambda fleet, what: None)
+        sync = SglangSync(transport, engine, run_servers, runtime, probe=probe(), probe_every=2)
+        assert sync.push(0)["sync/probe_abs_diff_max"] == 0.0
+        servers[wrong].wrong_token, servers[wrong].off = 11, -3.0
+        assert sync.push(1) == {"sync/servers": 2.0}
+        with pytest.raises(WeightSyncError, match=f"^{members[wrong].url}: "):
+            sync.push(2)

@@ -190,10 +190,12 @@ class RunFolder:
             raise OSError(f"{file}: wrote {written} of {len(line)} bytes; is the disk full?")
 
     def _seconds_of_rollout(self, metrics: Mapping[str, float]) -> float:
-        """Return wall-clock from row to row, evaluation and saving included; the first counts its phases."""
-        now = time.monotonic()
-        phases = sum(value for name, value in metrics.items() if name.startswith("time/"))
-        seconds = phases if self._last_rollout_at is None else now - self._last_rollout_at
+        """Return wall-clock seconds from row to row, evaluation and saving included.
+
+        Before the first row of a process lies its start, so that row counts `time/total_s`.
+        """
+        now, before = time.monotonic(), self._last_rollout_at
+        seconds = metrics.get("time/total_s", 0.0) if before is None else now - before
         self._last_rollout_at = now
         self._seconds.append(seconds)
         return seconds

@@ -189,7 +189,7 @@ def test_what_is_no_run_folder(tmp_path: Path) -> None:
 
 
 def test_the_line_for_people(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All fields, none, and through the logger with the steps' masked fraction."""
+    """All fields, none, and through the folder: the steps' masked share, and seconds that are counted once."""
     metrics = {
         "reward/mean": 0.61,
         "rollout/response_length_mean": 17,
@@ -210,10 +210,11 @@ def test_the_line_for_people(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     ):
         folder.write_step(0, 0, {"trust_region/masked_fraction_positive": 0.1})
         folder.write_step(0, 1, {"trust_region/masked_fraction_positive": 0.3})
-        folder.write_rollout(
-            0, {"reward/mean": 0.5, "time/rollout_s": 2.0, "time/train_s": 3.0}, num_rollouts=3
-        )
-    assert "rollout  1/3  reward 0.50  masked +20.0%  5.0 s  left 10s" in caplog.text
+        seconds = {"time/rollout_s": 40.2, "time/train_s": 2.1, "time/total_s": 42.6}  # a total holds its phases
+        folder.write_rollout(0, {"reward/mean": 0.5, **seconds}, num_rollouts=3)
+        folder.write_rollout(1, seconds, num_rollouts=3)
+    assert "rollout  1/3  reward 0.50  masked +20.0%  42.6 s  left 1m25s" in caplog.text
+    assert "rollout  2/3  0.0 s  left 21s" in caplog.text, "later rows count from the row before"
 
 
 def test_a_backend_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

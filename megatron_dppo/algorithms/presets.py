@@ -42,10 +42,10 @@ def _prefix(name: str, divergence: str) -> Objective:
 
 
 # Of other papers and frameworks; token_rules.py and response_rules.py say where each was read. The thresholds
-# are published ones: those of gspo's paper's experiments; trm's .1 and .002 as arXiv 2606.10968 quotes them;
+# are published ones: ipo's the defaults of prime-rl since 2026-09-18; those of gspo's paper's experiments; trm's .1 and .002 as arXiv 2606.10968 quotes them;
 # the predictive mask's .15 (and K of 20) of arXiv 2607.10848's experiments, by a summary of that paper.
 FIELD: tuple[Objective, ...] = (
-    Objective("ipo", rule="distance", delta_low=0.1, delta_high=0.1, log_ratio_coef=1e-3),
+    Objective("ipo", rule="distance", delta_low=0.3, delta_high=0.3),
     Objective("drpo", rule="linear", delta_low=12.5, delta_high=12.5),
     _prefix("cppo", "binary_tv"),
     _prefix("cppo_topk", "topk_tv"),

@@ -9,9 +9,10 @@ from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 
 
 def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
-    """Drop by the divergence alone, in both directions: |pi - mu| > .1 in prime-rl's `ipo_loss_fn`.
+    """Drop by the divergence alone, in both directions: |pi - mu| > .3 in prime-rl's IPO.
 
-    Read in its `trainer/rl/loss.py` of August 2026; there is no paper. Its other term is `log_ratio_coef`.
+    Read in its `trainer/rl/loss.py` of August 2026; there is no paper. The default was .1 with 1e-3 (log pi/mu)^2
+    added, `log_ratio_coef` here, and is .3 without that term since 2026-09-18 (pull request #3586).
     """
     return is_far(objective, tokens)
 

@@ -33,7 +33,7 @@ TABLE = {
     "relax_high": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
     "relax_low": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
     "relax_both": ("-", "-", 0.2, 0.28, 0.1, math.inf, "rollout"),
-    "ipo": (0.1, 0.1, "-", "-", "-", math.inf, "rollout"),
+    "ipo": (0.3, 0.3, "-", "-", "-", math.inf, "rollout"),
     "drpo": (12.5, 12.5, "-", "-", "-", math.inf, "rollout"),
     "cppo": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
     "cppo_topk": (0.15, 0.15, "-", "-", "-", math.inf, "rollout"),
@@ -46,7 +46,7 @@ TABLE = {
 }
 # What else the presets of other papers set; of all others these fields change nothing.
 FIELD_TABLE = {
-    "ipo": {"log_ratio_coef": 1e-3},
+    "ipo": {},
     "drpo": {},
     "cppo": {"prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8, "divergence": "binary_tv"},
     "cppo_topk": {"prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8, "divergence": "topk_tv"},

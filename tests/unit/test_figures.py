@@ -199,7 +199,7 @@ def _dropped(name: str, mu: float, pi: float) -> tuple[bool, bool]:
         "dppo_binary_kl": mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi)) > 0.05,
     }
     if name == "ipo":
-        return abs(mu - pi) > 0.1, abs(mu - pi) > 0.1
+        return abs(mu - pi) > 0.3, abs(mu - pi) > 0.3
     if name in far:
         return far[name] and pi > mu, far[name] and pi < mu
     if name == "negative_mask":

@@ -31,6 +31,7 @@ VARIANTS: dict[str, Objective] = {
     "grpo with k3": preset("grpo", ref_kl_coef=0.04, entropy_coef=0.01),
     "capped k1": preset("dppo_topk_kl", ref_kl_coef=0.3, ref_kl="k1", ratio_cap=1.1, top_k=5),
     "gspo with k3": preset("gspo", ref_kl_coef=0.04),
+    "log-ratio term": preset("ipo", delta=0.1, log_ratio_coef=1e-3),
     "own": preset("own_rules:divergence_mask", rule_options={"delta": 0.01}, anchor="recomputed"),
     "own of responses": preset(
         "own_rules:fading",
@@ -45,7 +46,7 @@ OF_HIDDEN_STATES = (
     "entropy bonus",
     "pg_is",
     "negative_mask",
-    "ipo",
+    "log-ratio term",
     "gspo",
     "cppo_topk",
     "tight mis",

@@ -160,11 +160,14 @@ UNKNOWN = {
 }
 
 
+OVERRIDES = {"ipo": {"log_ratio_coef": 0.001}, "grpo": {"ref_kl_coef": 0.04}}
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_the_compiled_kernels_lack_has_no_numbers(name: str, host_library: KernelLibrary) -> None:
     tokens = random_tokens(8, 60, 5)
     statistics = statistics_of(host_library, tokens, shards_of(tokens, 1, 0.0), with_entropy=True)
-    objective = preset(name, ref_kl_coef=0.04) if name == "grpo" else preset(name)
+    objective = preset(name, **OVERRIDES.get(name, {}))
     with pytest.raises(ConfigError, match=f"(?s){UNKNOWN[name]}"):
         combined(host_library, tokens, statistics, objective)
     with pytest.raises(ConfigError, match=f"(?s){UNKNOWN[name]}"):

@@ -108,7 +108,7 @@ def expected_figures(name: str, batch: list[Token], delta: float) -> dict[str, f
 THRESHOLDS = {
     "grpo": (0.2, {}),
     "dppo_binary_tv": (0.15, {}),
-    "ipo": (0.1, {}),
+    "ipo": (0.1, {"delta": 0.1, "log_ratio_coef": 1e-3}),
     "drpo": (0.5, {"delta": 0.5}),  # small: some weights are below 0
     "gspo": (0.05, {"eps_low": 0.05, "eps_high": 0.05}),
 }

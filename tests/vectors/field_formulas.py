@@ -12,7 +12,7 @@ from mpmath import mp, mpf
 mp.dps = 60
 EQUAL = mpf(10) ** -40
 SOURCES = {
-    "ipo": "prime-rl trainer/rl/loss.py ipo_loss_fn, August 2026",
+    "ipo": "prime-rl trainer/rl/loss.py ipo_loss_fn, August 2026; its defaults since 2026-09-18",
     "drpo": "arXiv 2606.09821: the objective whose gradient is Eq. 9",
     "cppo": "arXiv 2606.10968: Algorithm 1, Eq. 9 and 22",
     "cppo_topk": "arXiv 2606.10968: Algorithm 1, Eq. 9 and 22; its Top-K TV",
@@ -24,7 +24,7 @@ SOURCES = {
     "sapo": "arXiv 2511.20347: Eq. 6 to 8",
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "ipo": {"delta": 0.1, "log_ratio_coef": 1e-3},
+    "ipo": {"delta": 0.3, "log_ratio_coef": 0.0},
     "drpo": {"delta": 12.5},
     "cppo": {"delta": 0.15, "prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8},
     "cppo_topk": {"delta": 0.15, "prefix_delta": 0.02, "prefix_delta_max": 0.04, "late_weight": 0.8},

@@ -18,6 +18,7 @@ TOPK = ("cppo_topk", "dppo_topk_kl_predictive", "trm")
 Rule = tuple[str, dict[str, Any]]
 EACH: list[Rule] = [(preset, {}) for preset in DEFAULTS]
 WIDER: list[Rule] = [
+    ("ipo", {"delta": 0.1, "log_ratio_coef": 1e-3}),  # its defaults until 2026-09-18
     ("ipo", {"delta": 0.25, "log_ratio_coef": 0.5}),
     ("drpo", {"delta": 0.15}),
     ("sapo", {"tau_low": 3.0, "tau_high": 0.5}),

@@ -1,6 +1,7 @@
 """Computes the statistics of a gradient step from the results of its loss."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -41,7 +42,8 @@ class Observer:
         self._objective = objective
         self.shadows: Mapping[str, Objective] = {}
         if tracking.shadow:
-            named = {name: preset(name) for name in tracking.shadow_presets or PAPER}
+            options: Mapping[str, Mapping[str, Any]] = tracking.shadow_options
+            named = {name: preset(name, **options.get(name, {})) for name in tracking.shadow_presets or PAPER}
             self.shadows = with_inputs(
                 named, has_topk=num_topk_log_probs > 0, has_old_log_probs=objective.anchor == "recomputed"
             )

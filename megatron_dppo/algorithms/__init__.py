@@ -15,6 +15,7 @@ from megatron_dppo.algorithms.divergence import (
 from megatron_dppo.algorithms.inputs import PolicyLossInputs
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
+from megatron_dppo.algorithms.own_rule import rule_options
 from megatron_dppo.algorithms.presets import PRESETS, preset
 from megatron_dppo.algorithms.responses import Responses
 from megatron_dppo.algorithms.rules import RULES, trust_region_weight
@@ -40,6 +41,7 @@ __all__ = [
     "have_equal_rewards",
     "policy_loss",
     "preset",
+    "rule_options",
     "sequence_weights",
     "shadow_masks",
     "shadow_weights",

@@ -114,8 +114,7 @@ def learning_weight(
         advantages=tokens.advantages,
         divergence=divergence,
         loss_mask=tokens.is_learning,
-        log_masses=log_masses[0] if objective.needs_topk else None,
-        anchor_log_masses=log_masses[1] if objective.needs_topk else None,
+        outcomes=log_masses if objective.needs_topk else None,
         responses=tokens.responses,
     )
     weight = torch.where(tokens.advantages == 0, 1.0, trust_region_weight(objective, seen))

@@ -2,17 +2,75 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 Option = bool | int | float | str
 Over = Literal["tokens", "responses"]
 
+DECLARED = "OPTIONS"
+"""Attribute of a function: its options by name, each with its default."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _WHAT_TO_DO = "Correct the function; megatron_dppo/algorithms/README.md shows one."
+
+
+def rule_options(**defaults: Option) -> Callable[[Function], Function]:
+    """Declare the options of an own rule with their defaults: others are refused, and each one is there.
+
+    Example: `@rule_options(delta=0.2)` above `def fades_out(tokens, options)`.
+    """
+
+    def declare(function: Function) -> Function:
+        setattr(function, DECLARED, MappingProxyType(dict(defaults)))
+        return function
+
+    return declare
+
+
+def complete_options(name: str, function: Any, given: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the options that a rule gets: the given ones, and the defaults of those that it declares.
+
+    Args:
+        name: The rule's, for messages.
+        function: With or without a declaration.
+        given: By the config.
+
+    Raises:
+        ConfigError: The rule declares its options, and one is unknown or of another type.
+    """
+    declared: Any = getattr(function, DECLARED, None)
+    if declared is None:
+        return dict(given)
+    if not isinstance(declared, Mapping) or not all(isinstance(value, Option) for value in declared.values()):
+        found, expected = (
+            f"{DECLARED} = {declared!r}",
+            "a mapping of names to numbers, texts or booleans",
+        )
+        raise ConfigError(Problem(name, found, expected, "Declare them with @rule_options(name=default)."))
+    problems: list[Problem] = []
+    for option, value in given.items():
+        if option not in declared:
+            expected = f"options of {name}: {', '.join(declared) or 'none'}"
+            action = did_you_mean(option, declared, "Choose one of these, or leave it out.")
+            problems.append(Problem("algorithm.rule_options", repr(option), expected, action))
+        elif _kind(value) != _kind(declared[option]):
+            found, expected = f"{option} = {value!r}", f"a {_kind(declared[option])}, as {declared[option]!r}"
+            action = "Give it as the rule declares it."
+            problems.append(Problem("algorithm.rule_options", found, expected, action))
+    if problems:
+        raise ConfigError(problems)
+    return {**declared, **given}
+
+
+def _kind(value: Option) -> str:
+    return "boolean" if isinstance(value, bool) else "text" if isinstance(value, str) else "number"
 
 
 @dataclass(frozen=True)
@@ -24,6 +82,10 @@ class OwnRule:
     """(TrustRegionTokens, options) -> [T]: the factor >= 0 of each token's update; bool is 0 or 1."""
     options: tuple[tuple[str, Option], ...] = ()
     over: Over = "tokens"  # "responses" where it needs to see whole ones
+
+    def takes(self, option: str) -> bool:
+        """Whether the function may read an option of that name: any, unless it declares which."""
+        return option in getattr(self.function, DECLARED, (option,))
 
     def weigh(self, tokens: Any) -> Tensor:
         """Return the weight of each token, [T], checked; one device synchronisation.

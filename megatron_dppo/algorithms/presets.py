@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_dppo.algorithms.objective import DELTAS, OWN_FIELDS, Objective, Rule
-from megatron_dppo.algorithms.own_rule import Option, Over, OwnRule
+from megatron_dppo.algorithms.own_rule import Option, Over, OwnRule, complete_options
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.runtime.user_code import imported, problem_with_path
 
@@ -42,7 +42,8 @@ def _prefix(name: str, divergence: str) -> Objective:
 
 
 # Of other papers and frameworks; token_rules.py and response_rules.py say where each was read. The thresholds
-# are published ones: ipo's the defaults of prime-rl since 2026-09-18; those of gspo's paper's experiments; trm's .1 and .002 as arXiv 2606.10968 quotes them;
+# are published ones: ipo's are prime-rl's defaults since 2026-09-18, gspo's those of its paper's experiments,
+# trm's .1 and .002 those that arXiv 2606.10968 quotes;
 # the predictive mask's .15 (and K of 20) of arXiv 2607.10848's experiments, by a summary of that paper.
 FIELD: tuple[Objective, ...] = (
     Objective("ipo", rule="distance", delta_low=0.3, delta_high=0.3),
@@ -110,8 +111,9 @@ def _own(
     problem = problem_with_path("algorithm.preset", name, "package.module:function")
     if problem is not None:
         raise ConfigError(problem)
-    options = tuple(sorted((rule_options or {}).items()))
-    rule = OwnRule(name, imported("algorithm.preset", name), options, rule_over)
+    function = imported("algorithm.preset", name)
+    options = complete_options(name, function, rule_options or {})
+    rule = OwnRule(name, function, tuple(sorted(options.items())), rule_over)
     return Objective(name, rule="own", divergence=rule_divergence, own=rule)
 
 

@@ -11,8 +11,8 @@ from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 def drops_by_distance(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
     """Drop by the divergence alone, in both directions: |pi - mu| > .3 in prime-rl's IPO.
 
-    Read in its `trainer/rl/loss.py` of August 2026; there is no paper. The default was .1 with 1e-3 (log pi/mu)^2
-    added, `log_ratio_coef` here, and is .3 without that term since 2026-09-18 (pull request #3586).
+    Read in its `trainer/rl/loss.py` of August 2026; there is no paper. The default was .1 with
+    1e-3 (log pi/mu)^2 added, `log_ratio_coef` here. It is .3 without that term since 2026-09-18 (#3586).
     """
     return is_far(objective, tokens)
 
@@ -42,7 +42,6 @@ def drops_by_prediction(objective: Objective, tokens: TrustRegionTokens) -> Tens
     partition; the mass outside it counts as one token, as in the KL that delta bounds: of the paper's two
     estimators the one that aggregates the tail. No public code was found.
     """
-    assert tokens.log_masses is not None and tokens.anchor_log_masses is not None, "of a Top-K divergence"
     masses = tokens.log_masses.exp()
     moved = masses - tokens.anchor_log_masses.exp()
     own = tokens.log_probs.exp() - tokens.rollout_log_probs.exp()

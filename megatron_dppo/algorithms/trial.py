@@ -1,21 +1,29 @@
 """Tries an objective on a small batch, before anything is trained with it."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
 import torch
 
 from megatron_dppo.algorithms.divergence import TopKLogProbs
 from megatron_dppo.algorithms.inputs import PolicyLossInputs
 from megatron_dppo.algorithms.loss import PolicyLossOutput, policy_loss
 from megatron_dppo.algorithms.objective import Objective
+from megatron_dppo.algorithms.own_rule import Option
 
 RESPONSES = (7, 1, 12)  # tokens of each
 VOCABULARY = 128
 
 
-def try_objective(objective: Objective) -> PolicyLossOutput:
+def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutput:
     """Return the loss of three short responses, made up but always the same.
 
     They have advantages of both signs and 0, tokens that do not learn, and a policy that moved both ways from
     the rollout's, by little and by much.
+
+    Args:
+        objective: With or without a rule of the user's own.
+        farthest: Standard deviation of the logits' change at the last token; 0 for a policy that has not moved.
 
     Raises:
         ConfigError: The objective's rule does not weigh them.
@@ -23,16 +31,15 @@ def try_objective(objective: Objective) -> PolicyLossOutput:
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(RESPONSES)
     rollout = (2 * torch.randn(num_tokens, VOCABULARY, generator=generator)).log_softmax(1)
-    moved = torch.linspace(0.0, 1.5, num_tokens)[:, None] * torch.randn(rollout.shape, generator=generator)
+    moved = torch.linspace(0.0, farthest, num_tokens)[:, None] * torch.randn(rollout.shape, generator=generator)
     policy = (rollout + moved).log_softmax(1)
     targets = torch.multinomial(rollout.exp(), 1, generator=generator)
     topk = rollout.topk(min(objective.top_k, VOCABULARY))
     inputs = PolicyLossInputs(
         log_probs=policy.gather(1, targets)[:, 0],
         rollout_log_probs=rollout.gather(1, targets)[:, 0],
-        advantages=torch.tensor([1.0, 0.0, -1.0]).repeat_interleave(torch.tensor(RESPONSES))
-        * torch.tensor([1.0, -0.5]).repeat(num_tokens // 2),
-        loss_mask=torch.arange(num_tokens) % 5 != 0,
+        advantages=_advantages(),
+        loss_mask=_learns(),
         old_log_probs=(rollout + 0.1 * moved).log_softmax(1).gather(1, targets)[:, 0],
         ref_log_probs=rollout.gather(1, targets)[:, 0],
         topk=TopKLogProbs(topk.indices, topk.values, policy.gather(1, topk.indices)),
@@ -41,3 +48,64 @@ def try_objective(objective: Objective) -> PolicyLossOutput:
         response_lengths=torch.tensor(RESPONSES),
     )
     return policy_loss(objective, inputs)
+
+
+def _advantages() -> torch.Tensor:
+    of_responses = torch.tensor([1.0, 0.0, -1.0]).repeat_interleave(torch.tensor(RESPONSES))
+    return of_responses * torch.tensor([1.0, -0.5]).repeat(len(of_responses) // 2)
+
+
+def _learns() -> torch.Tensor:
+    return torch.arange(sum(RESPONSES)) % 5 != 0
+
+
+class _Watched(Mapping[str, Option]):
+    """Options that remember which of them were read."""
+
+    def __init__(self, options: Mapping[str, Option]) -> None:
+        self._options, self.unread = dict(options), set(options)
+
+    def __getitem__(self, name: str) -> Option:
+        self.unread.discard(name)
+        return self._options[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+
+def doubts(objective: Objective) -> list[str]:
+    """Return what looks like a mistake of an own rule on the same batch and is no fault, as sentences.
+
+    An option that the rule did not read may be misspelt. A rule that keeps no token leaves nothing to learn.
+
+    Raises:
+        ConfigError: As `try_objective`.
+    """
+    if objective.own is None:
+        return []
+    own, options = objective.own, _Watched(dict(objective.own.options))
+    watched = replace(objective, own=replace(own, function=lambda tokens, _: own.function(tokens, options)))
+    keeps = {farthest: _keeps_any(try_objective(watched, farthest)) for farthest in (1.5, 0.0)}
+    found: list[str] = []
+    if options.unread:
+        names, noun = ", ".join(sorted(options.unread)), "option" if len(options.unread) == 1 else "options"
+        found.append(
+            f"{objective.name} did not read the {noun} {names} on a small batch: is the name right? "
+            "A rule that declares its options with @rule_options refuses others."
+        )
+    if not all(keeps.values()):
+        which = " whose policy has moved" if keeps[0.0] else " whose pi equals mu" if keeps[1.5] else ""
+        found.append(
+            f"{objective.name} drops every token of a small batch{which}: nothing is left to learn. "
+            "Loosen its threshold, or correct the function."
+        )
+    return found
+
+
+def _keeps_any(output: PolicyLossOutput) -> bool:
+    """Whether a token that learns and has an advantage keeps its update."""
+    acts = _learns() & (_advantages() != 0)
+    return bool((output.weight[acts] != 0).any())

@@ -10,6 +10,9 @@ from megatron_dppo.algorithms.objective import Objective
 from megatron_dppo.algorithms.responses import Responses
 from megatron_dppo.errors import ConfigError, Problem
 
+RULE_DIVERGENCE, RULE_OVER = "algorithm.rule_divergence", "algorithm.rule_over"
+"""Settings of an own rule, without which it does not see what it looks at."""
+
 
 @dataclass(frozen=True, eq=False)
 class TrustRegionTokens:
@@ -24,8 +27,7 @@ class TrustRegionTokens:
     advantages: Tensor  # [T]
     divergence: Tensor  # [T] of pi from the anchor, the one that the objective names
     loss_mask: Tensor  # [T] bool: the tokens that learn
-    log_masses: Tensor | None = None  # [T, outcomes] log pi of a Top-K divergence's outcomes, `topk_partition`
-    anchor_log_masses: Tensor | None = None  # [T, outcomes] log mu of the same
+    outcomes: tuple[Tensor, Tensor] | None = None  # what a Top-K divergence compares; none with another one
     responses: Responses | None = None  # which tokens make up a response, for rules over whole ones
 
     @property
@@ -57,6 +59,28 @@ class TrustRegionTokens:
         )
 
     @property
+    def log_masses(self) -> Tensor:
+        """[T, outcomes] log pi of a Top-K divergence's outcomes, those of `topk_partition`.
+
+        Raises:
+            ConfigError: The rule is a user's own, and its divergence looks at the sampled token alone.
+        """
+        return self._of_outcomes[0]
+
+    @property
+    def anchor_log_masses(self) -> Tensor:
+        """[T, outcomes] log mu of the same outcomes. Raises what `log_masses` does."""
+        return self._of_outcomes[1]
+
+    @property
+    def _of_outcomes(self) -> tuple[Tensor, Tensor]:
+        if self.outcomes is None:
+            found = "a divergence of the sampled token alone, and the rule looks at log_masses"
+            expected, action = "'topk_tv' or 'topk_kl'", "Set it to one of them."
+            raise ConfigError(Problem(RULE_DIVERGENCE, found, expected, action))
+        return self.outcomes
+
+    @property
     def whole_responses(self) -> Responses:
         """The responses, for a rule that looks at whole ones.
 
@@ -65,7 +89,7 @@ class TrustRegionTokens:
         """
         if self.responses is None:
             found = "'tokens', and the rule looks at whole responses"
-            raise ConfigError(Problem("algorithm.rule_over", found, "'responses'", "Set it so."))
+            raise ConfigError(Problem(RULE_OVER, found, "'responses'", "Set it so."))
         return self.responses
 
 

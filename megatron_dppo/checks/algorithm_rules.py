@@ -1,13 +1,14 @@
 """Rules about the objective, sampling and R3."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_dppo.algorithms import DIVERGENCES, PRESETS, Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
-from megatron_dppo.algorithms.trial import try_objective
+from megatron_dppo.algorithms.trial import doubts, try_objective
+from megatron_dppo.algorithms.trust_region import RULE_DIVERGENCE, RULE_OVER
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
@@ -39,29 +40,27 @@ def _preset_fields(config: Config, facts: Facts) -> Iterator[Problem]:
         yield from dict.fromkeys(problems)  # one `delta` sets two fields, and would be reported twice
 
 
-@rule("own_rule", needs="trial")
+@rule("own_rule", needs="machine")
 def _own_rule(config: Config, facts: Facts) -> Iterator[Problem]:
-    """Rules of the user's own, which train or are evaluated beside, weigh the tokens of a small batch."""
+    """Rules of the user's own, which train or are evaluated as shadows, weigh the tokens of a small batch."""
     objective = _objective(config)
     if isinstance(objective, Objective):
         yield from problems_with_own_rule("algorithm.preset", objective)
     for name in config.tracking.shadow_presets:
-        shadow = _named(name)
+        shadow = _shadow(config, name)
         if isinstance(shadow, Objective):
-            action = "Ask what-if, with --sweep rule_over=responses: a rule beside another sees tokens alone."
-            yield from problems_with_own_rule("tracking.shadow_presets", shadow, over_action=action)
+            yield from problems_with_own_rule("tracking.shadow_presets", shadow, how_to_set=_of_shadow(name))
 
 
 def problems_with_own_rule(
-    key: str, objective: Objective, *, over_action: str | None = None
+    key: str, objective: Objective, *, how_to_set: Callable[[str, str], str] | None = None
 ) -> Iterator[Problem]:
     """Yield what is wrong with what an own rule makes of a small batch.
 
     Args:
         key: Names the rule.
         objective: With or without a rule of the user's own.
-        over_action: What to do about one that looks at whole responses and may not, where that is not the
-            setting `algorithm.rule_over`.
+        how_to_set: Returns a sentence on how to give a field a value, where that is no key of [algorithm].
     """
     if objective.own is None:
         return
@@ -69,16 +68,21 @@ def problems_with_own_rule(
         try_objective(objective)
     except ConfigError as error:
         for problem in error.problems:
-            if problem.where != "algorithm.rule_over":
+            if problem.where not in (RULE_OVER, RULE_DIVERGENCE):
                 yield replace(problem, where=key)
-            elif over_action is None:
+            elif how_to_set is None:
                 yield problem
             else:
-                yield replace(problem, where=key, action=over_action)
+                field, value = problem.where.removeprefix("algorithm."), problem.expected.split("'")[1]
+                yield replace(problem, where=key, action=how_to_set(field, value))
     except Exception as error:  # noqa: BLE001  whatever the function raises
         found = f"{objective.name!r}, which fails on a small batch: {described(error)}"
         action = "Correct the function; megatron_dppo/algorithms/README.md shows one."
         yield Problem(key, found, "a weight for each token", action)
+
+
+def _of_shadow(name: str) -> Callable[[str, str], str]:
+    return lambda field, value: f"Set tracking.shadow_options.{name!r}.{field} = {value!r}.".replace("'", '"')
 
 
 _MAY_BE_0 = ("prefix_delta",)  # then the budget is the response's own 90th percentile
@@ -141,11 +145,25 @@ _OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
 
 
 def remarks(config: Config) -> list[str]:
-    """Return what differs from the paper of the preset and is no problem, as sentences."""
+    """Return what is no problem and may surprise, as sentences: unlike the paper, doubts about own rules."""
+    return [*_aggregation_remarks(config), *_own_rule_remarks(config)]
+
+
+def _aggregation_remarks(config: Config) -> Iterator[str]:
     preset, aggregation = config.algorithm.preset, config.algorithm.aggregation
-    if preset not in _OF_RESPONSE_MEANS or aggregation == "seq_mean_token_mean":
-        return []
-    return [f"algorithm.aggregation is {aggregation!r}; {preset} was published with 'seq_mean_token_mean'."]
+    if preset in _OF_RESPONSE_MEANS and aggregation != "seq_mean_token_mean":
+        yield f"algorithm.aggregation is {aggregation!r}; {preset} was published with 'seq_mean_token_mean'."
+
+
+def _own_rule_remarks(config: Config) -> Iterator[str]:
+    """Yield the doubts about own rules that work on a small batch; what fails there is a problem."""
+    named = {"algorithm.preset": _objective(config)}
+    named |= {
+        f"tracking.shadow_presets {name}": _shadow(config, name) for name in config.tracking.shadow_presets
+    }
+    for key, objective in named.items():
+        if isinstance(objective, Objective) and not any(problems_with_own_rule(key, objective)):
+            yield from (f"{key}: {doubt}" for doubt in doubts(objective))
 
 
 @rule("topk_log_probs")
@@ -240,15 +258,21 @@ def _paired_routing(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("shadow_presets")
 def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
     """Presets that are evaluated beside the step exist, and the batches hold what they need."""
-    objective = _objective(config)
-    for name in config.tracking.shadow_presets:
-        shadow = _named(name)
+    objective, names = _objective(config), config.tracking.shadow_presets
+    for name in config.tracking.shadow_options:
+        if name not in names:
+            action = did_you_mean(name, names, "Add it to tracking.shadow_presets, or remove the table.")
+            yield Problem("tracking.shadow_options", repr(name), "names in tracking.shadow_presets", action)
+    for name in names:
+        shadow = _shadow(config, name)
         if shadow is None:
             action = did_you_mean(name, PRESETS, "Choose from these.")
             expected = f"names among {', '.join(PRESETS)}, or package.module:function"
             yield Problem("tracking.shadow_presets", repr(name), expected, action)
         elif isinstance(shadow, ConfigError):
-            yield from (replace(problem, where="tracking.shadow_presets") for problem in shadow.problems)
+            key = f"tracking.shadow_options.{name}" if name in config.tracking.shadow_options else ""
+            key = key or "tracking.shadow_presets"
+            yield from dict.fromkeys(replace(problem, where=key) for problem in shadow.problems)
         elif shadow.needs_topk and not config.rollout.num_topk_log_probs:
             found = f"{name!r} with rollout.num_topk_log_probs = 0"
             action = f"Set rollout.num_topk_log_probs to {shadow.top_k}, or leave it out."
@@ -263,6 +287,11 @@ def _shadow_presets(config: Config, facts: Facts) -> Iterator[Problem]:
 def _objective(config: Config) -> Objective | ConfigError | None:
     """Return the configured objective, or why there is none; None where the preset is unknown."""
     return _named(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
+
+
+def _shadow(config: Config, name: str) -> Objective | ConfigError | None:
+    """Return the objective of a name in tracking.shadow_presets, with its options, or why there is none."""
+    return _named(name, **config.tracking.shadow_options.get(name, {}))
 
 
 def _named(name: str, **overrides: Any) -> Objective | ConfigError | None:

@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_dppo.config.section import RewardSetting, Section
 
+ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]
+
 
 class EvaluationSetConfig(Section):
     """[evaluation.sets.<name>]: one set of held-out prompts; a field that is none is as in [evaluation]."""
@@ -74,4 +76,6 @@ class TrackingConfig(Section):
     shadow: bool = True
     """Beside each gradient step, evaluate other presets on its tokens: what they would have masked."""
     shadow_presets: tuple[str, ...] = ()
-    """Names in megatron_dppo.algorithms.PRESETS; none: the paper's, those that the batch has the inputs of."""
+    """Names in megatron_dppo.algorithms.PRESETS, or own rules; none: the paper's whose inputs the batch has."""
+    shadow_options: dict[str, dict[str, ShadowOption]] = Field(default_factory=dict)
+    """Tables [tracking.shadow_options."<name>"] with fields as in [algorithm], rule_options among them."""

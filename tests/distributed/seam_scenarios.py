@@ -167,6 +167,7 @@ def whole(task: Path) -> dict[str, Any]:
             "clipped_tokens_every": 4,
             "max_roll_backs": 9,
             "shadow_presets": ["grpo", "dppo_binary_tv"],
+            "shadow_options": {"dppo_binary_tv": {"delta": 0.07}},
         },
     )
 

@@ -300,6 +300,11 @@ _TRACKING = [
         "actor.observation:Observer.__init__",
         lambda call: tuple(call.self.shadows),
     ),
+    Seam(
+        "tracking.shadow_options.dppo_binary_tv.delta",
+        "actor.observation:Observer.__init__",
+        lambda call: call.self.shadows["dppo_binary_tv"].delta,
+    ),
 ]
 
 _MEGATRON = [

@@ -20,7 +20,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.config.settings import flat
 from megatron_dppo.runtime.process import Runtime
 
-_TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*")
+_TABLES = ("evaluation.sets.*", "megatron.*", "sglang.*", "tracking.shadow_options.*")
 
 
 def record(runtime: Runtime, name: str, task: Path) -> list[list[Any]]:

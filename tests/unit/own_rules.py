@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import TrustRegionTokens
+from megatron_dppo.algorithms import TrustRegionTokens, rule_options
 
 
 def divergence_mask(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
@@ -59,3 +59,31 @@ def infinite(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
 def failing(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
     """Read an option that was not given."""
     return options["absent"]
+
+
+@rule_options(limit=0.2, is_soft=False)
+def declared(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Drop updates away beyond a limit, or weigh them by half."""
+    far = tokens.moves_away & (tokens.divergence > options["limit"])
+    return torch.where(far, 0.5 if options["is_soft"] else 0.0, 1.0)
+
+
+def undeclared(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Read an option that has a default."""
+    return tokens.divergence <= options.get("delta", 0.2)
+
+
+def drops_all(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Keep nothing, for a comparison that is the wrong way round."""
+    return tokens.divergence < 0
+
+
+def keeps_moved(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Keep only what has moved, so that a first step learns nothing."""
+    return tokens.divergence > 0
+
+
+def tail_mass(tokens: TrustRegionTokens, options: Mapping[str, Any]) -> Tensor:
+    """Keep tokens where the mass of the last outcome has hardly changed: of a Top-K divergence alone."""
+    moved = tokens.log_masses.exp() - tokens.anchor_log_masses.exp()
+    return moved[:, -1].abs() < 0.1

@@ -828,7 +828,8 @@ def test_what_plan_asks_needs_config_json_alone(
     for path in (*world.glob("*.jsonl"), *world.glob("model/*")):
         if path.is_file() and path.name != "config.json":
             path.unlink()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find(name) if name == "own_rules" else None)
     monkeypatch.setattr("subprocess.run", None)
     assert check_run(config, model_facts(config, example.world_size)) == expected
 

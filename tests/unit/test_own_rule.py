@@ -14,11 +14,13 @@ from megatron_dppo.actor.observation import Observer
 from megatron_dppo.algorithms import Objective, PolicyLossInputs, policy_loss, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.algorithms.shadow import shadow_weights
-from megatron_dppo.algorithms.trial import try_objective
-from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules
-from megatron_dppo.checks import RULES, check
+from megatron_dppo.algorithms.trial import doubts, try_objective
+from megatron_dppo.analysis.what_if.question import parse_sweeps
+from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules, variants
+from megatron_dppo.checks import RULES, check, remarks
 from megatron_dppo.config import load_config
 from megatron_dppo.config.measuring import TrackingConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels import fused_linear_policy_loss, fused_policy_loss
 
@@ -152,7 +154,7 @@ def test_it_is_evaluated_beside_another(tmp_path: Path) -> None:
     assert "tracking.shadow_presets: found 'own_rules:failing', which fails on" in problems("own_rules:failing")
     found = problems("own_rules:averages")
     assert "tracking.shadow_presets: found 'tokens', and the rule looks at whole responses" in found
-    assert "Ask what-if, with --sweep rule_over=responses" in found
+    assert 'Set tracking.shadow_options."own_rules:averages".rule_over = "responses".' in found
     with pytest.raises(ConfigError, match=r"--preset: found 'tokens'.* Add --sweep rule_over=responses"):
         require_own_rules([Variant("own_rules:averages")])
     assert "names among pg_is, " in problems("halves")
@@ -164,6 +166,99 @@ def test_it_is_evaluated_beside_another(tmp_path: Path) -> None:
         "grpo": [1.0] * 3,
         "own_rules:halves": [0.5] * 3,
     }
+
+
+def test_an_option_that_a_rule_does_not_declare_is_refused(tmp_path: Path) -> None:
+    rule = {"preset": "own_rules:declared"}
+    for options, message in (
+        (
+            {"limti": 0.1},
+            "algorithm.rule_options: found 'limti'; expected options of own_rules:declared: limit, is_s",
+        ),
+        ({"delta": 0.1}, "found 'delta'; expected options of own_rules:declared: limit, is_soft. Choose one"),
+        ({"limit": "0.1"}, "found limit = '0.1'; expected a number, as 0.2"),
+        ({"is_soft": 1}, "found is_soft = 1; expected a boolean, as False"),
+    ):
+        toml = tmp_path / "options.toml"
+        toml.write_text(f"[algorithm.rule_options]\n{next(iter(options))} = {next(iter(options.values()))!r}\n")
+        assert message in _problems(tmp_path, toml, **rule)
+    with pytest.raises(ConfigError, match="Did you mean 'limit'"):
+        preset("own_rules:declared", rule_options={"limti": 0.1})
+    objective = preset("own_rules:declared", rule_options={"limit": 1})
+    assert objective.rule_options == {"limit": 1, "is_soft": False}, "defaults are there"
+    swept = ["rule_options.limti=0.1"]
+    with pytest.raises(
+        ConfigError, match=r"--sweep: found rule_options.limti.* Did you mean 'rule_options.limit'"
+    ):
+        variants(Variant("grpo"), ["own_rules:declared"], parse_sweeps(swept))
+
+
+def test_doubts_about_a_rule_are_told(tmp_path: Path) -> None:
+    """An option that nothing reads, a rule that keeps nothing: of what trains, and of shadows."""
+
+    def said(name: str, **options: Any) -> str:
+        return " ".join(doubts(preset(f"own_rules:{name}", rule_options=options)))
+
+    assert said("undeclared") == said("undeclared", delta=0.1) == said("declared") == said("halves") == ""
+    assert "did not read the option delat on a small batch" in said("undeclared", delat=0.1)
+    assert "did not read the options a, b on" in said("halves", b=1, a=2)
+    assert "own_rules:drops_all drops every token of a small batch: nothing is left" in said("drops_all")
+    assert "drops every token of a small batch whose policy has moved:" in said("undeclared", delta=0.0)
+    assert "drops every token of a small batch whose pi equals mu:" in said("keeps_moved")
+    given = {
+        "algorithm": {"preset": "own_rules:undeclared", "rule_options": {"delat": 0.1}},
+        "tracking": {"shadow_presets": ["own_rules:drops_all"]},
+    }
+    first, second = remarks(Config.model_validate(given))
+    assert first.startswith("algorithm.preset: own_rules:undeclared did not read the option delat")
+    assert second.startswith(
+        "tracking.shadow_presets own_rules:drops_all: own_rules:drops_all drops every token"
+    )
+
+
+def test_one_that_reads_outcomes_is_told_which_divergence_has_them(caplog: pytest.LogCaptureFixture) -> None:
+    name = "own_rules:tail_mass"
+    found = "a divergence of the sampled token alone, and the rule looks at log_masses"
+    with pytest.raises(ConfigError, match=f"algorithm.rule_divergence: found {found}; expected 'topk_tv' or"):
+        try_objective(preset(name))
+    with pytest.raises(ConfigError, match=f"--preset: found {found}.*Add --sweep rule_divergence=topk_tv"):
+        require_own_rules([Variant(name)])
+    require_own_rules([Variant(name, {"rule_divergence": "topk_kl"})])
+    tables: dict[str, Any] = {"tracking": {"shadow_presets": [name]}, "rollout": {"num_topk_log_probs": 20}}
+    rules = {rule: RULES[rule] for rule in ("shadow_presets", "own_rule")}
+    (problem,) = check(Config.model_validate(tables), 1, rules)
+    assert f'Set tracking.shadow_options."{name}".rule_divergence = "topk_tv".' in str(problem)
+    tables["tracking"]["shadow_options"] = {name: {"rule_divergence": "topk_tv"}}
+    assert not check(Config.model_validate(tables), 1, rules)
+    require_own_rules([Variant("own_rules:drops_all")])
+    assert "own_rules:drops_all drops every token of a small batch" in caplog.text
+
+
+def test_a_shadow_has_options(tmp_path: Path) -> None:
+    """Two shadows, in the other order of their tables, each with its own; one sees whole responses."""
+    averages, limited = "own_rules:averages", "own_rules:declared"
+    tables: dict[str, Any] = {
+        "shadow_presets": [limited, "grpo", averages],
+        "shadow_options": {averages: {"rule_over": "responses"}, limited: {"rule_options": {"limit": 0.01}}},
+    }
+    rules = {rule: RULES[rule] for rule in ("shadow_presets", "own_rule")}
+    assert not check(Config.model_validate({"tracking": tables}), 1, rules)
+    observer = Observer(preset("dppo_binary_tv"), TrackingConfig(**tables), num_topk_log_probs=0)
+    pi, mu = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -1.2, -0.1])
+    inputs = PolicyLossInputs(pi, mu, torch.ones(3), response_lengths=torch.tensor([2, 1]))
+    weights = {name: weight.tolist() for name, weight in shadow_weights(observer.shadows, inputs).items()}
+    assert weights == {limited: [1.0, 0.0, 1.0], "grpo": [1.0, 0.0, 1.0], averages: [1.0, 1.0, 0.0]}
+    for options, message in (
+        ({"own_rules:halvse": {}}, r"tracking.shadow_options: found 'own_rules:halvse'; expected names in"),
+        ({limited: {"rule_options": {"limti": 1}}}, f"tracking.shadow_options.{limited}: found 'limti'"),
+        (
+            {"grpo": {"delta": 0.1}},
+            "tracking.shadow_options.grpo: found 0.1; expected the fields that grpo uses",
+        ),
+    ):
+        given = {"tracking": {**tables, "shadow_options": options}}
+        found = "\n".join(map(str, check(Config.model_validate(given), 1, rules)))
+        assert message in found, found
 
 
 def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +273,10 @@ def test_the_readme_shows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(sys.modules, "my_rules", raising=False)
     config = load_config([tmp_path / "own.toml"], [])
     assert not list(check(config, 1, {name: RULES[name] for name in ("preset", "own_rule", "topk_log_probs")}))
+    (tmp_path / "shadow.toml").write_text(toml[1])
+    beside = load_config([tmp_path / "shadow.toml"], [])
+    assert not check(beside, 1, {name: RULES[name] for name in ("shadow_presets", "own_rule")})
+    assert not remarks(config) and not remarks(beside)
     objective = preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
     weights = try_objective(objective).weight
     assert bool(((weights > 0) & (weights < 1)).any())

@@ -210,7 +210,11 @@ def test_the_line_for_people(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     ):
         folder.write_step(0, 0, {"trust_region/masked_fraction_positive": 0.1})
         folder.write_step(0, 1, {"trust_region/masked_fraction_positive": 0.3})
-        seconds = {"time/rollout_s": 40.2, "time/train_s": 2.1, "time/total_s": 42.6}  # a total holds its phases
+        seconds = {
+            "time/rollout_s": 40.2,
+            "time/train_s": 2.1,
+            "time/total_s": 42.6,
+        }  # a total holds its phases
         folder.write_rollout(0, {"reward/mean": 0.5, **seconds}, num_rollouts=3)
         folder.write_rollout(1, seconds, num_rollouts=3)
     assert "rollout  1/3  reward 0.50  masked +20.0%  42.6 s  left 1m25s" in caplog.text

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_dppo.algorithms import PRESETS
-from megatron_dppo.algorithms.objective import OWN_FIELDS
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.analysis.what_if.variants import (
     OPTION,
@@ -125,9 +124,9 @@ def _variants(
     """Return the variants to evaluate, and those of --all whose inputs were not kept, with what they lack."""
     settings = config.algorithm.model_dump()
     base = Variant(config.algorithm.preset, flat_fields(overrides_in(settings)))
-    own = flat_fields({name: settings[name] for name in OWN_FIELDS if settings.get(name) is not None})
+    own: dict[str, Value] = {}
     if asked.rule_options:
-        own |= {f"{OPTION}{name}": value for name, value in parse_options(asked.rule_options).items()}
+        own = {f"{OPTION}{name}": value for name, value in parse_options(asked.rule_options).items()}
         if not any(":" in name for name in asked.presets):
             action = "Name it with --preset module:function, or leave the option out."
             raise ConfigError(Problem("--rule-options", asked.rule_options, "a rule of one's own", action))

@@ -1,13 +1,18 @@
 """Names the trust regions of a what-if question: presets, rules of one's own, and sweeps over their fields."""
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.algorithms.objective import OWN_FIELDS
+from megatron_dppo.algorithms.trial import doubts
 from megatron_dppo.checks.algorithm_rules import problems_with_own_rule
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.runtime.user_code import described
+
+logger = logging.getLogger(__name__)
 
 Value = float | int | str | bool
 OPTION = "rule_options."  # before the name of an own rule's option
@@ -45,9 +50,11 @@ class Variant:
         return " ".join([self.preset, *words])
 
     def uses(self, name: str) -> bool:
-        """Return whether a field changes what the objective does; an own rule may read any option."""
-        is_own = ":" in self.preset
-        return (is_own and _is_option(name)) or name in self.objective.fields_in_use
+        """Return whether a field changes what the objective does; an own rule says which options it reads."""
+        objective = self.objective
+        if objective.own is not None and _is_option(name):
+            return objective.own.takes(name.removeprefix(OPTION))
+        return name in objective.fields_in_use
 
 
 def _is_option(name: str) -> bool:
@@ -77,19 +84,27 @@ def variants(
         base: The run's own.
         presets: Names, and "module:function" of own rules; none means the run's own.
         sweeps: Values of fields.
-        own_fields: Set for each own rule.
+        own_fields: Set for each own rule that uses them. The run's rule has the run's otherwise.
 
     Raises:
-        ConfigError: A preset is unknown, none uses a swept field, or a value is out of range.
+        ConfigError: A preset is unknown, none uses a swept field or an option, or a value is out of range.
     """
-    chosen = [Variant(name, dict(own_fields or {}) if ":" in name else {}) for name in presets] or [base]
-    unused = [name for name in sweeps if not any(variant.uses(name) for variant in chosen)]
+    of_run = {key: value for key, value in base.fields.items() if _is_option(key) or key in OWN_FIELDS}
+    plain = [Variant(name, of_run if name == base.preset and ":" in name else {}) for name in presets]
+    given = dict(own_fields or {})
+    chosen = [
+        replace(variant, fields={**variant.fields, **{key: given[key] for key in given if variant.uses(key)}})
+        for variant in plain
+    ] or [base]
+    unused = [name for name in (*sweeps, *given) if not any(variant.uses(name) for variant in chosen)]
     if unused:
         found = f"{', '.join(unused)} of {', '.join(variant.name for variant in chosen)}"
         fields = {name for variant in chosen for name in variant.objective.fields_in_use}
+        fields |= {OPTION + name for variant in chosen for name in variant.objective.rule_options}
         known = "one of " + ", ".join(sorted(fields))
-        action = "Sweep a field that one of the presets uses; an own rule's option is rule_options.NAME."
-        raise ConfigError(Problem("--sweep", found, known, action))
+        otherwise = "Name a field that one of the presets uses; an own rule's option is rule_options.NAME."
+        key = "--sweep" if unused[0] in sweeps else "--rule-options"
+        raise ConfigError(Problem(key, found, known, did_you_mean(unused[0], fields, otherwise)))
     found = list(_swept(chosen, sweeps))
     for variant in found:
         _ = variant.objective  # raises where a value is out of range
@@ -135,17 +150,21 @@ def require_inputs(asked: Sequence[Variant], *, num_columns: int, has_old_log_pr
 
 
 def require_own_rules(asked: Sequence[Variant]) -> None:
-    """Refuse own rules that fail on a small batch, before any model loads.
+    """Refuse own rules that fail on a small batch, and warn of doubtful ones, before any model loads.
 
     Raises:
         ConfigError: With every problem.
     """
     own = [variant for variant in asked if variant.objective.own is not None]
-    action = "Add --sweep rule_over=responses."
     problems = [
         problem
         for variant in own
-        for problem in problems_with_own_rule("--preset", variant.objective, over_action=action)
+        for problem in problems_with_own_rule(
+            "--preset", variant.objective, how_to_set=lambda field, value: f"Add --sweep {field}={value}."
+        )
     ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    for variant in own:
+        for doubt in doubts(variant.objective):
+            logger.warning("%s: %s", variant.name, doubt)

@@ -421,3 +421,124 @@ def test_the_command_writes_the_formats_asked_for(tmp_path: Path) -> None:
 def test_an_objective_is_what_the_config_names(runs: list[Path]) -> None:
     (own, *_) = read_curves(runs[:1])
     assert objective_of(own.run) == PRESETS["dppo_binary_tv"]
+
+
+RULE = "my_rules:fades"  # of no module that is there
+
+
+def lines_of(drawing: Drawing, title: str) -> dict[str, Any]:
+    """The curves of a panel by their label."""
+    (axes,) = [axes for axes in build(drawing).axes if axes.get_title() == title]
+    return {str(line.get_label()): line for line in axes.lines if line.get_gid() is None}
+
+
+def test_a_rule_of_one_s_own_is_drawn_and_its_options_are_lines(tmp_path: Path) -> None:
+    """In an order that neither names nor options have; each curve is its run's."""
+    other = "my_rules:another"
+    narrow = algorithm(RULE, rule_options={"delta": 0.05, "power": 2})
+    folders = [
+        write_run(tmp_path / "wide", algorithm(RULE, rule_options={"delta": 0.4, "power": 2})),
+        write_run(tmp_path / "tv", algorithm("dppo_binary_tv")),
+        write_run(tmp_path / "narrower", narrow, num_rollouts=11),
+        write_run(tmp_path / "a", algorithm(other, rule_divergence="topk_kl", ratio_cap=5.0), seed=3),
+    ]
+    (experiment,) = experiments_of(read_curves(folders))
+    assert experiment.label == "", "options are of the trust region, not of the experiment"
+    drawing = only(drawn("03_stability", folders))
+    lines = lines_of(drawing, "reward")
+    own = {f"{RULE}, delta 0.4": folders[0], f"{RULE}, delta 0.05": folders[2], other: folders[3]}
+    assert lines.keys() == {"DPPO-Binary-TV", *own}
+    for label, run in own.items():
+        np.testing.assert_allclose(np.asarray(lines[label].get_ydata()), smoothed(rewards(run)))
+        assert f"{label}: seed {3 * (run.name == 'a')} (runs: {run.name})." in " ".join(drawing.caption)
+    presets = {look(objective)["color"] for objective in PRESETS.values()}
+    assert len({str(line.get_color()) for line in lines.values()}) == 4
+    assert not {str(lines[label].get_color()) for label in own} & presets
+    swept = only(drawn("thresholds", folders))
+    assert swept.runs == ("narrower", "wide")
+    result = CliRunner().invoke(app, ["figures", *map(str, folders), "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "Runs that this figure is not about: tv, a." in (tmp_path / "out" / "thresholds.txt").read_text()
+    assert RULE in (tmp_path / "out" / "01_mask_regions.txt").read_text(), "its mask is named as not drawn"
+
+
+@pytest.mark.parametrize("modes", [("measure", "replay"), ("replay", "off")])
+def test_every_preset_looks_unlike_itself_with_r3(modes: tuple[str, str], tmp_path: Path) -> None:
+    looks = {
+        (name, is_replayed): str(sorted(look(objective, is_replayed=is_replayed).items()))
+        for name, objective in PRESETS.items()
+        for is_replayed in (False, True)
+    }
+    assert len(set(looks.values())) == len(looks)
+    folders = [
+        write_run(tmp_path / f"{name}_{mode}", algorithm(name) | {"rollout": {"routing_replay": mode}})
+        for name in ("grpo", "minirl_tis")
+        for mode in modes
+    ]
+    lines = lines_of(only(drawn("11_metrics", folders)), "reward")
+    assert len({(str(line.get_color()), str(line._dash_pattern)) for line in lines.values()}) == 4 == len(lines)
+
+
+def test_runs_of_another_setting_are_drawn_and_titles_say_what_differs(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "b", algorithm("grpo") | {"model": {"dtype": "float32"}}, seed=4),
+        write_run(tmp_path / "tv", algorithm("dppo_binary_tv"), seed=1),
+        write_run(tmp_path / "a", algorithm("grpo"), seed=2),
+        write_run(tmp_path / "c", algorithm("grpo") | {"optimizer": {"lr": 0.5}}, seed=3),
+    ]
+    for run in folders[0], folders[2]:
+        write_clipped(run, 2, [("active", "+", 3, 0.1)])
+    for name in ("03_stability", "05_bad_updates", "11_metrics"):
+        answer = drawn(name, folders)
+        assert isinstance(answer, list)
+        assert {run for drawing in answer for run in drawing.runs} == {"a", "b", "c", "tv"}, name
+        (of_b,) = [drawing for drawing in answer if drawing.runs == ("b",)]
+        assert of_b.title.endswith(": dtype float32") and of_b.name == f"{name}_dtype_float32"
+        curve = lines_of(of_b, "reward")["GRPO"]
+        np.testing.assert_allclose(np.asarray(curve.get_ydata()), smoothed(rewards(folders[0])))
+    models = only(drawn("09_models", folders))
+    assert len(models.panels) == 3 and set(models.runs) == {"a", "b", "c", "tv"}
+    tasks = only(drawn("17_tasks", folders))
+    assert tasks.title == "Training reward of GRPO against DPPO-Binary-TV" and set(tasks.runs) == {"a", "tv"}
+    out = tmp_path / "out"
+    written = draw_figures(folders, out, ["svg"])
+    assert "Runs that this figure is not about: b, c." in (out / "17_tasks.txt").read_text()
+    titles = [(out / f"{name}.txt").read_text().splitlines()[0] for name in written.names]
+    assert len(set(titles)) == len(titles) == len(set(written.names)), sorted(titles)
+
+
+def test_settings_of_one_last_name_have_labels_of_their_own(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "a", {"optimizer": {"lr": 0.5}}),
+        write_run(tmp_path / "b"),
+        write_run(tmp_path / "c", {"rollout": {"temperature": 0.9}}),
+        write_run(tmp_path / "d", {"megatron": {"temperature": 0.9}}),
+        write_run(tmp_path / "e", seed=1),
+    ]
+    labels = [experiment.label for experiment in experiments_of(read_curves(folders))]
+    assert labels == ["lr 0.5", "usual settings", "rollout.temperature 0.9", "megatron.temperature 0.9"]
+
+
+def test_two_measurements_of_one_folder_s_name_have_two_titles(tmp_path: Path) -> None:
+    folders = [tmp_path / run / "mismatch" for run in ("b", "a")]
+    for number, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        row = {"rollout_log_probs": [-1.0 - number], "live_log_probs": [-1.5]}
+        (folder / "tokens.jsonl").write_text(json.dumps(row) + "\n")
+    (kind,) = (kind for kind in KINDS if kind.name == "02_engine_differences")
+    answer = kind.draw(kind, Material([], [pairs for folder in folders for pairs in read_token_pairs(folder)]))
+    assert isinstance(answer, list)
+    titles = [f"Two engines, the same weights: {name}/mismatch" for name in ("b", "a")]
+    assert [drawing.title for drawing in answer] == titles
+    for drawing, mu in zip(answer, (np.exp(-1.0), np.exp(-2.0)), strict=True):
+        offsets = np.asarray(build(drawing).axes[0].collections[0].get_offsets())
+        np.testing.assert_allclose(offsets[:, 0], [mu])
+
+
+def test_what_a_line_lacks_is_said(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, algorithm(name)) for name in ("pg_is", "grpo")]
+    lines = (folders[1] / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if '"evaluation"' not in line]
+    (folders[1] / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    caption = " ".join(only(drawn("03_stability", folders)).caption)
+    assert "Without aime24, avg@4, which was not measured: GRPO." in caption

@@ -58,17 +58,19 @@ def _title(title: str, lines: Sequence[Line], among: Sequence[Sequence[Line]]) -
 
 def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figure 9: the same scores of several models, or settings."""
-    if len(material.compared) < 2:
+    if len(material.experiments) < 2:
         return Lacking(
-            "there is one experiment with two algorithms or more",
-            "name runs of another model or setting, too, with at least two algorithms each",
+            "the runs differ in no model and no other setting",
+            "name runs of another model or setting, too",
         )
     panels = [
         replace(panel, title=f"{panel.title}, {experiment.label}")
-        for experiment in material.compared
+        for experiment in material.experiments
         for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
     ]
-    return one_figure(kind, material.compared, "Models and settings", panels, score_notes(material.compared))
+    return one_figure(
+        kind, material.experiments, "Models and settings", panels, score_notes(material.experiments)
+    )
 
 
 def draw_topk_scores(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -103,10 +105,10 @@ def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
     Lines with and without R3 stand together where they are few, else in a figure each.
     """
-    few = [e for e in material.compared if len(e.lines) <= MOST_BANDS]
+    few = [e for e in material.experiments if len(e.lines) <= MOST_BANDS]
     split = few + [
         replace(e, label=", ".join(filter(None, [e.label, words])), lines=lines)
-        for e in material.compared
+        for e in material.experiments
         if e not in few
         for words, is_replayed in (("", False), ("with R3", True))
         if (lines := tuple(x for x in e.lines if x.is_replayed == is_replayed))
@@ -124,8 +126,13 @@ def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             "train grpo (or grpo_clip_higher) and dppo_binary_tv with the same settings",
         )
     panels = [CurvePanel(e.label or "reward", "reward/mean", e.lines) for e in kept]
-    notes = ["The panels are training rewards."]
-    return one_figure(kind, kept, "Ratio against total variation", panels, notes, columns=4)
+    notes = ["The panels are training rewards: PPO's clip of the ratio beside the trust region by Binary-TV."]
+    lines = [line for experiment in kept for line in experiment.lines]
+    sides = [
+        " and ".join(dict.fromkeys(line.label for line in lines if line.objective.rule == rule))
+        for rule in ("ratio", "divergence")
+    ]
+    return one_figure(kind, kept, f"Training reward of {' against '.join(sides)}", panels, notes, columns=4)
 
 
 def _is_clip_or_binary_tv(line: Line) -> bool:
@@ -142,8 +149,10 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         families: dict[tuple[object, ...], list[Line]] = {}
         for line in experiment.lines:
             own = line.objective
-            if own.rule in ("ratio", "divergence") and own.relax == "none":
-                families.setdefault((own.rule, own.divergence, own.anchor, line.is_replayed), []).append(line)
+            if own.rule in ("ratio", "divergence", "own") and own.relax == "none":
+                name = own.name if own.own is not None else ""
+                family = (own.rule, name, own.divergence, own.anchor, line.is_replayed)
+                families.setdefault(family, []).append(line)
         swept = [lines for lines in families.values() if len({_thresholds(line) for line in lines}) > 1]
         panels = [
             panel
@@ -159,9 +168,9 @@ def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     )
 
 
-def _thresholds(line: Line) -> tuple[float, ...]:
+def _thresholds(line: Line) -> tuple[object, ...]:
     own = line.objective
-    return (own.delta_low, own.delta_high, own.eps_low, own.eps_high)
+    return (own.delta_low, own.delta_high, own.eps_low, own.eps_high, *own.rule_options.items())
 
 
 def _family(lines: Sequence[Line]) -> str:

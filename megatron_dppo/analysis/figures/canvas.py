@@ -47,6 +47,7 @@ class Drawing:
     caption: Sequence[str]  # sentences
     columns: int = 3  # on a wide page
     panel_height: float = 1.75  # inches
+    runs: tuple[str, ...] = ()  # names of those that are curves of it, or were replaced by a later seed
 
 
 def _at_most(page: Page, width: float) -> Page:

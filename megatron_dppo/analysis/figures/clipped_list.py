@@ -23,18 +23,23 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     for experiment in material.experiments:
         for line in experiment.lines:
             listed = [run for run in line.runs if run.clipped]
-            if listed and (drawing := _of_run(kind, listed[0], line.label)):
+            label = ", ".join(filter(None, [line.label, experiment.label]))
+            if listed and (drawing := _of_run(kind, listed[0], label, line.own_place)):
                 drawings.append(drawing)
     return drawings or Lacking(
         "no run has a list of masked tokens, or its mask dropped none", "set tracking.clipped_tokens_every"
     )
 
 
-def _of_run(kind: Kind, run: RunCurves, label: str) -> Drawing | None:
+def _of_run(kind: Kind, run: RunCurves, label: str, own_place: int) -> Drawing | None:
     lists = ((step, own_rows(file)) for step, file in reversed(list(run.clipped.items())))
     step, rows = next(((step, rows) for step, rows in lists if rows), (0, []))
     by_sign = {heading: [row for row in rows if row.sign == sign] for sign, heading in _SIGNS.items()}
-    panels = [_panel(heading, of, run) for heading, of in by_sign.items() if of]
+    panels = [
+        _panel(heading, of, look(run.objective, own_place=own_place)["color"])
+        for heading, of in by_sign.items()
+        if of
+    ]
     if not panels:
         return None
     return Drawing(
@@ -51,12 +56,12 @@ def _of_run(kind: Kind, run: RunCurves, label: str) -> Drawing | None:
     )
 
 
-def _panel(heading: str, rows: Sequence[ClippedRow], run: RunCurves) -> Callable[[Axes], None]:
+def _panel(heading: str, rows: Sequence[ClippedRow], colour: str) -> Callable[[Axes], None]:
     shown = rows[:MOST_TOKENS]
 
     def panel(axes: Axes) -> None:
         places = range(len(shown))
-        axes.barh(places, [row.count for row in shown], color=look(run.objective)["color"])
+        axes.barh(places, [row.count for row in shown], color=colour)
         axes.set_yticks(places, [repr(row.token) for row in shown])
         axes.invert_yaxis()
         axes.set_title(heading)

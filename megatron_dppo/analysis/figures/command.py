@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.analysis.figures import (
@@ -100,12 +101,39 @@ def draw_figures(
             f"figures: found nothing to draw in {', '.join(map(str, folders))}; expected finished rollouts or "
             f"token probabilities. {' '.join(not_drawn)}"
         )
-    drawings = [drawing for _, answer in answers if not isinstance(answer, Lacking) for drawing in answer]
+    drawings = [
+        drawing
+        for _, answer in answers
+        if not isinstance(answer, Lacking)
+        for drawing in _with_left_out(answer, material)
+    ]
+    drawings = _distinct(drawings)
     with writing_to("--out", out):
         out.mkdir(parents=True, exist_ok=True)
         pictures = [_write(drawing, out, formats, title) for drawing in drawings]
         (out / "index.html").write_text(gallery(pictures, not_drawn, title), encoding="utf-8")
     return Written(tuple(drawing.name for drawing in drawings), not_drawn)
+
+
+def _with_left_out(drawings: Sequence[Drawing], material: Material) -> Iterator[Drawing]:
+    """Yield the figures of one kind; the caption of curves names the runs that none of them has."""
+    shown = {name for drawing in drawings for name in drawing.runs}
+    names = [name for line in material.lines for name in (*(run.name for run in line.runs), *line.left_out)]
+    left_out = [name for name in names if name not in shown]
+    said = [f"Runs that this figure is not about: {', '.join(left_out)}."] if shown and left_out else []
+    for drawing in drawings:
+        yield replace(drawing, caption=[*drawing.caption, *said])
+
+
+def _distinct(drawings: Sequence[Drawing]) -> list[Drawing]:
+    """Number the files of drawings whose names are one: none may overwrite another."""
+    seen: Counter[str] = Counter()
+    found: list[Drawing] = []
+    for drawing in drawings:
+        seen[drawing.name] += 1
+        number = seen[drawing.name]
+        found.append(drawing if number == 1 else replace(drawing, name=f"{drawing.name}_{number}"))
+    return found
 
 
 def _material(folders: Sequence[Path]) -> Material:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +103,13 @@ def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable
         sides = {(line.objective, line.is_replayed) for line, _ in curves}
         is_of_one = len({objective for objective, _ in sides}) == 1 < len(sides)
         for place, (line, curve) in enumerate(curves):
-            own = look(line.objective, line.shade, is_replayed=line.is_replayed, is_alone=is_of_one)
+            own = look(
+                line.objective,
+                line.shade,
+                is_replayed=line.is_replayed,
+                is_alone=is_of_one,
+                own_place=line.own_place,
+            )
             _draw_curve(axes, line.label, curve, own, has_band=num_bands <= MOST_BANDS)
             if num_bands > MOST_BANDS:
                 _draw_last_interval(axes, curve, own, place)
@@ -161,12 +167,25 @@ def seeds_said(lines: Sequence[Line]) -> list[str]:
     return found
 
 
+def _lacking(panels: Sequence[CurvePanel]) -> Iterator[str]:
+    """Yield a sentence for each panel that lacks the metric of a line, or of some of its seeds."""
+    for panel in panels:
+        without: list[str] = []
+        for line in panel.lines:
+            names = [run.name for run in line.runs if panel.metric not in run.curves]
+            if names:
+                which = "" if len(names) == len(line.runs) else f" ({', '.join(names)})"
+                without.append(f"{line.label}{which}")
+        if without and any(curve_of(line, panel) for line in panel.lines):
+            yield f"Without {panel.title}, which was not measured: {', '.join(without)}."
+
+
 def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
     """Return a caption's sentences on means, intervals and smoothing in these panels."""
     curves = [
         (panel, c) for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None
     ]
-    said: list[str] = []
+    said: list[str] = [*_lacking(panels)]
     if any(curve.num_seeds > 1 for _, curve in curves):
         said.append(
             "Lines are means over seeds, to the last rollout that all of a line's seeds have; "

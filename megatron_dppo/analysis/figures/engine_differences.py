@@ -11,6 +11,7 @@ from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
 from megatron_dppo.analysis.figures.style import LOOKS, plain_log_ticks
 from megatron_dppo.analysis.figures.tokens import TokenPairs
+from megatron_dppo.analysis.report.text import distinct_folders
 
 MOST_TOKENS = 20_000  # drawn; more would only hide each other
 _SEED = 0
@@ -26,6 +27,9 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             "name a folder that megatron-dppo measure-mismatch wrote, too; or a run with "
             'tracking.batches_every whose algorithm.anchor is "recomputed"',
         )
+    names = dict(
+        zip(folders := list(dict.fromkeys(p.folder for p in known)), distinct_folders(folders), strict=True)
+    )
     by_folder: dict[str, list[TokenPairs]] = {}
     for pairs in known:
         by_folder.setdefault(str(pairs.folder), []).append(pairs)
@@ -33,7 +37,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         Drawing(
             name=kind.name if len(by_folder) == 1 else f"{kind.name}_{number}",
             paper=kind.paper,
-            title="Two engines, the same weights" + ("" if len(by_folder) == 1 else f": {of[0].folder.name}"),
+            title="Two engines, the same weights" + ("" if len(by_folder) == 1 else f": {names[of[0].folder]}"),
             panels=_panels(of),
             caption=[*_caption(folder, of)],
             columns=2,

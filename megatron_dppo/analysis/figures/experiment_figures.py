@@ -106,4 +106,6 @@ def one_figure(
         if experiment.settings:
             caption.append(f"Settings of {experiment.label}: {experiment.settings}.")
         caption += seeds_said(experiment.lines)
-    return [Drawing(kind.name, kind.paper, title, drawn, caption, columns)]
+    lines = [line for experiment in experiments for line in experiment.lines]
+    runs = tuple(name for line in lines for name in (*(run.name for run in line.runs), *line.left_out))
+    return [Drawing(kind.name, kind.paper, title, drawn, caption, columns, runs=runs)]

@@ -18,11 +18,6 @@ class Material:
     tokens: Sequence[TokenPairs]
 
     @property
-    def compared(self) -> list[Experiment]:
-        """Experiments with at least two lines; all, where none has two."""
-        return [e for e in self.experiments if len(e.lines) > 1] or list(self.experiments)
-
-    @property
     def lines(self) -> list[Line]:
         """Lines of all experiments."""
         return [line for experiment in self.experiments for line in experiment.lines]

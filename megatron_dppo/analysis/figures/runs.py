@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from megatron_dppo.algorithms import Objective, preset
+from megatron_dppo.algorithms.objective import OWN_FIELDS
+from megatron_dppo.algorithms.own_rule import OwnRule
+from megatron_dppo.algorithms.presets import OVERRIDABLE
 from megatron_dppo.analysis.figures.style import LOOKS, objective_label
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
 from megatron_dppo.analysis.report.text import differing_keys, distinct_names, places_of_equal, settings_of
@@ -25,7 +30,8 @@ METRICS = (
     "trust_region/bad_update_fraction",
 )
 SCORE = re.compile(r"eval/([^/]+)/avg_at_(\d+)")
-OBJECTIVE_FIELDS = ("preset", "delta", *(f.name for f in fields(Objective) if f.name != "name"))
+OBJECTIVE_FIELDS = ("preset", *OVERRIDABLE)
+_OF_OWN_RULES = "algorithm.rule_options."  # before each option
 _NOT_OF_THE_EXPERIMENT = (  # what tells its lines apart, and what is only recorded
     *(f"algorithm.{name}" for name in OBJECTIVE_FIELDS),
     "rollout.routing_replay",
@@ -65,6 +71,7 @@ class Line:
     runs: tuple[RunCurves, ...]  # each with another seed
     shade: int  # place of the objective among those of its preset, from 0
     left_out: tuple[str, ...] = ()  # names of runs in whose place a later one of the same seed stands
+    own_place: int = 0  # of an own rule among those of all runs
 
 
 @dataclass(frozen=True)
@@ -99,10 +106,21 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
 
 
 def objective_of(run: Run) -> Objective:
-    """Return the objective that a run's config names."""
+    """Return the objective that a run's config names; an own rule is not imported, and cannot be evaluated."""
     given = run.config.get("algorithm", {})
-    overrides = {key: given[key] for key in OBJECTIVE_FIELDS if key in given and key != "preset"}
-    return preset(given.get("preset", "dppo_binary_tv"), **overrides)
+    name = given.get("preset", "dppo_binary_tv")
+    overrides = {key: given[key] for key in OVERRIDABLE if key in given}
+    if ":" not in name:
+        return preset(name, **overrides)
+    fields = {key: value for key, value in overrides.items() if key not in OWN_FIELDS}
+    options = tuple(sorted(overrides.get("rule_options", {}).items()))
+    rule = OwnRule(name, _not_imported, options, overrides.get("rule_over", "tokens"))
+    divergence = overrides.get("rule_divergence", "binary_tv")
+    return Objective(name, rule="own", divergence=divergence, own=rule, **fields)
+
+
+def _not_imported(*_: object) -> Tensor:
+    raise NotImplementedError("a figure names a user's rule, and never evaluates it")
 
 
 def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
@@ -111,10 +129,11 @@ def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
     Of two runs with the same settings and the same seed the later one counts.
     """
     settings = [_settings(run) for run in runs]
+    own_rules = sorted({run.objective.name for run in runs if run.objective.own is not None})
     members = places_of_equal(settings)
     labels = _labels([settings[indices[0]] for indices in members], [[runs[i] for i in m] for m in members])
     return [
-        Experiment(label, words, tuple(_lines([runs[index] for index in indices])))
+        Experiment(label, words, tuple(_lines([runs[index] for index in indices], own_rules)))
         for indices, (label, words) in zip(members, labels, strict=True)
     ]
 
@@ -124,7 +143,11 @@ def _settings(run: RunCurves) -> dict[str, str]:
     without = {*_NOT_OF_THE_EXPERIMENT}
     if run.run.option("optimizer.schedule") in (None, "constant"):
         without.add("run.num_rollouts")
-    return {key: shown(value) for key, value in settings_of(run.run).items() if key not in without}
+    return {
+        key: shown(value)
+        for key, value in settings_of(run.run).items()
+        if key not in without and not key.startswith(_OF_OWN_RULES)
+    }
 
 
 def _labels(
@@ -137,10 +160,12 @@ def _labels(
         (value, count), *others = Counter(own.get(key) for own in settings).most_common()
         usual[key] = value if not others or others[0][1] < count else ""  # "": none, so each one says its own
     folders = distinct_names([replace(of[0].run, path=_common_folder(of)) for of in members])
+    last = Counter(key.rpartition(".")[2] for key in differing)
+    names = {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in differing}
     found: list[tuple[str, str]] = []
     for own, folder in zip(settings, folders, strict=True):
         said = {key: shown(own.get(key)) for key in differing}
-        unlike = [f"{key.rpartition('.')[2]} {said[key]}" for key in differing if own.get(key) != usual[key]]
+        unlike = [f"{names[key]} {said[key]}" for key in differing if own.get(key) != usual[key]]
         label = ", ".join(unlike) or "usual settings"
         words = ", ".join(f"{key} = {value}" for key, value in said.items())
         found.append((label if len(label) <= _LONGEST_LABEL else folder, words))
@@ -157,10 +182,12 @@ def _common_folder(runs: Sequence[RunCurves]) -> Path:
 def _place(objective: Objective, is_replayed: bool) -> tuple[object, ...]:
     """Return a legend's sort key: the order of the looks, whatever the order of the folders."""
     numbers = [v for f in fields(Objective) if isinstance(v := getattr(objective, f.name), float)]
-    return (list(LOOKS).index(objective.name), is_replayed, numbers)
+    place = list(LOOKS).index(objective.name) if objective.name in LOOKS else len(LOOKS)
+    options = [(name, isinstance(value, str), value) for name, value in objective.rule_options.items()]
+    return (place, objective.name, is_replayed, numbers, objective.divergence, options)
 
 
-def _lines(runs: Sequence[RunCurves]) -> list[Line]:
+def _lines(runs: Sequence[RunCurves], own_rules: Sequence[str]) -> list[Line]:
     grouped: dict[tuple[Objective, bool], dict[str, RunCurves]] = {}
     for run in runs:
         grouped.setdefault((run.objective, run.is_replayed), {})[run.seed] = run
@@ -174,5 +201,6 @@ def _lines(runs: Sequence[RunCurves]) -> list[Line]:
         shade, own = seen.index(objective), tuple(by_seed.values())
         names = [r.name for r in runs if (r.objective, r.is_replayed) == (objective, is_replayed)]
         left_out = tuple(name for name in names if name not in {run.name for run in own})
-        lines.append(Line(label, objective, is_replayed, own, shade, left_out))
+        own_place = own_rules.index(objective.name) if objective.own is not None else 0
+        lines.append(Line(label, objective, is_replayed, own, shade, left_out, own_place))
     return lines

@@ -33,7 +33,7 @@ def draw_stability(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         lines = experiment.lines
         return [*plain(lines, MISMATCH, LARGEST, REWARD), *scores(lines)]
 
-    return per_experiment(kind, material.compared, "Stability", panels, [_SIGN_LOST])
+    return per_experiment(kind, material.experiments, "Stability", panels, [_SIGN_LOST])
 
 
 def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -74,7 +74,7 @@ def draw_bad_updates(kind: Kind, material: Material) -> list[Drawing] | Lacking:
         material.experiments, _is_minimal_or_unmasked, lambda line: line.objective.rule == "negative"
     )
     if not experiments:
-        experiments = material.compared
+        experiments = material.experiments
         notes.append(
             "The paper's minimal masks (negative_mask) are not among these runs: all algorithms are shown."
         )

@@ -14,6 +14,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from matplotlib.typing import RcKeyType
 
 from megatron_dppo.algorithms import Objective
+from megatron_dppo.config.settings import shown
 
 RC: Mapping[RcKeyType, Any] = MappingProxyType(
     {
@@ -128,20 +129,38 @@ _SYMBOLS = {
     "entropy_coef": "entropy",
     "ref_kl_coef": "β",
 }
-_WHITES = (0.0, 0.45, 0.25, 0.65)  # shares of white in the shades, those in turn far apart
-_REPLAYED = (0, (6, 1, 1, 1))
+OWN_COLOURS = ("#661100", "#6699cc", "#aa4466", "#777711", "#888888")  # of users' rules, none of a preset's
+_TINTS = (
+    0.0,
+    0.45,
+    0.25,
+    0.65,
+    -0.35,
+    -0.6,
+)  # shares of white in the shades, or of black; those in turn far apart
+_REPLAYED: Mapping[Any, Any] = MappingProxyType(
+    {SOLID: (0, (6, 1, 1, 1)), DASHED: (0, (4, 1.2, 1, 1.2, 1, 1.2)), DOTTED: (0, (1, 1, 1, 1, 1, 3.5))}
+)
 _REPLAYED_COLOURS = ("#d55e00", "#0072b2")  # beside cold colours, beside warm ones
 _WARM = ("#d55e00", "#e69f00", "#cc79a7", "#882255", "#aa4499", "#999933", "#cc6677", "#ddcc77")
 
 
 def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
     """Return the algorithm's name, with the fields on which it differs from others of the same preset."""
-    differing = [f.name for f in fields(Objective) if len({getattr(other, f.name) for other in alike}) > 1]
-    values = {name: getattr(objective, name) for name in differing}
+    known = [_settings(other) for other in alike]
+    names = dict.fromkeys(name for settings in known for name in settings)
+    own = _settings(objective)
+    values = {name: own.get(name) for name in names if len({settings.get(name) for settings in known}) > 1}
     if values.keys() >= {"delta_low", "delta_high"} and objective.delta is not None:
         values = {"δ": objective.delta} | {k: v for k, v in values.items() if not k.startswith("delta")}
     parts = [f"{_SYMBOLS.get(name, name)} {_number(value)}" for name, value in values.items()]
     return ", ".join([NAMES.get(objective.name, objective.name), *parts])
+
+
+def _settings(objective: Objective) -> dict[str, Any]:
+    """Return the fields of an objective, with each option of an own rule by its name."""
+    found = {f.name: getattr(objective, f.name) for f in fields(Objective) if f.name != "own"}
+    return found | {"over": objective.rule_over} | objective.rule_options
 
 
 def plain_log_ticks(*axes: Axis) -> None:
@@ -152,20 +171,34 @@ def plain_log_ticks(*axes: Axis) -> None:
 
 
 def _number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else shown(value)
 
 
 def look(
-    objective: Objective, shade: int = 0, *, is_replayed: bool = False, is_alone: bool = False
+    objective: Objective,
+    shade: int = 0,
+    *,
+    is_replayed: bool = False,
+    is_alone: bool = False,
+    own_place: int = 0,
 ) -> dict[str, Any]:
-    """Return colour and dash of an algorithm's lines; further lines of one preset are lighter.
+    """Return colour and dash of an algorithm's lines; further lines of one preset are lighter or darker.
 
     A value of another field is no other algorithm, so its colour stays the preset's. Where one algorithm alone
     stands in a panel with and without R3, colour tells them apart; among others, the dash does.
+
+    Args:
+        objective: Of the lines.
+        shade: Place among the objectives of one preset.
+        is_replayed: With R3.
+        is_alone: The panel has no other algorithm.
+        own_place: Place of an own rule among those of all runs.
     """
-    colour, dash = LOOKS.get(objective.name, ("#777777", SOLID))
+    round_, place = divmod(own_place, len(OWN_COLOURS))
+    of_own = OWN_COLOURS[place], (SOLID, DASHED, DOTTED)[round_ % 3]
+    colour, dash = LOOKS.get(objective.name, of_own)
     if is_replayed and is_alone:
         return {"color": _REPLAYED_COLOURS[colour in _WARM], "linestyle": SOLID}
-    white = _WHITES[shade % len(_WHITES)]
-    mixed = (1 - white) * np.asarray(to_rgb(colour)) + white
-    return {"color": to_hex(tuple(mixed)), "linestyle": _REPLAYED if is_replayed and dash == SOLID else dash}
+    tint = _TINTS[shade % len(_TINTS)]
+    mixed = (1 - abs(tint)) * np.asarray(to_rgb(colour)) + max(tint, 0.0)
+    return {"color": to_hex(tuple(mixed)), "linestyle": _REPLAYED[dash] if is_replayed else dash}

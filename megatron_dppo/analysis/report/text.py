@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -32,12 +33,17 @@ class Difference:
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
     """Return folder names, with as much of the path before them as makes them distinct."""
-    parts = [run.path.resolve().parts for run in runs]
+    return distinct_folders([run.path for run in runs])
+
+
+def distinct_folders(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' names, with as much of the path before them as makes them distinct."""
+    parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return [str(run.path) for run in runs]
+    return list(map(str, folders))
 
 
 def differences(runs: Sequence[Run]) -> list[Difference]:

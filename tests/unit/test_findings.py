@@ -2,7 +2,7 @@
 
 import importlib.util
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,16 @@ import pytest
 from megatron_dppo.analysis.contrasts import pooled_change
 from megatron_dppo.analysis.report.findings import MIN_SEEDS, Finding, findings
 from megatron_dppo.analysis.report.names import run_names
+from megatron_dppo.analysis.report.report import summary_table, toggles
+from megatron_dppo.analysis.report.seeds import seed_tables
 from megatron_dppo.analysis.report.speed import why_not_comparable
-from megatron_dppo.analysis.report.summary import difference, formatted
+from megatron_dppo.analysis.report.summary import (
+    difference,
+    formatted,
+    num_shared,
+    summary,
+    up_to_shared,
+)
 from megatron_dppo.run_folder.reader import MetricsRow, Run
 
 Tables = Mapping[str, Mapping[str, Any]]
@@ -80,8 +88,7 @@ def test_one_seed_of_r3_off_and_on() -> None:
     assert said["length"] == [
         ("note", "Response length: 17.0 (R3 off) against 17.0 (R3 on): equal to within 1 %.")
     ]
-    masked = "Masked share, mean of both signs of the advantage: 0.30 % (R3 off) against 0.20 % (R3 on)"
-    assert said["masked"] == [("open", f"{masked}: one seed, not decided.")]
+    assert "masked" not in said, "the trust regions are the same: nobody asks"
     assert said["stability"] == [("note", "No run raised an alarm or skipped a gradient step in 30 rollouts.")]
     assert "speed" not in said and "length of the run" not in said
 
@@ -89,14 +96,19 @@ def test_one_seed_of_r3_off_and_on() -> None:
 @pytest.mark.parametrize(
     ("means", "num_rollouts", "verdict", "words"),
     [
-        ((1e-3, 2e-3), 30, "decided", "R3 raised the KL between rollout and trainer on the same tokens by 1"),
+        (
+            (1e-3, 2e-3),
+            30,
+            "decided",
+            "R3 would raise the KL between rollout and trainer on the same tokens by 1",
+        ),
         (
             (1e-3, 1e-3),
             30,
             "open",
             "Whether R3 lowers the KL between rollout and trainer on the same tokens is",
         ),
-        ((1e-3, 4e-4), 4, "open", " % lower over 4 forwards: too few to decide."),
+        ((1e-3, 4e-4), 4, "open", "tokens would be 6"),
     ],
 )
 def test_the_paired_forward(means: tuple[float, float], num_rollouts: int, verdict: str, words: str) -> None:
@@ -272,3 +284,105 @@ def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:
     assert drawn == (tmp_path / "b.svg").read_text()
     assert "R3 lowered the KL" in drawn and "replayed routes (R3 on)" in drawn
     assert (file.parent / "r3_off_and_on.svg").stat().st_size <= 60_000
+
+
+def varied(run: Run, **metrics: Callable[[int], float]) -> Run:
+    """The run with metrics that vary over its rollouts: `reward__mean` stands for reward/mean."""
+    values = {name.replace("__", "/"): of for name, of in metrics.items()}
+    rows = [
+        replace(row, values={**row.values, **{name: of(row.rollout) for name, of in values.items()}})
+        for row in run.rollouts
+    ]
+    return replace(run, rollouts=tuple(rows))
+
+
+def test_what_differs_comes_first_and_no_run_that_did_not_replay_lowered_anything() -> None:
+    """Runs of another algorithm that measured routes: their question is not R3's."""
+    grpo, tv = ({**MEASURE, "algorithm": {"preset": name}} for name in ("grpo", "dppo_binary_tv"))
+    runs = [
+        _run("a", tv, seed=3, paired=(1e-3, 4e-4), reward=0.4, masked=0.1),
+        _run("b", grpo, seed=3, paired=(1e-3, 4e-4), reward=0.9, masked=0.2),
+    ]
+    found = findings(runs, run_names(runs))
+    assert [finding.topic for finding in found[:2]] == ["reward", "length"]
+    assert found[0].text.startswith("Reward, mean of the last 10: .400 (dppo_binary_tv) against .900 (grpo)")
+    paired = [finding for finding in found if "same tokens" in finding.text]
+    assert [each.text.startswith("R3 would lower the KL between") for each in paired] == [True]
+    assert "; no run replayed)." in paired[0].text
+    assert "Masked share, mean of both signs of the advantage: 10.00 % (dppo_binary_tv) against 20.00 %" in (
+        next(finding.text for finding in found if finding.topic == "masked")
+    )
+    (alone,) = (finding for finding in findings(runs[:1], ["a"]) if finding.topic == "mismatch")
+    assert alone.text.startswith("R3 would lower") and "; the run did not replay)." in alone.text
+    few = [replace(run, rollouts=run.rollouts[:4]) for run in runs[:1]]
+    assert any(" would be " in finding.text for finding in findings(few, ["a"]))
+    both = [_run("m", paired=(1e-3, 4e-4)), _run("r", REPLAY, paired=(1e-3, 4e-4))]
+    assert findings(both, run_names(both))[0].text.startswith("R3 lowered the KL between"), "R3 is the question"
+
+
+def test_settings_of_several_seeds_are_named_by_what_differs() -> None:
+    """In another order of seeds on each side, two settings apart, and with more settings than a name holds."""
+    on = {**REPLAY, "algorithm": {"preset": "grpo"}}
+    off = {**MEASURE, "algorithm": {"preset": "dppo_binary_tv"}}
+    rewards = {"on": (0.9, 0.5, 0.7), "off": (0.2, 0.3, 0.1)}  # by seed
+    order = [("on", 2), ("off", 0), ("on", 0), ("off", 1), ("off", 2), ("on", 1)]
+
+    def runs(tables: Mapping[str, Tables]) -> list[Run]:
+        return [
+            _run(f"{side}/seed_{seed}", tables[side], seed=seed, reward=rewards[side][seed])
+            for side, seed in order
+        ]
+
+    made = runs({"on": on, "off": off})
+    ((verdict, text),) = _said(*made)["reward"]
+    assert verdict == "open"
+    head = (
+        "Reward, mean of the last 10: .700 (grpo, R3 on) against .200 (dppo_binary_tv, R3 off): 3 seeds agree"
+    )
+    assert text.startswith(head)
+    assert text.endswith("(95 % interval of the difference −.700 to −.200).")
+    long = {side: {**tables, "note": {"words": side * 20}} for side, tables in {"on": on, "off": off}.items()}
+    assert ".700 (on) against .200 (off)" in _said(*runs(long))["reward"][0][1], "the folders' common part"
+    names = run_names(made)
+    assert [toggle.label for toggle in toggles(made, names)] == ["grpo, R3 on ×3", "dppo_binary_tv, R3 off ×3"]
+    assert [toggle.runs for toggle in toggles(made, names)] == [(0, 2, 5), (1, 3, 4)]
+
+
+def test_a_longer_run_is_compared_over_the_rollouts_that_all_have() -> None:
+    """Rewards rise with the rollouts, so that a run's own last ten would speak for the longer one."""
+    longer = varied(_run("b", REPLAY, num_rollouts=45), reward__mean=lambda n: 0.3 + 0.01 * n)
+    shorter = varied(_run("a", num_rollouts=25), reward__mean=lambda n: 0.4 + 0.01 * n)
+    words = "Reward, mean of the last 10: .495 (R3 on) against .595 (R3 off): one seed, not decided."
+    assert _said(longer, shorter)["reward"] == [("open", words)]
+    assert [summary(run)["reward_last"] for run in up_to_shared([longer, shorter])] == pytest.approx(
+        [0.495, 0.595]
+    )
+    assert num_shared([longer, shorter]) == 25 and num_shared([longer, longer]) is None
+    cells = {row["label"]: row for row in summary_table([longer, shorter], ["b", "a"])}
+    row = cells["reward, mean of the last 10"]
+    assert [cell["text"] for cell in row["cells"]] == ["0.695", "0.595"] and row["difference"] == "+0.100"
+    assert cells["rollouts"]["difference"] == "−20"
+    seeds = [
+        varied(_run(f"a{s}", seed=s, num_rollouts=25 + 9 * s), reward__mean=lambda n: n / 100) for s in (1, 0)
+    ]
+    tables = seed_tables(seeds)
+    assert tables is not None and tables.means[0].cells[1].startswith("0.195 ["), "both up to rollout 25"
+
+
+def test_what_a_run_warned_of_is_a_finding() -> None:
+    noisy = varied(
+        _run("b", REPLAY),
+        trust_region__noise_masked_fraction=lambda n: 0.0 if n < 7 else 0.03,
+        mismatch__abs_prob_diff_mean=lambda n: 0.1 + n / 100,
+        rollout__prompts_too_long=lambda n: float(n == 3) * 2,
+    )
+    said = _said(_run("a"), noisy)["warning"]
+    assert [verdict for verdict, _ in said] == ["warning", "warning"]
+    noise, too_long = (text for _, text in said)
+    # of rollouts 5 to 9: 0, 0, .03, .03, .03 would be .018; the mean passes .01 with the second noisy rollout
+    assert noise.startswith(
+        "R3 on: from rollout 9 on the trust region sits inside the engines' noise: found 1.2%"
+    )
+    assert "(|pi - mu|: mean 0.18)" in noise
+    assert too_long == "R3 on: 2 prompts are longer than data.max_prompt_tokens and were left out."
+    assert "warning" not in _said(_run("a"), _run("b", REPLAY))

@@ -88,7 +88,10 @@ def _write_run(
                 noise, rollout, 1.0 if routing_replay == "replay" else 3.0, routing_replay != "off"
             )
             if paired and rollout % 5 == 0:
-                row |= {"mismatch_live/kl_k3": 1e-3, "mismatch_replayed/kl_k3": 4e-4 + 1e-5 * rollout}
+                row |= {
+                    "mismatch_live/kl_k3": 1e-3 + 1e-6 * rollout,
+                    "mismatch_replayed/kl_k3": 4e-4 + 1e-5 * rollout,
+                }
                 row["mismatch_live/num_tokens"] = 1000 + rollout
             folder.write_rollout(rollout, row, num_rollouts=NUM_ROLLOUTS)
     return path
@@ -264,15 +267,16 @@ def test_means_in_the_plots_and_the_summary(report: Path, runs: list[Path]) -> N
     numbers = summary(runs[0])
     paired = [row for row in rows if "mismatch_live/kl_k3" in row]
     tokens = [row["mismatch_live/num_tokens"] for row in paired]
-    pooled = sum(n * row["mismatch_replayed/kl_k3"] for n, row in zip(tokens, paired, strict=True)) / sum(
-        tokens
+    live, replayed = (
+        sum(n * row[f"mismatch_{routes}/kl_k3"] for n, row in zip(tokens, paired, strict=True)) / sum(tokens)
+        for routes in ("live", "replayed")
     )
     assert numbers["reward_first"] == rows[0]["reward/mean"]
     assert numbers["reward_last"] == pytest.approx(mean("reward/mean", rows[-10:]))
     assert numbers["ratio_max"] == max(row["mismatch/ratio_max"] for row in rows)
     assert numbers["ratio_min"] == min(row["mismatch/ratio_min"] for row in rows)
     assert numbers["paired_num_tokens"] == sum(tokens)
-    assert numbers["paired_kl_k3_change"] == pytest.approx(pooled / 1e-3 - 1)
+    assert numbers["paired_kl_k3_change"] == pytest.approx(replayed / live - 1)
     assert numbers["tokens_per_s"] == pytest.approx(mean("throughput/tokens_per_s"))
     assert {row.key for row in ROWS} <= numbers.keys()
     json.dumps(numbers, allow_nan=False)
@@ -455,3 +459,64 @@ def test_sources_of_the_mismatch_are_told_apart(tmp_path: Path) -> None:
     compare([plain], tmp_path / "alone.html")
     alone = (tmp_path / "alone.html").read_text()
     assert "drift" not in _figures(alone) and 'id="mismatch-table"' not in alone
+
+
+def test_the_report_of_a_dense_model_asks_nothing_about_routing(tmp_path: Path) -> None:
+    """Nor does the table of what differs repeat the reason for a layer spec."""
+    for name, reason in (("b", "no experts"), ("a", "local")):
+        config = _config(tmp_path / name, "grpo", "off", 0)
+        with RunFolder.open(
+            tmp_path / name, config, resume=False, decisions={"layer_spec_reason": reason}
+        ) as folder:
+            for rollout in range(3):
+                for step in range(2 * rollout, 2 * rollout + 2):
+                    drift = 0.2 * (step % 2) + (name == "a") * 0.1
+                    folder.write_step(rollout, step, {"drift/kl_k3": drift, "drift/num_tokens": 10})
+                folder.write_rollout(rollout, {"mismatch/kl_k3": 0.001 * (1 + rollout)}, num_rollouts=3)
+    compare([tmp_path / "b", tmp_path / "a"], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    text, figures = html[: html.index("<script>")], _figures(html)
+    for words in ("Routing", "routing", "Replay", "R3", "expert", "layer_spec_reason"):
+        visible = re.sub(r"<pre.*?</pre>|<style.*?</style>", "", text, flags=re.DOTALL)
+        assert words not in visible.replace("rollout.routing_replay", ""), words
+    bars = figures["mismatch-sources"]["data"]
+    assert [bar["x"] for bar in bars] == [[0, 1], [0, 1]]
+    assert [bar["y"] for bar in bars] == [pytest.approx([0.002, 0.2]), pytest.approx([0.002, 0.3])]
+    ticks = figures["mismatch-sources"]["layout"]["xaxis"]["ticktext"]
+    assert ticks == ["before<br>the steps", "after<br>the steps"]
+
+
+def test_each_trace_has_the_name_of_its_run(tmp_path: Path) -> None:
+    """Two unequal runs, in another order than their names: a swap of names, runs or colours would show."""
+    runs = [
+        _write_run(tmp_path / "b", 1, routing_replay="replay", paired=True, num_rollouts=12),
+        _write_run(tmp_path / "a", 2, preset="grpo", routing_replay="measure", paired=True, num_rollouts=11),
+    ]
+    compare(runs, tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    values = {
+        run.name: {metric: [row[metric] for row in _rows(run) if metric in row] for metric in _VARIED}
+        for run in runs
+    }
+    for section, metric, kind in _TRACES:
+        traces = [
+            trace
+            for trace in _figures(html)[section]["data"]
+            if trace["yaxis"] == "y" and not trace["name"].endswith("smoothed")
+        ]
+        named = {trace["name"]: trace for trace in traces if trace["name"].endswith(kind) or not kind}
+        for place, name in enumerate(("b", "a")):
+            trace = named[f"{name}{kind}"]
+            assert (trace["meta"], trace["y"]) == (place, values[name][metric]), (section, name)
+    assert values["a"]["reward/mean"] != values["b"]["reward/mean"][:11]
+    legend = re.findall(r'data-run="(\d)".*?></i>(\w+)</button>', html, re.DOTALL)
+    assert legend == [("0", "b"), ("1", "a")]
+
+
+_TRACES = (
+    ("reward", "reward/mean", ""),
+    ("response-length", "rollout/response_length_mean", ""),
+    ("paired", "mismatch_live/kl_k3", ""),
+    ("paired", "mismatch_replayed/kl_k3", " (replayed)"),
+)
+_VARIED = tuple(metric for _, metric, _ in _TRACES)

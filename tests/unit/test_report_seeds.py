@@ -76,4 +76,4 @@ def test_seeds_share_a_toggle_where_runs_are_many(runs: list[Path]) -> None:
     assert looks(few) == [0, 1, 2] and title(names[1:4], few) == "dppo_binary_tv_1 · dppo_binary_tv_2 · grpo_0"
     assert looks(toggles(read[:3] * 2, names[:3] * 2)) == list(range(6)), "one setting: each run for itself"
     alike = [f"s/seed_{n}" for n in range(6)]
-    assert [toggle.label for toggle in toggles(read, alike)] == ["s/seed_0 ×3", "s/seed_3 ×3"]
+    assert [toggle.label for toggle in toggles(read, alike)] == ["dppo_binary_tv ×3", "grpo ×3"]

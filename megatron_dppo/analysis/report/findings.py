@@ -17,12 +17,17 @@ from typing import Literal
 from megatron_dppo.algorithms.advantages import SUM_TO_ZERO, TOLERANCE
 from megatron_dppo.analysis.contrasts import contrast, pooled_change
 from megatron_dppo.analysis.report.advice import sampling_advice
-from megatron_dppo.analysis.report.names import changed_keys, experiment_of, setting_labels
+from megatron_dppo.analysis.report.names import R3, changed_keys, places_of_settings, setting_names
 from megatron_dppo.analysis.report.plots import finite_mean, over_rollouts
 from megatron_dppo.analysis.report.speed import why_not_comparable
-from megatron_dppo.analysis.report.stability import Alarm, alarms_of, num_roll_backs, num_skipped_steps
+from megatron_dppo.analysis.report.stability import (
+    Alarm,
+    alarms_of,
+    num_roll_backs,
+    num_skipped_steps,
+    warnings_of,
+)
 from megatron_dppo.analysis.report.summary import LAST
-from megatron_dppo.analysis.report.text import places_of_equal
 from megatron_dppo.config.effects import may_change
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run
@@ -66,14 +71,16 @@ class Setting:
 
 
 def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
-    """Return what the runs show, mismatch first; empty where none has a finished rollout."""
+    """Return what the runs show, what differs between them first; empty where none has a finished rollout."""
     begun = [(run, name) for run, name in zip(runs, names, strict=True) if run.rollouts]
     if not begun:
         return []
     finished, labels = [run for run, _ in begun], [name for _, name in begun]
+    replay = list(_routing_replay(finished, labels))
+    answers = list(_comparisons(finished, labels) if len(finished) > 1 else _one_run(finished[0]))
     return [
-        *_routing_replay(finished, labels),
-        *(_comparisons(finished, labels) if len(finished) > 1 else _one_run(finished[0])),
+        *([*replay, *answers] if R3 in changed_keys(finished) else [*answers, *replay]),
+        *_warnings(finished, labels),
         *_stability(finished, labels),
         *_sampling(finished, labels),
         *_unfinished(finished, labels),
@@ -91,7 +98,7 @@ def incomparable_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
-    """Yield what R3 does to the KL of the same tokens: of all runs together, else of each."""
+    """Yield what R3 does, or would do, to the KL of the same tokens: of all runs together, else of each."""
     having = [(run, name) for run, name in zip(runs, names, strict=True) if _paired_rows(run)]
     if not having:
         return
@@ -106,17 +113,22 @@ def _routing_replay(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Findi
         of = "" if together else f" in {group[0][1]}"
         change = f"the KL between rollout and trainer on the same tokens{of}"
         amount = f"{abs(found.change):.0%}".replace("%", " %")
+        is_replayed = any(run.option(R3) == "replay" for run, _ in group)
         if len(rows) < MIN_FORWARDS:
             word = "lower" if found.change < 0 else "higher"
-            text = f"With R3 {change} was {amount} {word} over {where}: too few to decide."
+            verb = "was" if is_replayed else "would be"
+            text = f"With R3 {change} {verb} {amount} {word} over {where}: too few to decide."
             yield Finding("mismatch", text, "open")
         elif found.low <= 0 <= found.high or math.isnan(found.low):
             text = f"Whether R3 lowers {change} is not decided: {_signed(found.change)} over {where}"
             yield Finding("mismatch", f"{text}, 95 % interval {_span(found.low, found.high)}.", "open")
         else:
-            word = "lowered" if found.change < 0 else "raised"
+            word = "lower" if found.change < 0 else "raise"
+            word = f"would {word}" if not is_replayed else "lowered" if found.change < 0 else "raised"
             ends = sorted(abs(100 * end) for end in (found.low, found.high))
             interval = f"{ends[0]:.0f} to {ends[1]:.0f} %"
+            if not is_replayed:
+                interval += "; no run replayed" if len(group) > 1 else "; the run did not replay"
             text = f"R3 {word} {change} by {amount} ({where}, 95 % interval {interval})."
             yield Finding("mismatch", text, "decided")
 
@@ -160,26 +172,30 @@ def _comparisons(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]
 
 
 def settings_of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Setting]:
-    """Return the settings in the runs' order, each under what differs, or its first run's name."""
-    experiments = [experiment_of(run) for run in runs]
-    labels = setting_labels(experiments) or list(names)
-    found: list[Setting] = []
-    for group in places_of_equal(experiments):
-        by_seed = {shown(runs[place].option("run.seed")): runs[place] for place in group}
-        found.append(Setting(labels[group[0]] or names[group[0]], by_seed))
-    return found
+    """Return the settings in the runs' order, each under the name that `setting_names` gives it."""
+    return [
+        Setting(name, {shown(runs[place].option("run.seed")): runs[place] for place in places})
+        for name, places in zip(setting_names(runs, names), places_of_settings(runs), strict=True)
+    ]
 
 
 def measures(runs: Sequence[Run]) -> list[Measure]:
-    """Return what the runs are compared by; speed only where their seconds may be compared."""
+    """Return what the runs are compared by, what R3 changes first where they differ in it.
+
+    Masked shares only where the algorithm differs, speed only where seconds may be compared.
+    """
+    keys = changed_keys(runs)
+    mismatch = [Measure("mismatch", "Mean KL of the tokens trained on", _mean("mismatch/kl_k3"), _small)]
+    masked = [Measure("masked", "Masked share, mean of both signs of the advantage", masked_share, _percent)]
     scores = sorted({name for run in runs for row in run.evaluations for name in row.values if _is_score(name)})
     speed = [Measure("speed", "Tokens per second", _closing("throughput/tokens_per_s"), _count)]
     return [
-        Measure("mismatch", "Mean KL of the tokens trained on", _mean("mismatch/kl_k3"), _small),
+        *(mismatch if R3 in keys else ()),
         Measure("reward", f"Reward, mean of the last {LAST}", _closing("reward/mean"), _fraction),
         *(Measure("evaluation", f"Score on {n.split('/')[1]}", _latest(n), _fraction) for n in scores),
         Measure("length", "Response length", _closing("rollout/response_length_mean"), "{:.1f}".format),
-        Measure("masked", "Masked share, mean of both signs of the advantage", masked_share, _percent),
+        *(() if R3 in keys else mismatch),
+        *(masked if any(key.startswith("algorithm.") for key in keys) else ()),
         *([] if why_not_comparable(runs) else speed),
     ]
 
@@ -270,6 +286,11 @@ def _stability(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
         else "; the other none"
     )
     yield Finding("stability", f"{'; '.join(parts)}{others}.", "warning")
+
+
+def _warnings(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
+    for run, name in zip(runs, names, strict=True):
+        yield from (Finding("warning", f"{name}: {text.rstrip('.')}.", "warning") for text in warnings_of(run))
 
 
 def _sampling(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dppo.analysis.report.plots import (
     Panel,
@@ -64,7 +64,8 @@ def mismatch_sections(runs: Sequence[Run]) -> list[Section]:
         (Panel("k3 KL", ("mismatch_age_<n>/kl_k3",), x_title="age in versions", points=by_age, log=True),),
     )
     has_ages = any(len(_ages(run)) > 1 for run in runs)
-    return [_SOURCES, _drift(runs), *([staleness] if has_ages else [])]
+    sources = _SOURCES if any(map(has_routes, runs)) else _SOURCES_WITHOUT_ROUTES
+    return [sources, _drift(runs), *([staleness] if has_ages else [])]
 
 
 def _drift(runs: Sequence[Run]) -> Section:
@@ -95,6 +96,20 @@ def by_source(run: Run, _metric: str) -> Points:
     return points_of(enumerate(means))
 
 
+def by_source_without_routes(run: Run, metric: str) -> Points:
+    """Return the last two sources of `by_source`, x counting from 0."""
+    x, y = by_source(run, metric)
+    kept = [(place - 2, value) for place, value in zip(x, y, strict=True) if place >= 2]
+    return points_of(kept)
+
+
+def has_routes(run: Run) -> bool:
+    """Whether the run captured the rollout's experts, so that routing is a question; never of a dense model."""
+    return run.option("rollout.routing_replay") not in (None, "off") or any(
+        name.startswith(("routing/", "mismatch_live/")) for row in run.rollouts for name in row.values
+    )
+
+
 def by_age(run: Run, _metric: str) -> Points:
     """Return the mean k3 KL of the tokens of each age."""
     means = {age: finite_mean(over_rollouts(run, f"mismatch_age_{age}/kl_k3")[1]) for age in _ages(run)}
@@ -114,6 +129,19 @@ _SOURCES = Section(
             points=by_source,
             bars=True,
             bar_labels=_TICKS,
+        ),
+    ),
+)
+_SOURCES_WITHOUT_ROUTES = replace(
+    _SOURCES,
+    reading="What was trained on, before the first gradient step of a rollout, where the engines alone set "
+    "π and μ apart, and at its last: work on the bar that adds most.",
+    panels=(
+        replace(
+            _SOURCES.panels[0],
+            metrics=("mismatch/kl_k3",),
+            points=by_source_without_routes,
+            bar_labels=_TICKS[2:],
         ),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from megatron_dppo.run_folder.reader import Run
 R3 = "rollout.routing_replay"
 LENGTH = "run.num_rollouts"
 LONGEST_NAME = 40  # characters; beyond them a folder's name is the better one
+_SEED = re.compile(r"[/_., -]*(seed)?[/_. -]*\d+$")
 
 
 def experiment_of(run: Run) -> dict[str, Any]:
@@ -30,8 +33,10 @@ def changed_keys(runs: Sequence[Run]) -> list[str]:
 def run_names(runs: Sequence[Run]) -> list[str]:
     """Return distinct names: what differs where that is one setting, with seeds; else those of the folders."""
     folders = distinct_names(runs)
+    if len(runs) == 1 or len(changed_keys(runs)) > 1:
+        return folders
     labels = setting_labels([experiment_of(run) for run in runs])
-    if labels is None or len(runs) == 1:
+    if labels is None:
         return folders
     groups = places_of_equal([experiment_of(run) for run in runs])
     repeated = {place for group in groups if len(group) > 1 for place in group}
@@ -43,17 +48,38 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def setting_labels(settings: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Return the value of the one setting that differs, in words; empty where none does, None where many do."""
+    """Return the values of the settings that differ, in words; empty if none does, None if they are long."""
     keys = differing_keys(settings)
     if not keys:
         return ["" for _ in settings]
-    if len(keys) > 1:
-        return None
-    (key,) = keys
-    values = [own.get(key) for own in settings]
-    labels = [_r3(value, values) if key == R3 else _label(key, value) for value in values]
-    is_told = len(set(labels)) == len({shown(value) for value in values})
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    columns: list[list[str]] = []
+    for key in keys:
+        values = [own.get(key) for own in settings]
+        name = key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2]
+        columns.append([_r3(value, values) if key == R3 else _label(name, value) for value in values])
+    labels = [", ".join(parts) for parts in zip(*columns, strict=True)]
+    different = {tuple(shown(own.get(key)) for key in keys) for own in settings}
+    is_told = len(set(labels)) == len(different)
     return labels if is_told and max(map(len, labels)) <= LONGEST_NAME else None
+
+
+def places_of_settings(runs: Sequence[Run]) -> list[list[int]]:
+    """Return the indices of runs that differ in their seed alone, setting by setting."""
+    return places_of_equal([experiment_of(run) for run in runs])
+
+
+def setting_names(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """Return a name for each of `places_of_settings`: what differs, else its runs' names without seeds."""
+    groups = places_of_settings(runs)
+    labels = setting_labels([experiment_of(run) for run in runs])
+    if labels is not None and len(groups) > 1:
+        return [labels[places[0]] for places in groups]
+    common = [{_SEED.sub("", names[place]) for place in places} - {""} for places in groups]
+    found = [own.pop() if len(own) == 1 else "" for own in common]
+    if all(found) and len(set(found)) == len(found):
+        return [name if len(of) > 1 else names[of[0]] for name, of in zip(found, groups, strict=True)]
+    return [names[places[0]] for places in groups]
 
 
 def _r3(value: Any, values: Sequence[Any]) -> str:
@@ -66,5 +92,4 @@ def _r3(value: Any, values: Sequence[Any]) -> str:
 
 def _label(key: str, value: Any) -> str:
     text = f"{value:g}" if isinstance(value, float) else shown(value)
-    name = key.rpartition(".")[2]
-    return text if name == "preset" and value is not None else f"{name} {text}"
+    return text if key == "preset" and value is not None else f"{key} {text}"

@@ -15,7 +15,7 @@ from megatron_dppo.analysis.pages import page_templates, plotly_basic
 from megatron_dppo.analysis.report.context import farthest
 from megatron_dppo.analysis.report.findings import findings, sentences
 from megatron_dppo.analysis.report.mismatch import mismatch_tables
-from megatron_dppo.analysis.report.names import run_names
+from megatron_dppo.analysis.report.names import places_of_settings, run_names, setting_names
 from megatron_dppo.analysis.report.plots import COLOURS, Section, figure
 from megatron_dppo.analysis.report.sections import sections
 from megatron_dppo.analysis.report.seeds import seed_tables
@@ -23,21 +23,22 @@ from megatron_dppo.analysis.report.shadow import agreement_table
 from megatron_dppo.analysis.report.speed import why_not_comparable
 from megatron_dppo.analysis.report.stability import alarm_table
 from megatron_dppo.analysis.report.summary import (
+    COUNTS,
     ROWS,
     SummaryRow,
     difference,
     formatted,
     is_speed,
+    num_shared,
     paired_kl_k3,
     summary,
+    up_to_shared,
 )
 from megatron_dppo.analysis.report.text import (
     caveats,
     changes_of,
     differences,
     distinct_names,
-    places_of_equal,
-    settings_of,
     why_missing,
 )
 from megatron_dppo.analysis.report.timeline_plot import SECTION as TIME_LINE
@@ -52,7 +53,6 @@ from megatron_dppo.runtime.jsonl import write_whole
 __all__ = ["compare", "summary"]
 
 FEW = 4  # runs that are each named in the title, and toggled one by one
-_SEED = re.compile(r"[/_., -]*(seed)?[/_. -]*\d+$")
 
 
 def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0) -> list[str]:
@@ -110,8 +110,9 @@ def render(runs: Sequence[Run], folder: Path, refresh_s: float = 0) -> str:
             runs=[_header(run) for run in runs],
             differences=differences(runs),
             is_changed=any(run.changes for run in runs),
-            summary_rows=_summary_table(runs, names),
+            summary_rows=summary_table(runs, names),
             why_no_speed=why_not_comparable(runs),
+            shared=num_shared(runs),
             sections=[
                 {
                     "section": section,
@@ -151,12 +152,15 @@ def _header(run: Run) -> dict[str, Any]:
     }
 
 
-def _summary_table(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+def summary_table(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the summary's rows, of two runs with their difference; metrics that no run has are left out.
+
+    The difference is over the rollouts that both runs have.
 
     So are seconds that may not be compared: the section on time has those of each run.
     """
     summaries = [summary(run) for run in runs]
+    shared = [summary(run) for run in up_to_shared(runs)] if len(runs) == 2 else []
     folders = distinct_names(runs)
     table: list[dict[str, Any]] = []
     if folders != list(names):
@@ -168,7 +172,8 @@ def _summary_table(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, 
         cells = [_cell(row, run, values[row.key]) for run, values in zip(runs, summaries, strict=True)]
         table.append({"label": row.label, "cells": cells})
         if len(runs) == 2:
-            table[-1]["difference"] = difference(summaries[0][row.key], summaries[1][row.key], row.format)
+            compared = summaries if row.key in COUNTS else shared
+            table[-1]["difference"] = difference(compared[0][row.key], compared[1][row.key], row.format)
     return table
 
 
@@ -215,13 +220,12 @@ class Toggle:
 
 def toggles(runs: Sequence[Run], names: Sequence[str]) -> list[Toggle]:
     """Return one toggle for each run; of many runs of several settings, one for each setting."""
-    by_setting = places_of_equal([settings_of(run) for run in runs])
+    by_setting = places_of_settings(runs)
     if len(by_setting) == 1 or len(runs) <= FEW:
         return [Toggle(name, (index,)) for index, name in enumerate(names)]
-    labels = [_label([names[i] for i in of]) for of in by_setting]
     return [
-        Toggle(label if labels.count(label) == 1 else f"{names[of[0]]} ×{len(of)}", tuple(of))
-        for label, of in zip(labels, by_setting, strict=True)
+        Toggle(f"{name} ×{len(of)}" if len(of) > 1 else name, tuple(of))
+        for name, of in zip(setting_names(runs, names), by_setting, strict=True)
     ]
 
 
@@ -237,11 +241,3 @@ def title(names: Sequence[str], toggled: Sequence[Toggle]) -> str:
         return " · ".join(names)
     settings = "" if len(toggled) == len(names) else f" of {len(toggled)} settings"
     return f"{len(names)} runs{settings}"
-
-
-def _label(names: Sequence[str]) -> str:
-    """Return the common part of the names but for a seed at their end, and their number."""
-    if len(names) == 1:
-        return names[0]
-    common = {_SEED.sub("", name) for name in names} - {""}
-    return f"{common.pop() if len(common) == 1 else names[0]} ×{len(names)}"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from megatron_dppo.analysis.report.mismatch import mismatch_sections
+from megatron_dppo.analysis.report.mismatch import has_routes, mismatch_sections
 from megatron_dppo.analysis.report.plots import (
     PHASES,
     Panel,
@@ -121,6 +121,7 @@ TIME = Section(
         ),
     ),
 )
+_OF_ROUTES = ("agreement", "paired")
 _KL = next(section for section in TRAINING if section.id == "kl")
 
 BOUND = Section(
@@ -138,7 +139,7 @@ BOUND = Section(
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return all sections; evaluation, mismatch sources, shadows and the bound only where a run has them."""
+    """Return all sections; evaluation, routing, sources, shadows and the bound only where a run has them."""
     names = {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
     evaluation = Section(
         "evaluation",
@@ -149,11 +150,12 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     )
     has_bound = any("theory/surrogate" in row.values for run in runs for row in run.steps)
     sources, *others = mismatch_sections(runs) or [_KL]
+    without = () if any(map(has_routes, runs)) else _OF_ROUTES
     return [
         sources,
         REWARD,
         *([evaluation] if names else []),
-        *(section for section in TRAINING if section is not sources),
+        *(section for section in TRAINING if section is not sources and section.id not in without),
         _time(runs),
         *others,
         *shadow_sections(runs),

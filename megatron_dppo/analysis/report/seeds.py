@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.analysis.contrasts import Contrast, Estimate, contrast, estimate
-from megatron_dppo.analysis.report.summary import LAST, formatted, summary
-from megatron_dppo.analysis.report.text import differing_keys, settings_of
+from megatron_dppo.analysis.report.names import experiment_of
+from megatron_dppo.analysis.report.summary import LAST, formatted, summary, up_to_shared
+from megatron_dppo.analysis.report.text import differing_keys
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run
 
@@ -48,8 +49,8 @@ class SeedTables:
 
 
 def seed_tables(runs: Sequence[Run]) -> SeedTables | None:
-    """Return both tables; none where no setting has two seeds."""
-    settings = _settings(runs)
+    """Return both tables, over the rollouts that all runs have; none where no setting has two seeds."""
+    settings = _settings(up_to_shared(runs))
     if max((len(setting.by_seed) for setting in settings), default=0) < MIN_PAIRS:
         return None
     keys = [key for key in _FIGURES if any(s[key] is not None for x in settings for s in x.by_seed.values())]
@@ -61,7 +62,7 @@ def seed_tables(runs: Sequence[Run]) -> SeedTables | None:
 
 def _settings(runs: Sequence[Run]) -> list[Setting]:
     """Return each setting under the values of the keys on which settings differ."""
-    configs = [settings_of(run) for run in runs]
+    configs = [experiment_of(run) for run in runs]
     differing = differing_keys(configs)
     grouped: dict[str, dict[str, Mapping[str, float | None]]] = {}
     for run, config in zip(runs, configs, strict=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.metrics.alarms import AlarmWatch
+from megatron_dppo.metrics.alarms import AlarmWatch, noise_warning
 from megatron_dppo.run_folder.reader import Run
 
 
@@ -29,6 +30,23 @@ def alarms_of(run: Run) -> list[Alarm]:
         for values in steps.get(row.rollout, ()):
             watch.add_step(values)
         found += [Alarm(row.rollout + 1, name, text) for name, text in watch.check(row.values).items()]
+    return found
+
+
+def warnings_of(run: Run) -> list[str]:
+    """Return what the run warned of beside alarms, from its rows and by the same rules, as sentences."""
+    rows: list[Mapping[str, float]] = []
+    found: list[str] = []
+    for row in run.rollouts:
+        rows.append(row.values)
+        if "trust_region/noise_masked_fraction" in row.values and (text := noise_warning(rows)):
+            found.append(f"from rollout {row.rollout + 1} on {text}")
+            break
+    too_long = [row.values.get("rollout/prompts_too_long", 0.0) for row in run.rollouts]
+    if total := sum(filter(math.isfinite, too_long)):
+        limit = run.option("data.max_prompt_tokens")
+        longer = "" if limit is None else f" of {limit}"
+        found.append(f"{total:.0f} prompts are longer than data.max_prompt_tokens{longer} and were left out")
     return found
 
 

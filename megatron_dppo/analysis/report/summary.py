@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from megatron_dppo.run_folder.reader import Run, read_run
 Format = Literal["count", "fraction", "share", "number", "length", "change", "seconds"]
 LAST = 10  # rollouts in the closing mean: one rollout's reward is too noisy
 Summary = dict[str, float | None]
+COUNTS = ("num_rollouts", "num_steps")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,29 @@ def summary(run: Run | Path) -> Summary:
             for value in row.values.values()
         ),
     }
+
+
+def num_shared(runs: Sequence[Run]) -> int | None:
+    """Return the number of rollouts that all runs have, where some have more; none where all have as many."""
+    counts = {len(run.rollouts) for run in runs}
+    return min(counts) if len(counts) > 1 else None
+
+
+def up_to_shared(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs without the rollouts that only some of them have: a longer run is no better one."""
+    shared = num_shared(runs)
+    if shared is None:
+        return list(runs)
+    last = min(run.rollouts[-1].rollout for run in runs) if shared else -1
+    return [
+        replace(
+            run,
+            rollouts=tuple(row for row in run.rollouts if row.rollout <= last),
+            steps=tuple(row for row in run.steps if row.rollout <= last),
+            evaluations=tuple(row for row in run.evaluations if row.rollout <= last + 1),
+        )
+        for run in runs
+    ]
 
 
 def paired_kl_k3(run: Run) -> tuple[float | None, float | None, int]:

@@ -16,7 +16,9 @@ from megatron_dppo.run_folder.reader import Run
 
 PAIRED = ("mismatch_live/", "mismatch_replayed/")
 SEEDS_FOR_A_CLAIM = 10
-BOOKKEEPING = ("run.folder", "versions.argv")  # differ in every run
+BOOKKEEPING = (  # differ in every run, or say in words what another key holds
+    *("run.folder", "versions.argv", "versions.layer_spec_reason"),
+)
 WITHOUT_EFFECT = (  # on what is learnt, but for chance
     *("run.folder", "run.seed", "run.num_threads", "versions.host"),
     *("tracking.", "checkpoint.", "evaluation."),
@@ -229,7 +231,7 @@ def _routing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
         if run.option("rollout.routing_replay") in (None, "off")
     ]
     texts: list[str] = []
-    if off:
+    if off and len(off) < len(runs):  # where no run captured routes, nobody asks
         texts.append(f'No routing agreement for {", ".join(off)}: rollout.routing_replay is "off".')
     if all(run.option("rollout.routing_replay") != "replay" for run in runs):
         return texts

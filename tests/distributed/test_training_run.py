@@ -103,6 +103,24 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def require_paired_names(rows: list[dict[str, Any]], *, trained_with: str, every: int = 1) -> None:
+    """Require that the paired forward with the routes that train repeats the mismatch, the other not."""
+    other = {"live": "replayed", "replayed": "live"}[trained_with]
+    for row in rows:
+        names = [name.partition("/")[2] for name in row if name.startswith(f"mismatch_{trained_with}/")]
+        assert bool(names) == (row["rollout"] % every == 0)
+        for name in names:
+            same = row[f"mismatch_{trained_with}/{name}"]
+            assert same == pytest.approx(row[f"mismatch/{name}"], rel=1e-4, abs=1e-7), name
+    tv = "abs_prob_diff_mean"
+    paired = [
+        (row[f"mismatch_{other}/{tv}"], row[f"mismatch/{tv}"])
+        for row in rows
+        if f"mismatch_{other}/{tv}" in row
+    ]
+    assert any(found != pytest.approx(trained, rel=1e-2) for found, trained in paired)
+
+
 _REFILLED = {"samples_per_prompt": 2, "refill_zero_variance": True}
 
 
@@ -265,6 +283,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     rows = [row for row in lines(task / f"whole_lag_{lag}") if row["kind"] == "rollout"]
     assert [row["rollout/staleness_mean"] for row in rows] == [min(r, lag) for r in range(4)]
     assert [row["rollout/staleness_max"] for row in rows] == [min(r, lag) for r in range(4)]
+    require_paired_names(rows, trained_with="replayed", every=3)
     for number, row in enumerate(rows):
         rewards = [reward for *_, reward in kept["sampled"][number].values()]
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
@@ -434,6 +453,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     assert "rollout  2/2" in done.stderr
     kinds = [row["kind"] for row in lines(task / "cli")]
     assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
+    require_paired_names([row for row in lines(task / "cli") if row["kind"] == "rollout"], trained_with="live")
     assert list((task / "cli" / "samples").iterdir())
     assert "resuming" not in done.stderr
     again = python(*command, "--set", "run.num_rollouts=1")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -45,14 +45,12 @@ def complete_options(name: str, function: Any, given: Mapping[str, Option]) -> d
     Raises:
         ConfigError: The rule declares its options, and one is unknown or of another type.
     """
-    declared: Any = getattr(function, DECLARED, None)
-    if declared is None:
+    attribute: Any = getattr(function, DECLARED, None)
+    if attribute is None:
         return dict(given)
-    if not isinstance(declared, Mapping) or not all(isinstance(value, Option) for value in declared.values()):
-        found, expected = (
-            f"{DECLARED} = {declared!r}",
-            "a mapping of names to numbers, texts or booleans",
-        )
+    declared = cast("Mapping[str, Any]", attribute)
+    if not isinstance(attribute, Mapping) or not all(isinstance(x, Option) for x in declared.values()):
+        found, expected = f"{DECLARED} = {attribute!r}", "a mapping of names to numbers, texts or booleans"
         raise ConfigError(Problem(name, found, expected, "Declare them with @rule_options(name=default)."))
     problems: list[Problem] = []
     for option, value in given.items():

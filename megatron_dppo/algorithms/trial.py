@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -87,7 +88,11 @@ def doubts(objective: Objective) -> list[str]:
     if objective.own is None:
         return []
     own, options = objective.own, _Watched(dict(objective.own.options))
-    watched = replace(objective, own=replace(own, function=lambda tokens, _: own.function(tokens, options)))
+
+    def watching(tokens: Any, _: Mapping[str, Option]) -> torch.Tensor:
+        return own.function(tokens, options)
+
+    watched = replace(objective, own=replace(own, function=watching))
     keeps = {farthest: _keeps_any(try_objective(watched, farthest)) for farthest in (1.5, 0.0)}
     found: list[str] = []
     if options.unread:

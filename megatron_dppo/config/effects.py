@@ -179,6 +179,7 @@ EFFECTS: Mapping[str, Effect] = {
     "tracking.clipped_tokens_every": _TRACKING,
     "tracking.shadow": _TRACKING,
     "tracking.shadow_presets": _TRACKING,
+    "tracking.shadow_options": _TRACKING,
 }
 """The effect of each key of the schema."""
 

@@ -36,7 +36,7 @@ checkpoint: every every_steps resume asynchronous keep_last keep_every keep_best
     reserve_gib max_failed_saves
 evaluation: every
 tracking: backends samples_every batches_every paired_routing_every mismatch_share alarms max_roll_backs
-    clipped_tokens_every shadow shadow_presets
+    clipped_tokens_every shadow shadow_presets shadow_options
 """
 EXPERIMENT = """
 run: seed
@@ -86,7 +86,7 @@ def test_every_setting_is_classified_once() -> None:
     """A new field of the schema fails here until it has a row in both tables."""
     free, experiment = keys_of(FREE), keys_of(EXPERIMENT)
     assert not free & experiment
-    assert free | experiment == set(EFFECTS) == {*KEYS, "evaluation.sets"}
+    assert free | experiment == set(EFFECTS) == {*KEYS, "evaluation.sets", "tracking.shadow_options"}
     assert {key for key in EFFECTS if may_change(key)} == free
     assert {key for key in EFFECTS if evaluated(key) != "no"} == keys_of(OF_AN_EVALUATION)
 
@@ -104,6 +104,7 @@ def test_a_resume_is_refused_by_the_class_of_the_setting(key: str) -> None:
         ("data.reward.math", False),
         ("algorithm.rule_options.max_ratio", False),
         ("evaluation.sets.near.prompts", False),
+        ("tracking.shadow_options.grpo.eps_high", True),
         ("sglang.speculative_draft_window_size", False),
         ("sglang.max_lora_rank", False),
         ("sglang.dtype", False),

@@ -16,7 +16,7 @@ from megatron_dppo.actor.data_parallel import bad_gradients, complete_parameters
 from megatron_dppo.actor.forward import run_microbatches
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.actor.offload import TrainerMemory
-from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
+from megatron_dppo.actor.optimizer import build_optimizer, build_schedule, take_step
 from megatron_dppo.actor.output_head import OutputHead
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
@@ -186,9 +186,11 @@ class Actor:
         is_skipped = self._runtime.any(bool(faults))
         if not is_skipped:
             with self.memory.states_here():
-                is_updated, grad_norm, _ = self.optimizer.step()
-            is_skipped = not is_updated
-            metrics.add_max("optimizer/grad_norm", float(grad_norm))
+                grad_norm, fault = take_step(self.optimizer)
+            faults += [fault] if fault is not None else []
+            is_skipped = grad_norm is None
+            if grad_norm is not None:
+                metrics.add_max("optimizer/grad_norm", grad_norm)
         metrics.add_max("optimizer/skipped_steps", float(is_skipped))
         self._schedule.step(1)
         return replace(step, faults=tuple(faults), is_skipped=is_skipped)

@@ -16,7 +16,8 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.process import Runtime
 
 RATE = 0.001
-RATES = {"frozen": {}, "moved": {"moe_router_bias_update_rate": RATE}}
+MOVED = {"moe_router_bias_update_rate": RATE}
+RATES: dict[str, dict[str, Any]] = {"frozen": {}, "moved": MOVED}
 CLIPS = (1.0, 0.0)
 
 
@@ -65,6 +66,7 @@ def overflow(runtime: Runtime, folder: str) -> list[dict[str, Any]]:
             {
                 "model": {"load": f"{folder}/model", "dtype": "bfloat16" if clip else "float32"},
                 "optimizer": {"lr": 0.01, "weight_decay": 0.1, "clip_grad": clip, "distributed": bool(clip)},
+                "megatron": MOVED,
             }
         )
         actor = Actor(config, runtime)

@@ -62,6 +62,9 @@ MODEL: dict[str, Any] = {
 
 MEGATRON = {
     "moe_z_loss_coeff": ["float", "none"],
+    "moe_aux_loss_coeff": ["float", "list"],
+    "moe_router_load_balancing_type": ["str", "list"],
+    "moe_router_bias_update_rate": ["float"],
     "moe_router_fusion": ["bool"],
     "moe_permute_fusion": ["bool"],
     "moe_token_dispatcher_type": ["str"],
@@ -113,7 +116,7 @@ def _config(changes: Mapping[str, Any]) -> Config:
         "data.max_prompt_tokens": 16,
         "rollout.max_response_tokens": 32,
         "evaluation.sets": {"held_out": {"prompts": "held_out.jsonl"}},
-        "megatron.moe_z_loss_coeff": 0.1,
+        "megatron.moe_permute_fusion": False,
     }
     tables: dict[str, dict[str, Any]] = {}
     for key, value in {**valid, **changes}.items():
@@ -594,10 +597,47 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("megatron.moe_z_loss_coeff", {"megatron.moe_z_loss_coeff": "much"}),
         Example("megatron.moe_router_fusion", {"megatron.moe_router_fusion": 1}),
     ],
+    "megatron_router_losses": [
+        Example("megatron.moe_aux_loss_coeff", {"megatron.moe_aux_loss_coeff": 0.01}),
+        Example(
+            "megatron.moe_aux_loss_coeff",
+            {
+                "megatron.moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+                "megatron.moe_aux_loss_coeff": [0.1, 0.01],
+            },
+        ),
+        Example(
+            "megatron.moe_router_load_balancing_type", {"megatron.moe_router_load_balancing_type": "sinkhorn"}
+        ),
+        Example("megatron.moe_z_loss_coeff", {"megatron.moe_z_loss_coeff": -0.1}),
+        Example(
+            "megatron.moe_aux_loss_coeff",
+            {
+                "megatron.moe_router_load_balancing_type": "seq_aux_loss",
+                "megatron.moe_aux_loss_coeff": -0.01,
+            },
+        ),
+        Example(
+            "megatron.moe_z_loss_coeff", {"megatron.moe_z_loss_coeff": 0.1}, on_disk=_dense("Qwen3ForCausalLM")
+        ),
+    ],
+    "megatron_expert_bias": [
+        Example("megatron.moe_router_bias_update_rate", {"megatron.moe_router_bias_update_rate": 0.001}),
+        Example(
+            "megatron.moe_router_bias_update_rate",
+            {"megatron.moe_router_bias_update_rate": 0.001, "lora.rank": 4, "lora.targets": ["o_proj"]},
+            on_disk=_sigmoid("DeepseekV3ForCausalLM", **_PUBLISHED),
+        ),
+    ],
     "megatron_config": [Example("megatron", {"megatron.recompute_granularity": "full"})],
     "megatron_owned": [
         Example("megatron.num_layers", {"megatron.num_layers": 3}, also=frozenset({"megatron_names"})),
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
+        Example(
+            "megatron.mtp_loss_scaling_factor",
+            {"megatron.mtp_loss_scaling_factor": 0.1},
+            also=frozenset({"megatron_names"}),
+        ),
     ],
     "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
     "sglang_model": [

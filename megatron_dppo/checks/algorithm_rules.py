@@ -11,6 +11,7 @@ from megatron_dppo.algorithms.trial import try_objective
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
+from megatron_dppo.checks.serving_rules import rounding_remarks
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.runtime.user_code import described, problem_with_path
@@ -141,11 +142,14 @@ _OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
 
 
 def remarks(config: Config) -> list[str]:
-    """Return what differs from the paper of the preset and is no problem, as sentences."""
+    """Return doubts about a config that are no problems, as sentences."""
+    found = rounding_remarks(config)
     preset, aggregation = config.algorithm.preset, config.algorithm.aggregation
-    if preset not in _OF_RESPONSE_MEANS or aggregation == "seq_mean_token_mean":
-        return []
-    return [f"algorithm.aggregation is {aggregation!r}; {preset} was published with 'seq_mean_token_mean'."]
+    if preset in _OF_RESPONSE_MEANS and aggregation != "seq_mean_token_mean":
+        found += [
+            f"algorithm.aggregation is {aggregation!r}; {preset} was published with 'seq_mean_token_mean'."
+        ]
+    return found
 
 
 @rule("topk_log_probs")

@@ -44,6 +44,7 @@ def settings(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]
             "max_response_tokens": 10,
             "num_topk_log_probs": 8,
             "routing_replay": "replay",
+            "transformers": {"weights": "bfloat16"},
         },
         "algorithm": {"preset": "dppo_topk_tv", "top_k": 8, "minibatches_per_rollout": 2},
         "optimizer": {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine"},

@@ -812,6 +812,29 @@ def test_another_aggregation_than_the_papers_is_remarked_on(world: Path) -> None
     assert remarks(_config({"algorithm.preset": "trm"})) == []
     own = {"algorithm.preset": "gspo", "algorithm.aggregation": "seq_mean_token_mean"}
     assert remarks(_config(own)) == []
+
+
+_SMALL = {"model.dtype": "float32", "optimizer.lr": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({**_SMALL, "rollout.transformers": {"weights": "bfloat16"}}, "rollout.transformers.weights"),
+        ({**_SMALL, "rollout.engine": "sglang", "sglang.dtype": "bfloat16"}, "sglang.dtype"),
+        ({"optimizer.lr": 1e-5, "rollout.transformers": {"weights": "modelopt_fp8"}}, "rollout.transformers"),
+        ({**_SMALL, "optimizer.lr": 1e-4, "rollout.transformers": {"weights": "bfloat16"}}, None),
+        (_SMALL, None),
+        ({**_SMALL, "rollout.engine": "sglang"}, None),
+        ({"optimizer.lr": 1e-6}, None),
+        ({"optimizer.lr": 1e-6, "rollout.engine": "sglang", "sglang.dtype": "bfloat16"}, None),
+    ],
+)
+def test_steps_that_the_served_type_rounds_away_are_doubted(
+    world: Path, changes: dict[str, Any], key: str | None
+) -> None:
+    found = remarks(_config(changes))
+    assert len(found) == (key is not None) and all(remark.startswith(key or "") for remark in found)
     Path("config.toml").write_text(dump_config(_config({"algorithm.preset": "gspo"})))
     shown = CliRunner().invoke(app, ["check", "config.toml"])
     assert shown.exit_code == 0 and "note: algorithm.aggregation is 'token_mean'" in shown.output

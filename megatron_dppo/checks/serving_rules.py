@@ -63,7 +63,8 @@ def rounding_remarks(config: Config) -> list[str]:
         return []
     return [
         f"{key} is {served!r} and model.dtype {config.model.dtype!r}: served numbers near {size:g} are "
-        f"{spacing:.1e} apart, and the {num_steps} steps of a rollout move a weight by about {moved:.1e}. Most "
+        f"{spacing:.1e} apart, and the gradient steps of a rollout ({num_steps}) move a weight by about "
+        f"{moved:.1e}. Most "
         "served weights do not change in a push; sync/changed_weights_fraction counts the embedded engine's. "
         f"Serve {config.model.dtype}, or raise optimizer.lr."
     ]

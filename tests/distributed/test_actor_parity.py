@@ -85,7 +85,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
         "reference_loss": reference_loss,
         "kl": sum(own["policy/ref_kl"][0] for own in means) / batch.num_loss_tokens if has_kl else 0.0,
         "reference_kl": reference_kl / batch.num_loss_tokens,
-        "router_losses": [added.get(f"loss/router_{name}", 0.0) for name in ("z", "balance")],
+        "router_losses": [added.get(name, 0.0) for name in ("loss/router_z", "loss/router_balance")],
         "reference_router_losses": router_losses,
         "errors": {name: _relative(gradients[name].cpu(), reference[name]) for name in reference},
         "names": set(gradients) == set(reference),

@@ -16,21 +16,21 @@ from megatron_dppo.actor.data_parallel import bad_gradients, complete_parameters
 from megatron_dppo.actor.forward import run_microbatches
 from megatron_dppo.actor.observation import Observer
 from megatron_dppo.actor.offload import TrainerMemory
-from megatron_dppo.actor.optimizer import build_optimizer, build_schedule
+from megatron_dppo.actor.optimizer import build_optimizer, build_schedule, take_step
 from megatron_dppo.actor.output_head import OutputHead
+from megatron_dppo.actor.router_losses import RouterLosses
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import model_sizes, read_hf_config
-from megatron_dppo.architectures.sizes import ModelSizes
-from megatron_dppo.architectures.spec_choice import LayerSpecName, choose_layer_spec
+from megatron_dppo.architectures.router_losses import RouterCoefficients
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.data.batches.exchange import DataParallel
 from megatron_dppo.data.batches.packing import measured_part, microbatches_of, placeholder
 from megatron_dppo.data.batches.token_slices import TokenSlice, token_slice
-from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.ops import kernels_for
 from megatron_dppo.mcore import cpu, fixes
 from megatron_dppo.mcore.groups import (
@@ -44,12 +44,12 @@ from megatron_dppo.mcore.groups import (
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import add_agreement, add_mismatch
-from megatron_dppo.models.build import build_model, transformer_config
+from megatron_dppo.models.build import agreed_layer_spec, build_model, transformer_config
 from megatron_dppo.models.convert import describe_hf_weights, export_hf_weights
 from megatron_dppo.models.lora import add_lora
 from megatron_dppo.models.megatron_folder import load_weights
 from megatron_dppo.routing_replay.replay import Replay, replaying
-from megatron_dppo.runtime.process import Runtime, gpu_libraries
+from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, ModelRouting, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Actor:
         )
         self.hf = read_hf_config(config.model.load)
         dtype = getattr(torch, config.model.dtype)
-        spec = _agreed_layer_spec(config, runtime, model_sizes(self.hf))
+        spec = agreed_layer_spec(config, runtime, model_sizes(self.hf))
         sizes = megatron_sizes(self.layout)
         self._model_config = transformer_config(self.hf, dtype, sizes, config.megatron, spec)
         chunks = build_model(self.hf, self._model_config, spec)
@@ -90,6 +90,7 @@ class Actor:
         load_weights(self.chunks, config.model.load, self.hf)
         if config.lora.rank:
             add_lora(self.chunks, self.hf, config.lora, config.run.seed)
+        self._router_losses = RouterLosses(self.chunks, RouterCoefficients.of(config.megatron))
         num_topk_log_probs = config.rollout.num_topk_log_probs
         self._observer = Observer(self.objective, config.tracking, num_topk_log_probs=num_topk_log_probs)
         self._head = OutputHead(
@@ -186,9 +187,12 @@ class Actor:
         is_skipped = self._runtime.any(bool(faults))
         if not is_skipped:
             with self.memory.states_here():
-                is_updated, grad_norm, _ = self.optimizer.step()
-            is_skipped = not is_updated
-            metrics.add_max("optimizer/grad_norm", float(grad_norm))
+                grad_norm, fault = take_step(self.optimizer)
+            faults += [fault] if fault is not None else []
+            is_skipped = grad_norm is None
+            if grad_norm is not None:
+                metrics.add_max("optimizer/grad_norm", grad_norm)
+                self._router_losses.move_biases()
         metrics.add_max("optimizer/skipped_steps", float(is_skipped))
         self._schedule.step(1)
         return replace(step, faults=tuple(faults), is_skipped=is_skipped)
@@ -226,8 +230,9 @@ class Actor:
 
         replay_mode = self._config.rollout.routing_replay
         is_measuring = is_first and replay_mode != "off"
-        with self._routes(replay_mode == "replay", is_measuring) as replay:
+        with self._routes(replay_mode == "replay", is_measuring) as replay, self._router_losses.added(batch):
             self._run(batch.microbatches, loss, replay)
+        self._router_losses.add_metrics(metrics, batch.num_loss_tokens * self._runtime.is_main)
         if speaks_for_its_group():
             self._observer.observe_whole(metrics, batch.microbatches)
         if lists is not None:
@@ -348,6 +353,7 @@ class Actor:
         assert not self.memory.is_away, "the trainer computes when it is on its GPU"
 
         def follow(chunk: int, microbatch: Microbatch) -> None:
+            self._router_losses.follow(microbatch, chunk)
             if replay is not None:
                 assert microbatch.routed_experts is not None, "checks.py asks for routes where they are used"
                 routes, counted = microbatch.routed_experts, microbatch.loss_mask
@@ -374,19 +380,6 @@ class Actor:
         """
         parameters: list[Any] = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         return [parameter.main_grad for parameter in parameters if parameter.requires_grad]
-
-
-def _agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None = None) -> LayerSpecName:
-    """Resolve `model.layer_spec`, the same on all ranks; rank 0 logs the choice and the reason."""
-    choice = choose_layer_spec(config, gpu_libraries().transformer_engine, model)
-    names = runtime.all_gather(choice.name)
-    if len(set(names)) > 1:
-        other = next(rank for rank, name in enumerate(names) if name != names[0])
-        found = f"{config.model.layer_spec!r}: {names[0]} on rank 0, {names[other]} on rank {other}"
-        action = "Install the same packages on all nodes, or name one in the config."
-        raise ConfigError(Problem("model.layer_spec", found, "one layer spec on all ranks", action))
-    logger.info("layers of the %s spec: %s", choice.name, choice.reason)
-    return choice.name
 
 
 @dataclass(frozen=True)

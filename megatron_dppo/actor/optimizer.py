@@ -1,5 +1,6 @@
 """Builds Megatron's mixed-precision AdamW and its schedule, from `[optimizer]`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,3 +69,34 @@ def build_schedule(
     is_warming_up = config.warmup_steps > 0  # without this the first step would have learning rate 0
     schedule.step(num_done + is_warming_up)
     return schedule
+
+
+class _NormNotFinite(Exception):
+    """The gradient norm is infinite or NaN."""
+
+
+def take_step(optimizer: Any) -> tuple[float | None, str | None]:
+    """Clip the gradients and update the parameters, unless Megatron finds that it cannot.
+
+    The norm is the root of a float32 sum of squares, which overflows above 1.8e19. Megatron would divide the
+    gradients by infinity, and move the weights by their momentum and decay alone.
+
+    Returns:
+        The gradient norm, none where the parameters were left as they were, and then why, where it is known.
+    """
+    norm_of = optimizer.get_grad_norm
+
+    def finite_norm() -> float:
+        norm = float(norm_of())
+        if not math.isfinite(norm):
+            raise _NormNotFinite(f"gradient: the norm is {norm}, though each gradient is finite")
+        return norm
+
+    optimizer.get_grad_norm = finite_norm
+    try:
+        is_updated, norm, _ = optimizer.step()
+    except _NormNotFinite as error:
+        return None, str(error)
+    finally:
+        del optimizer.get_grad_norm
+    return (float(norm), None) if is_updated else (None, None)

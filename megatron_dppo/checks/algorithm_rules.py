@@ -12,6 +12,7 @@ from megatron_dppo.algorithms.trust_region import RULE_DIVERGENCE, RULE_OVER
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
+from megatron_dppo.checks.serving_rules import rounding_remarks
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 from megatron_dppo.runtime.user_code import described, problem_with_path
@@ -145,8 +146,8 @@ _OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
 
 
 def remarks(config: Config) -> list[str]:
-    """Return what is no problem and may surprise, as sentences: unlike the paper, doubts about own rules."""
-    return [*_aggregation_remarks(config), *_own_rule_remarks(config)]
+    """Return what is no problem and may surprise, as sentences: rounding, the paper, own rules."""
+    return [*rounding_remarks(config), *_aggregation_remarks(config), *_own_rule_remarks(config)]
 
 
 def _aggregation_remarks(config: Config) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_dppo import __version__
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.architectures.router_losses import BALANCE, Z, router_loss_problems
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
@@ -57,6 +58,9 @@ _FROM_MODEL = "the model's config.json (model.load)"
 _BY_TRAINER = "the training loop, which depends on it"
 _DISPATCHER = "moe_token_dispatcher_type"
 _BY_PACKING = "packing: ranks hold different numbers of tokens, which only alltoall and, on GPUs, flex exchange"
+_LEFT_OUT = "the model's family, which trains no layers that predict further tokens"
+_BY_ENGINE = "the engine's routers, which sample without it; in training it would depend on the micro-batch"
+_BY_FAMILY = "the model's family, which builds no attention of this kind"
 _PROVEN_STAGES = "parallel.pipeline: the division of layers that was compared with one process"
 _PROVEN_SHARDS = "parallel.tensor alone, which is what was compared with one process"
 _PROVEN_CONTEXT = "parallel.context: gathered keys and values, which is what was compared with one process"
@@ -116,6 +120,21 @@ _OWNED: dict[str, str] = {
             *("no_sync_func", "grad_sync_func", "param_sync_func", "timers"),
         ),
         _BY_TRAINER,
+    ),
+    **dict.fromkeys(
+        (
+            *("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_token_dropping"),
+            *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
+        ),
+        _BY_ENGINE,
+    ),
+    "mtp_loss_scaling_factor": _LEFT_OUT,
+    **dict.fromkeys(
+        (
+            *("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim"),
+            *("dsa_indexer_topk", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
+        ),
+        _BY_FAMILY,
     ),
 }
 """TransformerConfig fields that the package sets, and what decides them."""
@@ -192,6 +211,34 @@ def _megatron_flex_library(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem(f"megatron.{_DISPATCHER}", found, "a deep_ep that imports, and a GPU", action)
 
 
+@rule("megatron_router_losses")
+def _megatron_router_losses(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Losses on routers are the same in every layout, and the model has routers."""
+    yield from router_loss_problems(config.megatron)
+    sizes = facts.model_sizes
+    for key in (BALANCE, Z):
+        if config.megatron.get(key) and sizes is not None and sizes.num_experts is None:
+            found = f"{config.megatron[key]!r} on a dense model"
+            yield Problem(f"megatron.{key}", found, "a model with experts", "Remove it.")
+
+
+@rule("megatron_expert_bias")
+def _megatron_expert_bias(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Expert biases move where routers have them, and where the move is saved."""
+    key, name = "moe_router_bias_update_rate", facts.architecture
+    if not config.megatron.get(key) or facts.model_sizes is None or isinstance(facts.model, Problem):
+        return
+    family = FAMILIES.get(name or "")
+    settings = family.megatron_config(facts.model) if family is not None else {}
+    if not settings.get("moe_router_enable_expert_bias"):
+        found = f"{config.megatron[key]!r}, for routers without expert biases"
+        yield Problem(f"megatron.{key}", found, "0", "Remove it.")
+    elif config.lora.rank:
+        found = f"{config.megatron[key]!r} with lora.rank = {config.lora.rank}"
+        expected = "0: an adapter that is exported does not hold the biases"
+        yield Problem(f"megatron.{key}", found, expected, "Remove it.")
+
+
 @rule("megatron_values", needs="machine")
 def _megatron_values(config: Config, facts: Facts) -> Iterator[Problem]:
     """Values of [megatron] are of their fields' types, and among their choices."""
@@ -208,7 +255,8 @@ def _megatron_config(config: Config, facts: Facts) -> Iterator[Problem]:
     """Megatron makes a TransformerConfig of the model, the layout and [megatron]."""
     if not config.megatron or facts.architecture not in FAMILIES:
         return
-    others = [each for each in (_megatron_names, _megatron_owned, _megatron_values) if any(each(config, facts))]
+    rules = (_megatron_names, _megatron_owned, _megatron_router_losses, _megatron_values)
+    others = [each for each in rules if any(each(config, facts))]
     try:
         layout = Layout.of(config.parallel, facts.world_size)
     except ConfigError:  # another rule says so

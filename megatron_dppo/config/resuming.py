@@ -12,6 +12,7 @@ from megatron_dppo.config.settings import flat, shown
 _LENGTH = "run.num_rollouts"
 _SCHEDULE = "optimizer.schedule"
 _LAG = "rollout.lag"
+_PRECISION = "rollout.transformers.weights"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ def setting_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Sett
         now: Likewise.
     """
     before, after = _with_defaults(was), _with_defaults(now)
+    if before[_PRECISION] != after[_PRECISION]:  # "model" is another name of the model's type
+        for settings in (before, after):
+            settings[_PRECISION] = settings["model.dtype" if settings[_PRECISION] == "model" else _PRECISION]
     keys = sorted(before.keys() | after.keys())
     pairs = [(key, before.get(key), after.get(key)) for key in keys]
     return [SettingChange(key, shown(old), shown(new)) for key, old, new in pairs if old != new]

@@ -13,6 +13,9 @@ from megatron_dppo.config.measuring import EvaluationConfig, TrackingConfig
 from megatron_dppo.config.section import RewardSetting, Section
 from megatron_dppo.types import RoutingReplay
 
+EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
+"""Precision of the embedded engine's weights and arithmetic."""
+
 
 class RunConfig(Section):
     """[run]: the run folder and how long to go on."""
@@ -111,9 +114,9 @@ class DataConfig(Section):
 class TransformersEngineConfig(Section):
     """[rollout.transformers]: the engine embedded in the trainer's processes."""
 
-    weights: Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"] = "bfloat16"
-    """Precision of the engine's own copy; bfloat16_fp8 rounds linear weights to fp8-e4m3 first, a scale for
-    each output, and the modelopt_ ones as a checkpoint of megatron-dppo quantize holds them."""
+    weights: Literal["model"] | EnginePrecision = "model"
+    """Precision of the engine's own copy; model: that of model.dtype. bfloat16_fp8 rounds linear weights to
+    fp8-e4m3 first, a scale for each output, and the modelopt_ ones as megatron-dppo quantize does."""
     batch_size: PositiveInt = 256
     """Sequences decoded at once; a finished row is refilled from the queue."""
 
@@ -363,6 +366,12 @@ class Config(Section):
     """Passed through to megatron.core's TransformerConfig."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Passed through to the SGLang server's arguments; `python` names the interpreter that has SGLang."""
+
+    @property
+    def embedded_weights(self) -> EnginePrecision:
+        """Precision of the embedded engine's weights."""
+        weights = self.rollout.transformers.weights
+        return self.model.dtype if weights == "model" else weights
 
     @property
     def num_gradient_steps(self) -> int:

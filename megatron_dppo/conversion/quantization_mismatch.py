@@ -18,6 +18,7 @@ from megatron_dppo.conversion.quantized_folder import QuantizedFolder
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.metrics.token_mismatch import MeasuredResponse, token_statistics
 from megatron_dppo.rollout.embedded.engine import checkpoint_targets
+from megatron_dppo.rollout.embedded.sampling import log_softmax
 from megatron_dppo.rollout.embedded.weight_formats import WeightFormat, rounded
 from megatron_dppo.rollout.rollouts import end_tokens
 from megatron_dppo.routing_replay.agreement import overlap
@@ -193,7 +194,7 @@ def forwarded(model: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor]
         for prompt, response in tqdm(pairs_of_tokens, desc=f"forward, {which}", unit="response"):
             tokens = torch.cat([prompt, response])[:-1]
             logits = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0, prompt.numel() - 1 :]
-            log_probs = logits.float().log_softmax(-1).gather(1, response.unsqueeze(1))[:, 0]
+            log_probs = log_softmax(logits).gather(1, response.unsqueeze(1))[:, 0]
             found.append(Forward(log_probs.cpu(), logits.argmax(-1).cpu(), dict(experts)))
     finally:
         for handle in hooks:

@@ -29,7 +29,6 @@ from megatron_dppo.runtime.tested_versions import TESTED
 
 # A module that its package hides behind the function of the same name.
 _finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-_megatron_bias_update = _finalize._update_router_expert_bias
 
 
 def apply() -> None:
@@ -51,7 +50,7 @@ def apply() -> None:
         )
     _define_missing_te_gemm()
     _forget_missing_te_linear()
-    _count_tokens_uncompiled()
+    _leave_expert_biases()
     _find_groups_of_other_rates()
     forget_stored_strides()
     exact_combine.install()
@@ -72,26 +71,14 @@ def _forget_missing_te_linear() -> None:
         setattr(multi_latent_attention, "HAVE_TE", False)  # noqa: B010 - a constant of the module
 
 
-def _count_tokens_uncompiled() -> None:
-    """Experts' tokens are counted for the update of a router's expert bias in a function that is compiled.
+def _leave_expert_biases() -> None:
+    """Leave the count of experts' tokens, and the move of expert biases, to `actor/router_losses.py`.
 
-    That ends a run without a C++ compiler. Where the bias is not updated, neither it nor the sum over ranks and
-    the update of the bias in each step is of use, and both are left out. 0.19.2 also passes the ranks' group.
+    Megatron counts in a function that is compiled, which ends a run without a C++ compiler. It counts padding,
+    and moves biases in steps that are skipped later.
     """
-
-    def count(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        is_updated = self.enable_expert_bias and self.config.moe_router_bias_update_rate
-        if is_updated and torch.is_grad_enabled():
-            with torch.no_grad():
-                counted = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
-                self.local_tokens_per_expert += counted.sum(dim=0)
-
-    def update(model: Any, config: Any, **group: Any) -> None:
-        if config.moe_router_bias_update_rate:
-            _megatron_bias_update(model, config, **group)
-
-    setattr(router.TopKRouter, "_apply_expert_bias", count)  # noqa: B010 - a method of Megatron's
-    _finalize._update_router_expert_bias = update
+    setattr(router.TopKRouter, "_apply_expert_bias", lambda *_, **__: None)  # noqa: B010 - a method of Megatron's
+    _finalize._update_router_expert_bias = lambda *_, **__: None
 
 
 def release_last_microbatch(chunks: Sequence[torch.nn.Module]) -> None:

@@ -1,5 +1,6 @@
 """Builds a Megatron-Core GPT model for a Hugging Face config, in either layer spec."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +13,17 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron_dppo.architectures.layout import layers_of_stages
 from megatron_dppo.architectures.refusals import rope_scaling_factor
 from megatron_dppo.architectures.registry import family_of, model_sizes
-from megatron_dppo.architectures.sizes import HFConfig
-from megatron_dppo.architectures.spec_choice import LayerSpecName
+from megatron_dppo.architectures.router_losses import RouterCoefficients
+from megatron_dppo.architectures.sizes import HFConfig, ModelSizes
+from megatron_dppo.architectures.spec_choice import LayerSpecName, choose_layer_spec
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.mcore.rotary import share_rotary_table
 from megatron_dppo.models.fusions import fusions
 from megatron_dppo.models.layer_spec import BLOCK_SPECS, BlockSpec
-from megatron_dppo.runtime.process import gpu_libraries
+from megatron_dppo.runtime.process import Runtime, gpu_libraries
+
+logger = logging.getLogger(__name__)
 
 
 def transformer_config(
@@ -38,8 +43,9 @@ def transformer_config(
         layer_spec: The one that the model is going to be built in.
 
     Raises:
-        ConfigError: Megatron refuses the settings.
+        ConfigError: Megatron refuses the settings, or a loss on routers depends on the layout.
     """
+    RouterCoefficients.of(overrides)
     settings: dict[str, Any] = dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -58,11 +64,15 @@ def transformer_config(
     settings["moe_grouped_gemm"] = has_experts and layer_spec == "transformer_engine"
     try:
         kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-        return kind(**settings)
+        config = kind(**settings)
     except (ValueError, TypeError, AssertionError, KeyError, AttributeError) as error:
         action = "Correct [megatron]; these are fields of Megatron's TransformerConfig."
         expected = "settings that Megatron accepts together"
         raise ConfigError(Problem("megatron", f"{overrides}: {error}", expected, action)) from error
+    # The actor adds them itself: what Megatron adds depends on packing and on the layout.
+    config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
+    config.moe_router_load_balancing_type = "none"
+    return config
 
 
 def _uneven_stages(num_layers: int, parallel: Mapping[str, Any]) -> dict[str, int]:
@@ -73,6 +83,19 @@ def _uneven_stages(num_layers: int, parallel: Mapping[str, Any]) -> dict[str, in
         return {}
     first, *_, last = of_stages
     return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+
+
+def agreed_layer_spec(config: Config, runtime: Runtime, model: ModelSizes | None = None) -> LayerSpecName:
+    """Resolve `model.layer_spec`, the same on all ranks; rank 0 logs the choice and the reason."""
+    choice = choose_layer_spec(config, gpu_libraries().transformer_engine, model)
+    names = runtime.all_gather(choice.name)
+    if len(set(names)) > 1:
+        other = next(rank for rank, name in enumerate(names) if name != names[0])
+        found = f"{config.model.layer_spec!r}: {names[0]} on rank 0, {names[other]} on rank {other}"
+        action = "Install the same packages on all nodes, or name one in the config."
+        raise ConfigError(Problem("model.layer_spec", found, "one layer spec on all ranks", action))
+    logger.info("layers of the %s spec: %s", choice.name, choice.reason)
+    return choice.name
 
 
 def build_model(hf: HFConfig, config: TransformerConfig, layer_spec: LayerSpecName = "torch") -> list[GPTModel]:

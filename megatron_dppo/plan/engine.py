@@ -88,7 +88,7 @@ def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:
 def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory:
     """Return the memory of the embedded engine: a whole copy of the model in each trainer process."""
     rollout = config.rollout
-    dtype_bytes = 4 if rollout.transformers.weights == "float32" else 2
+    dtype_bytes = 4 if config.embedded_weights == "float32" else 2
     samples = -(-rollout.prompts_per_rollout // layout.data) * rollout.samples_per_prompt
     slots = min(rollout.transformers.batch_size, samples)
     tokens = slots * (config.data.max_prompt_tokens + rollout.max_response_tokens)

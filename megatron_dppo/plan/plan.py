@@ -100,7 +100,6 @@ def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
 
 _NOT_COUNTED = (
     *("cpu_offloading", "fine_grained_activation_offloading", "distribute_saved_activations"),
-    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("deallocate_pipeline_outputs", "cross_entropy_loss_fusion"),
 )
 """Fields of TransformerConfig that change what a rank holds, and that these sums do not know."""

@@ -153,7 +153,7 @@ def build_engine(config: Config, hf_folder: Path, device: torch.device) -> Rollo
     return TransformersEngine(
         model_config,
         eos_token_ids=end_tokens(hf_folder, model_config.eos_token_id),
-        weights=config.rollout.transformers.weights,
+        weights=config.embedded_weights,
         batch_size=config.rollout.transformers.batch_size,
         device=device,
     )

@@ -45,7 +45,7 @@ class _RouterTap:
     ) -> tuple[Tensor, Tensor]:
         """Return scores and expert ids, [T, top_k] each, for scores [T, experts]: Megatron's hook."""
         assert default_compute_topk is not None and self.rollout is not None, "follow() comes before forward"
-        is_recomputing = _is_in_backward()
+        is_recomputing = is_in_backward()
         if is_recomputing:
             # Pipelines forward further micro-batches before the backward pass of this one, in the same order.
             rollout = self.forwarded.popleft()
@@ -74,7 +74,7 @@ class _RouterTap:
         self.totals = added if self.totals is None else self.totals + added
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether autograd runs a backward pass: a router called there recomputes activations."""
     return torch._C._current_graph_task_id() != -1
 

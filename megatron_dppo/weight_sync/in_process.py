@@ -51,7 +51,8 @@ class InProcessSync:
             )
         self.received = received
         self._runtime.gpu_ledger.takes("engine cache")  # as it samples
-        return {}
+        changed = getattr(self._engine, "changed_fraction", None)
+        return {} if changed is None else {"sync/changed_weights_fraction": changed}
 
     def release_engine(self) -> None:
         """See `WeightSync.release_engine`; the cache goes with the samples."""

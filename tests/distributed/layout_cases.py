@@ -71,8 +71,19 @@ class Case:
             },
             "rollout": {"routing_replay": of["routes"], "num_topk_log_probs": 4},
             "optimizer": {"distributed": of["optimizer"] != "plain"},
-            "megatron": recompute[of["recompute"]],
+            "megatron": recompute[of["recompute"]] | self._router_losses(),
         }
+
+    def _router_losses(self) -> dict[str, Any]:
+        """Losses on routers and moves of expert biases, which come with one of the objectives."""
+        if self.is_dense or self.features["objective"] != "pg_is":
+            return {}
+        losses = {
+            "moe_z_loss_coeff": 0.02,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.3,
+        }
+        return losses | ({"moe_router_bias_update_rate": 0.1} if self.model in ("GLM", "DeepSeek") else {})
 
 
 # A dense model with biases and tied embeddings: the first and the last pipeline stage share a weight.

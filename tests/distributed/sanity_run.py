@@ -44,6 +44,7 @@ def settings(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]
             "max_response_tokens": 10,
             "num_topk_log_probs": 8,
             "routing_replay": "replay",
+            "transformers": {"weights": "bfloat16"},
         },
         "algorithm": {"preset": "dppo_topk_tv", "top_k": 8, "minibatches_per_rollout": 2},
         "optimizer": {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine"},
@@ -55,6 +56,9 @@ def settings(task: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]
 
 
 def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl without what differs between two runs that are the same."""
-    clocks = ("time/", "throughput/", "memory/")
+    """Rows of metrics.jsonl without what differs between two runs that are the same.
+
+    A run that resumes in the middle of a rollout does not know what its engine served before.
+    """
+    clocks = ("time/", "throughput/", "memory/", "sync/changed_weights_fraction")
     return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows]

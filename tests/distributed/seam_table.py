@@ -70,7 +70,7 @@ _MODEL = [
     ),
     Seam(
         "model.layer_spec",
-        "actor.actor:choose_layer_spec",
+        "models.build:choose_layer_spec",
         lambda call: call.result.reason,
         expected=lambda config: "model.layer_spec asks for it",
     ),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import EXPERTS, random_groups, write_model
+from tiny import EXPERTS, TOP_K, random_groups, write_model
 from torch import Tensor
 
 from megatron_dppo.algorithms.presets import overrides_in
@@ -14,6 +14,11 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime
 
 LAYOUTS = {"one process": (1, {}), "expert 2": (2, {"expert": 2})}
+ROUTER_LOSSES = {
+    "moe_z_loss_coeff": 0.02,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "binary tv": {"algorithm": {"preset": "dppo_binary_tv"}},
     "top-k kl, sequence means": {
@@ -30,6 +35,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "algorithm": {"preset": "cispo", "ref_kl_coef": 0.3, "ref_kl": "k1"},
         "rollout": {"temperature": 0.7},
     },
+    "losses on routers": {"megatron": ROUTER_LOSSES},
+    "losses on routers, routes replayed, recomputed activations": {
+        "rollout": {"routing_replay": "replay"},
+        "megatron": ROUTER_LOSSES
+        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    },
 }
 
 
@@ -38,6 +49,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.actor.reference import ReferencePolicy
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+    from megatron_dppo.metrics.metrics import Metrics
     from megatron_dppo.models.convert import export_hf_weights
 
     has_kl = "ref_kl_coef" in settings.get("algorithm", {})
@@ -65,13 +77,16 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
     means = runtime.all_gather(metrics.state()["means"])
     losses = [own["loss/policy"][0] for own in means]
     gradients = dict(export_hf_weights(actor.chunks, actor.hf, actor.main_gradients()))
-    reference_loss, reference, reference_kl = _reference(Path(model), config, groups)
+    reference_loss, reference, reference_kl, router_losses = _reference(Path(model), config, groups)
+    added = Metrics().merge(runtime.all_gather(metrics.state())).values()
     return {
         "num_microbatches": len(batch.microbatches),
         "loss": sum(losses) / batch.num_loss_tokens,
         "reference_loss": reference_loss,
         "kl": sum(own["policy/ref_kl"][0] for own in means) / batch.num_loss_tokens if has_kl else 0.0,
         "reference_kl": reference_kl / batch.num_loss_tokens,
+        "router_losses": [added.get(name, 0.0) for name in ("loss/router_z", "loss/router_balance")],
+        "reference_router_losses": router_losses,
         "errors": {name: _relative(gradients[name].cpu(), reference[name]) for name in reference},
         "names": set(gradients) == set(reference),
     }
@@ -81,23 +96,34 @@ def _relative(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
-def _reference(folder: Path, config: Config, groups: list[Any]) -> tuple[float, dict[str, Tensor], float]:
-    """One sequence at a time through Hugging Face's models, in float32, with routes forced where asked."""
+def _reference(
+    folder: Path, config: Config, groups: list[Any]
+) -> tuple[float, dict[str, Tensor], float, list[float]]:
+    """One sequence at a time through Hugging Face's models, with routes forced where asked.
+
+    In float32; with losses on routers in float64.
+    """
     from transformers import Qwen3MoeForCausalLM
 
     from megatron_dppo.algorithms import PolicyLossInputs, TopKLogProbs, policy_loss, preset, token_weights
 
-    options: Any = {"dtype": torch.float32, "experts_implementation": "eager"}
+    dtype = torch.float64 if "moe_z_loss_coeff" in config.megatron else torch.float32
+    options: Any = {"dtype": dtype, "experts_implementation": "eager"}
     model = Qwen3MoeForCausalLM.from_pretrained(folder, **options)
     before = config.model.reference and Qwen3MoeForCausalLM.from_pretrained(config.model.reference, **options)
     objective = preset(config.algorithm.preset, **overrides_in(config.algorithm.model_dump()))
     samples = [sample for group in groups for sample in group.samples]
     lengths = [int(sample.loss_mask.sum()) for sample in samples]
     weights = iter(token_weights(config.algorithm.aggregation, lengths, 16).split(lengths))
-    total, kl = torch.zeros(()), torch.zeros(())
+    total, kl, router_losses = torch.zeros(()), torch.zeros(()), torch.zeros(2, dtype=torch.float64)
     for sample in samples:
         is_forced = config.rollout.routing_replay == "replay"
         hooks = _force_routes(model, sample.routed_experts.indices) if is_forced else []
+        router_logits: list[Tensor] = []
+        blocks: Any = model.model.layers
+        for block in blocks:
+            read = lambda module, inputs, output, found=router_logits: found.append(output[0])  # noqa: E731
+            hooks.append(block.mlp.gate.register_forward_hook(read))
         logits = model(input_ids=sample.tokens[None, :-1]).logits[0, sample.prompt_length - 1 :]
         for hook in hooks:
             hook.remove()
@@ -132,9 +158,34 @@ def _reference(folder: Path, config: Config, groups: list[Any]) -> tuple[float, 
             ),
         )
         total = total + out.loss_sum
+        learning = sample.loss_mask.nonzero()[:, 0] + sample.prompt_length - 1
+        for logits in router_logits:
+            router_losses = router_losses + _router_losses(
+                config.megatron, logits.double()[learning], sum(lengths), len(samples)
+            )
+    total = total + router_losses.sum()
     total.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return float(total), _checkpoint_names(gradients), float(kl)
+    policy_loss_alone = float(total - router_losses.sum())
+    return policy_loss_alone, _checkpoint_names(gradients), float(kl), router_losses.tolist()
+
+
+def _router_losses(megatron: dict[str, Any], logits: Tensor, num_tokens: int, num_samples: int) -> Tensor:
+    """What a sample adds to the z-loss and to the load-balancing loss of one layer, by hand: [2] float64.
+
+    Args:
+        megatron: With both coefficients, or empty.
+        logits: [T, experts] float64 at the positions that learn.
+        num_tokens: Positions that learn in the mini-batch.
+        num_samples: Samples in it.
+    """
+    if not megatron.get("moe_aux_loss_coeff") or not len(logits):
+        return torch.zeros(2, dtype=torch.float64)
+    z = logits.exp().sum(1).log().square().sum() / num_tokens
+    probs = logits.softmax(1)
+    chosen = torch.zeros_like(probs).scatter(1, probs.topk(TOP_K).indices, 1.0)
+    balance = EXPERTS * (chosen.mean(0) / TOP_K * probs.mean(0)).sum() / num_samples
+    return torch.stack([megatron["moe_z_loss_coeff"] * z, megatron["moe_aux_loss_coeff"] * balance])
 
 
 def _force_routes(model: Any, indices: Tensor) -> list[Any]:
@@ -145,7 +196,7 @@ def _force_routes(model: Any, indices: Tensor) -> list[Any]:
 
         def forced(module: Any, inputs: Any, output: Any, chosen: Tensor = chosen) -> Any:
             logits = output[0]
-            scores = logits.float().gather(1, chosen).softmax(-1)
+            scores = logits.gather(1, chosen).softmax(-1)
             return logits, scores.to(output[1].dtype), chosen
 
         hooks.append(block.mlp.gate.register_forward_hook(forced))
@@ -191,5 +242,7 @@ def test_loss_and_every_gradient_equal_hugging_face(measured: dict[str, dict[str
     assert result["names"], "each parameter's gradient is compared, none twice"
     assert result["loss"] == pytest.approx(result["reference_loss"], rel=1e-5)
     assert result["kl"] == pytest.approx(result["reference_kl"], rel=1e-5)
+    assert result["router_losses"] == pytest.approx(result["reference_router_losses"], rel=1e-5)
+    assert all(result["router_losses"]) == ("moe_z_loss_coeff" in SETTINGS[setting].get("megatron", {}))
     worst = max(result["errors"], key=result["errors"].get)
     assert result["errors"][worst] <= 1e-5, worst

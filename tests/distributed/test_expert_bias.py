@@ -1,5 +1,6 @@
 """A router's expert bias: float32 in a bfloat16 model, frozen unless a setting moves it, resumed as it was."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.runtime.process import Runtime
 
 RATE = 0.001
-RATES = {"frozen": {}, "moved": {"moe_router_bias_update_rate": RATE}}
+MOVED = {"moe_router_bias_update_rate": RATE}
+RATES: dict[str, dict[str, Any]] = {"frozen": {}, "moved": MOVED}
+CLIPS = (1.0, 0.0)
 
 
 def measure(runtime: Runtime, folder: str) -> dict[str, dict[str, dict[str, Tensor]]]:
@@ -48,6 +51,37 @@ def measure(runtime: Runtime, folder: str) -> dict[str, dict[str, dict[str, Tens
         other = Actor(config, runtime)
         load_model_states(other.chunks, load_sharded(model_states(other.chunks), saved))
         found[name] = {"before": before, "after": biases_of(actor), "resumed": biases_of(other)}
+    return found
+
+
+def overflow(runtime: Runtime, folder: str) -> list[dict[str, Any]]:
+    """Two steps of each clip: one that moves the weights, and one whose gradients are huge, but finite."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
+
+    found: list[dict[str, Any]] = []
+    for clip in CLIPS:
+        config = Config.model_validate(
+            {
+                "model": {"load": f"{folder}/model", "dtype": "bfloat16" if clip else "float32"},
+                "optimizer": {"lr": 0.01, "weight_decay": 0.1, "clip_grad": clip, "distributed": bool(clip)},
+                "megatron": MOVED,
+            }
+        )
+        actor = Actor(config, runtime)
+        groups = with_advantages(random_groups(6, routing=actor.routing), normalize_std=False)
+        own = [sample for group in groups[runtime.rank :: runtime.world_size] for sample in group.samples]
+        huge = [replace(sample, advantage=1e25 * (sample.advantage or 0.0)) for sample in own]
+        shape = BatchShape("token_mean", 16, 60, routing=actor.routing)
+        weights: list[dict[str, Tensor]] = []
+        for samples in (own, huge):
+            (batch,), _ = train_batches([samples], shape, actor.data_parallel)
+            step = actor.train_step(batch, is_first=True)
+            weights.append({name: tensor.clone() for name, tensor in actor.weights()})
+        kept = all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+        metrics = step.metrics.values()
+        found.append({"kept": kept, "faults": step.faults, "skipped": metrics["optimizer/skipped_steps"]})
     return found
 
 
@@ -90,3 +124,10 @@ def test_ranks_move_it_alike_and_a_resume_has_it(measured: list[dict[str, Any]])
         assert torch.equal(bias, measured[1]["moved"]["after"][name])
         for of_rank in measured:
             assert torch.equal(of_rank["moved"]["resumed"][name], bias)
+
+
+def test_a_step_whose_gradient_norm_overflows_is_skipped_and_moves_nothing(model: Path) -> None:
+    for of_rank in run_ranks(overflow, 2, model, str(model)):
+        for step in of_rank:
+            assert step["kept"] and step["skipped"] == 1
+            assert step["faults"] == ("gradient: the norm is inf, though each gradient is finite",)

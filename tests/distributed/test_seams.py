@@ -144,6 +144,8 @@ METRICS_ELSEWHERE = {
     "rollout/prefilled_again_tokens": "unit/test_ahead.py",
     "sync/hold_s": "unit/test_ahead.py",
     "staleness/<n>": "unit/test_metrics.py",
+    "loss/router_z": "distributed/test_actor_parity.py",
+    "loss/router_balance": "distributed/test_actor_parity.py",
     "trust_region/weight_positive": "distributed/test_rule_runs.py",
     "trust_region/weight_negative": "distributed/test_rule_runs.py",
 }

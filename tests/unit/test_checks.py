@@ -62,6 +62,9 @@ MODEL: dict[str, Any] = {
 
 MEGATRON = {
     "moe_z_loss_coeff": ["float", "none"],
+    "moe_aux_loss_coeff": ["float", "list"],
+    "moe_router_load_balancing_type": ["str", "list"],
+    "moe_router_bias_update_rate": ["float"],
     "moe_router_fusion": ["bool"],
     "moe_permute_fusion": ["bool"],
     "moe_token_dispatcher_type": ["str"],
@@ -113,7 +116,7 @@ def _config(changes: Mapping[str, Any]) -> Config:
         "data.max_prompt_tokens": 16,
         "rollout.max_response_tokens": 32,
         "evaluation.sets": {"held_out": {"prompts": "held_out.jsonl"}},
-        "megatron.moe_z_loss_coeff": 0.1,
+        "megatron.moe_permute_fusion": False,
     }
     tables: dict[str, dict[str, Any]] = {}
     for key, value in {**valid, **changes}.items():
@@ -585,10 +588,47 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("megatron.moe_z_loss_coeff", {"megatron.moe_z_loss_coeff": "much"}),
         Example("megatron.moe_router_fusion", {"megatron.moe_router_fusion": 1}),
     ],
+    "megatron_router_losses": [
+        Example("megatron.moe_aux_loss_coeff", {"megatron.moe_aux_loss_coeff": 0.01}),
+        Example(
+            "megatron.moe_aux_loss_coeff",
+            {
+                "megatron.moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+                "megatron.moe_aux_loss_coeff": [0.1, 0.01],
+            },
+        ),
+        Example(
+            "megatron.moe_router_load_balancing_type", {"megatron.moe_router_load_balancing_type": "sinkhorn"}
+        ),
+        Example("megatron.moe_z_loss_coeff", {"megatron.moe_z_loss_coeff": -0.1}),
+        Example(
+            "megatron.moe_aux_loss_coeff",
+            {
+                "megatron.moe_router_load_balancing_type": "seq_aux_loss",
+                "megatron.moe_aux_loss_coeff": -0.01,
+            },
+        ),
+        Example(
+            "megatron.moe_z_loss_coeff", {"megatron.moe_z_loss_coeff": 0.1}, on_disk=_dense("Qwen3ForCausalLM")
+        ),
+    ],
+    "megatron_expert_bias": [
+        Example("megatron.moe_router_bias_update_rate", {"megatron.moe_router_bias_update_rate": 0.001}),
+        Example(
+            "megatron.moe_router_bias_update_rate",
+            {"megatron.moe_router_bias_update_rate": 0.001, "lora.rank": 4, "lora.targets": ["o_proj"]},
+            on_disk=_sigmoid("DeepseekV3ForCausalLM", **_PUBLISHED),
+        ),
+    ],
     "megatron_config": [Example("megatron", {"megatron.recompute_granularity": "full"})],
     "megatron_owned": [
         Example("megatron.num_layers", {"megatron.num_layers": 3}, also=frozenset({"megatron_names"})),
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
+        Example(
+            "megatron.mtp_loss_scaling_factor",
+            {"megatron.mtp_loss_scaling_factor": 0.1},
+            also=frozenset({"megatron_names"}),
+        ),
     ],
     "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
     "sglang_model": [
@@ -763,6 +803,29 @@ def test_another_aggregation_than_the_papers_is_remarked_on(world: Path) -> None
     assert remarks(_config({"algorithm.preset": "trm"})) == []
     own = {"algorithm.preset": "gspo", "algorithm.aggregation": "seq_mean_token_mean"}
     assert remarks(_config(own)) == []
+
+
+_SMALL = {"model.dtype": "float32", "optimizer.lr": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({**_SMALL, "rollout.transformers": {"weights": "bfloat16"}}, "rollout.transformers.weights"),
+        ({**_SMALL, "rollout.engine": "sglang", "sglang.dtype": "bfloat16"}, "sglang.dtype"),
+        ({"optimizer.lr": 1e-5, "rollout.transformers": {"weights": "modelopt_fp8"}}, "rollout.transformers"),
+        ({**_SMALL, "optimizer.lr": 1e-4, "rollout.transformers": {"weights": "bfloat16"}}, None),
+        (_SMALL, None),
+        ({**_SMALL, "rollout.engine": "sglang"}, None),
+        ({"optimizer.lr": 1e-6}, None),
+        ({"optimizer.lr": 1e-6, "rollout.engine": "sglang", "sglang.dtype": "bfloat16"}, None),
+    ],
+)
+def test_steps_that_the_served_type_rounds_away_are_doubted(
+    world: Path, changes: dict[str, Any], key: str | None
+) -> None:
+    found = remarks(_config(changes))
+    assert len(found) == (key is not None) and all(remark.startswith(key or "") for remark in found)
     Path("config.toml").write_text(dump_config(_config({"algorithm.preset": "gspo"})))
     shown = CliRunner().invoke(app, ["check", "config.toml"])
     assert shown.exit_code == 0 and "note: algorithm.aggregation is 'token_mean'" in shown.output

@@ -159,6 +159,17 @@ def test_settings_are_compared_by_value_and_shown_as_text() -> None:
     assert experiment_changes({"megatron": {"recompute_method": "block"}}, {}) == []
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_of_the_models_type_is_the_same_by_either_name(dtype: str) -> None:
+    was = {"model": {"dtype": dtype}, "rollout": {"transformers": {"weights": dtype}}}
+    other = {"model": {"dtype": dtype}, "rollout": {"transformers": {"weights": "bfloat16_fp8"}}}
+    now = {"model": {"dtype": dtype}}
+    assert experiment_changes(was, now) == experiment_changes(now, was) == []
+    assert experiment_changes(other, now) == [
+        SettingChange("rollout.transformers.weights", "bfloat16_fp8", dtype)
+    ]
+
+
 def test_a_resolved_config_names_its_reward() -> None:
     """A run from before `data.reward` was required resumes with a config that names what it had."""
     was = tomllib.loads(dump_config(Config.model_validate({"data": {"reward": "arithmetic"}})))

@@ -42,8 +42,18 @@ def test_the_largest_noise_stays_in_the_vocabulary(seed: int) -> None:
 
 def test_temperature_divides_the_logits_and_zero_means_one() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.bfloat16)
-    assert torch.equal(sampling_log_probs(logits, 0.5), torch.log_softmax(logits.float() / 0.5, -1))
-    assert torch.equal(sampling_log_probs(logits, 0.0, 0.5), torch.log_softmax(logits.float(), -1))
+    assert torch.equal(sampling_log_probs(logits, 0.5), torch.log_softmax(logits.double() / 0.5, -1).float())
+    assert torch.equal(sampling_log_probs(logits, 0.0, 0.5), torch.log_softmax(logits.double(), -1).float())
+
+
+@pytest.mark.parametrize(("vocabulary", "spread"), [(49_152, 5.0), (151_936, 3.0), (32_000, 8.0)])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_log_probs_of_a_real_vocabulary_are_exact(vocabulary: int, spread: float, top_p: float) -> None:
+    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0)) * spread - 20
+    found = sampling_log_probs(logits, 0.9, top_p)
+    exact = (logits / 0.9).double().log_softmax(-1).masked_fill(found == -torch.inf, -torch.inf).log_softmax(-1)
+    probable = exact > -8  # float32 numbers beyond are farther apart
+    assert float((found.double() - exact)[probable].abs().max()) < 7e-7
 
 
 def test_top_p_keeps_the_nucleus_and_renormalises() -> None:

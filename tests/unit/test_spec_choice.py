@@ -48,11 +48,11 @@ def test_a_spec_that_is_named_is_taken(spec: str) -> None:
 
 
 def test_ranks_that_differ_do_not_start() -> None:
-    from megatron_dppo.actor.actor import _agreed_layer_spec
+    from megatron_dppo.models.build import agreed_layer_spec
 
     runtime: Any = SimpleNamespace(all_gather=lambda name: [name, "transformer_engine"])
     with pytest.raises(ConfigError, match="torch on rank 0, transformer_engine on rank 1"):
-        _agreed_layer_spec(_config("auto"), runtime)
+        agreed_layer_spec(_config("auto"), runtime)
 
 
 @pytest.mark.parametrize("kernel", [USABLE, ABSENT])

@@ -339,6 +339,36 @@ def test_the_checksum_is_of_what_was_received(model: Any) -> None:
         assert engine.weight_version == 3
 
 
+@pytest.mark.parametrize(
+    ("weights", "step", "expected"),
+    [
+        ("float32", 0.0, 0.0),
+        ("float32", 1e-4, 1.0),
+        ("bfloat16", 1e-4, 0.0),  # half of the distance of neighbours at 1 is 2e-3
+        ("bfloat16", 0.5, 1.0),
+        ("bfloat16_fp8", 1e-4, 0.0),
+        ("modelopt_fp8", 0.5, None),
+    ],
+)
+def test_the_share_of_weights_that_a_push_changes_is_of_what_is_served(
+    model: Any, weights: Any, step: float, expected: float | None
+) -> None:
+    engine = TransformersEngine(model.config, weights=weights, eos_token_ids=())
+    ones = {name: torch.ones_like(tensor) for name, tensor in checkpoint(model).items()}
+    engine.load_weights(ones.items(), version=1)
+    assert engine.changed_fraction is None
+    engine.load_weights({name: tensor + step for name, tensor in ones.items()}.items(), version=2)
+    assert engine.changed_fraction == expected
+    moved = {name: tensor + step + (name.endswith("norm.weight")) for name, tensor in ones.items()}
+    engine.load_weights(moved.items(), version=3)
+    num_moved = sum(tensor.numel() for name, tensor in ones.items() if name.endswith("norm.weight"))
+    if expected is not None:
+        assert engine.changed_fraction == num_moved / sum(tensor.numel() for tensor in ones.values())
+    engine.release_weights()
+    engine.load_weights(moved.items(), version=4)
+    assert engine.changed_fraction is None
+
+
 def test_the_engine_copies_the_weights(model: Any) -> None:
     weights = {name: tensor.clone() for name, tensor in checkpoint(model).items()}
     engine = TransformersEngine(model.config, weights="float32", eos_token_ids=())

@@ -8,9 +8,9 @@ import torch
 from test_transformers_engine import checkpoint, moe_config, reference_model, requests_of
 from torch import Tensor
 
+from megatron_dppo.config.schema import EnginePrecision
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.embedded.engine import (
-    EnginePrecision,
     TransformersEngine,
     checkpoint_targets,
 )

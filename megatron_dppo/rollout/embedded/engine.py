@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.architectures.published_names import STACKS
 from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.config.schema import EnginePrecision
 from megatron_dppo.errors import RolloutError, WeightSyncError
 from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.rollout.counts import EngineCounts
@@ -18,7 +18,6 @@ from megatron_dppo.rollout.embedded.slot_decoder import SlotDecoder
 from megatron_dppo.rollout.embedded.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
 from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, input_tokens, num_tokens_left
 
-EnginePrecision = Literal["float32", "bfloat16", "bfloat16_fp8", "modelopt_fp8", "modelopt_nvfp4"]
 _FORMATS: dict[str, WeightFormat] = {"modelopt_fp8": "fp8", "modelopt_nvfp4": "nvfp4"}
 
 
@@ -68,6 +67,9 @@ class TransformersEngine:
         self._weight_version = -1
         self._released: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._counts = EngineCounts()
+        self.changed_fraction: float | None = None
+        """Share of the weights that the last `load_weights` gave another value. None after the first one and
+        after a release, and for the modelopt formats, which round once all weights are there."""
 
     @property
     def counts(self) -> EngineCounts:
@@ -85,9 +87,11 @@ class TransformersEngine:
 
         The stream is read to its end even after a fault, so that a sender is never left waiting.
         """
-        self._weight_version = -1
+        is_comparing = self._weight_version >= 0 and self._format is None
+        self._weight_version, self.changed_fraction = -1, None
         self._restore_memory()
         checksum, received, faults = WeightChecksum(), Counter[str](), []
+        num_changed = torch.zeros((), dtype=torch.int64, device=self._device)
         for name, tensor in weights:
             checksum.update(name, tensor)
             received[name] += 1
@@ -98,7 +102,10 @@ class TransformersEngine:
                 faults.append(f"{name}: shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
             else:
                 rounds = self._rounds_to_fp8 and name.endswith("_proj.weight")
-                target.copy_(round_to_fp8(tensor) if rounds else tensor)
+                served = (round_to_fp8(tensor) if rounds else tensor).to(target)
+                if is_comparing:
+                    num_changed += (served != target).sum()
+                target.copy_(served)
         faults += [f"{name}: arrived {count} times" for name, count in received.items() if count > 1]
         faults += [f"{name}: missing" for name in self._targets if name not in received]
         if faults:
@@ -110,6 +117,9 @@ class TransformersEngine:
             )
         if self._format is not None:
             round_linears(self._targets, self._format)
+        if is_comparing:
+            num_weights = sum(target.numel() for target in self._targets.values())
+            self.changed_fraction = int(num_changed) / num_weights
         self._weight_version = version
         return checksum.hexdigest()
 

@@ -1,0 +1,172 @@
+"""Losses on routers beside the policy's loss, and moves of expert biases: the same in every layout.
+
+Megatron means these losses over a micro-batch, padding and prompts included, and its gradients are then divided
+by the number of learning tokens: their weight depends on packing, on prompts and on the layout. Here they are
+over the learning tokens of the whole mini-batch (README.md defines them), and Megatron's own are off.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
+
+from megatron_dppo.architectures.router_losses import RouterCoefficients
+from megatron_dppo.mcore.groups import sequence_parallel_rows
+from megatron_dppo.metrics.metrics import Metrics
+from megatron_dppo.routing_replay.replay import is_in_backward, routers
+from megatron_dppo.types import Microbatch, TrainBatch
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a micro-batch that this rank's routers see."""
+
+    is_learning: Tensor  # [T] bool
+    sequence: Tensor  # [T] int64: index of each token's sequence
+    num_sequences: int  # S
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> "_Tokens":
+        """Return them for the tokens of this context-parallel rank, whose `cu_seqlens` are of all ranks'."""
+        num_tokens, lengths = microbatch.loss_mask.numel(), microbatch.cu_seqlens.diff().long()
+        sequence = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
+            lengths // parallel_state.get_context_parallel_world_size(), output_size=num_tokens
+        )
+        rows = sequence_parallel_rows(num_tokens)
+        return cls(microbatch.loss_mask[rows], sequence[rows], lengths.numel())
+
+
+class _RouterTap:
+    """Stands before one router's `routing`: attaches the losses to its logits and counts tokens per expert."""
+
+    def __init__(self, router: Any, coefficients: RouterCoefficients, sequence_weight: float) -> None:
+        """Take the loss of a sequence `sequence_weight` times: what gradients are going to be divided by."""
+        self.router, self._coefficients = router, coefficients
+        self._sequence_weight = sequence_weight
+        self._route = router.routing
+        self.tokens: _Tokens | None = None  # of the next forward pass
+        self._forwarded: deque[_Tokens] = deque()  # of passes that are going to be recomputed
+        device = router.weight.device
+        self.totals = torch.zeros(2, dtype=torch.float64, device=device)  # z and balance, as they are attached
+        self.num_tokens = torch.zeros(router.num_experts, device=device)  # of each expert
+
+    def routing(self, logits: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return the probabilities and the map of `TopKRouter.routing`, for logits [T, 1, experts]."""
+        assert self.tokens is not None, "follow() comes before forward"
+        tokens = self._forwarded.popleft() if is_in_backward() else self.tokens
+        if not torch.is_grad_enabled():  # activations are recomputed in the backward pass, with gradients
+            self._forwarded.append(tokens)
+            return self._route(logits, *arguments, **options)
+        if self._coefficients.z:
+            logits = self._attach(logits, 0, self._coefficients.z * self._z_loss(logits, tokens))
+        probs, routing_map = self._route(logits, *arguments, **options)
+        if self._coefficients.balance:
+            weight = self._coefficients.balance * self._sequence_weight
+            probs = self._attach(probs, 1, weight * self._balance_loss(logits, tokens))
+        if _moves_bias(self.router):
+            self.num_tokens += (routing_map & tokens.is_learning[:, None]).sum(0)
+        return probs, routing_map
+
+    def _attach(self, output: Tensor, column: int, loss: Tensor) -> Tensor:
+        """Return the output with a loss whose gradient is added in its backward pass."""
+        self.totals[column] += loss.detach()
+        attached: Tensor = MoEAuxLossAutoScaler.apply(output, loss)
+        return attached
+
+    def _z_loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
+        """Return the sum of the squared log-sum-exp of the logits, over this rank's learning tokens."""
+        squares = logits.flatten(0, -2).float().logsumexp(-1).square()
+        return torch.where(tokens.is_learning, squares, 0.0).sum()
+
+    def _balance_loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
+        """Return this rank's part of the sum over sequences of E sum_i f_i P_i, over learning tokens."""
+        router, learning = self.router, tokens.is_learning[:, None]
+        flat = logits.flatten(0, -2).float()
+        scores = flat.sigmoid() if router.score_function == "sigmoid" else flat.softmax(-1)
+        scores = scores / scores.sum(-1, keepdim=True)
+        with torch.no_grad():
+            chosen = torch.zeros_like(scores).scatter_(1, scores.topk(router.topk, dim=1).indices, 1.0)
+            counts = scores.new_zeros((tokens.num_sequences, scores.shape[1]))
+            counts.index_add_(0, tokens.sequence, chosen * learning)
+            if router.tp_cp_group.size() > 1:
+                dist.all_reduce(counts, group=router.tp_cp_group)
+            num_choices = counts.sum(1, keepdim=True).clamp(min=1)  # k T
+            weights = counts * (scores.shape[1] * router.topk) / num_choices.square()  # E f_i / T
+        return torch.where(learning, scores * weights[tokens.sequence], 0.0).sum()
+
+
+class RouterLosses:
+    """The losses and the moves of expert biases that `[megatron]` asks of a model's routers."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], coefficients: RouterCoefficients) -> None:
+        """Note the routers of this rank's part of the model, one chunk for each virtual pipeline stage."""
+        self._routers: list[list[Any]] = [list(routers(chunk).values()) for chunk in chunks]
+        self._coefficients = coefficients
+        own = [router for chunk in self._routers for router in chunk]
+        self._is_used = bool(coefficients.z or coefficients.balance) or any(map(_moves_bias, own))
+        self._taps: list[list[_RouterTap]] = []  # while the losses are added
+        self._done: list[_RouterTap] = []  # of the last block
+
+    @contextmanager
+    def added(self, batch: TrainBatch) -> Iterator[None]:
+        """Add the losses to the backward passes inside the block; `follow` comes before each forward pass."""
+        if not self._is_used:
+            yield
+            return
+        weight = batch.num_loss_tokens / max(batch.num_samples, 1)
+        self._taps = [
+            [_RouterTap(router, self._coefficients, weight) for router in chunk] for chunk in self._routers
+        ]
+        self._done = [tap for chunk in self._taps for tap in chunk]
+        for tap in self._done:
+            tap.router.routing = tap.routing
+        try:
+            yield
+        finally:
+            for tap in self._done:
+                del tap.router.routing
+            self._taps = []
+
+    def follow(self, microbatch: Microbatch, chunk: int) -> None:
+        """Set the tokens of a chunk's next forward pass."""
+        if self._taps:
+            tokens = _Tokens.of(microbatch)
+            for tap in self._taps[chunk]:
+                tap.tokens = tokens
+
+    def add_metrics(self, metrics: Metrics, num_loss_tokens: int) -> None:
+        """Add what the losses of the last block were, over all routers of this rank.
+
+        Args:
+            metrics: Gets `loss/router_z` and `loss/router_balance`, each where its coefficient is not 0.
+            num_loss_tokens: Of the mini-batch, on one rank; 0 on all others.
+        """
+        taps = self._done
+        z, balance = torch.stack([tap.totals for tap in taps]).sum(0).tolist() if taps else (0.0, 0.0)
+        if self._coefficients.z:
+            metrics.add_mean("loss/router_z", z, num_loss_tokens)
+        if self._coefficients.balance:
+            metrics.add_mean("loss/router_balance", balance, num_loss_tokens)
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Move each expert's bias by `moe_router_bias_update_rate` towards the mean load of the last block."""
+        moved = [tap for tap in self._done if _moves_bias(tap.router)]
+        if not moved:
+            return
+        loads = torch.stack([tap.num_tokens for tap in moved])
+        dist.all_reduce(loads, group=moved[0].router.tp_dp_cp_group)
+        for tap, load in zip(moved, loads, strict=True):
+            rate = tap.router.config.moe_router_bias_update_rate
+            tap.router.expert_bias.add_((load.mean() - load).sign(), alpha=rate)
+
+
+def _moves_bias(router: Any) -> bool:
+    return bool(router.enable_expert_bias and router.config.moe_router_bias_update_rate)

@@ -1,0 +1,76 @@
+"""Losses on routers that `[megatron]` adds to the policy's loss: their coefficients, and which are refused."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.errors import ConfigError, Problem
+
+BALANCE = "moe_aux_loss_coeff"
+Z = "moe_z_loss_coeff"
+KIND = "moe_router_load_balancing_type"
+_PER_SEQUENCE = "seq_aux_loss"
+_WHY = {
+    "aux_loss": ", which is of one micro-batch and changes with its size",
+    "global_aux_loss": ", which is of the micro-batches so far and changes with their order",
+}
+
+
+@dataclass(frozen=True)
+class RouterCoefficients:
+    """Coefficients of the losses on every router; 0 is off."""
+
+    z: float = 0.0  # mean over learning tokens of the squared log-sum-exp of a router's logits
+    balance: float = 0.0  # mean over samples of a sample's load-balancing loss
+
+    @classmethod
+    def of(cls, megatron: Mapping[str, Any]) -> "RouterCoefficients":
+        """Read the coefficients from `[megatron]`.
+
+        Raises:
+            ConfigError: One of them cannot be made the same in every layout.
+        """
+        problems = list(router_loss_problems(megatron))
+        if problems:
+            raise ConfigError(problems)
+        return cls(_z(megatron), sum(weight for _, weight in _balance(megatron)))
+
+
+def router_loss_problems(megatron: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what is wrong with the losses on routers in `[megatron]`; values of other types are left out."""
+    kinds = megatron.get(KIND)
+    if kinds == "sinkhorn":
+        found = "'sinkhorn', which chooses a token's experts by the other tokens of its micro-batch"
+        action = "Remove it: the engine, and a layout with other micro-batches, choose other experts."
+        yield Problem(f"megatron.{KIND}", found, f"{_PER_SEQUENCE!r} or 'none'", action)
+    for kind, weight in _balance(megatron):
+        if weight and kind != _PER_SEQUENCE and kind != "sinkhorn":
+            expected = f"{KIND} = {_PER_SEQUENCE!r}, which is the same in every layout"
+            action = f"Set megatron.{KIND} = {_PER_SEQUENCE!r}, or remove the coefficient."
+            yield Problem(
+                f"megatron.{BALANCE}",
+                f"{weight:g} with {KIND} = {kind!r}{_WHY.get(kind, '')}",
+                expected,
+                action,
+            )
+    for key, weight in [(Z, _z(megatron)), *((BALANCE, weight) for _, weight in _balance(megatron))]:
+        if weight < 0:
+            yield Problem(f"megatron.{key}", f"{weight:g}", "0 or more", "Correct or remove it.")
+
+
+def _z(megatron: Mapping[str, Any]) -> float:
+    weight: Any = megatron.get(Z)
+    return float(weight) if _is_number(weight) else 0.0
+
+
+def _balance(megatron: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return pairs of a kind of load-balancing loss and its coefficient."""
+    kinds, weights = megatron.get(KIND, "aux_loss"), megatron.get(BALANCE, 0.0)
+    if not isinstance(kinds, list):
+        kinds, weights = [kinds], [weights]
+    pairs = zip(kinds, weights if isinstance(weights, list) else [], strict=False)
+    return [(str(kind), float(weight)) for kind, weight in pairs if _is_number(weight)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

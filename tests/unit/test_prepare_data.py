@@ -263,7 +263,7 @@ def test_a_chat_with_an_instruction(tmp_path: Path, model: Path) -> None:
         first, second, third = load_prompts(out, "prompt", None)
         assert first.messages == ({"role": "user", "content": text.replace("PROBLEM", "a?")},)
         assert second.messages == (system, {"role": "user", "content": text.replace("PROBLEM", "b?")})
-        assert third.messages == second.messages[1:]
+        assert second.messages is not None and third.messages == second.messages[1:]
         assert (first.template_arguments, second.template_arguments) == (None, arguments)
         assert "warning" not in result.output
     assert "are text, which the tokenizer's chat template never sees" in (
@@ -283,7 +283,9 @@ def test_dapos_instruction_gives_way_to_another_alone(tmp_path: Path, model: Pat
         out = tmp_path / f"{name}.jsonl"
         assert run(out, "dapo-math-17k", source, model, "--template", "chat", *options).exit_code == 0
         assert counts(out)["instructions_removed"] == num_removed
-        (message,) = load_prompts(out, "prompt", None)[0].messages or ()
+        messages = load_prompts(out, "prompt", None)[0].messages
+        assert messages is not None
+        (message,) = messages
         assert message["content"] == (
             PROBLEMS[0][0] + "\nBox it." if options else verl_rows(1)[0]["prompt"][0]["content"]
         )

@@ -7,7 +7,7 @@ K top-K columns, T packed tokens of one micro-batch, S sequences in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
@@ -25,7 +25,7 @@ DataCursor = Mapping[str, "int | list[int]"]
 
 
 class Message(TypedDict):
-    """One turn of a chat, as tokenizers' chat templates take it."""
+    """One turn of a chat. Further fields of a message, such as `tool_calls`, reach the chat template too."""
 
     role: str
     content: str
@@ -40,6 +40,8 @@ class Prompt:
     source: str
     text: str | None = None
     messages: tuple[Message, ...] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template: functions that may be called
+    template_arguments: Mapping[str, Any] | None = None  # for the chat template, such as enable_thinking
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "a prompt is either text or messages"

@@ -197,3 +197,14 @@ def architecture_of(content: Mapping[str, Any]) -> str:
     """Return the first of `architectures` in a config.json, or "no architecture"."""
     names = content.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "no architecture"
+
+
+def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens: generation_config.json's where it names any, else config.json's.
+
+    Nothing else is read from generation_config.json: sampling is ours to say.
+    """
+    file = hf_folder / "generation_config.json"
+    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = default if ids is None else ids
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)

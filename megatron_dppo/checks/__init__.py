@@ -4,6 +4,7 @@ No rule imports Megatron or SGLang. Importing this package registers all rules; 
 `@rule` in a module imported here, and one failing example in tests/unit/test_checks.py.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import get_args
@@ -24,6 +25,7 @@ from megatron_dppo.checks import (  # which registers their rules, in this order
     trial_rules,
 )
 from megatron_dppo.checks.algorithm_rules import remarks
+from megatron_dppo.checks.doubts import doubts
 from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
 from megatron_dppo.checks.registry import RULES, Need, Rule
 from megatron_dppo.config.schema import Config
@@ -31,6 +33,8 @@ from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.rollout.sglang.options import installed_version, interpreter, read_options
 from megatron_dppo.rollout.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.runtime.tested_versions import installed_versions, untested_versions
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "AT_ONCE",
@@ -43,6 +47,7 @@ __all__ = [
     "check_run",
     "data_rules",
     "disk_rules",
+    "doubts",
     "evaluation_rules",
     "gather_facts",
     "layer_rules",
@@ -114,14 +119,18 @@ def problems_of(
 def require_valid(
     config: Config, world_size: int, *, accepts_changes: bool = False, needs: Collection[Need] = AT_ONCE
 ) -> None:
-    """Refuse a config that `check` finds fault with.
+    """Refuse a config that `check` finds fault with, and log doubts about the data if these are read.
 
     Raises:
         ConfigError: With every problem.
     """
-    problems = check(config, world_size, accepts_changes=accepts_changes, needs=needs)
+    facts = gather_facts(config, world_size, accepts_changes=accepts_changes)
+    problems = problems_of(config, facts, RULES.values(), needs)
     if problems:
         raise ConfigError(problems)
+    if "data" in needs:
+        for doubt in doubts(config, facts):
+            logger.warning(doubt)
 
 
 _EVALUATED = ("model_", "prompt", "reward", "evaluation_", "sequence_positions", "sglang_", "finite_numbers")

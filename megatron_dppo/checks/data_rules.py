@@ -6,12 +6,15 @@ from pathlib import Path
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.prompts.final_answer import excerpt
 from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, detect, has
+from megatron_dppo.data.prompts.special_tokens import special_ids
 from megatron_dppo.data.prompts.survey import Survey
 from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.rewards import REWARDS, RewardChoice, answer_form, problems_with
 from megatron_dppo.types import AnswerForm
 
+THINKING_ENDS = "</think>"
 _ASKED: dict[AnswerForm, str] = {
     "boxed": "an answer in \\boxed{}",
     "answer_line": "a last line 'Answer: ...'",
@@ -49,7 +52,7 @@ def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
     """Every row of the prompt files holds a prompt that has tokens, and an answer."""
     if isinstance(facts.tokenizer, Problem):
         yield facts.tokenizer
-    for key, path, found in _surveyed(config, facts):
+    for key, path, found in surveyed(config, facts):
         if found.num_faulty:
             shown = f", the first {len(found.faults)} below" if len(found.faults) < found.num_faulty else ""
             yield Problem(
@@ -64,7 +67,7 @@ def _prompt_rows(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("prompt_token_ids", needs="data")
 def _prompt_token_ids(config: Config, facts: Facts) -> Iterator[Problem]:
     """The tokenizer's ids are rows of the model's embedding."""
-    for key, _, found in _surveyed(config, facts):
+    for key, _, found in surveyed(config, facts):
         if facts.model_sizes is not None and found.largest_id >= facts.model_sizes.vocab_size:
             yield Problem(
                 key,
@@ -78,7 +81,7 @@ def _prompt_token_ids(config: Config, facts: Facts) -> Iterator[Problem]:
 def _prompt_lengths(config: Config, facts: Facts) -> Iterator[Problem]:
     """No more prompts are too long than a rollout may lose samples."""
     longest, limit = config.data.max_prompt_tokens, config.rollout.max_dropped_fraction
-    for key, path, found in _surveyed(config, facts):
+    for key, path, found in surveyed(config, facts):
         if found.num_too_long > limit * found.num_prompts:
             yield Problem(
                 key,
@@ -133,7 +136,7 @@ def gives_rewards(config: Config) -> bool:
 def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
     """Prompts ask for an answer in the form that their reward reads."""
     own = {f"evaluation.sets.{name}": each.reward for name, each in config.evaluation.used_sets.items()}
-    for key, path, found in _surveyed(config, facts, is_once=False):
+    for key, path, found in surveyed(config, facts, is_once=False):
         where = "data.reward" if key == TRAINING else f"{key.removesuffix('.prompts')}.reward"
         reward = own.get(key.removesuffix(".prompts")) or config.data.reward
         for name in RewardChoice(reward).weights:
@@ -151,6 +154,56 @@ def _reward_reads_answers(config: Config, facts: Facts) -> Iterator[Problem]:
                     )
 
 
+def rewards_of(config: Config, key: str) -> list[str]:
+    """Return the registered rewards that score responses to a file of prompts."""
+    own = {f"evaluation.sets.{name}.prompts": each.reward for name, each in config.evaluation.used_sets.items()}
+    reward = own.get(key) or config.data.reward
+    return [name for name in RewardChoice(reward).weights if name in REWARDS]
+
+
+@rule("prompt_answers", needs="data")
+def _prompt_answers(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Most answers are no texts: a registered reward compares a response's answer with the whole cell."""
+    for key, path, found in surveyed(config, facts, is_once=False):
+        num_texts, names = found.num_answers.get("prose", 0), rewards_of(config, key)
+        if names and 2 * num_texts > found.num_prompts:
+            first = found.odd_answers["prose"][0]
+            yield Problem(
+                key,
+                f"{num_texts} of {found.num_prompts} answers of {path} that are texts without a marked final "
+                f"answer, such as {excerpt(first.prompt.answer)} in row {first.number}",
+                f"bare answers, which {' and '.join(map(repr, names))} can compare",
+                "Name a column of bare answers in data.answer_column, or a reward of your own.",
+            )
+
+
+@rule("reward_thinking", needs="data")
+def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Where thinking is required, a response can end it: prompts leave it open, and texts keep `</think>`."""
+    tokenizer = facts.tokenizer
+    files = [each for each in surveyed(config, facts, is_once=False) if rewards_of(config, each[0])]
+    if config.data.thinking != "require" or not files or tokenizer is None or isinstance(tokenizer, Problem):
+        return
+    ignore = "data.thinking = 'ignore'"
+    ids = tokenizer.encode(f"1{THINKING_ENDS}1", add_special_tokens=False)
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if THINKING_ENDS not in text:
+        is_special = tokenizer.convert_tokens_to_ids(THINKING_ENDS) in special_ids(tokenizer)
+        why = "is a special token, which texts of responses leave out" if is_special else "cannot be written"
+        action = f'Give it "special": false in the tokenizer\'s files, or set {ignore}.'
+        found = f"'require' with a tokenizer in which {THINKING_ENDS} {why}: no response can be right"
+        yield Problem("data.thinking", found, "a text that keeps it", action)
+    for _, path, found in files:
+        if 2 * found.num_closed_thoughts > found.num_prompts:
+            yield Problem(
+                "data.thinking",
+                f"'require' with {found.num_closed_thoughts} of {found.num_prompts} prompts of {path} that end "
+                f"with {THINKING_ENDS}: nearly all of their responses are wrong, since none thinks",
+                "prompts that leave the thought to the response",
+                f"Let the chat template think (chat_template_kwargs, enable_thinking), or set {ignore}.",
+            )
+
+
 @rule("overlong_buffer")
 def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
     """Some length of a response costs nothing."""
@@ -160,8 +213,8 @@ def _overlong_buffer(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("data.overlong_buffer_tokens", str(buffer), expected, "Lower it.")
 
 
-def _surveyed(config: Config, facts: Facts, *, is_once: bool = True) -> Iterator[tuple[str, Path, Survey]]:
-    """The key of each file of prompts, its path, and what it holds; once where several keys name it."""
+def surveyed(config: Config, facts: Facts, *, is_once: bool = True) -> Iterator[tuple[str, Path, Survey]]:
+    """Yield the key of each file of prompts, its path and its survey; once if several keys name the file."""
     seen: set[Path] = set()
     for key, path in prompt_files(config).items():
         if key in facts.surveys and not (is_once and path in seen):

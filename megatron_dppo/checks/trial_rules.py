@@ -4,9 +4,12 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 
+from megatron_dppo.checks.answer_trial import misread
+from megatron_dppo.checks.data_rules import rewards_of, surveyed
 from megatron_dppo.checks.facts import TRAINING, Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.prompts.final_answer import excerpt
 from megatron_dppo.environments import problem_with
 from megatron_dppo.errors import EnvironmentFailedError, Problem, RewardError
 from megatron_dppo.rewards import RewardChoice, problems_with
@@ -37,6 +40,25 @@ def _reward_trial(config: Config, facts: Facts) -> Iterator[Problem]:
             except RewardError as error:
                 action = "Correct the function; megatron_dppo/rewards/README.md says what it takes and returns."
                 yield _told(where, "data.reward", error, "a reward that scores a response", action)
+
+
+@rule("reward_answer_trial", needs="trial")
+def _reward_answer_trial(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Where most answers are texts around a final answer, a response with this answer is right."""
+    for key, path, found in surveyed(config, facts, is_once=False):
+        num_texts = found.num_answers.get("marked", 0)
+        for reward in rewards_of(config, key) if 2 * num_texts > found.num_prompts else ():
+            wrong = misread(config, reward, found.odd_answers["marked"])
+            if wrong is not None and 2 * wrong.num_wrong > wrong.num_tried:
+                cell, row = excerpt(wrong.row.prompt.answer), wrong.row.number
+                yield Problem(
+                    key,
+                    f"{num_texts} of {found.num_prompts} answers of {path} that are texts around a final "
+                    f"answer: {wrong.response!r} is wrong by {reward!r} for {cell} in row {row}",
+                    "bare answers",
+                    "Make the file with megatron-dppo prepare-data, which takes final answers out of texts, or "
+                    "name a column of bare answers in data.answer_column.",
+                )
 
 
 @rule("environment_trial", needs="trial")

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_dppo.architectures.registry import read_model_sizes
+from megatron_dppo.architectures.sizes import end_tokens
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.quantized_folder import QuantizedFolder
 from megatron_dppo.errors import ConversionError
@@ -20,7 +21,6 @@ from megatron_dppo.metrics.token_mismatch import MeasuredResponse, token_statist
 from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 from megatron_dppo.rollout.embedded.sampling import log_softmax
 from megatron_dppo.rollout.embedded.weight_formats import WeightFormat, rounded
-from megatron_dppo.rollout.rollouts import end_tokens
 from megatron_dppo.routing_replay.agreement import overlap
 
 BATCH = 16  # prompts sampled at a time

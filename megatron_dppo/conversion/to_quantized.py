@@ -12,6 +12,7 @@ from tqdm import tqdm
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.quantize import Quantization, calibrated, export
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, fingerprint
+from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
@@ -76,7 +77,9 @@ def tokenized(hf: Path, questions: Sequence[Prompt], num_prompts: int, max_token
     for question in questions:
         if len(found) == num_prompts:
             break
-        ids = _token_ids(tokenizer, question)
+        ids = prompt_tokens(
+            tokenizer, question.text, question.messages, question.tools, question.template_arguments
+        )
         if 1 <= len(ids) <= max_tokens:
             found.append(torch.tensor(ids))
         else:
@@ -88,14 +91,6 @@ def tokenized(hf: Path, questions: Sequence[Prompt], num_prompts: int, max_token
         )
     logger.info("%d prompts; %d were longer than %d tokens", len(found), num_too_long, max_tokens)
     return found
-
-
-def _token_ids(tokenizer: Any, question: Prompt) -> list[int]:
-    if question.text is not None:
-        return tokenizer.encode(question.text, add_special_tokens=True)
-    return tokenizer.apply_chat_template(
-        list(question.messages or ()), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
 
 
 def _unfinished(

@@ -123,7 +123,7 @@ def opened(prompt: Prompt, observation: str) -> Observation:
         return Observation(f"{prompt.text} {observation}")
     assert prompt.messages is not None, "a prompt is either text or messages"
     *before, last = prompt.messages
-    asked = Message(role=last["role"], content=f"{last['content']} {observation}")
+    asked: Message = {**last, "content": f"{last['content']} {observation}"}
     return Observation(messages=(*before, asked))
 
 

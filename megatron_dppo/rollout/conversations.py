@@ -5,9 +5,9 @@ observation is tokenised alone and appended. A turn is one request, whose prompt
 question with one answer is a trajectory of one turn.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +97,10 @@ class Conversations:
         if turn.done:
             return replace(completion, episode=state.episode())
         assert turn.observation is not None, "a turn that does not end the trajectory has an observation"
-        tokens = self._turn_tokenizer.observation(turn.observation, last_token, is_chat=request.is_chat)
+        arguments = request.prompt.template_arguments if request.prompt is not None else None
+        tokens = self._turn_tokenizer.observation(
+            turn.observation, last_token, is_chat=request.is_chat, template_arguments=arguments
+        )
         num_tokens, num_turns = completion.tokens.numel() + tokens.numel(), len(state.trajectory.responses)
         if num_turns == self._limits.max_turns or num_tokens >= params.max_response_tokens:
             return replace(completion, finish_reason="length", episode=state.episode())
@@ -149,26 +152,38 @@ class TurnTokenizer:
         """Decode a response `[N]` int64, without special tokens."""
         return as_text(self._tokenizer, tokens, has_special_tokens=False)
 
-    def observation(self, text: str, last_token: int | None, *, is_chat: bool) -> Tensor:
+    def observation(
+        self,
+        text: str,
+        last_token: int | None,
+        *,
+        is_chat: bool,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> Tensor:
         """Encode an observation as token ids `[N]` int64, to follow a response that ends with `last_token`.
 
-        `last_token` is none for a response without a token.
+        In a chat they are those of a user's message, and of the end of the response where it has none. The chat
+        template gets the arguments of the prompt.
 
-        In a chat they are those of a user's message, and of the end of the response where it has none.
+        Args:
+            text: Observation.
+            last_token: Last token of the response, or None for a response without a token.
+            is_chat: Whether the prompt is a list of messages.
+            template_arguments: Arguments of the chat template.
         """
         if is_chat:
-            text = self._as_message(text)
+            text = self._as_message(text, template_arguments or {})
         ids = cast(list[int], self._tokenizer.encode(text, add_special_tokens=False))
         if is_chat and ids and ids[0] == last_token:
             ids = ids[1:]
         return torch.tensor(ids, dtype=torch.int64)
 
-    def _as_message(self, text: str) -> str:
+    def _as_message(self, text: str, arguments: Mapping[str, Any]) -> str:
         """Return the chat template's text between the end of a response and the beginning of the next."""
         turns = [("user", "?"), ("assistant", self._MARK), ("user", text)]
         conversation = [{"role": role, "content": content} for role, content in turns]
         written = self._tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=False, return_dict=False
+            conversation, add_generation_prompt=True, tokenize=False, return_dict=False, **arguments
         )
         _, mark, rest = cast(str, written).partition(self._MARK)
         if not mark:

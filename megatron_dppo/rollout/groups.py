@@ -108,10 +108,11 @@ class GroupMaker:
         first_key = (self.seed, 0, drawn.place * self.samples_per_prompt)
         return self._group(name, drawn, drawn.place, opening, first_key)
 
-    def _tokens(self, opening: Observation | EnvironmentFault) -> tuple[int, ...]:
+    def _tokens(self, prompt: Prompt, opening: Observation | EnvironmentFault) -> tuple[int, ...]:
         if isinstance(opening, EnvironmentFault):
             return ()
-        return prompt_tokens(self.tokenizer, opening.text, opening.messages)
+        options = (prompt.tools, prompt.template_arguments)
+        return prompt_tokens(self.tokenizer, opening.text, opening.messages, *options)
 
     def _groups(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> Iterator[PromptGroup]:
         trajectories = [Trajectory(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
@@ -132,7 +133,7 @@ class GroupMaker:
         first_key: tuple[int, int, int],
     ) -> PromptGroup | None:
         """Return the group of requests `<name>+0`, ...; none where its prompt is too long."""
-        tokens = self._tokens(opening)
+        tokens = self._tokens(drawn.prompt, opening)
         if len(tokens) > self.max_prompt_tokens:
             return None
         is_chat = isinstance(opening, Observation) and opening.messages is not None

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.architectures.registry import read_model_sizes
+from megatron_dppo.architectures.sizes import end_tokens
 from megatron_dppo.config.schema import Config, RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
 from megatron_dppo.metrics.metrics import Metrics
@@ -171,17 +172,6 @@ def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
         max_concurrent_requests=options.max_concurrent_requests,
         api_key=os.environ.get(API_KEY),
     )
-
-
-def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens: generation_config.json's where it names any, else config.json's.
-
-    Nothing else is read from generation_config.json: sampling is ours to say.
-    """
-    file = hf_folder / "generation_config.json"
-    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ids = default if ids is None else ids
-    return () if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
 class Rollouts:

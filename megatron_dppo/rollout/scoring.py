@@ -32,7 +32,13 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(
-        self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
+        self,
+        conversation: Any,
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        return_dict: bool,
+        **template_arguments: Any,
     ) -> Any:
         """Return the token ids of a chat prompt, a list of int."""
         ...

@@ -695,6 +695,27 @@ EXAMPLES: dict[str, list[Example]] = {
             on_disk=_prompts(_asking("the form Answer: x"), name="held_out.jsonl"),
         ),
     ],
+    "prompt_answers": [
+        Example(
+            "data.prompts", on_disk=_prompts(*[{"prompt": "1", "answer": "first\nsecond"}] * 2, _asking(""))
+        ),
+        Example(
+            "evaluation.sets.held_out.prompts",
+            {"evaluation.sets": {"held_out": {"prompts": "held_out.jsonl", "reward": {"math": 1.0}}}},
+            on_disk=_prompts({"prompt": "1", "answer": "one two " * 6}, name="held_out.jsonl"),
+        ),
+    ],
+    "reward_thinking": [
+        Example("data.thinking", {"data.thinking": "require", "data.reward": "math"}),
+    ],
+    "reward_answer_trial": [
+        Example(
+            "data.prompts",
+            {"data.reward": reward},
+            on_disk=_prompts({"prompt": "1", "answer": answer}, {"prompt": "2", "answer": answer}, _asking("")),
+        )
+        for reward, answer in (("math", "9 + 9\n#### 18"), ("dapo", "The answer is 18, since 9 + 9 is."))
+    ],
     "reward_trial": [
         Example("data.reward", {"data.reward": "mine:f"}, on_disk=_module("mine", "1 / 0")),
         Example("data.reward", {"data.reward": "mine:g"}, on_disk=_module("mine", "def f(): ...")),

@@ -40,7 +40,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
     tokenizer.chat_template = (
         "<bos> {% for m in messages %}{{ '<user>' if m['role'] == 'user' else '<policy>' }} {{ m['content'] }} "
-        "<eos> {% endfor %}{% if add_generation_prompt %}<policy> {% endif %}"
+        "<eos> {% endfor %}{% if add_generation_prompt %}<policy> {% if quiet %}t9 {% endif %}{% endif %}"
     )
     return tokenizer
 
@@ -345,17 +345,20 @@ def test_an_environment_that_does_not_begin_costs_its_samples(model: Any) -> Non
     assert len(batch.samples) == 3 and batch.counts.num_dropped["environment_failed"] == 3
 
 
-def test_in_a_chat_observations_are_messages(model: Any) -> None:
+@pytest.mark.parametrize(("arguments", "begin"), [(None, ""), ({"quiet": True}, " t9")])
+def test_in_a_chat_observations_are_messages(model: Any, arguments: Any, begin: str) -> None:
     messages: tuple[Message, ...] = ({"role": "user", "content": "t5"},)
     batch = rolled_out(
         engine_of(model, eos_token_ids=(EOS,)),
-        prompts=[Prompt("chat", "", "test", messages=messages)],
+        prompts=[Prompt("chat", "", "test", messages=messages, template_arguments=arguments)],
         params=dataclasses.replace(PARAMS, max_response_tokens=40),
     )
     for sample in batch.samples:
-        assert text_of(sample.tokens[: sample.prompt_length]) == "<bos> <user> t5 <eos> <policy>"
-        said = text_of(sample.tokens[sample.prompt_length :][~sample.loss_mask])
-        assert said.replace("<eos> <user>", "<user>") == "<user> t1 t2 <eos> <policy> <user> t3 <eos> <policy>"
+        assert text_of(sample.tokens[: sample.prompt_length]) == f"<bos> <user> t5 <eos> <policy>{begin}"
+        said = text_of(sample.tokens[sample.prompt_length :][~sample.loss_mask]).replace(
+            "<eos> <user>", "<user>"
+        )
+        assert said == f"<user> t1 t2 <eos> <policy>{begin} <user> t3 <eos> <policy>{begin}"
         assert text_of(sample.tokens).count("<eos> <user>") == 2  # after either kind of end, once
 
 

@@ -21,7 +21,8 @@ from math_problems import (
 from typer.testing import CliRunner, Result
 
 from megatron_dppo.cli import app
-from megatron_dppo.data.prompts.problems import language_of, last_boxed
+from megatron_dppo.data.prompts.final_answer import answer_kind, last_boxed
+from megatron_dppo.data.prompts.problems import language_of
 from megatron_dppo.data.prompts.prompts import load_prompts
 from megatron_dppo.data.prompts.templates import TEMPLATES
 
@@ -30,6 +31,7 @@ NO_DROPS = {
     "without an answer": 0,
     "with contradictory answers": 0,
     "duplicates": 0,
+    "that cannot be used": 0,
     "too long": 0,
 }
 
@@ -130,6 +132,163 @@ def test_rows_that_lack_something_and_answers_that_contradict(tmp_path: Path, mo
     found = counts(out)["counts"]
     assert found == NO_DROPS | dropped | {"read": 8, "written": 1}
     assert found["read"] - found["written"] == sum(dropped.values())
+
+
+GSM8K = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 24"
+
+
+@pytest.mark.parametrize(
+    ("cell", "answer"),
+    [
+        (GSM8K, "24"),
+        ("#### 18\nThe answer is: 18", "18"),
+        (r"Add both. So $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"$\boxed{7}$", "7"),
+        ("The answer is 4", "4"),
+        ("The final answer is $4.5$. I hope it is correct.", "4.5"),
+        ("Final Answer: The final answer is $42$. I hope it is correct.", "42"),
+        ("**Answer:** (B)", "(B)"),
+        ("First this.\n<answer> 12 </answer>", "12"),
+        ("so the correct answer is (A). It is obvious.", "(A)"),
+        ("答案是 4。", "4"),
+    ],
+)
+def test_the_final_answer_is_taken_out_of_a_text_that_marks_it(
+    tmp_path: Path, model: Path, cell: str, answer: str
+) -> None:
+    rows = [{"question": "a?", "answer": cell}, {"question": "b?", "answer": "4"}]
+    source, out = write_rows(tmp_path / "s.jsonl", rows), tmp_path / "out.jsonl"
+    result = run(out, "custom", source, model)
+    assert result.exit_code == 0, result.output
+    assert [prompt.answer for prompt in load_prompts(out, "prompt", None)] == [answer, "4"]
+    assert counts(out)["answers_taken_out_of_texts"] == 1
+    assert f"1  answers taken out of a text, the first, {answer!r}, out of " in result.output
+    assert run(tmp_path / "kept.jsonl", "custom", source, model, "--answers", "as-is").exit_code == 0
+    assert [prompt.answer for prompt in load_prompts(tmp_path / "kept.jsonl", "prompt", None)] == [cell, "4"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind"),
+    [
+        ("4", "bare"),
+        (r"\frac{1}{2}", "bare"),
+        ("(B) Paris", "bare"),
+        ("x = 4", "bare"),
+        ("5 m/s", "bare"),
+        ("$\\begin{pmatrix} 1 \\\\ 2\n\\end{pmatrix}$", "bare"),
+        ("no answer is possible", "bare"),
+        ("4 cups", "with_words"),
+        ("$12 dollars", "with_words"),
+        ("3 + 4 = 7, so she has 7 clips.", "with_words"),
+        ("the set of all real numbers", "bare"),
+        ("#### Step 1\nAdd.\n#### Step 2\nSubtract.", "prose"),
+        ("The answer is that we take all of the apples and divide them among the children.", "prose"),
+        ("It holds for all n,\nby induction", "prose"),
+        (r"an open \boxed{4", "bare"),
+    ],
+)
+def test_the_kind_of_an_answer(cell: str, kind: str) -> None:
+    assert answer_kind(cell) == kind
+
+
+def test_answers_that_are_texts_are_refused_if_they_are_most(tmp_path: Path, model: Path) -> None:
+    cells = ["By the book\nand by heart", "It is so\nand not so", "4 cups"]
+    rows = [{"question": f"{place}?", "answer": cell} for place, cell in enumerate(cells)]
+    source, out = write_rows(tmp_path / "s.jsonl", rows), tmp_path / "out.jsonl"
+    result = run(out, "custom", source, model)
+    assert result.exit_code == 2 and not out.exists()
+    assert "found 2 of 3 answers that are texts without a marked final answer, such as" in result.output
+    assert "--answer-column" in result.output and "--answers as-is" in result.output
+    write_rows(source, [*rows, {"question": "c?", "answer": "5"}, {"question": "d?", "answer": "6"}])
+    result = run(out, "custom", source, model)
+    assert result.exit_code == 0
+    assert "warning: 2 of 5 answers hold a text without a marked final answer" in result.output
+    assert "warning: 1 of 5 answers are a number with words, such as '4 cups' in row 3" in result.output
+    assert len(counts(out)["doubts"]) == 2
+
+
+BAD_ROWS: list[Any] = [
+    {"question": "a?", "answer": 1.5},
+    {"question": ["a?"], "answer": "1"},
+    {"quest": "a?", "answer": "1"},
+    {"question": "\ud800", "answer": "1"},
+    {"question": "b?", "answer": "1", "images": ["b.png"]},
+    {"question": [{"role": "user", "content": "c?"}, {"role": "assistant", "content": "1"}], "answer": "1"},
+    {"question": [{"role": "system", "content": "s"}, {"role": "user", "content": "d?"}], "answer": "1"},
+    {"question": [{"role": "user", "content": "e?"}], "answer": "1", "tools": [{"name": "add"}]},
+]
+
+
+def test_bad_rows_are_named_at_once_or_dropped_and_counted(tmp_path: Path, model: Path) -> None:
+    source, out = tmp_path / "s.jsonl", tmp_path / "out.jsonl"
+    lines = ["{torn", *map(json.dumps, BAD_ROWS), json.dumps({"question": "f?", "answer": "2"})]
+    source.write_text("\n".join(lines) + "\n")
+    result = run(out, "custom", source, model)
+    assert result.exit_code == 2 and not out.exists()
+    assert "found 9 of 10 rows that cannot be used; expected" in result.output
+    assert "--bad-rows drop" in result.output and "data.prompt_column" not in result.output
+    for number in range(2, 10):
+        assert result.output.count(f"{source}, row {number}: ") == 1, number
+    assert f"{source}, line 1: " in result.output and "name another --question-column" in result.output
+    dropped = run(out, "custom", source, model, "--bad-rows", "drop")
+    assert dropped.exit_code == 0, dropped.output
+    assert counts(out)["counts"] == NO_DROPS | {"read": 10, "written": 1, "that cannot be used": 9}
+    source.write_text("\n".join(lines[:-1] * 3) + "\n" + lines[-1])
+    assert (
+        "of 28 rows that cannot be used, the first 10 below"
+        in run(tmp_path / "b.jsonl", "custom", source, model).output
+    )
+
+
+def test_a_chat_with_an_instruction(tmp_path: Path, model: Path) -> None:
+    system, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "b?"}
+    arguments = {"enable_thinking": False}
+    rows = [
+        {"question": "a?", "answer": "1"},
+        {"question": [system, asked], "answer": "2", "chat_template_kwargs": arguments},
+        {"question": json.dumps([asked]), "answer": "3"},
+    ]
+    source = write_rows(tmp_path / "s.jsonl", rows)
+    boxed, around = r"End with \boxed{}.", "Solve: {problem} End with a line of the form Answer: x"
+    cases = [
+        ("plain", (), "PROBLEM", "note: not all prompts ask for an answer in one form"),
+        ("below", ("--instruction", boxed), "PROBLEM\n" + boxed, 'data.reward = "math"'),
+        ("around", ("--instruction", around), around.replace("{problem}", "PROBLEM"), 'data.reward = "dapo"'),
+    ]
+    for name, options, text, said in cases:
+        out = tmp_path / f"{name}.jsonl"
+        result = run(out, "custom", source, model, "--template", "chat", *options)
+        assert result.exit_code == 0, result.output
+        assert said in result.output
+        first, second, third = load_prompts(out, "prompt", None)
+        assert first.messages == ({"role": "user", "content": text.replace("PROBLEM", "a?")},)
+        assert second.messages == (system, {"role": "user", "content": text.replace("PROBLEM", "b?")})
+        assert second.messages is not None and third.messages == second.messages[1:]
+        assert (first.template_arguments, second.template_arguments) == (None, arguments)
+        assert "warning" not in result.output
+    assert "are text, which the tokenizer's chat template never sees" in (
+        run(tmp_path / "text.jsonl", "custom", source, model, "--template", "none").output
+    )
+    refused = run(tmp_path / "x.jsonl", "custom", source, model, "--template", "base", "--instruction", "x")
+    assert refused.exit_code == 2 and "expected --template chat" in refused.output
+    refused = run(
+        tmp_path / "x.jsonl", "custom", source, save(r1_tokenizer(), tmp_path / "r1"), "--template", "chat"
+    )
+    assert refused.exit_code == 2 and "without a chat template" in refused.output
+
+
+def test_dapos_instruction_gives_way_to_another_alone(tmp_path: Path, model: Path) -> None:
+    source = write_rows(tmp_path / "dapo.jsonl", verl_rows(1))
+    for name, options, num_removed in (("a", (), 0), ("b", ("--instruction", "Box it."), len(PROBLEMS))):
+        out = tmp_path / f"{name}.jsonl"
+        assert run(out, "dapo-math-17k", source, model, "--template", "chat", *options).exit_code == 0
+        assert counts(out)["instructions_removed"] == num_removed
+        messages = load_prompts(out, "prompt", None)[0].messages
+        assert messages is not None
+        (message,) = messages
+        assert message["content"] == (
+            PROBLEMS[0][0] + "\nBox it." if options else verl_rows(1)[0]["prompt"][0]["content"]
+        )
 
 
 def test_r1_distill(tmp_path: Path, model: Path) -> None:

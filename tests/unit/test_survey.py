@@ -1,5 +1,6 @@
 """A file of prompts as a run would meet it: rows that fail, lengths in tokens, and what prompts ask for."""
 
+import hashlib
 import json
 from itertools import chain, repeat
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_rows_are_counted_and_prompts_measured_as_a_rollout_measures_them(tmp_pa
     for prompt in load_prompts(file, "prompt", "answer"):
         digest.add(prompt)
     assert found.digest == digest.hexdigest(), "what a checkpoint keeps of the prompts"
+
+
+def test_prompts_without_tools_keep_the_digest_that_older_checkpoints_have() -> None:
+    fields = {"id": "1", "answer": "2", "source": "p", "text": "1 + 1 =", "messages": None}
+    digest = PromptsDigest()
+    digest.add(Prompt("1", "2", "p", text="1 + 1 ="))
+    expected = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16)
+    assert digest.hexdigest() == expected.hexdigest()
+    digest.add(Prompt("2", "2", "p", None, ({"role": "user", "content": "1"},), ({"name": "add"},), {"a": 1}))
+    assert digest.hexdigest() != expected.hexdigest()
 
 
 def test_every_fault_is_counted_and_the_first_are_named_by_their_row(tmp_path: Path) -> None:

@@ -1,29 +1,34 @@
 """Prepares a file of prompts from a published data set, and counts the rows that are dropped."""
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_dppo.data.prompts.final_answer import KINDS, AnswerKind, answer_kind, excerpt
+from megatron_dppo.data.prompts.messages import READ_COLUMNS, TEMPLATE_ARGUMENTS, TOOLS
 from megatron_dppo.data.prompts.problems import (
+    OPTION_KEYS,
+    BadRows,
     Counts,
     Language,
     Question,
+    QuestionReader,
     each_once,
     language_of,
     problem_alone,
-    read_questions,
+    problem_in_chat,
 )
+from megatron_dppo.data.prompts.prompts import prompt_of
+from megatron_dppo.data.prompts.rendering import whole_tokens
 from megatron_dppo.data.prompts.rows import fault
 from megatron_dppo.data.prompts.schemas import PROBLEM_SCHEMAS, Schema, detect, has, spellings
 from megatron_dppo.data.prompts.sources import Row, Source
-from megatron_dppo.data.prompts.templates import (
-    TEMPLATES,
-    prompt_tokens,
-    require_chat_template,
-    require_tokenizer,
-)
-from megatron_dppo.types import Prompt
+from megatron_dppo.data.prompts.special_tokens import SpecialTokens
+from megatron_dppo.data.prompts.templates import TEMPLATES, asked_form, require_tokenizer
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import AnswerForm, Prompt
 
 Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
 """Given an iterable, what it is of, and how many: yields the same, and shows how far it is."""
@@ -34,7 +39,10 @@ class Options:
     """Options of preparing a data set."""
 
     name: str  # the prompts' source, and the beginning of their ids
-    template: str = "none"  # one of TEMPLATES; none keeps prompts as the source has them
+    template: str = "none"  # one of TEMPLATES, or chat; none keeps prompts as the source has them
+    instruction: str | None = None  # of the template chat
+    keeps_answers: bool = False  # texts around a final answer too
+    drops_bad_rows: bool = False
     max_prompt_tokens: int = 1024
     refuse_too_long: bool = False
     language: Language | None = None
@@ -44,16 +52,25 @@ class Options:
     question_column: str | None = None
     answer_column: str | None = None
 
+    @property
+    def replaces_instructions(self) -> bool:
+        """Whether DAPO's instruction around a problem is taken off."""
+        return self.instruction is not None if self.template == "chat" else self.template != "none"
+
 
 @dataclass(frozen=True)
 class Prepared:
     """The prepared rows, and the count of rows by outcome."""
 
-    rows: Sequence[Mapping[str, object]]  # id, prompt, answer, source, and template where there is one
+    rows: Sequence[Mapping[str, object]]  # id, prompt, answer, source, and what else there is of a prompt
     schema: Schema
     counts: Mapping[str, int]
     num_instructions_removed: int
+    answers_taken: Sequence[tuple[str, str]]  # the text, and the final answer that was taken out of it
     longest_prompt_tokens: int
+    unread_columns: Sequence[str]
+    form: AnswerForm | None  # that every prompt asks its answer for; none if not all ask for the same
+    doubts: Sequence[str]  # what may be wrong with the rows, as sentences
 
 
 def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress) -> Prepared:
@@ -66,37 +83,117 @@ def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress
         progress: Shows how far reading and counting tokens are.
 
     Raises:
-        DataError: No known columns, a cell of another type, a template that does not suit the tokenizer, a
-            prompt too long where that is refused, another number of problems than the set has, or none left.
+        DataError: No known columns, rows that cannot be used unless they are dropped, a template that does not
+            suit the tokenizer, texts in the place of most answers, a prompt too long where that is refused,
+            another number of problems than the set has, or none left.
     """
     require_tokenizer(options.template, tokenizer)
     schema, counts = schema_of(source, options), dict[str, int]()
+    bad_rows = BadRows(source.name, options.drops_bad_rows)
+    reader = QuestionReader(source.name, schema, options.keeps_answers, bad_rows)
     rows = progress(source.rows, "rows", source.num_rows)
-    questions = each_once(read_questions(source.name, rows, schema, counts), counts)
-    _require_number(source.name, len(questions), options, counts)
+    questions = each_once(reader.read(rows, counts), counts)
+    num_questions = len(questions)
     questions = _of_language(questions, options.language, counts)
-    prompts = [_prompt(source.name, question, options) for question in questions]
-    if any(prompt.messages is not None for prompt in prompts):
-        require_chat_template(tokenizer)
-    lengths = [
-        len(prompt_tokens(tokenizer, p.text, p.messages)) for p in progress(prompts, "prompts", len(prompts))
-    ]
-    places = _short_enough(source.name, questions, lengths, options, counts)
+    tokenized = list(_tokenized(source.name, questions, tokenizer, options, bad_rows, progress))
+    bad_rows.refuse(counts["read"])
+    counts["that cannot be used"] = bad_rows.num_rows
+    _require_number(source.name, num_questions, options, counts)
+    answer_doubts = [] if options.keeps_answers else list(_doubts_of_answers(source.name, questions))
+    tokenized = _short_enough(source.name, tokenized, options, counts)
     if options.limit is not None:
-        counts["beyond the limit"] = max(0, len(places) - options.limit)
-        places = sorted(random.Random(options.seed).sample(places, min(options.limit, len(places))))
-    counts["written"] = len(places)
-    if not places:
+        counts["beyond the limit"] = max(0, len(tokenized) - options.limit)
+        places = random.Random(options.seed).sample(range(len(tokenized)), min(options.limit, len(tokenized)))
+        tokenized = [tokenized[place] for place in sorted(places)]
+    counts["written"] = len(tokenized)
+    if not tokenized:
         action = "Loosen --language, --max-prompt-tokens or --limit, or check --source."
         raise fault(source.name, f"no prompt left ({shown(counts)})", "at least one", action)
-    is_replaced = options.template != "none"
+    forms: set[AnswerForm | None] = {asked_form(each.prompt, options.template) for each in tokenized}
     return Prepared(
-        [_row(prompts[place], options.template) for place in places],
-        schema,
-        counts,
-        sum(is_replaced and questions[place].had_instruction for place in places),
-        max(lengths[place] for place in places),
+        rows=[_row(each.prompt, options.template) for each in tokenized],
+        schema=schema,
+        counts=counts,
+        num_instructions_removed=sum(
+            options.replaces_instructions and each.question.had_instruction for each in tokenized
+        ),
+        answers_taken=[
+            (each.question.had_solution, each.question.answer)
+            for each in tokenized
+            if each.question.had_solution
+        ],
+        longest_prompt_tokens=max(len(each.tokens) for each in tokenized),
+        unread_columns=[name for name in source.columns if name not in reader.named | READ_COLUMNS],
+        form=forms.pop() if len(forms) == 1 else None,
+        doubts=[*answer_doubts, *_doubts_of_tokens(tokenizer, tokenized, options.template)],
     )
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    """A prompt with its token ids."""
+
+    question: Question
+    prompt: Prompt
+    tokens: Sequence[int]
+
+
+def _tokenized(
+    where: str,
+    questions: Sequence[Question],
+    tokenizer: Any,
+    options: Options,
+    bad_rows: BadRows,
+    progress: Progress,
+) -> Iterator[_Tokenized]:
+    for question in progress(questions, "prompts", len(questions)):
+        try:
+            prompt = _prompt(where, question, options)
+        except DataError as error:
+            bad_rows.add(str(error))
+            continue
+        try:
+            yield _Tokenized(question, prompt, whole_tokens(tokenizer, prompt))
+        except DataError as error:
+            bad_rows.add(f"{where}, row {question.row}: {error}")
+
+
+def _doubts_of_answers(where: str, questions: Sequence[Question]) -> Iterator[str]:
+    """Yield doubts about cells that are no bare answers.
+
+    Raises:
+        DataError: Most are texts without a marked final answer.
+    """
+    odd = dict[AnswerKind, list[Question]]()
+    for question in questions:
+        odd.setdefault(answer_kind(question.answer), []).append(question)
+    prose = odd.get("prose", [])
+    if 2 * len(prose) > len(questions):
+        found = (
+            f"{len(prose)} of {len(questions)} answers that are texts without a marked final answer, such as "
+        )
+        found += f"{excerpt(prose[0].answer)} in row {prose[0].row}"
+        expected = r"bare answers, or texts that end in '#### 18', \boxed{18} or 'The answer is 18'"
+        action = (
+            "Name a column of bare answers with --question-column and --answer-column, or keep these for a "
+            "reward of your own with --answers as-is."
+        )
+        raise fault(where, found, expected, action)
+    for kind, what in KINDS.items():
+        if kind in odd:
+            share = f"{len(odd[kind])} of {len(questions)} answers {what}"
+            first = odd[kind][0]
+            cell = f"{excerpt(first.answer)} in row {first.row}"
+            yield f"{share}, such as {cell}: a response with a bare right answer may earn nothing."
+
+
+def _doubts_of_tokens(tokenizer: Any, tokenized: Sequence[_Tokenized], template: str) -> Iterator[str]:
+    special, oddities = SpecialTokens(tokenizer), Counter[str]()
+    for each in tokenized:
+        may_be_text = template != "none" or each.prompt.messages is not None
+        oddities.update(special.oddities(each.tokens, may_be_text=may_be_text))
+    for oddity, count in oddities.items():
+        yield f"{count} of {len(tokenized)} prompts {oddity}."
 
 
 def schema_of(source: Source, options: Options) -> Schema:
@@ -111,7 +208,7 @@ def schema_of(source: Source, options: Options) -> Schema:
         if not missing:
             return Schema("named columns", question, answer)
         found, expected = f"columns {list(source.columns)}", " and ".join(missing)
-        raise fault(source.name, found, expected, "Correct --question-column or --answer-column.")
+        raise fault(source.name, found, expected, f"Correct {' or '.join(OPTION_KEYS)}.")
     schema = detect(source.columns, PROBLEM_SCHEMAS)
     if schema is None:
         expected = f"columns {spellings(PROBLEM_SCHEMAS)}"
@@ -141,31 +238,36 @@ def _of_language(questions: list[Question], language: Language | None, counts: C
 
 
 def _prompt(where: str, question: Question, options: Options) -> Prompt:
-    asked = question.asked
-    if options.template != "none":
-        asked = TEMPLATES[options.template](problem_alone(where, question))
-    row_id = f"{options.name}/{question.row}"
-    if isinstance(asked, str):
-        return Prompt(row_id, question.answer, options.name, text=asked)
-    return Prompt(row_id, question.answer, options.name, messages=asked)
+    cell = question.cell
+    if options.template == "chat":
+        cell = replace(cell, asked=problem_in_chat(where, question, options.instruction))
+    elif options.template != "none":
+        cell = replace(cell, asked=TEMPLATES[options.template](problem_alone(where, question)))
+    if isinstance(cell.asked, str) and (cell.tools or cell.template_arguments):
+        found = f"tools or chat_template_kwargs with --template {options.template}, which makes text"
+        action = "Take --template chat or none."
+        raise fault(f"{where}, row {question.row}", found, "a template of messages", action)
+    return prompt_of(f"{options.name}/{question.row}", question.answer, options.name, cell)
 
 
 def _short_enough(
-    where: str, questions: Sequence[Question], lengths: Sequence[int], options: Options, counts: Counts
-) -> list[int]:
+    where: str, tokenized: Sequence[_Tokenized], options: Options, counts: Counts
+) -> list[_Tokenized]:
     limit = options.max_prompt_tokens
-    places = [place for place, length in enumerate(lengths) if length <= limit]
-    counts["too long"] = len(lengths) - len(places)
+    kept = [each for each in tokenized if len(each.tokens) <= limit]
+    counts["too long"] = len(tokenized) - len(kept)
     if counts["too long"] and options.refuse_too_long:
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        longest = max(tokenized, key=lambda each: len(each.tokens))
         found = f"{counts['too long']} prompts of more than {limit} tokens, the longest in row "
-        found += f"{questions[longest].row} with {lengths[longest]}"
+        found += f"{longest.question.row} with {len(longest.tokens)}"
         action = "Raise --max-prompt-tokens, or take --too-long drop."
         raise fault(where, found, f"at most {limit} tokens in each", action)
-    return places
+    return kept
 
 
 def _row(prompt: Prompt, template: str) -> Row:
     asked: object = prompt.text if prompt.messages is None else list(prompt.messages)
     row = {"id": prompt.id, "prompt": asked, "answer": prompt.answer, "source": prompt.source}
+    row |= {} if prompt.tools is None else {TOOLS: list(prompt.tools)}
+    row |= {} if prompt.template_arguments is None else {TEMPLATE_ARGUMENTS: prompt.template_arguments}
     return row | ({} if template == "none" else {"template": template})

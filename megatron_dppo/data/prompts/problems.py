@@ -1,22 +1,28 @@
 """Reads the problems of a published data set, and keeps each of them once."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_dppo.data.prompts.rows import fault, missing_column, prompt_of, text_of
-from megatron_dppo.data.prompts.schemas import Schema, cell
+from megatron_dppo.data.prompts.final_answer import final_answer, last_boxed
+from megatron_dppo.data.prompts.messages import Asked, PromptCell, prompt_cell
+from megatron_dppo.data.prompts.rows import fault, missing_column, text_of
+from megatron_dppo.data.prompts.schemas import Schema, cell, with_roots
 from megatron_dppo.data.prompts.sources import Row
-from megatron_dppo.data.prompts.templates import Asked, without_dapo_instruction
+from megatron_dppo.data.prompts.survey import NUM_SHOWN
+from megatron_dppo.data.prompts.templates import with_instruction, without_dapo_instruction
+from megatron_dppo.errors import DataError, Problem
+from megatron_dppo.types import Message
 
 Language = Literal["en", "zh"]
 Counts = MutableMapping[str, int]
+OPTION_KEYS = ("--question-column", "--answer-column")
+"""The options that name the columns of the prompt and the answer."""
 
 _HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
 
 
 @dataclass(frozen=True)
@@ -24,39 +30,107 @@ class Question:
     """One problem and its answer."""
 
     row: int  # where it stands first in the source
-    asked: Asked  # as the source has it
+    cell: PromptCell  # as the source has it
     problem: str  # without an instruction
     answer: str
     had_instruction: bool  # DAPO's, around the problem
+    had_solution: str = ""  # the text that the answer was taken out of
+
+    @property
+    def asked(self) -> Asked:
+        """The text or the messages, as the source has them."""
+        return self.cell.asked
+
+    @property
+    def key(self) -> str:
+        """The problem and its tools, without differences in white space."""
+        others = [self.cell.tools, self.cell.template_arguments]
+        return " ".join(self.problem.split()) + (json.dumps(others, sort_keys=True) if any(others) else "")
 
 
-def read_questions(
-    where: str, rows: Iterable[tuple[int, Row]], schema: Schema, counts: Counts
-) -> Iterator[Question]:
-    """Yield the rows that have a problem and an answer; counts those that are read, and those that lack one.
+@dataclass
+class BadRows:
+    """Rows that cannot be used, which are dropped and counted, or refused all at once."""
 
-    Raises:
-        DataError: A row lacks a column, or a cell holds another type.
-    """
-    counts.update({"read": 0, "without a problem": 0, "without an answer": 0})
-    for number, row in rows:
-        counts["read"] += 1
-        here = f"{where}, row {number}"
+    where: str
+    drop: bool
+    num_rows: int = 0
+    first: list[str] = field(default_factory=list[str])
+
+    def add(self, fault: str) -> None:
+        """Count a row that cannot be used."""
+        self.num_rows += 1
+        if len(self.first) < NUM_SHOWN:
+            self.first.append(fault)
+
+    def refuse(self, num_read: int) -> None:
+        """End the command if rows cannot be used and are not to be dropped.
+
+        Raises:
+            DataError: With the number of rows, and the first of them.
+        """
+        if self.num_rows and not self.drop:
+            shown = f", the first {NUM_SHOWN} below" if self.num_rows > NUM_SHOWN else ""
+            found = f"{self.num_rows} of {num_read} rows that cannot be used{shown}"
+            action = "Correct these rows, or leave them out with --bad-rows drop."
+            details = "\n".join(f"  {fault}" for fault in self.first)
+            raise DataError(Problem(self.where, found, "a prompt and an answer in each row", action, details))
+
+
+@dataclass(frozen=True)
+class QuestionReader:
+    """Reads the rows of one source."""
+
+    where: str
+    schema: Schema
+    keeps_answers: bool  # as they are, texts around a final answer too
+    bad_rows: BadRows
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The columns of the problem and the answer."""
+        return with_roots(self.schema.prompt, self.schema.answer)
+
+    def read(self, rows: Iterable[tuple[int, Row | DataError]], counts: Counts) -> Iterator[Question]:
+        """Yield the rows that have a problem and an answer, and count the others."""
+        counts.update({"read": 0, "without a problem": 0, "without an answer": 0})
+        for number, row in rows:
+            counts["read"] += 1
+            try:
+                if isinstance(row, DataError):
+                    raise row
+                question = self._question(number, row, counts)
+            except DataError as error:
+                self.bad_rows.add(str(error))
+            else:
+                if question is not None:
+                    yield question
+
+    def _question(self, number: int, row: Row, counts: Counts) -> Question | None:
+        here, schema = f"{self.where}, row {number}", self.schema
         try:
-            question, answer = cell(row, schema.prompt), cell(row, schema.answer)
+            asked, answer = cell(row, schema.prompt), cell(row, schema.answer)
         except KeyError as error:
-            raise missing_column(here, str(error.args[0]), list(row)) from None
+            raise missing_column(here, str(error.args[0]), list(row), OPTION_KEYS) from None
         reference = "" if answer is None else text_of(here, "the answer", answer)
-        reference = last_boxed(reference) if schema.is_solution else reference
-        if question is None or question in ("", []):
+        taken = self._taken(reference)
+        if asked is None or asked in ("", []):
             counts["without a problem"] += 1
-        elif not reference.strip():
+        elif not taken.strip():
             counts["without an answer"] += 1
         else:
-            asked = prompt_of(here, question)
-            text = text_asked(asked)
+            read = prompt_cell(here, row, asked, self.named, OPTION_KEYS[0])
+            text = text_asked(read.asked)
             problem = without_dapo_instruction(text)
-            yield Question(number, asked, problem.strip(), reference.strip(), problem != text)
+            solution = reference if taken != reference and not schema.is_solution else ""
+            return Question(number, read, problem.strip(), taken.strip(), problem != text, solution)
+        return None
+
+    def _taken(self, reference: str) -> str:
+        """Return the answer of a cell: the cell, or the final answer that its text marks."""
+        if self.schema.is_solution:
+            return last_boxed(reference) or final_answer(reference) or ""
+        return reference if self.keeps_answers else final_answer(reference) or reference
 
 
 def each_once(questions: Iterable[Question], counts: Counts) -> list[Question]:
@@ -67,7 +141,7 @@ def each_once(questions: Iterable[Question], counts: Counts) -> list[Question]:
     first: dict[str, Question] = {}
     times, contradictory = Counter[str](), set[str]()
     for question in questions:
-        key = " ".join(question.problem.split())
+        key = question.key
         times[key] += 1
         if first.setdefault(key, question).answer != question.answer:
             contradictory.add(key)
@@ -93,24 +167,32 @@ def problem_alone(where: str, question: Question) -> str:
     """
     if not isinstance(question.asked, str) and [m["role"] for m in question.asked] != ["user"]:
         roles = ", ".join(message["role"] for message in question.asked)
-        action = "Use --template none, which keeps such prompts as they are."
+        action = (
+            "Use --template none, which keeps such prompts as they are, or chat, which adds an instruction."
+        )
         raise fault(f"{where}, row {question.row}", f"messages of {roles}", "one message of the user", action)
     return question.problem
+
+
+def problem_in_chat(where: str, question: Question, instruction: str | None) -> tuple[Message, ...]:
+    """Return the problem as a chat, whose last message has the instruction.
+
+    Raises:
+        DataError: The last message is not the user's.
+    """
+    asked = question.asked
+    if instruction is not None and (isinstance(asked, str) or question.had_instruction):
+        asked = question.problem
+    messages = (Message(role="user", content=asked),) if isinstance(asked, str) else asked
+    if instruction is None:
+        return messages
+    last = messages[-1]
+    if last["role"] != "user":
+        found, action = f"a last message of {last['role']!r}", "Leave out --instruction."
+        raise fault(f"{where}, row {question.row}", found, "one of 'user' for --instruction", action)
+    return (*messages[:-1], {**last, "content": with_instruction(last["content"], instruction)})
 
 
 def language_of(problem: str) -> Language:
     """Return `zh` for a problem with any Chinese character, `en` for all others."""
     return "zh" if _HAN.search(problem) else "en"
-
-
-def last_boxed(solution: str) -> str:
-    r"""Return the content of the last \boxed{} or \fbox{} of a solution; empty where none is whole."""
-    boxes = list(_BOX.finditer(solution))
-    if not boxes:
-        return ""
-    begin, depth = boxes[-1].end(), 1
-    for piece in _BRACE.finditer(solution, begin):
-        depth += (piece.group() == "{") - (piece.group() == "}")
-        if depth == 0:
-            return solution[begin : piece.start()]
-    return ""

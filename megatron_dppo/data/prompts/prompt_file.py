@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from megatron_dppo.data.prompts.final_answer import excerpt
 from megatron_dppo.data.prompts.prepare import Options, Prepared, prepare
 from megatron_dppo.data.prompts.sources import Source, open_source
 from megatron_dppo.errors import DataError, Problem
@@ -58,11 +59,19 @@ def counts_file(out: Path) -> Path:
     return out.with_name(f"{out.stem}.counts.json")
 
 
-def refuse_unusable(out: Path, source: str | None, question: str | None, answer: str | None) -> None:
+def refuse_unusable(
+    out: Path,
+    source: str | None,
+    question: str | None,
+    answer: str | None,
+    template: str,
+    instruction: str | None,
+) -> None:
     """Refuse contradictory options, before anything is read.
 
     Raises:
-        DataError: There is no source, or the output has another suffix or exists, or a column is missing.
+        DataError: There is no source, the output has another suffix or exists, a column is missing, or an
+            instruction comes with a template that takes none.
     """
     if source is None:
         raise _problem("--source", "nothing", "a file, a folder or a name on the hub", "Name the data set.")
@@ -70,6 +79,9 @@ def refuse_unusable(out: Path, source: str | None, question: str | None, answer:
         raise _problem("--out", str(out), "a name that ends in .jsonl", "Choose another name.")
     if out.exists():
         raise _problem("--out", f"{out}, which exists", "a new file", "Choose another name, or delete it.")
+    if instruction is not None and template != "chat":
+        found, expected = f"one with --template {template}", "--template chat, whose prompts it is part of"
+        raise _problem("--instruction", found, expected, "Choose that template, or leave the instruction out.")
     if (question is None) != (answer is None):
         found = "one of --question-column and --answer-column"
         raise _problem("columns", found, "both or none", "Name both columns.")
@@ -107,6 +119,8 @@ def _write(out: Path, prepared: Prepared, asked: dict[str, Any]) -> None:
         "schema": asdict(prepared.schema),
         "counts": prepared.counts,
         "instructions_removed": prepared.num_instructions_removed,
+        "answers_taken_out_of_texts": len(prepared.answers_taken),
+        "doubts": list(prepared.doubts),
         "longest_prompt_tokens": prepared.longest_prompt_tokens,
         "sha256": sha256_of(out),
     }
@@ -121,7 +135,17 @@ def summary(prepared: Prepared) -> str:
     rows = [*prepared.counts.items(), ("longest prompt, tokens", prepared.longest_prompt_tokens)]
     if prepared.num_instructions_removed:
         rows.append(("had DAPO's instruction, which was replaced", prepared.num_instructions_removed))
+    if prepared.answers_taken:
+        text, answer = prepared.answers_taken[0]
+        rows.append(
+            (
+                f"answers taken out of a text, the first, {answer!r}, out of {excerpt(text)}",
+                len(prepared.answers_taken),
+            )
+        )
     lines = [f"schema: {schema.name} ({schema.prompt}, {schema.answer})"]
+    if prepared.unread_columns:
+        lines.append(f"columns that are not read: {', '.join(prepared.unread_columns)}")
     return "\n".join([*lines, *(f"{count:>12,}  {what}" for what, count in rows)])
 
 

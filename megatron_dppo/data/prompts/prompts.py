@@ -4,17 +4,34 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from megatron_dppo.data.prompts.rows import each_row, fault, missing_column, prompt_of, read_columns, text_of
-from megatron_dppo.data.prompts.schemas import TRAINING_SCHEMAS, Schema, cell, detect, has, spellings
+from megatron_dppo.data.prompts.messages import READ_COLUMNS, PromptCell, prompt_cell
+from megatron_dppo.data.prompts.rows import (
+    CONFIG_KEYS,
+    each_row,
+    fault,
+    missing_column,
+    read_columns,
+    text_of,
+)
+from megatron_dppo.data.prompts.schemas import (
+    TRAINING_SCHEMAS,
+    Schema,
+    cell,
+    detect,
+    has,
+    spellings,
+    with_roots,
+)
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import DataCursor, Message, Prompt
+from megatron_dppo.types import DataCursor, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +39,10 @@ logger = logging.getLogger(__name__)
 def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> list[Prompt]:
     """Load all prompts of a .jsonl or .parquet file, in its order.
 
-    A prompt cell is a string, or a list of {role, content} messages; an answer cell is a string or an integer
-    (taken as its decimal digits). `column.field` names a field of a column. Columns `id`, and `source` or
-    `data_source`, are used where they are there; otherwise the id is the row number (the line number in a
+    A prompt cell is a string, or a list of {role, content} messages, or its JSON; an answer cell is a string or
+    an integer (taken as its decimal digits). `column.field` names a field of a column. Columns `tools` and
+    `chat_template_kwargs` are for the chat template, see `messages.prompt_cell`. Columns `id`, and `source` or
+    `data_source`, are used if they are present; otherwise the id is the row number (the line number in a
     .jsonl file) and the source the file's name. Rows count from 1.
 
     Args:
@@ -44,6 +62,10 @@ def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> l
     return prompts
 
 
+_READ = READ_COLUMNS | {"id", "source", "data_source", "template"}
+"""Columns that are read beside the prompt and the answer."""
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """A row of a file of prompts."""
@@ -51,6 +73,7 @@ class PromptRow:
     number: int  # from 1
     prompt: Prompt
     template: str | None  # that megatron-dppo prepare-data put the problem into, where the row says so
+    unread: Collection[str] = ()  # columns of the row that nothing reads
 
 
 def read_prompts(
@@ -98,16 +121,24 @@ class _RowReader:
 
     def __call__(self, number: int, row: Mapping[str, object]) -> PromptRow:
         where = f"{self.path}, row {number}"
-        question, answer = (_required(where, row, name) for name in (self.prompt_column, self.answer_column))
+        cell, answer = (_required(where, row, name) for name in (self.prompt_column, self.answer_column))
         row_id = text_of(where, "id", row.get("id", number))
         source = text_of(where, self.source_column, row.get(self.source_column, self.path.stem))
-        prompt = _prompt(row_id, text_of(where, "the answer", answer), source, prompt_of(where, question))
+        answer = text_of(where, "the answer", answer)
+        asked = prompt_cell(where, row, cell, self.named, CONFIG_KEYS[0])
+        prompt = prompt_of(row_id, answer, source, asked)
         first = self.rows_by_id.setdefault(row_id, number)
         if first != number:
             found = f"id {row_id!r}, which row {first} has too"
             raise fault(where, found, "a different id in each row", "Make ids unique, or drop the id column.")
         template = row.get("template")
-        return PromptRow(number, prompt, template if isinstance(template, str) else None)
+        unread = [name for name, value in row.items() if value is not None and name not in self.named | _READ]
+        return PromptRow(number, prompt, template if isinstance(template, str) else None, unread)
+
+    @cached_property
+    def named(self) -> frozenset[str]:
+        """The columns of the prompt and the answer."""
+        return with_roots(self.prompt_column, self.answer_column)
 
 
 class PromptsDigest:
@@ -118,7 +149,11 @@ class PromptsDigest:
 
     def add(self, prompt: Prompt) -> None:
         """Add the next prompt."""
-        self._hash.update(json.dumps(asdict(prompt), sort_keys=True).encode())
+        fields = asdict(prompt)
+        for name in ("tools", "template_arguments"):  # checkpoints of older runs know no such fields
+            if fields[name] is None:
+                del fields[name]
+        self._hash.update(json.dumps(fields, sort_keys=True).encode())
 
     def hexdigest(self) -> str:
         """Return the digest of all prompts so far."""
@@ -146,10 +181,11 @@ def _required(where: str, row: Mapping[str, object], column: str) -> object:
         raise missing_column(where, column, list(row)) from None
 
 
-def _prompt(row_id: str, answer: str, source: str, asked: str | Sequence[Message]) -> Prompt:
-    if isinstance(asked, str):
-        return Prompt(row_id, answer, source, text=asked)
-    return Prompt(row_id, answer, source, messages=tuple(asked))
+def prompt_of(row_id: str, answer: str, source: str, asked: PromptCell) -> Prompt:
+    """Return the prompt that asks this."""
+    if isinstance(asked.asked, str):
+        return Prompt(row_id, answer, source, text=asked.asked)
+    return Prompt(row_id, answer, source, None, asked.asked, asked.tools, asked.template_arguments)
 
 
 @dataclass(frozen=True)

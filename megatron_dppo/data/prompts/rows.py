@@ -7,20 +7,25 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_dppo.errors import DataError, Problem, did_you_mean
-from megatron_dppo.runtime.jsonl import each_line, read_jsonl
-from megatron_dppo.types import Message
+from megatron_dppo.runtime.jsonl import each_line
 
-_SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet")
+_NUM_ROWS_WITH_COLUMNS = 100  # of a .jsonl file
+
+CONFIG_KEYS = ("data.prompt_column", "data.answer_column")
+"""The settings that name the columns of the prompt and the answer in a config."""
 
 
 def read_columns(path: Path) -> list[str]:
-    """Read the columns without the rows: from the Parquet schema, or the keys of the first JSON line.
+    """Read the columns without the rows: from the Parquet schema, or the keys of the first JSON lines.
+
+    Lines that hold no JSON object are passed over, unless all of them hold none.
 
     Raises:
-        DataError: The file is missing, neither .jsonl nor .parquet, torn at its start, or holds no row.
+        DataError: The file is missing, neither .jsonl nor .parquet, torn throughout, or holds no row.
     """
-    if path.suffix not in _SUFFIXES:
-        close = difflib.get_close_matches(path.suffix, _SUFFIXES, n=1)
+    if path.suffix not in SUFFIXES:
+        close = difflib.get_close_matches(path.suffix, SUFFIXES, n=1)
         advice = "megatron-dppo prepare-data converts data sets."
         hint = f"Is it {path.with_suffix(close[0])}?" if close else advice
         raise fault(str(path), f"suffix {path.suffix!r}", "a .jsonl or .parquet file", hint)
@@ -31,27 +36,35 @@ def read_columns(path: Path) -> list[str]:
         metadata = _parquet_file(path)
         columns, is_empty = cast(list[str], metadata.schema_arrow.names), metadata.metadata.num_rows == 0
     else:
-        first = next(read_jsonl(path), None)
-        columns, is_empty = list(first[1]) if first else [], first is None
+        columns = _json_columns(path)
+        is_empty = columns is None
     if is_empty:
         raise fault(str(path), "no rows", "at least one prompt", "Check how the file was written.")
-    return columns
+    return columns or []
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Yield (number from 1, row); in a .jsonl file the number is the line's. `read_columns` comes first.
+def _json_columns(path: Path) -> list[str] | None:
+    """Return the keys of the first lines that hold an object; none if the file has no lines.
 
     Raises:
-        DataError: A line of a .jsonl file is no JSON object.
+        DataError: No line of the file holds an object.
     """
-    for number, row in each_row(path):
+    columns, num_rows, first_fault = dict[str, None](), 0, None
+    for _, row in each_line(path):
         if isinstance(row, DataError):
-            raise row
-        yield number, row
+            first_fault = first_fault or row
+            continue
+        columns.update(dict.fromkeys(row))
+        num_rows += 1
+        if num_rows == _NUM_ROWS_WITH_COLUMNS:
+            break
+    if not num_rows and first_fault is not None:
+        raise first_fault
+    return list(columns) if num_rows else None
 
 
 def each_row(path: Path) -> Iterator[tuple[int, Mapping[str, object] | DataError]]:
-    """Yield the rows of `read_rows`, or the problem with a row in its place."""
+    """Yield (number from 1, row, or the fault of the row); in a .jsonl file the number is the line's."""
     if path.suffix == ".jsonl":
         return each_line(path)
     batches = (cast(list[dict[str, object]], batch.to_pylist()) for batch in _parquet_file(path).iter_batches())
@@ -75,38 +88,19 @@ def text_of(where: str, what: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     action = "Convert the column to strings."
-    raise fault(where, f"{_shown(value)} as {what}", "a string or an integer", action)
+    raise fault(where, f"{shown(value)} as {what}", "a string or an integer", action)
 
 
-def prompt_of(where: str, value: object) -> str | tuple[Message, ...]:
-    """Return a prompt cell: a non-empty string, or a non-empty list of {role, content} messages."""
-    if isinstance(value, str) and value:
-        return value
-    messages: list[Message] = []
-    for item in cast(list[object], value) if isinstance(value, list) else []:
-        fields = cast(dict[str, object], item) if isinstance(item, dict) else {}
-        role, content = fields.get("role"), fields.get("content")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise _bad_prompt(where, f"message {_shown(item)}")
-        messages.append(Message(role=role, content=content))
-    if not messages:
-        raise _bad_prompt(where, _shown(value))
-    return tuple(messages)
-
-
-def _bad_prompt(where: str, found: str) -> DataError:
-    expected = "a non-empty string, or a non-empty list of messages with text 'role' and 'content'"
-    action = "Correct the row, or name another data.prompt_column."
-    return fault(where, f"{found} as the prompt", expected, action)
-
-
-def missing_column(where: str, column: str, columns: Sequence[str]) -> DataError:
-    """Return the error for a missing column, with the closest existing name."""
-    action = did_you_mean(column, columns, "Set data.prompt_column and data.answer_column.")
+def missing_column(
+    where: str, column: str, columns: Sequence[str], keys: Sequence[str] = CONFIG_KEYS
+) -> DataError:
+    """Return the error for a missing column, with the closest name, or else the settings that name columns."""
+    action = did_you_mean(column, columns, f"Correct {' and '.join(keys)}, or the row.")
     return fault(where, f"columns {list(columns)}", f"a column {column!r}", action)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a cell's type and the beginning of its value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 

@@ -48,6 +48,11 @@ def has(columns: Iterable[str], path: str) -> bool:
     return path in present or path.partition(".")[0] in present
 
 
+def with_roots(*paths: str) -> frozenset[str]:
+    """Return the paths, and the columns in which they begin."""
+    return frozenset(paths) | {path.partition(".")[0] for path in paths}
+
+
 def cell(row: Mapping[str, object], path: str) -> object:
     """Return the value at a path of a row.
 

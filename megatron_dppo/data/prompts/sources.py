@@ -7,7 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_dppo.data.prompts.rows import fault, read_columns, read_rows
+from megatron_dppo.data.prompts.rows import SUFFIXES, each_row, fault, read_columns
+from megatron_dppo.errors import DataError
 
 Row = Mapping[str, object]
 
@@ -18,7 +19,7 @@ class Source:
 
     name: str
     columns: Sequence[str]
-    rows: Iterable[tuple[int, Row]]  # numbers from 1; of a .jsonl file, its lines
+    rows: Iterable[tuple[int, Row | DataError]]  # numbers from 1; of a .jsonl file, its lines
     num_rows: int | None  # where it is known without reading
 
 
@@ -35,8 +36,14 @@ def open_source(name: str, configs: Sequence[str] = (), split: str = "train") ->
         DataError: There is no such file, configuration or split; it cannot be read; or the hub does not answer.
     """
     path = Path(name)
-    if path.is_file() or path.suffix in (".jsonl", ".parquet"):
-        return Source(name, read_columns(path), read_rows(path), None)
+    if path.is_file() and path.suffix not in SUFFIXES:
+        found, expected = (
+            f"{name}",
+            f"a file that ends in {' or '.join(SUFFIXES)}, a folder, or a name on the hub",
+        )
+        raise fault("--source", found, expected, "Convert the file, or name a folder that holds it.")
+    if path.is_file() or path.suffix in SUFFIXES:
+        return Source(name, read_columns(path), each_row(path), None)
     datasets: Any = import_module("datasets")
     action = "Check --source, --config and --split; offline, give --source a file that was downloaded before."
     try:

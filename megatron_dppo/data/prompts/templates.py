@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from megatron_dppo.data.prompts.messages import Asked
 from megatron_dppo.data.prompts.rows import fault
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import AnswerForm, Message, Prompt
@@ -15,9 +16,6 @@ _DAPO_BEFORE = (
 )
 _DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 _R1_USER, _R1_ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
-
-Asked = str | tuple[Message, ...]
-"""What a model is asked: text, or the messages of a chat."""
 
 
 def _base(problem: str) -> Asked:
@@ -42,6 +40,14 @@ TEMPLATES: Mapping[str, Callable[[str], Asked]] = {
     "thinking": _thinking,
     "dapo": _dapo,
 }
+
+
+PROBLEM = "{problem}"
+
+
+def with_instruction(problem: str, instruction: str) -> str:
+    """Return the instruction with the problem in the place of `{problem}`, or else a line below the problem."""
+    return instruction.replace(PROBLEM, problem) if PROBLEM in instruction else f"{problem}\n{instruction}"
 
 
 ASKS_FOR: Mapping[str, AnswerForm] = {
@@ -76,58 +82,89 @@ def without_dapo_instruction(text: str) -> str:
     return text
 
 
-def prompt_tokens(tokenizer: Any, text: str | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
+def prompt_tokens(
+    tokenizer: Any,
+    text: str | None,
+    messages: Sequence[Message] | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
     """Return token ids of text, with the tokenizer's special tokens, or of messages, by its chat template.
 
     Args:
         tokenizer: A transformers tokenizer.
         text: What is asked, or none.
         messages: What is asked as a chat, or none.
+        tools: Functions that the chat template writes.
+        template_arguments: Further arguments of the chat template.
 
     Raises:
         DataError: The tokenizer has no chat template for messages, or cannot encode what is asked.
     """
     if messages is not None:
         require_chat_template(tokenizer)
-    return _encoded(tokenizer, text, messages)
+        return tuple(cast(list[int], written(tokenizer, messages, tools, template_arguments, tokenize=True)))
+    assert text is not None, "a prompt is either text or messages"
+    return _encoded(tokenizer, text)
 
 
-def _encoded(
-    tokenizer: Any, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool = True
-) -> tuple[int, ...]:
-    """Return token ids of text or messages.
+def written(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    *,
+    tokenize: bool = False,
+    add_generation_prompt: bool = True,
+) -> Any:
+    """Return what the chat template makes of messages: text, or a list of token ids with `tokenize`.
 
     Raises:
-        DataError: The tokenizer cannot encode them.
+        DataError: The chat template refuses them, or the tokenizer cannot encode what it writes.
+    """
+    arguments = dict(template_arguments or {}) | ({"tools": list(tools)} if tools else {})
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=tokenize,
+            return_dict=False,
+            **arguments,
+        )
+    except Exception as error:  # tokenizers and chat templates raise whatever they like
+        raise _refusal(tokenizer, list(messages), error) from error
+
+
+def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """Return token ids of text.
+
+    Raises:
+        DataError: The tokenizer cannot encode it.
     """
     try:
-        if text is not None:
-            tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            assert messages is not None, "a prompt is either text or messages"
-            tokens = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-    except Exception as error:  # tokenizers and chat templates raise whatever they like
-        asked = repr(text if messages is None else list(messages))
-        found = f"{asked if len(asked) <= 60 else asked[:60] + '...'} ({type(error).__name__}: {error})"
-        action = "Correct or remove the prompt, or use the tokenizer that it was made for."
-        where = f"the tokenizer in {tokenizer.name_or_path}"
-        raise fault(where, found, "a prompt that it encodes", action) from error
-    return tuple(cast(list[int], tokens))
+        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except Exception as error:  # tokenizers raise whatever they like
+        raise _refusal(tokenizer, text, error) from error
+
+
+def _refusal(tokenizer: Any, what: object, error: Exception) -> DataError:
+    asked = repr(what)
+    found = f"{asked if len(asked) <= 60 else asked[:60] + '...'} ({type(error).__name__}: {error})"
+    action = "Correct or remove the prompt, or use the tokenizer that it was made for."
+    return fault(f"the tokenizer in {tokenizer.name_or_path}", found, "a prompt that it encodes", action)
 
 
 def require_tokenizer(template: str, tokenizer: Any) -> None:
     """Check that a template works with this tokenizer.
 
     Raises:
-        DataError: `r1_distill` without DeepSeek's special tokens or a BOS; `thinking` or `dapo` without a chat
-            template; `thinking` with one that does not think unless it is told to.
+        DataError: `r1_distill` without DeepSeek's special tokens or a BOS; `thinking`, `dapo` or `chat`
+            without a chat template; `thinking` with one that thinks only with an argument.
     """
     name = str(tokenizer.name_or_path)
     if template == "r1_distill":
         _require_r1_tokens(name, tokenizer)
-    if template in ("thinking", "dapo"):
+    if template in ("thinking", "dapo", "chat"):
         require_chat_template(tokenizer)
     if template == "thinking":
         asked = list(cast(tuple[Message, ...], _thinking("1 + 1?")))
@@ -135,7 +172,10 @@ def require_tokenizer(template: str, tokenizer: Any) -> None:
         plain = tokenizer.apply_chat_template(asked, **options)
         if plain != tokenizer.apply_chat_template(asked, **options, enable_thinking=True):
             found = f"a chat template that asks for thinking only with enable_thinking, in {name}"
-            action = "Training gives a template no options: set its default in the tokenizer's chat_template."
+            action = (
+                "Set its default in the tokenizer's chat_template, or give the source a column "
+                'chat_template_kwargs with {"enable_thinking": true}, and take --template chat.'
+            )
             raise fault("--template thinking", found, "one that does so by itself", action)
 
 
@@ -155,7 +195,7 @@ def _require_r1_tokens(name: str, tokenizer: Any) -> None:
     wrong: list[str] = []
     for token in (_R1_USER, _R1_ASSISTANT):
         try:
-            num_tokens = len(_encoded(tokenizer, token, None, add_special_tokens=False))
+            num_tokens = len(_encoded(tokenizer, token, add_special_tokens=False))
         except DataError:
             num_tokens = 0
         wrong += [f"{token} as {num_tokens} tokens"] * (num_tokens != 1)

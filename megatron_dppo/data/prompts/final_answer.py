@@ -1,0 +1,111 @@
+r"""Finds the final answer in a cell that holds more than an answer, by the markers of published math sets."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+AnswerKind = Literal["bare", "marked", "prose", "with_words"]
+"""bare: an answer alone. marked: a text that marks its final answer. prose: a text that marks none.
+with_words: a number with words, such as "4 cups" or "She has 4 cups"."""
+
+KINDS: dict[AnswerKind, str] = {
+    "marked": "hold a text around a final answer",
+    "prose": "hold a text without a marked final answer",
+    "with_words": "are a number with words",
+}
+"""What cells of a kind do, as the rest of a sentence about answers."""
+
+_DOZEN, _FEW = 12, 3  # words
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
+_GSM8K = re.compile(r"^[ \t]*####[ \t]*(.+?)\s*\Z", re.MULTILINE)
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_SAID = re.compile(
+    r"\b(?:(?:the|final|correct|right|my|our)\s+answer\s+is\s*[:：]?|ans(?:wer)?\s*\**\s*[:：=])\s*\**\s*([^\n]+)"
+    r"|(?:答案|答)(?:是|为)?\s*[:：]?\s*([^\n。]+)",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?<=\S)\.(?=\s+[A-Z]|\s*\Z)")
+_NUMBER_WITH_WORDS = re.compile(r"\$?[-+]?\d[\d,.]*(?:/\d+)?\$?(?:\s+[A-Za-z][A-Za-z.]*){1,5}")
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z']+|[\u3400-\u9fff]{2}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A final answer, and where it was found."""
+
+    start: int  # of its marker
+    text: str
+
+
+def final_answer(cell: str) -> str | None:
+    r"""Return the final answer that a text marks; none if it marks none, or is the answer itself.
+
+    Of several markers the last counts: `#### 18` on the last line (GSM8K), the last `\boxed{}` (MATH),
+    `<answer>` tags, and "The answer is 4" or "Answer: 4" up to the end of its sentence.
+    """
+    found = [each for each in _marked(cell) if each.text]
+    answer = max(found, key=lambda each: each.start).text if found else None
+    return answer if answer != cell.strip() else None
+
+
+def answer_kind(cell: str) -> AnswerKind:
+    """Return the kind of an answer cell."""
+    text = cell.strip()
+    if final_answer(text) is not None:
+        return "marked"
+    has_lines = "\n" in text and "\\begin{" not in text
+    if has_lines or len(_WORD.findall(text)) >= _DOZEN:
+        return "prose"
+    is_sentence = len(_WORD.findall(text)) >= _FEW and _NUMBER.search(text) is not None
+    return "with_words" if is_sentence or _NUMBER_WITH_WORDS.fullmatch(text) else "bare"
+
+
+def last_boxed(solution: str) -> str:
+    r"""Return the content of the last \boxed{} or \fbox{} of a solution; empty where none is whole."""
+    return next((found.text for found in _boxed(solution)), "")
+
+
+def number_of(cell: str) -> str | None:
+    """Return the only number of an answer with words; none if it has several."""
+    numbers = {number.rstrip(",") for number in _NUMBER.findall(cell)}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def excerpt(cell: str) -> str:
+    """Return the end of an answer cell, for messages."""
+    text = cell.strip()
+    return repr(text if len(text) <= 60 else "..." + text[-60:])
+
+
+def _marked(cell: str) -> Iterator[Found]:
+    yield from _boxed(cell)
+    yield from (Found(match.start(), match[1].strip()) for match in _GSM8K.finditer(cell))
+    yield from (Found(match.start(), match[1].strip()) for match in _TAG.finditer(cell))
+    for match in _SAID.finditer(cell):
+        said = _without_sentence(match[1] or match[2])
+        if len(_WORD.findall(said)) < _DOZEN:
+            yield Found(match.start(), final_answer(said) or said)
+
+
+def _boxed(solution: str) -> Iterator[Found]:
+    """Yield the last box, if it is whole."""
+    boxes = list(_BOX.finditer(solution))
+    if not boxes:
+        return
+    begin, depth = boxes[-1].end(), 1
+    for piece in _BRACE.finditer(solution, begin):
+        depth += (piece.group() == "{") - (piece.group() == "}")
+        if depth == 0:
+            yield Found(boxes[-1].start(), solution[begin : piece.start()])
+            return
+
+
+def _without_sentence(said: str) -> str:
+    """Return the answer that a sentence begins with, without Markdown's and TeX's marks around it."""
+    end = _SENTENCE_END.search(said)
+    answer = (said if end is None else said[: end.start()]).strip().strip("*").strip()
+    is_formula = len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1]
+    return answer[1:-1].strip() if is_formula else answer

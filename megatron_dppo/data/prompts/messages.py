@@ -1,0 +1,242 @@
+"""Reads what a row shows to the model: text or messages, tools, and arguments of the chat template."""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from megatron_dppo.data.prompts.rows import fault, shown
+from megatron_dppo.errors import DataError
+from megatron_dppo.types import Message
+
+Asked = str | tuple[Message, ...]
+"""What a model is asked: text, or the messages of a chat."""
+Fields = Mapping[str, Any]
+
+TOOLS, TEMPLATE_ARGUMENTS = "tools", "chat_template_kwargs"
+"""Columns that the chat template gets beside the messages."""
+READ_COLUMNS = frozenset((TOOLS, TEMPLATE_ARGUMENTS))
+_MEDIA = frozenset(
+    ("image", "images", "video", "videos", "audio", "audios", "multi_modal_data", "multi_modal_inputs")
+)
+_UNREAD = {
+    "system": "Write it as the first message, of role 'system'.",
+    "system_prompt": "Write it as the first message, of role 'system'.",
+    "functions": f"Rename the column to {TOOLS!r}.",
+    "tool_calls": "Write them into the assistant's message.",
+    "documents": f"Write them into a message, or into {TEMPLATE_ARGUMENTS!r} if the chat template takes them.",
+}
+"""Columns that would change the prompt, by what to do with them."""
+_OURS = frozenset(
+    ("tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "messages", TOOLS)
+)
+_LIKE_MESSAGES = re.compile(
+    r"""\s*\[?\s*\{\s*\\?['"](?:role|content|from|value|messages|conversations)\\?['"]\s*:"""
+)
+
+
+@dataclass(frozen=True)
+class PromptCell:
+    """What one row asks, in the form that `Prompt` takes."""
+
+    asked: Asked
+    tools: tuple[Fields, ...] | None = None
+    template_arguments: Fields | None = None
+
+
+def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], key: str) -> PromptCell:
+    """Return what a row asks.
+
+    A null field of a message, a tool or an argument counts as absent: Parquet cannot tell them apart. A text
+    that is JSON of messages is read as these messages.
+
+    Args:
+        where: The file and the row.
+        row: All columns.
+        value: The cell of the prompt.
+        named: The columns of the prompt and the answer.
+        key: The setting that names the column of the prompt.
+
+    Raises:
+        DataError: The cell holds another type, a message is not text, or a column that is not read would change
+            the prompt.
+    """
+    _refuse_other_columns(where, row, named)
+    asked = _asked(where, value, key)
+    tools, arguments = row.get(TOOLS), row.get(TEMPLATE_ARGUMENTS)
+    given = {
+        name: cell for name, cell in ((TOOLS, tools), (TEMPLATE_ARGUMENTS, arguments)) if not _is_empty(cell)
+    }
+    given = {name: cell for name, cell in given.items() if name not in named}
+    if given and isinstance(asked, str):
+        found = f"{' and '.join(given)} beside a prompt of text"
+        action = "Make the prompt a list of messages, or leave the column out."
+        raise fault(where, found, "messages, which the chat template writes with them", action)
+    return PromptCell(
+        asked,
+        _tools(where, given[TOOLS]) if TOOLS in given else None,
+        _arguments(where, given[TEMPLATE_ARGUMENTS]) if TEMPLATE_ARGUMENTS in given else None,
+    )
+
+
+def _asked(where: str, value: object, key: str) -> Asked:
+    if isinstance(value, str):
+        parsed = _objects(_parsed(value))
+        if parsed and all("role" in item for item in parsed):
+            value = parsed
+        elif _LIKE_MESSAGES.match(value):
+            action = "Store the column as a list of messages."
+            raise fault(where, f"{shown(value)} as the prompt", "JSON of a list of messages, or text", action)
+        elif value:
+            return value
+    if not isinstance(value, list) or not value:
+        raise _bad_prompt(where, shown(value), key)
+    messages = tuple(_message(where, item, key) for item in cast(list[object], value))
+    if messages[-1]["role"] == "assistant":
+        expected = "a last message that the policy responds to, of the user or of a tool"
+        action = "Remove it, since it may hold the answer. A response is begun in a prompt of text alone."
+        raise fault(where, "a last message of the assistant", expected, action)
+    return messages
+
+
+def _message(where: str, item: object, key: str) -> Message:
+    """Return a message with text as its content, and every further field that the row has."""
+    given = _object(item) or {}
+    media = sorted(name for name in _MEDIA & given.keys() if not _is_empty(given[name]))
+    if media:
+        raise _not_text(where, f"a message with {', '.join(media)}")
+    content = _content(where, given.get("content"))
+    fields = _without_nulls(where, {**given, "content": content})
+    calls = fields.pop("tool_calls", None)
+    role = fields.get("role")
+    if content is None and not _is_empty(calls):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise _bad_prompt(where, f"message {shown(item)}", key)
+    fields |= (
+        {"content": content} if _is_empty(calls) else {"content": content, "tool_calls": _calls(where, calls)}
+    )
+    return cast(Message, fields)
+
+
+def _content(where: str, content: object) -> object:
+    """Return the content of a message, parts of text joined."""
+    parts = _objects(content)
+    if parts is None:
+        return content
+    kinds = {str(part.get("type")) for part in parts} - {"text"}
+    if kinds:
+        raise _not_text(where, f"a message with a part of type {', '.join(sorted(kinds))}")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _calls(where: str, value: object) -> list[Fields]:
+    """Return the calls of an assistant's message, their arguments as objects: templates write them as JSON."""
+    calls, given = list[Fields](), _objects(_parsed(value) if isinstance(value, str) else value)
+    for call in [{}] if given is None else given:
+        function = _object(call.get("function", call)) or {}
+        if not isinstance(function.get("name"), str):
+            expected = "a list of calls, each with a function's 'name' and 'arguments'"
+            raise fault(where, f"{shown(value)} as tool_calls", expected, "Correct the message.")
+        text = function.get("arguments", {})
+        arguments = _object(_parsed(text) if isinstance(text, str) else text)
+        if arguments is None:
+            found = f"{shown(text)} as arguments of a tool call"
+            raise fault(where, found, "an object, or its JSON", "Correct the message.")
+        function = function | {"arguments": arguments}
+        calls.append(call | {"function": function} if "function" in call else function)
+    return calls
+
+
+def _tools(where: str, value: object) -> tuple[Fields, ...]:
+    parsed = _parsed(value) if isinstance(value, str) else value
+    if isinstance(parsed, list):
+        items = cast(list[object], parsed)
+        parsed = [_parsed(item) if isinstance(item, str) else item for item in items]
+    tools = _objects(parsed)
+    if tools is None:
+        expected = "a list of JSON schemas of functions, or its JSON"
+        raise fault(where, f"{shown(value)} as {TOOLS}", expected, "Correct the column, or leave it out.")
+    return tuple(_without_nulls(where, tool) for tool in tools)
+
+
+def _arguments(where: str, value: object) -> Fields:
+    parsed = _object(_parsed(value) if isinstance(value, str) else value)
+    if parsed is None:
+        expected = "an object of arguments by name, or its JSON"
+        action = "Correct the column, or leave it out."
+        raise fault(where, f"{shown(value)} as {TEMPLATE_ARGUMENTS}", expected, action)
+    arguments = _without_nulls(where, parsed)
+    ours = sorted(_OURS & arguments.keys())
+    if ours:
+        expected = "arguments of the chat template alone: the run sets this one"
+        raise fault(where, f"{', '.join(ours)} in {TEMPLATE_ARGUMENTS}", expected, "Leave it out.")
+    return arguments
+
+
+def _refuse_other_columns(where: str, row: Fields, named: Collection[str]) -> None:
+    present = [name for name, value in row.items() if name not in named and not _is_empty(value)]
+    media = sorted(_MEDIA.intersection(present))
+    if media:
+        raise _not_text(where, f"a column {', '.join(media)}")
+    for name in present:
+        if name in _UNREAD:
+            expected = "all that the model reads in the column of the prompt"
+            raise fault(where, f"a column {name!r}, which is not read", expected, _UNREAD[name])
+
+
+def _not_text(where: str, found: str) -> DataError:
+    action = "Leave such rows out: models that see or hear are not trained here."
+    return fault(where, found, "text alone", action)
+
+
+def _bad_prompt(where: str, found: str, key: str) -> DataError:
+    expected = "a non-empty string, or a non-empty list of messages with text 'role' and 'content'"
+    action = f"Correct the row, or name another {key}."
+    return fault(where, f"{found} as the prompt", expected, action)
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON value of a text; none if it is no JSON of a list or an object."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _object(value: object) -> dict[str, Any] | None:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+
+
+def _objects(value: object) -> list[dict[str, Any]] | None:
+    """Return a list of objects; none if the value is anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast(list[object], value)):
+        return None
+    return cast(list[dict[str, Any]], value)
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str | list | dict | tuple) and not value)
+
+
+def _without_nulls(where: str, value: object) -> dict[str, Any]:
+    """Return an object without the fields that are null, at any depth.
+
+    Raises:
+        DataError: It holds what JSON cannot.
+    """
+
+    def pruned(value: Any) -> Any:
+        if isinstance(value, dict):
+            items = cast(dict[Any, Any], value).items()
+            return {str(name): pruned(inner) for name, inner in items if inner is not None}
+        if isinstance(value, list | tuple):
+            return [pruned(inner) for inner in cast(list[Any], value)]
+        if isinstance(value, str | int | float | bool) or value is None:
+            return value
+        raise fault(where, shown(value), "text, numbers, lists and objects", "Convert the field to text.")
+
+    return pruned(value)

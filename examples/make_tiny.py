@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_dppo.architectures import registry
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.tensor_files import make_readable
 
 FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -139,6 +140,7 @@ def write_model(folder: Path, architecture: str, **changes: Any) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(tiny_config(architecture, _SIZES, **changes))
     model.save_pretrained(folder)
+    make_readable(folder)
 
 
 def tiny_config(architecture: str, sizes: dict[str, Any], **changes: Any) -> Any:

@@ -68,6 +68,8 @@ def to_megatron(
 
         refuse_existing(out)
         config, source = read_convertible_config(hf), HuggingFaceSource(HFWeights(hf, 2 * writers))
+        if source.weights.ignored:
+            logger.info("not read: %s", ", ".join(source.weights.ignored))
         if source.weights.left_out:
             logger.info(
                 "left out: %d tensors that predict further tokens (first: %s); config.json will say that there "
@@ -95,14 +97,15 @@ def to_hf(
     """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it; LoRA is merged."""
     with _process() as this:
         from megatron_dppo.conversion.description import read_convertible_config
-        from megatron_dppo.conversion.sources import MegatronSource
+        from megatron_dppo.conversion.sources import MegatronSource, base_of
         from megatron_dppo.conversion.to_hf import write_hf
         from megatron_dppo.conversion.unfinished import refuse_existing
 
         refuse_existing(out)
         template = hf_template or megatron / "hf"
         source = MegatronSource(megatron, read_convertible_config(hf_template or megatron))
-        with _options(source, this, dtype, shard_size, writers) as options:
+        base = base_of(megatron, source) if dtype is not None else None
+        with _options(source, this, dtype, shard_size, writers, base) as options:
             write_hf(source, template, out, options, this)
         logger.info("wrote %s", out)
 
@@ -111,7 +114,12 @@ def to_hf(
 def to_adapter(
     megatron: Annotated[Path, typer.Option(help="Megatron checkpoint of a LoRA run's checkpoints/.")],
     out: Out,
-    base: Annotated[str, typer.Option(help="Name or folder of the base model, for the adapter's config.")] = "",
+    base: Annotated[
+        str,
+        typer.Option(
+            help="Name or folder of the base model, for the adapter's config. [default: the run's model.load]"
+        ),
+    ] = "",
 ) -> None:
     """LoRA's adapters of a Megatron checkpoint -> a folder that peft, SGLang and vLLM read."""
     with _process():
@@ -287,9 +295,24 @@ def _progress(source: "Source", num_sharers: int) -> Iterator[Callable[[int], ob
 
 @contextmanager
 def _options(
-    source: "Source", this: runtime.Runtime, dtype: str | None, shard_size: str, writers: int
+    source: "Source",
+    this: runtime.Runtime,
+    dtype: str | None,
+    shard_size: str,
+    writers: int,
+    base: "Source | None" = None,
 ) -> Iterator["Options"]:
+    """Yield the options of a conversion, and log the loss of a rounding at its end."""
     from megatron_dppo.conversion.options import Options, dtype_of
+    from megatron_dppo.conversion.rounding import Loss, Rounding
 
+    rounded, file_bytes = dtype_of(dtype), parse_bytes(shard_size, "--shard-size")
     with _progress(source, this.world_size if this.is_main else 0) as on_bytes:
-        yield Options(dtype_of(dtype), parse_bytes(shard_size, "--shard-size"), writers, on_bytes)
+        options = Options(rounded, file_bytes, writers, on_bytes, Rounding(base))
+        yield options
+    if rounded is not None:
+        loss = Loss()
+        for of_rank in this.all_gather(options.rounding.loss):
+            loss.add(of_rank)
+        for line in loss.lines(rounded, None if base is None else base.folder):
+            logger.info(line)

@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from megatron_dppo.data.prompts import prompts, sanity_task
 from megatron_dppo.rewards import arithmetic
 from megatron_dppo.runtime import jsonl
+from megatron_dppo.runtime.tensor_files import make_readable
 
 log = logging.getLogger("make_model")
 
@@ -160,6 +161,7 @@ def build(out: Path, recipe: Recipe, fingerprint: str) -> None:
         sampled = pass_rate(model, tokenizer, unfinished / "eval.jsonl", is_greedy=False)
         greedy = pass_rate(model, tokenizer, unfinished / "eval.jsonl", is_greedy=True)
         model.save_pretrained(unfinished)
+        make_readable(unfinished)
         tokenizer.save_pretrained(unfinished)
         seconds = time.perf_counter() - start
         measured = {"pass_rate_sampled": sampled, "pass_rate_greedy": greedy, "seconds": round(seconds, 1)}

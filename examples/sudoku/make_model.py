@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 from megatron_dppo.environments import Sudoku
 from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.tensor_files import make_readable
 from megatron_dppo.types import Prompt
 
 log = logging.getLogger("make_model")
@@ -43,6 +44,7 @@ def main() -> None:
     model = make_model()
     warm_start(model, options.steps)
     model.save_pretrained(options.out)
+    make_readable(options.out)
     make_tokenizer().save_pretrained(options.out)
     rows = [{"id": f"board{i}", "prompt": "<bos>", "answer": str(NUM_EMPTY)} for i in range(NUM_PROMPTS)]
     write_jsonl(options.out / "prompts.jsonl", rows)

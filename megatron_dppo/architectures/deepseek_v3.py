@@ -8,13 +8,14 @@ tiny random model by some 5e-6 of their norm).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily, Variants
 from megatron_dppo.architectures.refusals import yarn_table
 from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
 from megatron_dppo.architectures.sigmoid_router import (
+    SIGMOID_DEFAULTS,
+    SIGMOID_SPELLINGS,
     SIGMOID_VARIANTS,
     router_problems,
     shared_width,
@@ -44,9 +45,9 @@ _VARIANTS: Variants = {
 _SGLANG_KEYS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
-def _sizes(hf: HFConfig, *, first_sparse: int) -> ModelSizes:
+def _sizes(hf: HFConfig) -> ModelSizes:
     latent = LatentSizes(
-        query_rank=None if hf.get("q_lora_rank") is None else int(hf["q_lora_rank"]),
+        query_rank=None if hf["q_lora_rank"] is None else int(hf["q_lora_rank"]),
         rank=int(hf["kv_lora_rank"]),
         plain_head_dim=int(hf["qk_nope_head_dim"]),
         rotary_head_dim=int(hf["qk_rope_head_dim"]),
@@ -59,7 +60,7 @@ def _sizes(hf: HFConfig, *, first_sparse: int) -> ModelSizes:
             hf,
             int(hf["n_routed_experts"]),
             int(hf["moe_intermediate_size"]),
-            sparse_layers(hf, first_sparse),
+            sparse_layers(hf),
             shared_width=shared,
         ),
         head_dim=latent.plain_head_dim + latent.rotary_head_dim,
@@ -68,13 +69,10 @@ def _sizes(hf: HFConfig, *, first_sparse: int) -> ModelSizes:
     )
 
 
-def _transformer_config(
-    hf: HFConfig, sizes: ModelSizes, *, groups: tuple[int, int], epsilon: float
-) -> Mapping[str, Any]:
+def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
     latent = sizes.latent
     assert latent is not None, "the family's sizes have one"
     config: dict[str, Any] = dict(
-        layernorm_epsilon=hf.get("rms_norm_eps", epsilon),
         multi_latent_attention=True,
         qk_layernorm=True,  # the latents' norms
         q_lora_rank=latent.query_rank,
@@ -98,11 +96,11 @@ def _transformer_config(
             mscale=yarn["mscale"],
             mscale_all_dim=yarn["mscale_all_dim"],
         )
-    return {**config, **sigmoid_router(hf, groups)}
+    return {**config, **sigmoid_router(hf)}
 
 
-def _problems(hf: HFConfig, *, groups: tuple[int, int]) -> Iterator[Problem]:
-    yield from router_problems(hf, groups)
+def _problems(hf: HFConfig) -> Iterator[Problem]:
+    yield from router_problems(hf)
     heads, of_keys = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if of_keys is not None and of_keys != heads:
         action = "Use a config.json as its publisher wrote it."
@@ -112,35 +110,48 @@ def _problems(hf: HFConfig, *, groups: tuple[int, int]) -> Iterator[Problem]:
         )
 
 
-def _family(
-    architecture: str,
-    first_sparse: int,
-    groups: tuple[int, int],
-    epsilon: float,
-    sglang_keys: Mapping[str, Any],
-) -> ModelFamily:
+def _family(architecture: str, defaults: Mapping[str, Any], sglang_keys: Mapping[str, Any]) -> ModelFamily:
     """Build a family.
 
     Args:
         architecture: In config.json.
-        first_sparse: transformers' default of `first_k_dense_replace`.
-        groups: Of `n_group` and `topk_group`.
-        epsilon: Of `rms_norm_eps`.
+        defaults: Defaults of transformers' config class that differ from `SIGMOID_DEFAULTS`.
         sglang_keys: See `SglangFacts.config_keys`.
     """
     return ModelFamily(
         architecture=architecture,
-        sizes=partial(_sizes, first_sparse=first_sparse),
+        sizes=_sizes,
         rules=(*LATENT_BACKBONE, OUTPUT, *DENSE_MLP, *MOE_MLP, EXPERT_BIAS, *SHARED_MLP),
         variants=_VARIANTS,
-        problems=partial(_problems, groups=groups),
+        defaults={**SIGMOID_DEFAULTS, **defaults},
+        spellings=SIGMOID_SPELLINGS,
+        problems=_problems,
         rope_types=("default", "yarn"),
-        transformer_config=partial(_transformer_config, groups=groups, epsilon=epsilon),
+        transformer_config=_transformer_config,
         sglang=SglangFacts(has_dense_layers=True, config_keys=sglang_keys, arguments=SHARED_EXPERTS_APART),
     )
 
 
 DEEPSEEK_V3 = _family(
-    "DeepseekV3ForCausalLM", first_sparse=3, groups=(8, 4), epsilon=1e-6, sglang_keys=_SGLANG_KEYS
+    "DeepseekV3ForCausalLM",
+    {
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+        "num_key_value_heads": None,
+    },
+    _SGLANG_KEYS,
 )
-GLM4_MOE_LITE = _family("Glm4MoeLiteForCausalLM", first_sparse=1, groups=(1, 1), epsilon=1e-5, sglang_keys={})
+GLM4_MOE_LITE = _family(
+    "Glm4MoeLiteForCausalLM",
+    {
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "q_lora_rank": 768,
+        "num_key_value_heads": None,
+    },
+    {},
+)

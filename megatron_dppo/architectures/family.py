@@ -4,13 +4,14 @@ A new family is one file that builds a `ModelFamily`; README.md shows one, and w
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 
+from megatron_dppo.architectures.refusals import rope_table
 from megatron_dppo.architectures.sglang_facts import SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes
 from megatron_dppo.architectures.weight_map import (
@@ -29,9 +30,16 @@ Variants = Mapping[str, tuple[Any, Any]]
 """Keys of config.json that change the forward pass: transformers' default, and the implemented value."""
 
 SILU_ONLY: Variants = {"hidden_act": ("silu", "silu")}
+DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
+"""Values that most config classes of transformers give to keys that config.json leaves out."""
+_MAY_BE_NULL = frozenset(
+    {"head_dim", "num_key_value_heads", "q_lora_rank", "mlp_only_layers", "first_k_dense_replace"}
+)
 FURTHER_LAYERS = "num_nextn_predict_layers"
 """Key of config.json: how many layers after the model's own predict further tokens."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
+_FURTHER_MODULE = re.compile(r"(?:model\.)?mtp(?:_\w+)?\.")
 
 
 def _nothing_more(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
@@ -51,10 +59,13 @@ class ModelFamily:
         rules: Weight rules: names, shapes and fusions. They also say whether there are head norms, biases and
             experts, and how many parameters; tied embeddings leave out the output layer by themselves.
         variants: What of config.json is refused: any value but the second of each key.
+        defaults: Values that transformers' config class gives to keys that config.json leaves out. Sizes of
+            tensors without a value here must be in config.json.
+        spellings: Other names of keys that transformers' config class takes, and the names that are read.
         problems: What else of config.json is refused.
         rope_types: Kinds of rotary frequencies that are computed as transformers computes them.
         partial_rotary: Part of a head that is rotated where config.json says none; none: whole heads alone.
-        sizes: From config.json to the model's sizes.
+        sizes: From a completed config.json to the model's sizes. Callers use `sizes_of`.
         transformer_config: Keywords of Megatron's TransformerConfig that rules and sizes do not say.
         module_names: Parts of the names of transformers' modules that checkpoints spell otherwise, and how.
         sglang: What SGLang makes of the architecture.
@@ -63,6 +74,8 @@ class ModelFamily:
     architecture: str
     rules: tuple[WeightRule, ...]
     variants: Variants
+    defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    spellings: Mapping[str, str] = field(default_factory=dict[str, str])
     problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
     rope_types: tuple[str, ...] = ("default", "llama3")
     partial_rotary: float | None = None
@@ -70,6 +83,29 @@ class ModelFamily:
     transformer_config: Callable[[HFConfig, ModelSizes], Mapping[str, Any]] = _nothing_more
     module_names: Mapping[str, str] = field(default_factory=dict[str, str])
     sglang: SglangFacts = field(default_factory=SglangFacts)
+
+    def completed(self, hf: HFConfig) -> dict[str, Any]:
+        """Return a config.json with the values of the keys that it leaves out, as transformers takes them.
+
+        `rope_theta` is taken from the table of rotary frequencies if it is there. If a key is there in two
+        spellings, the one in `spellings` counts, and the weights decide whether it is right.
+        """
+        others = {key: hf[other] for other, key in self.spellings.items() if hf.get(other) is not None}
+        theta = rope_table(hf).get("rope_theta")
+        rope = {} if theta is None else {"rope_theta": theta}
+        return {**self.defaults, **rope, **hf, **others}
+
+    def sizes_of(self, hf: HFConfig) -> ModelSizes:
+        """Return the sizes in a config.json; KeyError, TypeError or ValueError if one is missing or wrong."""
+        return self.sizes(self.completed(hf))
+
+    def key_problems(self, hf: HFConfig) -> Iterator[Problem]:
+        """Yield the keys of a config.json that are null, though transformers has another value for them."""
+        action = "Use a config.json as its publisher wrote it."
+        for key, default in self.defaults.items():
+            if default is not None and key in hf and hf[key] is None and key not in _MAY_BE_NULL:
+                expected = f"a value such as {default!r}, which transformers takes if the key is left out"
+                yield Problem("model.load", f"{key} = null in config.json", expected, action)
 
     def has_qk_norm(self, sizes: ModelSizes) -> bool:
         """Return whether the heads of queries and keys are normalised."""
@@ -80,7 +116,7 @@ class ModelFamily:
 
     def weight_table(self, hf: HFConfig) -> WeightTable:
         """Return the family's rules with this model's head sizes."""
-        return WeightTable(self.rules, self.sizes(hf))
+        return WeightTable(self.rules, self.sizes_of(hf))
 
     def entries(self, sizes: ModelSizes) -> Iterator[WeightEntry]:
         """Yield the tensors of an unsplit model once each: embedding, layers, the rest, then all buffers.
@@ -102,7 +138,7 @@ class ModelFamily:
 
     def hf_shapes(self, hf: HFConfig) -> dict[str, Shape]:
         """Return the shapes of the Hugging Face checkpoint's tensors by name, one name per expert."""
-        sizes, found = self.sizes(hf), dict[str, Shape]()
+        sizes, found = self.sizes_of(hf), dict[str, Shape]()
         for entry in self.entries(sizes):
             shapes = entry.rule.hf_shapes(sizes)
             for expert in range(sizes.num_experts or 0) if entry.rule.is_expert else (None,):
@@ -113,20 +149,22 @@ class ModelFamily:
         """Return the tensors that weight sync sends in one bucket with others, each with its group's name."""
         return {
             name: f"{entry.rule.travels_with} of layer {entry.layer}"
-            for entry in self.entries(self.sizes(hf))
+            for entry in self.entries(self.sizes_of(hf))
             if entry.rule.travels_with is not None
             for name in entry.hf_names()
         }
 
     def left_out(self, names: Iterable[str], hf: HFConfig) -> frozenset[str]:
-        """Return those of a checkpoint's tensors that are neither trained nor exported.
+        """Return the names of the tensors that are neither trained nor exported.
 
-        These are the layers after the model's own that predict further tokens.
+        They are of layers that predict further tokens, after the model's own layers. Such a layer has tensors
+        that no other layer has, so it is known whatever config.json says of `num_nextn_predict_layers`.
         """
-        first = int(hf["num_hidden_layers"])
-        others = range(first, first + int(hf.get(FURTHER_LAYERS) or 0))
-        found = ((name, _LAYER.match(name)) for name in names)
-        return frozenset(name for name, match in found if match and int(match[1]) in others)
+        names, first = list(names), int(hf["num_hidden_layers"])
+        marked = {int(match[1]) for match in map(_FURTHER_LAYER.match, names) if match}
+        layer_of = {name: match[1] for name in names if (match := _LAYER.match(name))}
+        further = {name for name, layer in layer_of.items() if int(layer) >= first and int(layer) in marked}
+        return frozenset(further | {name for name in names if _FURTHER_MODULE.match(name)})
 
     def require_shapes(
         self, hf: HFConfig, found: Mapping[str, Shape], folder: Path, file_of: Callable[[str], Path]
@@ -147,7 +185,7 @@ class ModelFamily:
         if missing or extra:
             raise ConversionError(
                 f"{folder}: {len(missing)} tensors are missing (first: {missing[:3]}) and {len(extra)} are "
-                f"left over (first: {extra[:3]}). The weights are of another config.json."
+                f"left over (first: {extra[:3]}). {self._misfit(hf, missing, extra, found, file_of)}"
             )
         for name, shape in found.items():
             if shape != expected[name]:
@@ -156,8 +194,28 @@ class ModelFamily:
                     "The weights are of another config.json."
                 )
 
+    def _misfit(
+        self,
+        hf: HFConfig,
+        missing: Sequence[str],
+        extra: Sequence[str],
+        found: Iterable[str],
+        file_of: Callable[[str], Path],
+    ) -> str:
+        """Return the likely cause of missing and left-over tensors, and what to do."""
+        num_layers = int(hf["num_hidden_layers"])
+        layers = {int(match[1]) for match in map(_LAYER.match, found) if match}
+        if layers and layers != set(range(num_layers)):
+            said = f"config.json says num_hidden_layers = {num_layers}"
+            return f"The files have layers {min(layers)} to {max(layers)}, and {said}. Download both again."
+        stray = {file_of(name).name for name in extra}
+        if not missing and stray.isdisjoint(file_of(name).name for name in set(found) - set(extra)):
+            return f"No tensor of the model is in {', '.join(sorted(stray))}. Move it to another folder."
+        return "The weights are of another config.json."
+
     def megatron_config(self, hf: HFConfig) -> dict[str, Any]:
         """Return keywords of Megatron's TransformerConfig: RMSNorm, rotary attention, SiLU-gated MLP."""
+        hf = self.completed(hf)
         sizes = self.sizes(hf)
         config: dict[str, Any] = dict(
             num_layers=sizes.num_layers,
@@ -167,7 +225,7 @@ class ModelFamily:
             num_query_groups=sizes.num_key_value_heads,
             kv_channels=sizes.head_dim,
             normalization="RMSNorm",
-            layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
+            layernorm_epsilon=hf["rms_norm_eps"],
             gated_linear_unit=True,
             activation_func=F.silu,
             add_bias_linear=False,

@@ -8,6 +8,8 @@ from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
 from megatron_dppo.architectures.refusals import rotary_part
 from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
 from megatron_dppo.architectures.sigmoid_router import (
+    SIGMOID_DEFAULTS,
+    SIGMOID_SPELLINGS,
     SIGMOID_VARIANTS,
     router_problems,
     shared_width,
@@ -33,13 +35,13 @@ _HALF = 0.5
 
 def _sizes(hf: HFConfig) -> ModelSizes:
     width, shared = int(hf["moe_intermediate_size"]), shared_width(hf)
-    sizes = moe_sizes(hf, int(hf["n_routed_experts"]), width, sparse_layers(hf, 1), shared_width=shared)
-    options = {key for key in (_BIAS, _NORM) if hf.get(key)} | ({SHARED_EXPERTS} if shared else set[str]())
+    sizes = moe_sizes(hf, int(hf["n_routed_experts"]), width, sparse_layers(hf), shared_width=shared)
+    options = {key for key in (_BIAS, _NORM) if hf[key]} | ({SHARED_EXPERTS} if shared else set[str]())
     return replace(sizes, rotary_percent=rotary_part(hf, _HALF), options=frozenset(options))
 
 
 def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
-    return {"layernorm_epsilon": hf.get("rms_norm_eps", 1e-5), **sigmoid_router(hf)}
+    return sigmoid_router(hf)
 
 
 GLM4_MOE = ModelFamily(
@@ -56,6 +58,14 @@ GLM4_MOE = ModelFamily(
         *SHARED_MLP,
     ),
     variants={**SILU_ONLY, **SIGMOID_VARIANTS},
+    defaults={
+        **SIGMOID_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        _BIAS: False,
+        _NORM: False,
+    },
+    spellings=SIGMOID_SPELLINGS,
     problems=router_problems,
     rope_types=("default",),
     partial_rotary=_HALF,

@@ -1,10 +1,8 @@
 """Mixtral: experts in every layer behind a softmax router."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
+from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily
 from megatron_dppo.architectures.sglang_facts import SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
 from megatron_dppo.architectures.weight_map import BACKBONE, MOE_MLP, OUTPUT, WeightRule
@@ -19,13 +17,7 @@ _NAMES = {
 
 
 def _sizes(hf: HFConfig) -> ModelSizes:
-    sizes = moe_sizes(hf, int(hf["num_local_experts"]), int(hf["intermediate_size"]))
-    is_said = "rope_theta" in hf or "rope_theta" in (hf.get("rope_parameters") or {})
-    return sizes if is_said else replace(sizes, rope_theta=1e6)
-
-
-def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
-    return {"layernorm_epsilon": hf.get("rms_norm_eps", 1e-5)}
+    return moe_sizes(hf, int(hf["num_local_experts"]), int(hf["intermediate_size"]))
 
 
 def _renamed(rule: WeightRule) -> WeightRule:
@@ -40,7 +32,14 @@ MIXTRAL = ModelFamily(
     sizes=_sizes,
     rules=(*BACKBONE, OUTPUT, *map(_renamed, MOE_MLP)),
     variants={**SILU_ONLY, "sliding_window": (None, None)},
-    transformer_config=_transformer_config,
+    defaults={
+        **DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+    },
+    spellings={"num_experts": "num_local_experts"},
     module_names=_NAMES,
     sglang=SglangFacts(derives_head_dim=True, has_plain_rotary=True, lacks_routes=("0.5.21",)),
 )

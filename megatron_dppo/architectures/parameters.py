@@ -99,7 +99,7 @@ def model_shape(hf: HFConfig) -> ModelShape:
         ConfigError: No family has the architecture.
     """
     family = family_of(hf)
-    return ModelShape(family, family.sizes(hf))
+    return ModelShape(family, family.sizes_of(hf))
 
 
 @lru_cache(maxsize=16)

@@ -60,8 +60,14 @@ class StoredTensor:
         return self.dtype if self.scales is None else "BF16"
 
 
-def in_table_spelling(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def in_table_spelling(
+    stored: Mapping[str, StoredTensor], module_names: Mapping[str, str]
+) -> dict[str, StoredTensor]:
     """Return a folder's tensors under the weight table's names: experts one by one, with their scales.
+
+    Args:
+        stored: Tensors by their names in the files.
+        module_names: Of the family. Parts of transformers' names, and the parts that replace them.
 
     Raises:
         ConversionError: Scales without a weight, or an 8-bit weight without scales, or with others than its
@@ -75,7 +81,10 @@ def in_table_spelling(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTen
         whole = replace(tensor, scales=stored.get(name + SCALES))
         if whole.scales is not None or tensor.dtype == FLOAT8:
             _require_scales(whole)
-        found.update(_experts(name, whole))
+        for own, part in _experts(name, whole):
+            for ours, theirs in module_names.items():
+                own = own.replace(ours, theirs)
+            found[own] = part
     return found
 
 

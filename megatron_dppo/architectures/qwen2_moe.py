@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily
-from megatron_dppo.architectures.qwen3 import sparse_layers
+from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily
+from megatron_dppo.architectures.qwen3 import SPARSE_LAYERS, sparse_layers
 from megatron_dppo.architectures.sglang_facts import SHARED_EXPERTS_APART, SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, moe_sizes
 from megatron_dppo.architectures.weight_map import (
@@ -32,7 +32,7 @@ def _sizes(hf: HFConfig) -> ModelSizes:
 def _transformer_config(hf: HFConfig, sizes: ModelSizes) -> Mapping[str, Any]:
     return {
         "moe_shared_expert_gate": True,
-        "moe_router_pre_softmax": not hf.get("norm_topk_prob"),  # weights are probabilities among all experts
+        "moe_router_pre_softmax": not hf["norm_topk_prob"],  # weights are probabilities among all experts
     }
 
 
@@ -45,6 +45,13 @@ QWEN2_MOE = ModelFamily(
     sizes=_sizes,
     rules=(*BACKBONE, OUTPUT, *QKV_BIAS, *DENSE_MLP, *MOE_MLP, *map(_renamed, SHARED_MLP), SHARED_GATE),
     variants={**SILU_ONLY, "use_sliding_window": (False, False), "qkv_bias": (True, True)},
+    defaults={
+        **DEFAULTS,
+        **SPARSE_LAYERS,
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
     transformer_config=_transformer_config,
     sglang=SglangFacts(arguments=SHARED_EXPERTS_APART, derives_head_dim=True),
 )

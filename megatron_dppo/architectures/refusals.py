@@ -91,18 +91,18 @@ def architecture_problem(architecture: str, families: Iterable[str]) -> Problem:
 
 def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:
     """Return the factor of llama3's frequencies; None where rotary frequencies are others."""
-    rope = _rope(hf)
+    rope = rope_table(hf)
     return float(rope["factor"]) if _rope_type(rope) == "llama3" else None
 
 
 def rope_kind(hf: Mapping[str, Any]) -> str:
     """Return the kind of a model's rotary frequencies, `rope_type`."""
-    return _rope_type(_rope(hf))
+    return _rope_type(rope_table(hf))
 
 
 def rotary_part(hf: Mapping[str, Any], default: float = 1.0) -> float:
     """Return the part of a head that is rotated."""
-    return float(hf.get("partial_rotary_factor") or _rope(hf).get("partial_rotary_factor") or default)
+    return float(hf.get("partial_rotary_factor") or rope_table(hf).get("partial_rotary_factor") or default)
 
 
 def yarn_table(hf: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -111,7 +111,7 @@ def yarn_table(hf: Mapping[str, Any]) -> dict[str, Any] | None:
     transformers scales cosines and sines by the quotient of both mscales where it has both, and else as if they
     were 1 and 0.
     """
-    rope = _rope(hf)
+    rope = rope_table(hf)
     if _rope_type(rope) != "yarn":
         return None
     both: tuple[Any, Any] = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -119,9 +119,10 @@ def yarn_table(hf: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**rope, "mscale": float(mscale), "mscale_all_dim": float(of_all)}
 
 
-def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rotary embedding's table that transformers reads: the older spelling first."""
-    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    table = hf.get("rope_scaling") or hf.get("rope_parameters")
+    return table if isinstance(table, Mapping) else {}
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
@@ -135,7 +136,7 @@ def _rope_problems(
     if not all(isinstance(table, Mapping) for table in tables):
         yield _problem(f"a rope of {tables!r}", "a table with rope_type")
         return
-    rope = _rope(hf)
+    rope = rope_table(hf)
     thetas = {table["rope_theta"] for table in (hf, *tables) if table.get("rope_theta") is not None}
     if len(thetas) > 1:
         yield _problem(f"rope_theta of {sorted(thetas)}", "the same rope_theta wherever it stands")

@@ -54,6 +54,11 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
     if family is None:
         yield from common_problems(hf, ("default", "llama3"), None)
         return
+    unclear = list(family.key_problems(hf))
+    if unclear:
+        yield from unclear
+        return
+    hf = family.completed(hf)
     yield from value_problems(hf, family.variants)
     yield from family.problems(hf)
     yield from common_problems(hf, family.rope_types, family.partial_rotary)
@@ -80,7 +85,7 @@ def model_sizes(hf: HFConfig) -> ModelSizes:
     Raises:
         ConfigError: No family has the architecture.
     """
-    return family_of(hf).sizes(hf)
+    return family_of(hf).sizes_of(hf)
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
@@ -96,7 +101,7 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     path, content = read_model_config(folder)
     family = family_of(content)
     try:
-        return family.sizes(content)
+        return family.sizes_of(content)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
         action = "Use a config.json as transformers writes it."

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_dppo.architectures.family import Variants
+from megatron_dppo.architectures.family import DEFAULTS, FURTHER_LAYERS, Variants
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.errors import Problem
 
@@ -15,30 +15,40 @@ SIGMOID_VARIANTS: Variants = {
 }
 
 
-def sparse_layers(hf: HFConfig, first_sparse: int) -> list[int]:
+SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": FURTHER_LAYERS}
+"""Other names of keys that transformers' config classes take."""
+SIGMOID_DEFAULTS: Mapping[str, Any] = {
+    **DEFAULTS,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": None,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    FURTHER_LAYERS: 1,
+}
+"""GLM-4.5's values of keys that config.json leaves out; other families replace some."""
+
+
+def sparse_layers(hf: HFConfig) -> list[int]:
     """Return the 0-based layers that have experts.
 
     Args:
-        hf: config.json, with `mlp_layer_types` or `first_k_dense_replace`.
-        first_sparse: Number of dense layers in front where it has neither.
+        hf: config.json. Its `mlp_layer_types` come before its `first_k_dense_replace`, which may then be null.
     """
-    num_layers, kinds = int(hf["num_hidden_layers"]), hf.get("mlp_layer_types")
+    num_layers, kinds = int(hf["num_hidden_layers"]), hf["mlp_layer_types"]
     if kinds:
         return [layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "sparse"]
-    given = hf.get("first_k_dense_replace")
-    return list(range(first_sparse if given is None else int(given), num_layers))
+    return list(range(int(hf["first_k_dense_replace"]), num_layers))
 
 
-def sigmoid_router(hf: HFConfig, default_groups: tuple[int, int] = (1, 1)) -> Mapping[str, Any]:
+def sigmoid_router(hf: HFConfig) -> Mapping[str, Any]:
     """Return keywords of Megatron's TransformerConfig.
 
     The bias stays the checkpoint's unless [megatron] moe_router_bias_update_rate moves it.
-
-    Args:
-        hf: config.json.
-        default_groups: transformers' `n_group` and `topk_group` where it has none.
     """
-    groups, best = _groups(hf, default_groups)
+    groups, best = int(hf["n_group"]), int(hf["topk_group"])
     is_limited = best < groups
     return dict(
         moe_router_score_function="sigmoid",
@@ -46,14 +56,14 @@ def sigmoid_router(hf: HFConfig, default_groups: tuple[int, int] = (1, 1)) -> Ma
         moe_router_bias_update_rate=0.0,
         moe_router_num_groups=groups if is_limited else None,
         moe_router_group_topk=best if is_limited else None,
-        moe_router_topk_scaling_factor=float(hf.get("routed_scaling_factor") or 1.0),
+        moe_router_topk_scaling_factor=float(hf["routed_scaling_factor"]),
     )
 
 
-def router_problems(hf: HFConfig, default_groups: tuple[int, int] = (1, 1)) -> Iterator[Problem]:
-    """Yield what Megatron's router would compute otherwise; arguments as those of `sigmoid_router`."""
-    groups, best = _groups(hf, default_groups)
-    top_k = int(hf.get("num_experts_per_tok") or 8)
+def router_problems(hf: HFConfig) -> Iterator[Problem]:
+    """Yield the values of a completed config.json that Megatron's router would compute otherwise."""
+    groups, best = int(hf["n_group"]), int(hf["topk_group"])
+    top_k = int(hf["num_experts_per_tok"])
     action = "Use a model of the supported variant; another one would be trained wrongly."
     if top_k == 1:
         found = "num_experts_per_tok = 1 in config.json"
@@ -66,12 +76,6 @@ def router_problems(hf: HFConfig, default_groups: tuple[int, int] = (1, 1)) -> I
         yield Problem("model.load", found, f"{expected} transformers by two", action)
 
 
-def _groups(hf: HFConfig, default: tuple[int, int]) -> tuple[int, int]:
-    found = (hf.get("n_group", default[0]), hf.get("topk_group", default[1]))
-    groups, best = (int(number or 1) for number in found)
-    return groups, best
-
-
-def shared_width(hf: HFConfig, default_experts: int = 1) -> int:
+def shared_width(hf: HFConfig) -> int:
     """Return the width of all shared experts together."""
-    return int(hf.get("n_shared_experts", default_experts) or 0) * int(hf["moe_intermediate_size"])
+    return int(hf["n_shared_experts"]) * int(hf["moe_intermediate_size"])

@@ -127,7 +127,6 @@ def moe_sizes(
 
 def _backbone_sizes(hf: HFConfig) -> ModelSizes:
     hidden_size, num_heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
-    rope = hf.get("rope_parameters") or {}
     return ModelSizes(
         architecture=architecture_of(hf),
         num_layers=int(hf["num_hidden_layers"]),
@@ -138,7 +137,7 @@ def _backbone_sizes(hf: HFConfig) -> ModelSizes:
         intermediate_size=0,
         vocab_size=int(hf["vocab_size"]),
         max_position_embeddings=int(hf["max_position_embeddings"]),
-        rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_theta=float(hf["rope_theta"]),
         num_experts=None,
         experts_per_token=0,
         moe_intermediate_size=0,

@@ -4,17 +4,17 @@ import json
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_dppo.architectures.family import FURTHER_LAYERS
+from megatron_dppo.architectures.family import ModelFamily
 from megatron_dppo.architectures.published_names import (
     StoredTensor,
     dequantized,
@@ -22,10 +22,13 @@ from megatron_dppo.architectures.published_names import (
     stays_float32,
 )
 from megatron_dppo.architectures.registry import FAMILIES
-from megatron_dppo.architectures.sizes import architecture_of, read_model_config
+from megatron_dppo.architectures.sizes import HFConfig, architecture_of, read_model_config
+from megatron_dppo.checkpoints.model_files import copy_model_files, main_dtype, name_dtype
+from megatron_dppo.checkpoints.weight_files import INDEX as INDEX
+from megatron_dppo.checkpoints.weight_files import WeightFiles, weight_files
 from megatron_dppo.errors import ConversionError
+from megatron_dppo.runtime.tensor_files import save_tensors
 
-INDEX = "model.safetensors.index.json"
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 
 
@@ -37,48 +40,37 @@ class HFWeights:
     config.json stands beside the weights.
     """
 
-    def __init__(self, folder: Path, num_mapped: int = 2) -> None:
+    def __init__(self, folder: Path, num_mapped: int = 2, files: Sequence[str] | None = None) -> None:
         """Read the headers of all files; tensors are read when asked for.
 
         Args:
             folder: With safetensors, and an index where there are several.
             num_mapped: Files that are mapped at a time: what was read of others leaves this process's memory.
+            files: Names of the files to read. None chooses the files that hold a model's weights.
 
         Raises:
-            ConversionError: There are no safetensors, a file of the index is missing, a file or the index is
-                torn, a tensor is not in the file that the index names, or two files without an index have it.
+            ConversionError: There are no safetensors or two sets of them, an adapter is beside them, a file of
+                the index is missing, a file or the index is torn, a tensor is not in the file that the index
+                names, or two files without an index have it.
         """
         self.folder = folder
         self._num_mapped = num_mapped
         self._mapped: OrderedDict[str, safe_open] = OrderedDict()
         self._lock = threading.Lock()
-        stored = self._read_index() if (folder / INDEX).is_file() else self._read_headers()
-        self._stored = in_table_spelling(stored)
-        self.left_out: frozenset[str] = _left_out(folder, self._stored)
+        file_of = _read_index(folder) if files is None and (folder / INDEX).is_file() else None
+        found = (
+            weight_files(folder, file_of and file_of.values()) if files is None else WeightFiles((*files,), ())
+        )
+        self.ignored = found.ignored
+        """Names of the files with weights that are not read."""
+        stored = self._read_headers(found.read) if file_of is None else self._read_indexed(file_of, found.read)
+        family, hf = _family(folder)
+        self._stored = in_table_spelling(stored, {} if family is None else family.module_names)
+        self.left_out: frozenset[str] = frozenset() if family is None else family.left_out(self._stored, hf)
         """Names of the tensors in the files that belong to no layer of the model."""
         self._stored = {name: own for name, own in self._stored.items() if name not in self.left_out}
 
-    def _read_index(self) -> dict[str, StoredTensor]:
-        try:
-            weight_map: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-            file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConversionError(
-                f"{self.folder / INDEX}: torn, or no index ({type(error).__name__}: {error}). Expected a JSON "
-                "object with a weight_map. Download it again."
-            ) from error
-        strange = [file for file in file_of.values() if not isinstance(file, str) or Path(file).name != file]
-        if strange:
-            raise ConversionError(
-                f"{self.folder / INDEX}: names {strange[0]!r} as a file. Expected files of that folder."
-            )
-        files = sorted(set(file_of.values()))
-        missing = [file for file in files if not (self.folder / file).is_file()]
-        if missing:
-            raise ConversionError(
-                f"{self.folder}: {INDEX} names {missing[:3]}, which are not there. "
-                "Download the checkpoint again."
-            )
+    def _read_indexed(self, file_of: Mapping[str, str], files: Iterable[str]) -> dict[str, StoredTensor]:
         found = {file: self._header(file) for file in files}
         absent = sorted(name for name, file in file_of.items() if name not in found[file])
         if absent:
@@ -88,13 +80,7 @@ class HFWeights:
             )
         return {name: found[file][name] for name, file in file_of.items()}
 
-    def _read_headers(self) -> dict[str, StoredTensor]:
-        files = sorted(file.name for file in self.folder.glob("*.safetensors"))
-        if not files:
-            raise ConversionError(
-                f"{self.folder}: no *.safetensors files. Expected a Hugging Face checkpoint in that format; "
-                "save it again with save_pretrained (pickled .bin files are not read)."
-            )
+    def _read_headers(self, files: Iterable[str]) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}
         for file in files:
             for name, tensor in self._header(file).items():
@@ -181,13 +167,39 @@ class HFWeights:
         return self.folder / self._stored[name].file
 
 
-def _left_out(folder: Path, names: Iterable[str]) -> frozenset[str]:
-    config = folder / "config.json"
-    if not config.is_file():
-        return frozenset()
+def _family(folder: Path) -> tuple[ModelFamily | None, HFConfig]:
+    if not (folder / "config.json").is_file():
+        return None, {}
     _, hf = read_model_config(folder)
-    family = FAMILIES.get(architecture_of(hf))
-    return frozenset() if family is None else family.left_out(names, hf)
+    return FAMILIES.get(architecture_of(hf)), hf
+
+
+def require_one_set(folder: Path) -> tuple[str, ...]:
+    """Compare the names of a folder's weight files with its index, and return the names that are not read.
+
+    Raises:
+        ConversionError: As `HFWeights` raises it, without a look into the files.
+    """
+    file_of = _read_index(folder) if (folder / INDEX).is_file() else None
+    return weight_files(folder, file_of and file_of.values()).ignored
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor that the index names."""
+    try:
+        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        file_of = {name: file for name, file in weight_map.items() if not name.endswith(_NOT_WEIGHTS)}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(
+            f"{folder / INDEX}: torn, or no index ({type(error).__name__}: {error}). Expected a JSON "
+            "object with a weight_map. Download it again."
+        ) from error
+    strange = [file for file in file_of.values() if not isinstance(file, str) or Path(file).name != file]
+    if strange:
+        raise ConversionError(
+            f"{folder / INDEX}: names {strange[0]!r} as a file. Expected files of that folder."
+        )
+    return file_of
 
 
 @contextmanager
@@ -223,7 +235,7 @@ def write_hf_checkpoint(
         ConversionError: `out` exists already, or a tensor comes twice.
     """
     file_of: dict[str, str] = {}
-    total = 0
+    total, written = 0, list[tuple[str, torch.dtype, int]]()
     with whole_folder(out) as unfinished, ThreadPoolExecutor(1) as pool:
         copy_model_files(template, unfinished)
         underway: Future[None] | None = None
@@ -231,12 +243,15 @@ def write_hf_checkpoint(
             file = f"model-{index:05d}.safetensors"
             file_of |= dict.fromkeys(shard, file)
             total += sum(tensor.nbytes for tensor in shard.values())
+            written += [(name, tensor.dtype, tensor.numel()) for name, tensor in shard.items()]
             if underway is not None:
                 underway.result()
-            underway = pool.submit(save_file, shard, unfinished / file, metadata={"format": "pt"})
+            underway = pool.submit(save_tensors, shard, unfinished / file, metadata={"format": "pt"})
             del shard
         if underway is not None:
             underway.result()
+        if written and (unfinished / "config.json").is_file():
+            name_dtype(unfinished / "config.json", main_dtype(written))
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (unfinished / INDEX).write_text(json.dumps(content, indent=1))
 
@@ -259,36 +274,3 @@ def _shards(weights: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: int) 
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-_BESIDE_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.tiktoken",
-    "*.model",
-    "LICENSE*",
-)
-
-
-def copy_model_files(source: Path, out: Path) -> None:
-    """Copy the files beside the weights: config, generation config, tokenizer, chat template, licence.
-
-    They are copied byte for byte, but a config.json of layers that predict further tokens, which are left out
-    of the weights, then says that there are none.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(
-        {file for pattern in _BESIDE_WEIGHTS for file in source.glob(pattern) if file.is_file()}
-    ):
-        shutil.copy2(file, out / file.name)
-    config = out / "config.json"
-    content = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    if isinstance(content, dict) and content.get(FURTHER_LAYERS):
-        config.unlink()  # keeps no permission of a read-only original
-        config.write_text(json.dumps(content | {FURTHER_LAYERS: 0}, indent=2) + "\n", encoding="utf-8")

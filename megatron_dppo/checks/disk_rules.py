@@ -12,7 +12,7 @@ from megatron_dppo.errors import Problem
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER_BYTES = 4  # of parameters that are no float32 themselves
+_MASTER_BYTES = 4  # the optimizer's own copy, which it has of float32 parameters too
 _MOMENTS_BYTES = 8
 
 
@@ -62,6 +62,5 @@ def checkpoint_bytes(config: Config, facts: Facts) -> int | None:
     if facts.model_sizes is None or isinstance(facts.model, Problem):
         return None
     num_parameters = model_shape(facts.model).num_parameters
-    dtype_bytes = _DTYPE_BYTES[config.model.dtype]
-    state_bytes = _MOMENTS_BYTES + (_MASTER_BYTES if dtype_bytes < _MASTER_BYTES else 0)
-    return num_parameters * (dtype_bytes + (0 if config.lora.rank else state_bytes))
+    state_bytes = 0 if config.lora.rank else _MOMENTS_BYTES + _MASTER_BYTES
+    return num_parameters * (_DTYPE_BYTES[config.model.dtype] + state_bytes)

@@ -8,11 +8,13 @@ from megatron_dppo.architectures.layout import layout_problems
 from megatron_dppo.architectures.refusals import architecture_problem
 from megatron_dppo.architectures.registry import FAMILIES, variant_problems
 from megatron_dppo.architectures.sizes import config_file
+from megatron_dppo.checkpoints.hf_folder import require_one_set
+from megatron_dppo.checkpoints.weight_files import WeightFilesError
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
-from megatron_dppo.errors import Problem
+from megatron_dppo.errors import ConversionError, Problem
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -74,13 +76,22 @@ def _model_variant(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("model_weights", needs="machine")
 def _model_weights(config: Config, facts: Facts) -> Iterator[Problem]:
-    """A Hugging Face folder holds safetensors."""
+    """A Hugging Face folder holds safetensors, and one set of them."""
     path = config_file(config.model.load)
-    is_hugging_face = path is not None and path.parent == config.model.load
-    if is_hugging_face and not any(config.model.load.glob("*.safetensors")):
+    if path is None or path.parent != config.model.load:
+        return
+    if not any(config.model.load.glob("*.safetensors")):
         found = f"{config.model.load} without *.safetensors"
         action = "Download the weights, or save the model again with save_pretrained."
         yield Problem("model.load", found, "weights in safetensors format", action)
+        return
+    try:
+        require_one_set(config.model.load)
+    except WeightFilesError as error:
+        yield replace(error.problem, where="model.load")
+    except ConversionError as error:
+        action = "Download the index again."
+        yield Problem("model.load", str(error), "an index of the weight files", action)
 
 
 @rule("model_tokenizer", needs="machine")

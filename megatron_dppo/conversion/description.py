@@ -1,16 +1,21 @@
 """Reads and writes the files beside a checkpoint's weights: config.json and tokenizer."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_dppo.architectures.published_names import BLOCK
 from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, of_dequantized
 from megatron_dppo.architectures.registry import family_of, variant_problems
 from megatron_dppo.architectures.sizes import read_model_config
-from megatron_dppo.checkpoints.hf_folder import copy_model_files
+from megatron_dppo.checkpoints.model_files import copy_model_files, name_dtype
 from megatron_dppo.errors import ConfigError, ConversionError
+
+logger = logging.getLogger(__name__)
 
 
 def read_convertible_config(folder: Path) -> dict[str, Any]:
@@ -30,18 +35,25 @@ def read_convertible_config(folder: Path) -> dict[str, Any]:
     return hf
 
 
-def write_description(template: Path, out: Path) -> None:
-    """Copy config, tokenizer and licence; config.json byte for byte, unless the weights were dequantised.
+def write_description(template: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy config, tokenizer and licence, and name the files that are not copied.
+
+    config.json is copied byte for byte, unless it is of 8-bit weights, of further layers or of another dtype.
 
     Args:
         template: A Hugging Face folder, or a Megatron checkpoint's `hf/`.
         out: A folder, made where it is missing.
+        dtype: The type of the tensors, which config.json names. None keeps the template's.
     """
-    copy_model_files(template, out)
+    others = copy_model_files(template, out)
+    if others:
+        logger.info("not copied: %s", ", ".join(others))
     path = out / "config.json"
     content = json.loads(path.read_text())
     if QUANTIZED in content:
         path.write_text(json.dumps(_of_dequantized(content, path), indent=2) + "\n")
+    if dtype is not None:
+        name_dtype(path, dtype)
 
 
 def _of_dequantized(content: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Options of writing a checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import stays_float32
+from megatron_dppo.conversion.rounding import Rounding
 from megatron_dppo.errors import ConversionError
 
 
@@ -19,12 +20,14 @@ class Options:
         file_bytes: A new file is begun when the current one would exceed this.
         num_writers: Files that a process writes at a time.
         on_bytes: Called, in any thread, with the bytes of each tensor that is done.
+        rounding: Casts the tensors, and adds up the loss.
     """
 
     dtype: torch.dtype | None = None
     file_bytes: int = 4 << 30
     num_writers: int = 1
     on_bytes: Callable[[int], object] = lambda _: None
+    rounding: Rounding = field(default_factory=Rounding)
 
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype that a tensor is written in."""

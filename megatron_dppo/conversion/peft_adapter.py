@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,39 @@ from typing import Any
 from torch import Tensor
 
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.checkpoints.weight_files import ADAPTER_CONFIG as CONFIG
+from megatron_dppo.checkpoints.weight_files import ADAPTER_WEIGHTS as WEIGHTS
 from megatron_dppo.conversion.sources import HuggingFaceSource
 from megatron_dppo.errors import ConversionError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B)(?:\.weight|\.default\.weight)")
-_UNLIKE_LORA: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "fan_in_fan_out": (False, None),
-    "target_parameters": (None, []),
+_OFF = (None, False, (), "none")
+_PLAIN: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        (
+            # where the adapter comes from, and how it was made and trained
+            *("base_model_name_or_path", "revision", "peft_version", "task_type", "auto_mapping"),
+            *("inference_mode", "lora_dropout", "eva_config", "megatron_core", "qalora_group_size"),
+            # what has factors, and with which scale: compared with the factors, and read by `scaling`
+            *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+            *("rank_pattern", "alpha_pattern"),
+        ),
+        lambda value: True,
+    ),
+    "peft_type": lambda value: value == "LORA",
+    "r": lambda value: isinstance(value, int) and value > 0,
+    "lora_alpha": lambda value: isinstance(value, int | float),
+    "use_rslora": lambda value: value in (None, False, True),
+    "init_lora_weights": lambda value: value in (None, False, True, "gaussian", "orthogonal", "eva"),
+    "runtime_config": lambda value: not value or value == {"ephemeral_gpu_offload": False},
+    "alora_invocation_tokens": lambda value: value is None,
 }
-"""Keys of adapter_config.json whose other values mean more than `W + scaling * B A`."""
+"""Keys of adapter_config.json that are known to mean `W + scaling * B A`, with the test of a value.
+
+Every other key, of this or of a newer peft, must be off: null, false, empty or "none". PiSSA, OLoRA, CorDA,
+LoRA-GA and LoftQ change the base weights when they begin. aLoRA, DoRA and others compute something else.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,20 +71,44 @@ class PeftAdapter:
         """
         try:
             config = json.loads((folder / CONFIG).read_text())
-            method = config["peft_type"]
+            config["peft_type"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConversionError(
                 f"{folder / CONFIG}: {type(error).__name__}: {error}. Expected a folder as peft's "
                 "save_pretrained writes it."
             ) from error
-        odd = {key: config[key] for key, plain in _UNLIKE_LORA.items() if config.get(key) not in plain}
-        if method != "LORA" or odd:
+        odd = {key: value for key, value in config.items() if not _PLAIN.get(key, _is_off)(value)}
+        lacking = [key for key in ("r", "lora_alpha") if key not in config]
+        if odd or lacking:
+            found = [*(f"{key} = {value!r}" for key, value in odd.items()), *(f"no {key}" for key in lacking)]
             raise ConversionError(
-                f"{folder / CONFIG}: found peft_type {method!r} with {odd or 'no other option'}; expected "
-                "plain 'LORA'. Merge the adapter with peft's merge_and_unload, which knows the other kinds."
+                f"{folder / CONFIG}: found {', '.join(found)}. Expected peft_type = 'LORA' and only "
+                "options that are known to mean W + scaling * B A. If peft can merge this kind, use its "
+                "merge_and_unload."
             )
-        weights = HFWeights(folder)
-        return cls(folder, _pairs(weights), config, weights)
+        if not (folder / WEIGHTS).is_file():
+            raise ConversionError(f"{folder}: no {WEIGHTS}. Expected the adapter's weights in this file.")
+        weights = HFWeights(folder, files=(WEIGHTS,))
+        adapter = cls(folder, _pairs(weights), config, weights)
+        adapter._require_config_of_factors()
+        return adapter
+
+    def _require_config_of_factors(self) -> None:
+        """Compare the factors with the modules and ranks in the config, from which peft builds its layers."""
+        shapes = self.weights.shapes()
+        for name, (a, _) in self.pairs.items():
+            module, rank = name.removesuffix(".weight"), shapes[a][0]
+            expected = _by_pattern(self.config.get("rank_pattern") or {}, module, self.config["r"])
+            if rank != expected:
+                raise ConversionError(
+                    f"{self.folder / WEIGHTS}: {a!r} has rank {rank}; expected {expected}, as {CONFIG} says. "
+                    "Copy or download the adapter again."
+                )
+            if not _is_target(module, self.config):
+                raise ConversionError(
+                    f"{self.folder / WEIGHTS}: {a!r} is of no module that {CONFIG} names. Expected factors of "
+                    "target_modules in layers_to_transform alone: peft reads no others. Correct the config."
+                )
 
     def scaling(self, name: str, rank: int) -> float:
         """Return the scaling of a weight's update, as peft's config patterns define it."""
@@ -90,6 +132,31 @@ def _pairs(weights: HFWeights) -> dict[str, tuple[str, str]]:
             found = f"{weights.folder}: {name!r} has {next(iter(pair))} alone"
             raise ConversionError(f"{found}; expected both factors. Copy or download the adapter again.")
     return {name: (pair["lora_A"], pair["lora_B"]) for name, pair in factors.items()}
+
+
+def _is_off(value: Any) -> bool:
+    return (tuple(value) if isinstance(value, list | dict) else value) in _OFF
+
+
+def _is_target(module: str, config: Mapping[str, Any]) -> bool:
+    """Whether peft builds an adapter for a module, by its rules for the names."""
+    names, chosen = config.get("target_modules"), config.get("layers_to_transform")
+    if _is_named(module, config.get("exclude_modules")) or not _is_named(module, names):
+        return False
+    if chosen in (None, []) or isinstance(names, str) or module in (names or ()):
+        return True
+    patterns = config.get("layers_pattern") or [r"[^.]*"]
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        match = re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module)
+        if match is not None:
+            return int(match[1]) in ([chosen] if isinstance(chosen, int) else chosen)
+    return False
+
+
+def _is_named(module: str, names: str | Sequence[str] | None) -> bool:
+    if isinstance(names, str):
+        return names == "all-linear" or re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names or ())
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

@@ -78,7 +78,7 @@ def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
             least; none leaves the gates of a layer's experts, and so on, in one.
     """
     family = family_of(hf)
-    sizes = family.sizes(hf)
+    sizes = family.sizes_of(hf)
     # Megatron takes a list to mean that layers differ.
     are_layers_alike = isinstance(family.megatron_config(hf).get("moe_layer_freq", 1), int)
     for entry in family.entries(sizes):

@@ -18,11 +18,13 @@ from megatron_dppo.architectures.refusals import QUANTIZED
 from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.architectures.weight_map import OUTPUT
-from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files
+from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.conversion.quantized_folder import QUANTIZATION
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
 from megatron_dppo.rollout.embedded.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
+from megatron_dppo.runtime.tensor_files import make_readable
 
 _OLDER = "hf_quant_config.json"  # says what config.json's quantization_config says
 _EXPERTS = ".mlp.experts."
@@ -185,8 +187,9 @@ def export(model: Any, template: Path, output: UnfinishedOutput, quantization: Q
         older = json.loads(output.file(_OLDER).read_text())
         output.file("config.json").unlink()
         output.file("generation_config.json").unlink(missing_ok=True)  # the template's, if it has one
+        make_readable(output.folder)
         copy_model_files(template, output.folder)
-    config = json.loads((template / "config.json").read_text())
+    config = json.loads(output.file("config.json").read_text())
     config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
     # modelopt shortens names to patterns, as model.layers.1*, which would leave out layer 10 too
     ignored = list(quantization.ignored)

@@ -1,5 +1,6 @@
 """Sources of Hugging Face tensors: checkpoints of either kind, by name and in groups that are read at once."""
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.registry import family_of, read_hf_config
-from megatron_dppo.architectures.sizes import HFConfig
+from megatron_dppo.architectures.sizes import HFConfig, config_file
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
 from megatron_dppo.checkpoints.hf_folder import HFWeights
@@ -189,6 +190,33 @@ class MegatronSource:
 def source_of(folder: Path) -> Source:
     """Return the source for a Megatron checkpoint or a Hugging Face folder, by what the folder holds."""
     return MegatronSource(folder) if is_megatron_checkpoint(folder) else HuggingFaceSource(HFWeights(folder))
+
+
+def trained_from(megatron: Path) -> Path | None:
+    """Return `model.load` of the run whose `checkpoints/` has a checkpoint; None for a checkpoint of no run."""
+    config = megatron.resolve().parent.parent / "config.toml"
+    if not config.is_file():
+        return None
+    return Path(tomllib.loads(config.read_text(encoding="utf-8"))["model"]["load"])
+
+
+def base_of(megatron: Path, like: Source) -> Source | None:
+    """Return the weights that a run's checkpoint was trained from.
+
+    Args:
+        megatron: A folder in a run's `checkpoints/`.
+        like: Its weights. A base model has the same names and shapes.
+
+    Returns:
+        None for a checkpoint of no run, or if the base model is no longer there.
+    """
+    folder = trained_from(megatron)
+    if folder is None or config_file(folder) is None:
+        return None
+    base, wanted = source_of(folder), like.outline()
+    found = base.outline()
+    is_same = all(name in found and found[name].shape == wanted[name].shape for name in wanted)
+    return base if is_same else None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import read_hf_config
+from megatron_dppo.conversion.sources import trained_from
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.mcore import cpu, fixes
 from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
@@ -22,7 +23,7 @@ def write_peft_adapter(megatron: Path, out: Path, base: str) -> None:
     Args:
         megatron: A checkpoint of a LoRA run.
         out: Folder to write.
-        base: Name or folder of the base model, for the adapter's config.
+        base: Name or folder of the base model, for the adapter's config. Empty takes the run's `model.load`.
 
     Raises:
         ConversionError: The checkpoint holds no adapters.
@@ -40,4 +41,8 @@ def write_peft_adapter(megatron: Path, out: Path, base: str) -> None:
     load_weights(model, megatron, hf)
     if options is None:
         raise ConversionError(f"{megatron} holds no LoRA adapters. Use to-hf for its weights.")
-    write_adapter(adapter_tensors(model), options, out, base)
+    trained = trained_from(megatron)
+    named = base or str(trained or "")
+    if not named:
+        logger.warning("%s is in no run's folder; --base would name the base model in the adapter", megatron)
+    write_adapter(adapter_tensors(model), options, out, named)

@@ -5,16 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_dppo.checkpoints.hf_folder import INDEX
+from megatron_dppo.checkpoints.model_files import main_dtype
+from megatron_dppo.checkpoints.weight_files import INDEX
 from megatron_dppo.conversion.description import write_description
 from megatron_dppo.conversion.jobs import run_jobs
 from megatron_dppo.conversion.options import Options
 from megatron_dppo.conversion.sources import Source
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.runtime.tensor_files import save_tensors
 
 
 @dataclass
@@ -44,6 +45,7 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
     """
     outline = source.outline().items()
     sizes = {name: tensor.numel() * options.dtype_of(name, tensor).itemsize for name, tensor in outline}
+    written = [(name, options.dtype_of(name, tensor), tensor.numel()) for name, tensor in outline]
     shards = plan_shards(source.groups(), sizes, options.file_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     plan = {
@@ -66,7 +68,7 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
         output.write(INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
         with disk_errors(output.folder):
-            write_description(template, output.folder)
+            write_description(template, output.folder, main_dtype(written))
             output.publish()
 
     runtime.on_main(publish)
@@ -117,8 +119,10 @@ class _ShardWriter:
             return
         tensors: dict[str, Tensor] = {}
         for group in shard.groups:
+            base = self._options.rounding.base_tensors(group, self._options.dtype is not None)
             for name, tensor in self._source.read(group):
-                own = tensor.to(self._options.dtype_of(name, tensor), copy=True)
-                tensors[name] = own.contiguous()
+                dtype = self._options.dtype_of(name, tensor)
+                own = self._options.rounding.cast(tensor, dtype, base.get(name))
+                tensors[name] = (own.clone() if own is tensor else own).contiguous()
                 self._options.on_bytes(own.nbytes)
-        self._output.write(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        self._output.write(file, lambda path: save_tensors(tensors, path, metadata={"format": "pt"}))

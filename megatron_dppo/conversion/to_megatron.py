@@ -39,7 +39,7 @@ def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
         ConversionError: A tensor is missing, left over, of another shape, or no floating-point number.
     """
     found, family = source.outline(), family_of(hf)
-    if family.sizes(hf).is_tied and OUTPUT.hf[0] in found:
+    if family.sizes_of(hf).is_tied and OUTPUT.hf[0] in found:
         _require_tied(source)
         del found[OUTPUT.hf[0]]
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
@@ -120,14 +120,15 @@ def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, ru
 
     def tensor_of(block: Block) -> Tensor:
         piece = pieces[block.key, block.offset]
-        tensors = [tensor.to(block.dtype) for name in piece.hf for _, tensor in source.read((name,))]
+        cast = options.rounding.cast
+        tensors = [cast(tensor, block.dtype) for name in piece.hf for _, tensor in source.read((name,))]
         return piece.fuse(tensors, table)
 
     writer = _FileWriter(output, save, tensor_of, options.on_bytes)
     run_jobs(runtime, save.files, writer.write, options.num_writers)
     runtime.on_main(lambda: _gather_parts(output))
     save.finish({file.name: writer.places(file) for file in save.files})
-    runtime.on_main(lambda: _publish(output, source.folder))
+    runtime.on_main(lambda: _publish(output, source.folder, dtype))
 
 
 def _begin(out: Path, plan: dict[str, Any], total: int) -> UnfinishedOutput:
@@ -201,8 +202,8 @@ def _scatter_parts(output: UnfinishedOutput) -> None:
     shutil.rmtree(output.file(WEIGHTS), ignore_errors=True)
 
 
-def _publish(output: UnfinishedOutput, template: Path) -> None:
+def _publish(output: UnfinishedOutput, template: Path, dtype: torch.dtype) -> None:
     with disk_errors(output.folder):
-        write_description(template, output.file(HF))
+        write_description(template, output.file(HF), dtype)
         shutil.rmtree(output.file(_PARTS))
         output.publish()

@@ -122,7 +122,7 @@ def weight_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
     family, found = family_of(hf), weights.shapes()
-    if family.sizes(hf).is_tied:
+    if family.sizes_of(hf).is_tied:
         found.pop(OUTPUT.hf[0], None)
     family.require_shapes(hf, found, weights.folder, weights.file_of)
 
@@ -207,7 +207,7 @@ def export_hf_weights(
     stages: Any = parallel_state.get_pipeline_model_parallel_group()
     group = None if of_own_stage else stages
     family = family_of(hf)
-    order = {entry.name: index for index, entry in enumerate(family.entries(family.sizes(hf)))}
+    order = {entry.name: index for index, entry in enumerate(family.entries(family.sizes_of(hf)))}
 
     @torch.no_grad()
     def export() -> Iterator[tuple[str, Tensor]]:

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dppo.checkpoints.hf_folder import whole_folder
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.models.lora import Adapter, adapters
+from megatron_dppo.runtime.tensor_files import save_tensors
 
 
 @torch.no_grad()
@@ -84,4 +84,4 @@ def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, ba
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     with whole_folder(out) as unfinished:
         (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
-        save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import is_adapter, is_weight_buffer
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
-from megatron_dppo.checkpoints.hf_folder import HFWeights, copy_model_files, whole_folder
+from megatron_dppo.checkpoints.hf_folder import HFWeights, whole_folder
+from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checkpoints import checkpoint_folder
 from megatron_dppo.checkpoints.checkpoint_folder import STATE, Kept, Retention
-from megatron_dppo.checkpoints.hf_folder import copy_model_files
+from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.resharding import fit_to_chain, is_resharded, require_reshardable
 from megatron_dppo.config.schema import CheckpointConfig
 from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
@@ -37,6 +37,7 @@ from megatron_dppo.models.megatron_folder import (
 from megatron_dppo.run.random_states import random_states, restore_random_states
 from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.runtime.tensor_files import save_tensors
 from megatron_dppo.types import RunState, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -282,7 +283,7 @@ class _Save:
         try:
             files = self.pending.write()
             name = f"rank_{self.rank:05d}.safetensors"
-            save_file(self.random, self.unfinished / "rng" / name)
+            save_tensors(self.random, self.unfinished / "rng" / name)
             files.append(self.unfinished / "rng" / name)
             if self.point.keeps_steps:
                 write_batches(self.unfinished / "remaining" / name, self.steps)

@@ -2,7 +2,7 @@
 
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,14 +18,12 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 def write_whole(path: Path, parts: Iterable[str]) -> None:
     """Write a text file; readers see the old one or the whole new one, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -73,10 +71,3 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, object]:
         found = f"a JSON {type(cast(object, value)).__name__}"
         raise DataError(Problem(where, found, expected, "Put the row's fields into an object."))
     return cast(dict[str, object], value)
-
-
-def _umask() -> int:
-    """Return the process's umask; mkstemp ignores it, and a data file should be as readable as any other."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,6 +1,7 @@
 """`megatron-dppo convert` and tools/convert_checkpoint.py both ways, bit for bit, and what it refuses."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from converting import convert, differences
+from safetensors.torch import load_file
 from tiny import write_model
-from transformers import Qwen3MoeForCausalLM
+from tiny_families import write_family
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
@@ -41,6 +45,80 @@ def test_there_and_back_is_bit_exact(converted: Path) -> None:
     original = Qwen3MoeForCausalLM.from_pretrained(converted / "hf", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items())
     assert (converted / "back" / "config.json").read_bytes() == (converted / "hf" / "config.json").read_bytes()
+
+
+@pytest.fixture
+def described(converted: Path, tmp_path: Path) -> Path:
+    """The model with files that publishers put beside the weights; one is no file of a model."""
+    folder = tmp_path / "described"
+    shutil.copytree(converted / "hf", folder)
+    for name in (*BESIDE, "README.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+        (folder / name).chmod(0o400)
+    return folder
+
+
+BESIDE = (
+    *("LICENSE", "License.txt", "NOTICE", "Notice.md", "USE_POLICY.md", "chat_template.jinja"),
+    *("additional_chat_templates/tool_use.jinja", "tekken.json", "spiece.model"),
+)
+
+
+def test_files_beside_the_weights_come_along_with_the_umasks_mode(described: Path, tmp_path: Path) -> None:
+    """Both ways; safetensors would write mode 0600, and copies would keep a mode that no one can change."""
+    before = os.umask(0o027)
+    try:
+        converted_ = convert("to-megatron", "--hf", described, "--out", tmp_path / "megatron")
+        back = convert("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back")
+    finally:
+        os.umask(before)
+    assert (converted_.exit_code, back.exit_code) == (0, 0), converted_.output + back.output
+    for folder in (tmp_path / "megatron" / "hf", tmp_path / "back"):
+        assert [name for name in BESIDE if (folder / name).read_text() != name] == []
+        assert not (folder / "README.md").exists(), "the card of another model"
+    written = [file for name in ("megatron", "back") for file in (tmp_path / name).rglob("*") if file.is_file()]
+    assert {oct(file.stat().st_mode & 0o777) for file in written} == {"0o640"}
+
+
+@pytest.mark.parametrize("spelling", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {}])
+def test_config_json_names_the_type_of_the_tensors(
+    converted: Path, tmp_path: Path, spelling: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(converted / "hf", tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    content = json.loads(file.read_text())
+    del content["dtype"]
+    file.write_text(json.dumps(content | spelling | {"part_config": {"dtype": "bfloat16"}}))
+    wide, back, narrow = (tmp_path / name for name in ("wide", "back", "narrow"))
+    assert convert("to-megatron", "--hf", tmp_path / "hf", "--out", wide, "--dtype", "float32").exit_code == 0
+    assert "--dtype" not in caplog.text, "nothing is lost"
+    assert convert("to-hf", "--megatron", wide, "--out", back).exit_code == 0
+    key = next(iter(spelling), "dtype")
+    for folder in (wide / "hf", back):
+        named = json.loads((folder / "config.json").read_text())
+        assert (named[key], named["part_config"]["dtype"]) == ("float32", "float32")
+    loaded = Qwen3MoeForCausalLM.from_pretrained(back, dtype="auto")
+    assert {tensor.dtype for tensor in loaded.parameters()} == {torch.float32}
+    with caplog.at_level("INFO"):
+        done = convert("to-hf", "--megatron", wide, "--out", narrow, "--dtype", "bfloat16")
+    assert done.exit_code == 0 and "--dtype bfloat16 changed 0.00% of " in caplog.text, "they were bfloat16"
+    assert json.loads((narrow / "config.json").read_text())[key] == "bfloat16"
+    assert differences(converted / "hf", narrow) == []
+
+
+@pytest.mark.parametrize(
+    "architecture", [name for name, family in FAMILIES.items() if any(r.is_expert for r in family.rules)]
+)
+def test_experts_as_transformers_stacks_them_are_one_by_one_here(tmp_path: Path, architecture: str) -> None:
+    write_family(tmp_path / "apart", architecture)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "apart", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert any(name.endswith("gate_up_proj") for name in load_file(tmp_path / "stacked" / "model.safetensors"))
+    done = convert("to-megatron", "--hf", tmp_path / "stacked", "--out", tmp_path / "megatron")
+    assert done.exit_code == 0, done.output
+    assert differences(tmp_path / "apart", tmp_path / "stacked") == []
+    assert convert("verify", tmp_path / "apart", tmp_path / "megatron").exit_code == 0
 
 
 def test_an_existing_output_is_refused(converted: Path) -> None:

@@ -65,8 +65,20 @@ def indexed(file: str) -> Callable[[Path], None]:
     return write
 
 
+SHARD = "model-00001-of-00001.safetensors"
+
+
+def set_in_shard(folder: Path) -> None:
+    shutil.copyfile(folder / "model.safetensors", folder / SHARD)
+
+
+def set_index(folder: Path) -> None:
+    weight_map = dict.fromkeys(load_file(folder / SHARD), SHARD)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 NORM, QUERY = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
-BAD: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a missing tensor": (without(NORM), ["1 tensors are missing", NORM]),
     "a tensor too many": (set_tensor("model.extra", torch.zeros(2)), ["1 are left over", "model.extra"]),
     "a wrong shape": (
@@ -97,6 +109,22 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         ["'lm_head.weight' differs from 'model.embed_tokens.weight'"],
     ),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
+    "two sets of weights": (
+        lambda folder: (set_in_shard(folder), set_index(folder)),
+        ["two sets of weights, model.safetensors", SHARD, "Remove model.safetensors, or remove model.safet"],
+    ),
+    "an old index beside the weights": (
+        indexed(SHARD),
+        [f"names {SHARD}: 1 of 1 files is not there", "Remove model.safetensors.index.json if"],
+    ),
+    "an adapter beside the weights": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        ["found adapter_config.json, an adapter", "merge-adapter"],
+    ),
+    "another format beside the weights": (
+        lambda folder: save_file({"layers.0.wq": torch.zeros(2)}, folder / "consolidated.safetensors"),
+        ["No tensor of the model is in consolidated.safetensors"],
+    ),
     "no safetensors": (lambda folder: (folder / "model.safetensors").unlink(), ["no *.safetensors"]),
 }
 

@@ -65,7 +65,8 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
     """
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import read_hf_config
-    from megatron_dppo.checkpoints.hf_folder import copy_model_files, write_hf_checkpoint
+    from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
+    from megatron_dppo.checkpoints.model_files import copy_model_files
     from megatron_dppo.config.schema import ParallelConfig
     from megatron_dppo.mcore import cpu, fixes
     from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes

@@ -85,10 +85,11 @@ def test_to_hf_merges_the_adapters(trained: tuple[Path, dict[str, Any]], tmp_pat
 def test_to_adapter_writes_what_was_trained(
     task: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    done = convert("to-adapter", "--megatron", trained[0], "--out", tmp_path / "adapter", "--base", "a model")
+    done = convert("to-adapter", "--megatron", trained[0], "--out", tmp_path / "adapter")
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 24, "a model")
+    named = (config["r"], config["lora_alpha"], config["base_model_name_or_path"])
+    assert named == (8, 24, str(task / "model")), "model.load of the run"
     assert sorted(config["target_modules"]) == sorted(TARGETS)
     factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     before = HFWeights(task / "model")

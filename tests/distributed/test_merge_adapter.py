@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from converting import convert, converted, differences
-from peft import LoraConfig, get_peft_model
+from peft import KasaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_families import write_family
 from transformers import AutoModelForCausalLM
@@ -28,6 +28,17 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
             "alpha_pattern": {"k_proj": 5},
         },
     ),
+    "some layers, drawn otherwise": (
+        "LlamaForCausalLM",
+        {
+            "target_modules": ATTENTION,
+            "exclude_modules": ["k_proj"],
+            "layers_to_transform": [1],
+            "init_lora_weights": "orthogonal",
+            "lora_dropout": 0.1,
+        },
+    ),
+    "EVA's start": ("LlamaForCausalLM", {"target_modules": r".*\.[qv]_proj", "init_lora_weights": "eva"}),
 }
 FACTORS = "adapter_model.safetensors"
 
@@ -84,8 +95,52 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         lambda adapter: change_factors(adapter, "lora_B", "lora_B", 3),
         [FACTORS, "does not fit"],
     ),
+    "another rank than its config": (lambda adapter: change_config(adapter, r=8), ["has rank 4; expected 8"]),
+    "a module that peft would not load": (
+        lambda adapter: change_config(adapter, target_modules=["v_proj"]),
+        [FACTORS, "is of no module that adapter_config.json names"],
+    ),
+    "a layer that peft would not load": (
+        lambda adapter: change_config(adapter, layers_to_transform=[1]),
+        [FACTORS, "layers.0", "is of no module that adapter_config.json names"],
+    ),
+    "LoftQ": (lambda adapter: change_config(adapter, init_lora_weights="loftq"), ["'loftq'", "W + scaling"]),
+    "a key of a newer peft": (lambda adapter: change_config(adapter, use_xlora=True), ["use_xlora = True"]),
+    "no scale": (
+        lambda adapter: change_config(adapter, lora_alpha=None),
+        ["lora_alpha = None", "adapter_config.json"],
+    ),
     "another tensor": (lambda adapter: change_factors(adapter, "lora_B", "magnitude"), [FACTORS, "no factor"]),
 }
+
+
+UNLIKE_LORA: list[dict[str, Any]] = [
+    {"alora_invocation_tokens": [1, 2]},
+    *({"init_lora_weights": kind} for kind in ("pissa", "pissa_niter_2", "olora", "mica")),
+    {"use_dora": True},
+    {"lora_bias": True},
+    {"bias": "all"},
+    {"modules_to_save": ["lm_head"]},
+    {"trainable_token_indices": [1, 2]},
+    {"layer_replication": [[0, 2], [1, 2]]},
+    {"kasa_config": KasaConfig()},
+]
+"""Options of adapters that peft itself writes here, and that are more than W + scaling * B A."""
+
+
+@pytest.mark.parametrize("options", UNLIKE_LORA, ids=lambda options: str(*options.items()))
+def test_adapters_that_are_more_than_a_product_are_refused_by_key(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    write_family(tmp_path / "hf", "LlamaForCausalLM")
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    get_peft_model(base, config).save_pretrained(str(tmp_path / "adapter"))
+    done = convert(
+        "merge-adapter", "--hf", tmp_path / "hf", "--adapter", tmp_path / "adapter", "--out", tmp_path / "out"
+    )
+    assert done.exit_code == 2, done.output
+    assert f"found {next(iter(options))} = " in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -1,6 +1,7 @@
 """DeepSeek-V3's published form: 8-bit blocks, float32 expert biases, layers that predict further tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,23 @@ def test_it_is_converted_and_exported_in_bfloat16_with_float32_biases(
         config = json.loads((out / "config.json").read_text())
         assert "quantization_config" not in config
         assert config["num_nextn_predict_layers"] == 0
+    assert "left out: 2 tensors" in convert("inspect", folder).stdout
+
+
+@pytest.mark.parametrize("said", [None, 0])
+def test_layers_for_further_tokens_are_left_out_though_config_json_has_none(
+    published: tuple[Path, dict[str, Tensor]], tmp_path: Path, said: int | None
+) -> None:
+    folder, expected = tmp_path / "model", published[1]
+    shutil.copytree(published[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    said_by = {} if said is None else {"num_nextn_predict_layers": said}
+    (folder / "config.json").write_text(json.dumps(config | said_by))
+    converted("to-megatron", "--hf", folder, "--out", tmp_path / "megatron")
+    converted("to-hf", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back")
+    assert differences(tmp_path / "back", expected) == []
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert "left out: 2 tensors" in convert("inspect", folder).stdout
 
 

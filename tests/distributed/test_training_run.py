@@ -21,6 +21,10 @@ from sanity_run import make_task, settings, without_clocks
 
 from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.checks.disk_rules import checkpoint_bytes
+from megatron_dppo.checks.facts import model_facts
+from megatron_dppo.config.schema import Config
+from megatron_dppo.conversion.stored_tensors import StoredTensors
 from megatron_dppo.runtime.jsonl import read_jsonl
 from megatron_dppo.runtime.process import Runtime
 
@@ -343,6 +347,23 @@ def one(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one")
     result: dict[str, Any] = run_ranks(train, 1, folder, with_data(task, "one", **_ONE_ROLLOUT))[0]
     return result
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_takes_what_check_says(
+    task: Path, tmp_path: Path, one: dict[str, Any], dtype: str
+) -> None:
+    tables = with_data(task, f"saved_{dtype}", **_ONE_ROLLOUT | {"model": {"dtype": dtype}})
+    run = task / "one"
+    if dtype != "float32":
+        run = task / f"saved_{dtype}"
+        run_ranks(train, 1, tmp_path, tables)
+    config = Config.model_validate(tables)
+    said = checkpoint_bytes(config, model_facts(config, 1))
+    (checkpoint,) = (run / "checkpoints").glob("step_*")
+    stored = StoredTensors(checkpoint / "megatron")
+    assert said == pytest.approx(sum(tensor.nbytes for tensor in stored.outline().values()), rel=0.01)
+    assert said is not None and said < sum(file.stat().st_size for file in stored.files)
 
 
 @pytest.mark.parametrize("split", ["expert", "tensor", "pipeline", "context"])

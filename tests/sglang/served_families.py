@@ -31,7 +31,7 @@ def write_served_case(task: Path, case: str) -> Path:
     hf: dict[str, Any] = json.loads(file.read_text())
     keys = dict(family.sglang.config_keys)
     if family.sglang.has_dense_layers:
-        keys["first_k_dense_replace"] = family.sizes(hf).moe_layers[0]
+        keys["first_k_dense_replace"] = family.sizes_of(hf).moe_layers[0]
     file.write_text(json.dumps(hf | keys))
     return folder
 

@@ -16,7 +16,14 @@ from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.qwen3 import QWEN3
 from megatron_dppo.architectures.refusals import rope_scaling_factor
-from megatron_dppo.architectures.registry import FAMILIES, family_of, read_hf_config, variant_problems
+from megatron_dppo.architectures.registry import (
+    FAMILIES,
+    family_of,
+    model_sizes,
+    read_hf_config,
+    read_model_sizes,
+    variant_problems,
+)
 from megatron_dppo.errors import ConfigError, ConversionError
 from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 
@@ -227,16 +234,97 @@ def test_expert_biases_come_last_and_latents_side_by_side() -> None:
     assert all(names.index(second) == names.index(first) + 1 for first, second in pairs)
 
 
-def test_layers_that_predict_further_tokens_are_left_out_by_name() -> None:
-    names = [
-        "model.layers.2.mlp.gate.weight",
-        "model.layers.3.eh_proj.weight",
-        "model.layers.4.x",
-        "lm_head.weight",
-    ]
-    hf = {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
-    assert DEEPSEEK_V3.left_out(names, hf) == {"model.layers.3.eh_proj.weight"}
-    assert not DEEPSEEK_V3.left_out(names, {"num_hidden_layers": 3})
+@pytest.mark.parametrize(
+    "said", [{}, {"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": 1}], ids=str
+)
+def test_layers_that_predict_further_tokens_are_left_out_whatever_config_json_says(
+    said: dict[str, int],
+) -> None:
+    of_model = ["model.layers.2.mlp.gate.weight", "model.layers.4.mlp.gate.weight", "lm_head.weight"]
+    further = ["model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate.weight", "mtp.layers.0.fc.weight"]
+    for family in FAMILIES.values():
+        assert family.left_out([*of_model, *further], {"num_hidden_layers": 3, **said}) == set(further)
+
+
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_layers_beyond_those_of_the_config_are_named(num_layers: int) -> None:
+    hf = SIZES | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}
+    found = QWEN3.hf_shapes(hf)
+    with pytest.raises(ConversionError, match=rf"layers 0 to 2, .* num_hidden_layers = {num_layers}"):
+        QWEN3.require_shapes(
+            hf | {"num_hidden_layers": num_layers}, found, Path("model"), Path("model").joinpath
+        )
+
+
+def test_a_file_that_holds_no_tensor_of_the_model_is_named() -> None:
+    hf = SIZES | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}
+    found = QWEN3.hf_shapes(hf)
+    stray = {"layers.0.attention.wq.weight": (3, 3)}
+
+    def file_of(name: str) -> Path:
+        return Path("model", "consolidated.safetensors" if name in stray else "model.safetensors")
+
+    with pytest.raises(ConversionError, match=r"No tensor of the model is in consolidated.safetensors\. Move"):
+        QWEN3.require_shapes(hf, found | stray, Path("model"), file_of)
+
+
+REQUIRED = {
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "num_local_experts", "num_experts"),
+    *("n_routed_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "max_position_embeddings",
+}
+"""Sizes that config.json must have: a default of transformers for them would be of another model."""
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_key_that_config_json_leaves_out_has_the_value_of_transformers(architecture: str, scale: int) -> None:
+    """With all keys of transformers' config class and with the sizes alone, the model is the same."""
+    config_class, family = getattr(transformers, architecture).config_class, FAMILIES[architecture]
+    hidden_size = scale * config_class().hidden_size  # 2: a derived head_dim differs from a default one
+    whole = config_class(hidden_size=hidden_size).to_dict() | {"architectures": [architecture]}
+    sizes_alone = {key: value for key, value in whole.items() if key in REQUIRED | {"architectures"}}
+    assert family.sizes_of(sizes_alone) == family.sizes_of(whole)
+    assert family.megatron_config(sizes_alone) == family.megatron_config(whole)
+    assert list(variant_problems(sizes_alone)) == list(variant_problems(whole))
+    defaults = dict(family.defaults) | {key: default for key, (default, _) in family.variants.items()}
+    compared = {key: value for key, value in defaults.items() if key in whole and value is not None}
+    assert compared == {key: whole[key] for key in compared}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_size_that_config_json_leaves_out_is_named(architecture: str, tmp_path: Path) -> None:
+    whole = getattr(transformers, architecture).config_class().to_dict() | {"architectures": [architecture]}
+    for key in REQUIRED & whole.keys():
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+        if key == "intermediate_size" and len(model_sizes(whole).moe_layers) == whole["num_hidden_layers"]:
+            continue  # of no dense layer
+        if (architecture, key) == ("Qwen3MoeForCausalLM", "num_local_experts"):
+            continue  # a dense model of this architecture
+        with pytest.raises(ConfigError, match=rf"no {key}"):
+            read_model_sizes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "found"),
+    [
+        ("DeepseekV3ForCausalLM", {"routed_scaling_factor": None}, "routed_scaling_factor = null"),
+        ("Glm4MoeForCausalLM", {"n_group": None}, "n_group = null"),
+        ("LlamaForCausalLM", {"rms_norm_eps": None}, "rms_norm_eps = null"),
+    ],
+)
+def test_null_is_refused_where_transformers_refuses_it(
+    architecture: str, changes: dict[str, Any], found: str
+) -> None:
+    problems = list(variant_problems({"architectures": [architecture], **changes}))
+    assert [found in problem.found for problem in problems] == [True], problems
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_base_of_rotary_frequencies_is_read_from_either_table(key: str) -> None:
+    hf = SIZES | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
+    assert model_sizes(hf | {key: {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
 
 
 def test_weights_of_another_config_are_refused_before_any_is_read() -> None:

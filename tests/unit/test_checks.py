@@ -361,7 +361,12 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("model.load", on_disk=_named_in_config),
         Example("model.load", on_disk=lambda: Path("model/tokenizer_config.json").write_text("{")),
     ],
-    "model_weights": [Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink())],
+    "model_weights": [
+        Example("model.load", on_disk=lambda: Path("model/model.safetensors").unlink()),
+        Example("model.load", on_disk=lambda: Path("model/adapter_config.json").touch()),
+        Example("model.load", on_disk=lambda: Path("model/model-00001-of-00002.safetensors").touch()),
+        Example("model.load", on_disk=lambda: Path("model/model.safetensors.index.json").write_text("{}")),
+    ],
     "roll_back": [Example("checkpoint.every", {"tracking.alarms": "roll_back", "checkpoint.every": 0})],
     "best_metric": [
         Example(

@@ -1,13 +1,16 @@
 """Hugging Face folders that do not hold what they say are refused when opened."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, write_hf_checkpoint
+from megatron_dppo.checkpoints.hf_folder import INDEX, HFWeights, require_one_set, write_hf_checkpoint
+from megatron_dppo.checkpoints.weight_files import WeightFilesError
+from megatron_dppo.conversion.rounding import Rounding
 from megatron_dppo.errors import ConversionError
 
 
@@ -43,10 +46,96 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, index: object, wo
         HFWeights(two_files(tmp_path, index))
 
 
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+OLD = (
+    "model-00001-of-00003.safetensors",
+    "model-00002-of-00003.safetensors",
+    "model-00003-of-00003.safetensors",
+)
+
+
+def folder_of(folder: Path, files: Iterable[str], named: Iterable[str] = ()) -> Path:
+    """A file of each name, with one tensor that all sets have, and an index that names some."""
+    for file in files:
+        number = file.split("-")[1] if "-of-" in file else "00001"
+        save_file({f"t{number}": torch.zeros(1)}, folder / file)
+    if named:
+        weight_map = {f"t{file.split('-')[1]}": file for file in named}
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "words"),
+    [
+        ((*SHARDS, "model.safetensors"), SHARDS, "two sets of weights, model.safetensors .* and model-00001"),
+        ((*SHARDS, *OLD), SHARDS, "two sets .*-of-00003.* Remove model-00001-of-00003.*, or remove model.saf"),
+        ((*SHARDS, "model.safetensors"), (), "2 sets of weights and no model.safetensors.index.json"),
+        (
+            ("model.safetensors",),
+            SHARDS,
+            "2 of 2 files are not there, and model.safetensors is.* Remove model.saf",
+        ),
+        (SHARDS[1:], SHARDS, r"names model-00001-of-00002.safetensors: 1 of 2 files is not there; .*Download"),
+        (OLD, SHARDS, "names model-00001-of-00002.*does not name; .*Remove model.safetensors.index.json if"),
+        (OLD[1:], (), "without model-00001-of-00003.safetensors; expected all files of a set. Download"),
+        (
+            ("model.safetensors", *OLD[:1]),
+            (),
+            "Remove model-00001-of-00003.safetensors if model.safetensors has",
+        ),
+        (("model.safetensors", "adapter_model.safetensors"), (), "found adapter_model.safetensors, an adapter"),
+        ((*SHARDS, "adapter_config.json"), SHARDS, "found adapter_config.json, an adapter"),
+        (("pytorch_model.bin",), (), "pickled .bin files are not read"),
+    ],
+)
+def test_two_sets_of_weights_and_incomplete_ones_are_refused_by_name(
+    tmp_path: Path, files: Sequence[str], named: Sequence[str], words: str
+) -> None:
+    folder_of(tmp_path, files, named)
+    with pytest.raises(WeightFilesError, match=words):
+        HFWeights(tmp_path)
+    with pytest.raises(WeightFilesError, match=words):
+        require_one_set(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        (("consolidated.safetensors",), SHARDS),  # as Mistral publishes it
+        (OLD[:2], SHARDS),
+        (("model.fp16.safetensors",), SHARDS),
+        (("pytorch_model.bin",), SHARDS),
+        (("pytorch_model-00001-of-00002.bin",), ()),
+    ],
+)
+def test_files_that_are_not_read_are_named(tmp_path: Path, others: Sequence[str], named: Sequence[str]) -> None:
+    weights = HFWeights(folder_of(tmp_path, (*SHARDS, *others), named))
+    assert weights.ignored == others
+    assert weights.files == [tmp_path / file for file in SHARDS]
+
+
 def test_two_files_with_one_name_need_an_index(tmp_path: Path) -> None:
     save_file({"b": torch.zeros(1)}, two_files(tmp_path) / "3.safetensors")
     with pytest.raises(ConversionError, match=r"2.safetensors and 3.safetensors both have 'b'"):
         HFWeights(tmp_path)
+
+
+def test_a_rounding_is_measured_against_the_weights_and_the_base() -> None:
+    base = torch.tensor([1.0, 1.0, 2.0, 0.0, 3.0])
+    trained = torch.tensor([1.0, 1.001, 2.0625, 0.0, 3.0 + 2**-8])
+    rounding = Rounding()
+    assert rounding.cast(trained, torch.bfloat16, base).dtype == torch.bfloat16
+    rounding.cast(trained, torch.bfloat16)
+    assert rounding.cast(base.bfloat16(), torch.float32).dtype == torch.float32, "nothing is lost, or counted"
+    loss = rounding.loss
+    relative = [0.001 / 1.001, 2**-8 / (3 + 2**-8)]
+    assert (loss.num_weights, loss.num_changed, loss.num_moved, loss.num_lost) == (10, 4, 3, 2)
+    assert loss.relative == pytest.approx(2 * sum(relative), rel=1e-4)
+    assert loss.largest == pytest.approx(max(relative), rel=1e-4)
+    first, second = loss.lines(torch.bfloat16, Path("base"))
+    assert first.startswith("--dtype bfloat16 changed 40.00% of 10 weights")
+    assert second.startswith("of 3 weights that differ from base, 66.67% have its value again in bfloat16")
 
 
 def test_a_torn_file_is_refused(tmp_path: Path) -> None:

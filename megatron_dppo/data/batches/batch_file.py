@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from megatron_dppo.errors import DataError
+from megatron_dppo.runtime.tensor_files import save_tensors
 from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, TrainBatch
 
 _LAYOUT = "steps"  # the metadata key that says how tensors make up steps
@@ -41,7 +41,7 @@ def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
                 "sample_ids": [list(microbatch.sample_ids) for microbatch in step.microbatches],
             }
         )
-    save_file(tensors, path, metadata={_LAYOUT: json.dumps(layout)})
+    save_tensors(tensors, path, metadata={_LAYOUT: json.dumps(layout)})
 
 
 def read_batches(path: Path) -> tuple[TrainBatch, ...]:

@@ -313,7 +313,7 @@ def _write_keeping_earlier(file: Path, text: str) -> None:
         number = 1
         while (earlier := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
             number += 1
-        file.rename(earlier)
+        shutil.copy2(file, earlier)  # a kill here leaves both: a folder without config.toml cannot be resumed
         log.warning("%s differs from the earlier one, kept as %s", file, earlier.name)
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(text)

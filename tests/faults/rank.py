@@ -32,6 +32,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
         "after",
     ),
     "publish": ("megatron_dppo.checkpoints.checkpoint_folder", "publish", "before"),
+    "replace": ("megatron_dppo.checkpoints.checkpoint_folder", "hide", "after"),
     "flip": ("megatron_dppo.checkpoints.checkpoint_folder", "set_latest", "before"),
     "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
     # Of runs that sample ahead.
@@ -81,6 +82,8 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     elif kind in ("NaN gradient", "inf gradient"):
         value = float("nan" if kind.startswith("NaN") else "inf")
         next(arguments[0].chunks[0].parameters()).main_grad.view(-1)[0] = value
+    elif kind == "NaN metric":
+        arguments[0].logger.add_values({"injected/value": float("nan")})
     elif kind == "NaN weight":
         next(arguments[0].chunks[0].parameters()).data.view(-1)[:] = float("nan")
     else:

@@ -24,6 +24,7 @@ from megatron_dppo.checks import (  # which registers their rules, in this order
     trial_rules,
 )
 from megatron_dppo.checks.algorithm_rules import remarks
+from megatron_dppo.checks.disk_rules import folder_remarks
 from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
 from megatron_dppo.checks.registry import RULES, Need, Rule
 from megatron_dppo.config.schema import Config
@@ -44,6 +45,7 @@ __all__ = [
     "data_rules",
     "disk_rules",
     "evaluation_rules",
+    "folder_remarks",
     "gather_facts",
     "layer_rules",
     "megatron_rules",

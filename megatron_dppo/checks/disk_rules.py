@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dppo.architectures.parameters import model_shape
+from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.checks.facts import Facts, existing
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
+from megatron_dppo.run_folder.folder import SUBFOLDERS
+from megatron_dppo.run_folder.lock import LOCK, holder
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -35,6 +38,70 @@ def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
     except OSError as error:
         found = f"{folder}: nothing can be written in {existing(folder)} ({error.strerror})"
         yield Problem("run.folder", found, "a place that can be written", "Choose another folder.")
+
+
+@rule("run_folder_models", needs="machine")
+def _run_folder_models(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The run does not write into a model's folder, or beside models."""
+    folder = config.run.folder
+    foreign = _foreign(folder)
+    models = [path for path in (folder, *foreign) if foreign and _is_model(path)]
+    for model in models[:1]:
+        found = (
+            f"{folder}, a model's folder"
+            if model == folder
+            else f"{folder}, which holds the model {model.name}"
+        )
+        expected = "a folder of the run's own, such as runs/first"
+        yield Problem("run.folder", found, expected, "Name another folder.")
+
+
+@rule("run_folder_in_use", needs="now")
+def _run_folder_in_use(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No other process uses the run folder."""
+    if (owner := holder(config.run.folder)) is not None:
+        found, expected = f"{config.run.folder}, in use by {owner}", "a folder that no other run is using"
+        yield Problem(
+            "run.folder", found, expected, "Wait for that run or end it, or choose another run.folder."
+        )
+
+
+def folder_remarks(config: Config) -> list[str]:
+    """Return what is in the run folder and belongs to no run, as sentences; `train` leaves it alone."""
+    foreign = _foreign(config.run.folder)
+    if not foreign:
+        return []
+    names = ", ".join(path.name for path in foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
+    return [f"run.folder: {config.run.folder} holds no run, but {names}; the run would write beside them."]
+
+
+_SHOWN = 3
+_OF_A_RUN = ("config.toml", "metrics.jsonl")
+_OF_A_LAUNCHER = (*SUBFOLDERS, "slurm", LOCK)
+_LOGS = (".log", ".out", ".err")
+
+
+def _foreign(folder: Path) -> list[Path]:
+    """Return what a folder without a run holds besides the logs and servers of a launcher, by name."""
+    if (
+        not folder.is_dir()
+        or folder.absolute() in (Path.cwd(), Path("/"))
+        or any((folder / name).exists() for name in _OF_A_RUN)
+    ):
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name not in _OF_A_LAUNCHER and path.suffix not in _LOGS and not path.name.startswith(".")
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    config = folder / "config.json"
+    keys = (b'"model_type"', b'"architectures"')
+    return is_megatron_checkpoint(folder) or (
+        config.is_file() and any(key in config.read_bytes() for key in keys)
+    )
 
 
 @rule("checkpoint_disk", needs="machine")

@@ -13,6 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -152,14 +153,8 @@ class PendingSave:
         self._buckets: list[Any] = []
         if self._request.async_fn is not None:
             self._buckets = self._request.async_fn_args[1]
-        self._num_bytes = sum(tensor.nbytes for *_, (_, tensors) in self._buckets for _, tensor in tensors)
         if is_copied and self._buckets:
             self._buckets = _copied(self._request.preload_fn(), live)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors that this rank writes."""
-        return self._num_bytes
 
     def write(self) -> list[Path]:
         """Write and sync this rank's files, in any thread; communicates with no other rank.
@@ -230,6 +225,12 @@ def _disk_errors_kept() -> Iterator[list[OSError]]:
         yield errors
     finally:
         FileSystemWriterAsync.finish, serialization.save_config = before
+
+
+def bytes_to_write(state: Any) -> int:
+    """Return the bytes of a sharded state's tensors that this rank writes."""
+    sharded, _ = extract_sharded_tensors_and_factories(state)
+    return sum(each.data.nbytes for each in nested_values(sharded) if is_main_replica(each.replica_id))
 
 
 class _OnHost:

@@ -29,6 +29,7 @@ from megatron_dppo.models.megatron_folder import (
     HF,
     WEIGHTS,
     PendingSave,
+    bytes_to_write,
     hf_files,
     load_model_states,
     load_sharded,
@@ -87,11 +88,11 @@ class Checkpoints:
         unfinished = self._runtime.on_main(lambda: self._begin(point.state.step))
         with actor.memory.states_here():
             state = _sharded_state(actor, is_loading=False)
-            pending = PendingSave(state, unfinished / WEIGHTS, is_copied=self._options.asynchronous)
-            del state
-            own_bytes = pending.num_bytes + sum(bytes_of(step) for step in point.steps)
+            own_bytes = bytes_to_write(state) + sum(bytes_of(step) for step in point.steps)
             if not self._has_room(own_bytes, unfinished):
                 return time.perf_counter() - started
+            pending = PendingSave(state, unfinished / WEIGHTS, is_copied=self._options.asynchronous)
+            del state
             save = _Save(
                 unfinished, point, actor.layout, pending, self._runtime.rank, point.steps, random_states()
             )
@@ -261,6 +262,7 @@ class Checkpoints:
 
     def _fail(self, unfinished: Path, reason: str) -> None:
         self._failed_in_a_row += 1
+        reason = f"{reason} ({shutil.disk_usage(self._folder).free} bytes are free)"
         self._runtime.on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True))
         if self._runtime.is_main:
             logger.error("the checkpoint could not be written, earlier ones are untouched: %s", reason)

@@ -13,6 +13,7 @@ config.1.toml, versions.1.json and so on.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -187,7 +188,7 @@ class RunFolder:
         written = self._metrics.write(line)
         if written != len(line):
             file = self.path / "metrics.jsonl"
-            raise OSError(f"{file}: wrote {written} of {len(line)} bytes; is the disk full?")
+            raise OSError(errno.ENOSPC, f"wrote {written} of {len(line)} bytes", str(file))
 
     def _seconds_of_rollout(self, metrics: Mapping[str, float]) -> float:
         """Return wall-clock from row to row, evaluation and saving included; the first counts its phases."""

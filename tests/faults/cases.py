@@ -293,6 +293,16 @@ def _disks() -> list[Case]:
             config=patient,
         ),
         Case(
+            "disk full",
+            "while a row is written",
+            1,
+            at("no room for rows", "row", 5),
+            exits=frozenset({2}),
+            last_line="DiskError",
+            log=("bytes free on its disk", "The newest checkpoint is", "step_0000000"),
+            is_short=True,
+        ),
+        Case(
             "too little space left",
             "at every save",
             1,

@@ -1,5 +1,7 @@
-"""Rules about the run folder and its disk."""
+"""Rules about the run folder, its disk, and the host's memory in a save."""
 
+import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +121,38 @@ def _checkpoint_disk(config: Config, facts: Facts) -> Iterator[Problem]:
             f"checkpoint.reserve_gib = {config.checkpoint.reserve_gib:g} stays free",
             "Choose a folder on a larger disk, or free some space.",
         )
+
+
+@rule("checkpoint_memory", needs="machine")
+def _checkpoint_memory(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The host holds the copies that its processes take of a checkpoint; asked in a job, on its own hosts."""
+    num_bytes, local = checkpoint_bytes(config, facts), processes_here(facts.world_size)
+    if num_bytes is None or local is None or not config.checkpoint.asynchronous:
+        return
+    here, own = num_bytes * local // facts.world_size, host_bytes()
+    if here > own:
+        yield Problem(
+            "checkpoint.asynchronous",
+            f"true, with {here / _GIB:.1f} of a checkpoint's {num_bytes / _GIB:.1f} GiB copied by {local} "
+            "processes on this host",
+            f"at most its {own / _GIB:.1f} GiB of memory",
+            "Set it to false, which writes without a copy and lets training wait, or use more hosts.",
+        )
+
+
+def processes_here(world_size: int) -> int | None:
+    """Return the number of the job's processes on this host; None if no launcher told it."""
+    given = os.environ.get("LOCAL_WORLD_SIZE")
+    return 1 if world_size == 1 else None if given is None else int(given)
+
+
+def host_bytes() -> int:
+    """Return the memory of this host, or of this process's control group if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            found.append(int(Path(file).read_text()))
+    return min(found)
 
 
 def checkpoint_bytes(config: Config, facts: Facts) -> int | None:

@@ -666,7 +666,10 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("run.folder", {"run.folder": "all"}, on_disk=_among_models),
     ],
     "run_folder_in_use": [Example("run.folder", on_disk=_held)],
-    "checkpoint_disk": [Example("run.folder", on_disk=_full_disk)],
+    "checkpoint_disk": [Example("run.folder", on_disk=_full_disk, also=frozenset({"checkpoint_memory"}))],
+    "checkpoint_memory": [
+        Example("checkpoint.asynchronous", on_disk=_full_disk, also=frozenset({"checkpoint_disk"}))
+    ],
     "prompt_rows": [
         Example("data.prompts", on_disk=_prompts(_asking(""), "not JSON\n")),
         Example("data.prompts", on_disk=_prompts(_asking(""), {"prompt": "1 + 1 ="})),
@@ -888,8 +891,9 @@ def test_what_plan_does_not_ask_has_no_say_about_layouts(world: Path, id: str, e
     facts: Any = Watched(gather_facts(config, example.world_size), read)
     watched: Any = Watched(config, read)
     assert list(RULES[id].check(watched, facts))
-    of_sizes = set() if id == "checkpoint_disk" else {"sizes", "model_sizes"}  # the disk is the machine's
-    assert not read & ({"parallel", "world_size"} | of_sizes)
+    if id in ("checkpoint_disk", "checkpoint_memory"):  # the disk and the memory are the machine's
+        read -= {"sizes", "model_sizes", "world_size"}
+    assert not read & {"parallel", "world_size", "sizes", "model_sizes"}
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,10 @@ class CheckpointPolicy:
         """
         if self._is_due():
             self.save(self._score())
-        started = time.perf_counter()
-        self._checkpoints.poll()
-        self._count(time.perf_counter() - started)
+        if self._checkpoints.is_writing:
+            started = time.perf_counter()
+            self._checkpoints.poll()
+            self._count(time.perf_counter() - started)
 
     def save(self, score: float | None) -> None:
         """Save now, unless that is done; `score` is checkpoint.best_metric of the weights, where it is known.

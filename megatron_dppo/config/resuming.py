@@ -116,7 +116,7 @@ def _followed(key: str, values: _Values) -> Any:
 def _objective(values: _Values) -> _Values | None:
     """Return the fields of the objective that a preset and its overrides make; None if they make none."""
     name = values.get("algorithm.preset")
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         return None
     try:
         made = preset(name, **overrides_in({each: values.get(f"algorithm.{each}") for each in OVERRIDABLE}))

@@ -13,6 +13,7 @@ import typer
 from megatron_dppo import __version__, cli_analysis, cli_checkpoints, cli_data
 from megatron_dppo.checks import (
     doubts,
+    folder_remarks,
     gather_facts,
     not_checked,
     problems_of,
@@ -166,7 +167,7 @@ def check(
         typer.echo(f"not checked: {note}", err=True)
     for note in untested(config):
         typer.echo(f"untested version: {note}", err=True)
-    for remark in [*remarks(config), *doubts(config, facts)]:
+    for remark in [*remarks(config), *doubts(config, facts), *folder_remarks(config)]:
         typer.echo(f"note: {remark}", err=True)
     if problems:
         _exit_with_problems(problems)

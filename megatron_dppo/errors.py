@@ -47,6 +47,10 @@ class MegatronDppoError(Exception):
     """Base of every error this package raises on purpose."""
 
 
+class DiskError(MegatronDppoError):
+    """A file of the run could not be written: the disk is full, or fails in another way."""
+
+
 class ConfigError(MegatronDppoError, ValueError):
     """The configuration, or an argument, is wrong; `problems` lists every fault at once."""
 

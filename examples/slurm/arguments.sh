@@ -10,6 +10,23 @@ explain() { # found, expected, what to do
     exit 2
 }
 
+toml_string() { # TEXT: as --set takes it, whatever quotes it holds
+    local text=${1//\\/\\\\}
+    printf '"%s"' "${text//\"/\\\"}"
+}
+
+split_arguments() { # ARGUMENT ...: adds to arguments, and to of_trainer what megatron-dppo train alone takes
+    while (($#)); do
+        case $1 in
+            --set) arguments+=("${@:1:2}") && shift $(($# > 1)) ;;
+            --rollout-only | --train-only) of_trainer+=("${@:1:2}") && shift $(($# > 1)) ;;
+            --set=* | [^-]*) arguments+=("$1") ;;
+            *) of_trainer+=("$1") ;;
+        esac
+        shift
+    done
+}
+
 require_job() { # EXPERIMENT ...
     local submit="Submit it in the repository's root: sbatch --account=NAME --time=24:00:00"
     submit+=" examples/$1/train.sbatch ALGORITHM.toml; or set SBATCH_ACCOUNT and SBATCH_TIMELIMIT once."

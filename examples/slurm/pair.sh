@@ -19,7 +19,7 @@ leave_job() { # EXPERIMENT: what is submitted from here on has this job's accoun
 
 submit_run() { # EXPERIMENT FOLDER NAME ALGORITHM.toml ...: a run for each of SEEDS, in FOLDER/NAME
     submitted+=("$(sbatch --parsable "--output=$2/slurm-%x-%j.out" "--job-name=$3" "--array=${SEEDS:-0}" \
-        "examples/$1/train.sbatch" "${@:4}" --set "run.folder='$2/$3'")")
+        "examples/$1/train.sbatch" "${@:4}" --set "run.folder=$(toml_string "$2/$3")")")
     runs+=("$2/$3")
 }
 

@@ -1,12 +1,15 @@
-"""What a job must know of a config, in one line: where servers run, the GPUs of each, and the run folder.
+"""Prints a line about a config for the job: where servers run, the GPUs of each, and the run folder.
 
     python examples/slurm/settings.py --world-size 16 base.toml dppo.toml --set run.seed=1
+
+With `--seed N`, of a job array, the run has that seed, and the folder seed_N in run.folder.
 
 Servers that the job has to start are `nowhere`, `here` on the trainer's own nodes, or `elsewhere` on others.
 Problems that `megatron-dppo check` finds end the job here, before any rank starts.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -22,10 +25,18 @@ def main() -> int:
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--accept-changes", action="store_true")
+    parser.add_argument("--rollout-only", type=Path)
+    parser.add_argument("--train-only", type=Path)
     options = parser.parse_intermixed_args()
     try:
         config = load_config(options.configs, options.set)
-        require_valid(config, options.world_size)
+        if options.seed is not None:
+            folder = json.dumps(f"{config.run.folder}/seed_{options.seed}", ensure_ascii=False)
+            of_seed = [f"run.seed={options.seed}", f"run.folder={folder}"]
+            config = load_config(options.configs, [*options.set, *of_seed])
+        require_valid(config, options.world_size, accepts_changes=options.accept_changes)
     except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

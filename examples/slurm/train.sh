@@ -14,15 +14,15 @@ step=(srun --kill-on-bad-exit=1 --cpu-bind=none --overlap)
 mapfile -t in_trainer < <(container_options "$container_trainer")
 mapfile -t in_server < <(container_options "$container_server")
 
-arguments=("examples/$1/base.toml" "examples/$1/$2" "${@:3}")
-[[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || arguments+=(--set "run.seed=$SLURM_ARRAY_TASK_ID")
-settings=$("${step[@]}" "${in_trainer[@]}" --nodes=1 --ntasks=1 "$PYTHON" examples/slurm/settings.py "${arguments[@]}" \
-    --world-size $((num_trainer_nodes * PROCESSES_PER_NODE)))
+arguments=("examples/$1/base.toml" "examples/$1/$2") of_trainer=() of_seed=()
+split_arguments "${@:3}"
+[[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || of_seed=(--seed "$SLURM_ARRAY_TASK_ID")
+settings=$("${step[@]}" "${in_trainer[@]}" --nodes=1 --ntasks=1 "$PYTHON" examples/slurm/settings.py "${arguments[@]}" "${of_trainer[@]}" \
+    "${of_seed[@]}" --world-size $((num_trainer_nodes * PROCESSES_PER_NODE)))
 read -r engine_on gpus_per_server folder <<<"$settings"
 require_place "$engine_on" "$num_engine_nodes"
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
-    folder+=/seed_$SLURM_ARRAY_TASK_ID
-    arguments+=(--set "run.folder='$folder'")
+    arguments+=(--set "run.seed=$SLURM_ARRAY_TASK_ID" --set "run.folder=$(toml_string "$folder")")
 fi
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=$folder/slurm/$SLURM_JOB_ID-attempt_$attempt
@@ -61,7 +61,7 @@ if [[ $engine_on != nowhere ]]; then
 fi
 echo "attempt $attempt: $num_trainer_nodes x $PROCESSES_PER_NODE processes; logs in $logs"
 "${step[@]}" "${in_trainer[@]}" "--nodes=$num_trainer_nodes" "--ntasks=$num_trainer_nodes" --ntasks-per-node=1 \
-    "--output=$logs/trainer.log" bash examples/slurm/node.sh "${arguments[@]}" &
+    "--output=$logs/trainer.log" bash examples/slurm/node.sh "${arguments[@]}" "${of_trainer[@]}" &
 trainer=$!
 while :; do # a signal interrupts wait
     is_interrupted=0 status=0

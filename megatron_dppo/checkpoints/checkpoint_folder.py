@@ -12,6 +12,8 @@
       step_00000280.torn/            set aside: a checksum did not match
       step_00000400.abandoned/       set aside: the run went on from an earlier one
       .step_00000360.<id>.unfinished/    being written, or left by a run that was killed
+      .step_00000360.replaced.<id>/      the step was saved again; restored if a kill left no other copy
+      .step_00000240.deleted.<id>/       being deleted
 
 No tensor library is needed here.
 """
@@ -24,6 +26,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,14 +95,20 @@ def candidates(folder: Path) -> list[Path]:
     Where `latest` is missing or names nothing, the newest comes first.
     """
     newest_first = complete(folder)[::-1]
-    pointer = folder / LATEST
-    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
+    name = _latest(folder)
     names = [path.name for path in newest_first]
     if name in names:
         return newest_first[names.index(name) :]
     if name is not None:
+        pointer = folder / LATEST
         logger.warning("%s names %r, which is not there; using the newest checkpoint", pointer, name[:80])
     return newest_first
+
+
+def _latest(folder: Path) -> str | None:
+    """Return the name that `latest` holds; None if there is no such file."""
+    pointer = folder / LATEST
+    return pointer.read_text(errors="replace").strip() if pointer.is_file() else None
 
 
 def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
@@ -129,7 +138,8 @@ class SavedRun:
 
 def saved_run(folder: Path) -> SavedRun | None:
     """Read the saved run of the first readable candidate in a run's `checkpoints/`; none without any."""
-    for checkpoint in candidates(folder):
+    interrupted = _interrupted(folder)
+    for checkpoint in candidates(folder) if interrupted is None else [interrupted]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads((checkpoint / STATE).read_text())
             num_rollouts, digest = int(content["state"]["rollout"]), str(content["prompts_digest"])
@@ -194,12 +204,49 @@ def set_aside_newer(checkpoint: Path) -> list[Path]:
 
 
 def publish(unfinished: Path, final: Path) -> None:
-    """Make a written checkpoint visible, then point `latest` at it; it replaces one of the same step."""
+    """Make a written checkpoint visible, then point `latest` at it; it replaces one of the same step.
+
+    A kill between the two renames leaves neither visible. `recover` then makes one of them visible.
+    """
     if final.exists():
-        final.rename(final.with_name(f".{final.name}.replaced.{os.getpid()}"))
+        hide(final, "replaced")
     unfinished.rename(final)
     sync([final.parent])
     set_latest(final)
+
+
+def recover(folder: Path) -> Path | None:
+    """Finish what a kill interrupted in `publish`; return the checkpoint that is visible again, if any.
+
+    The new checkpoint is taken if it was written whole, and the earlier one of the same step otherwise.
+    No other process may be using the folder.
+    """
+    replaced = _interrupted(folder)
+    if replaced is None:
+        return None
+    step = _step_of(replaced)
+    written = [path for path in folder.glob(f".{step}.*.unfinished") if not faults(path)]
+    newest = max(written, key=lambda path: path.name, default=replaced)
+    recovered = newest.rename(folder / step)
+    sync([folder])
+    return recovered
+
+
+def _interrupted(folder: Path) -> Path | None:
+    """Return the replaced copy of the checkpoint that `latest` names, if neither copy is visible."""
+    name = _latest(folder)
+    if name is None or not _NAME.fullmatch(name) or (folder / name).exists():
+        return None
+    return max(folder.glob(f".{name}.replaced.*"), key=lambda path: path.name, default=None)
+
+
+def hide(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint to `.<name>.<why>.<id>`: it stays whole, and is neither used nor counted any more."""
+    return checkpoint.rename(checkpoint.with_name(f".{_step_of(checkpoint)}.{why}.{time.time_ns()}"))
+
+
+def _step_of(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix(".").partition(".")[0]
 
 
 def set_latest(checkpoint: Path) -> None:
@@ -212,12 +259,7 @@ def set_latest(checkpoint: Path) -> None:
 
 def delete(checkpoints: Iterable[Path]) -> None:
     """Delete in the background; a checkpoint disappears from sight at once."""
-    hidden: list[Path] = []
-    for checkpoint in checkpoints:
-        if checkpoint.name.startswith("."):
-            hidden.append(checkpoint)
-        else:
-            hidden.append(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleted.{os.getpid()}")))
+    hidden = [hide(checkpoint, "deleted") for checkpoint in checkpoints]
     if hidden:
         threading.Thread(target=_remove, args=(hidden,), daemon=True, name="delete checkpoints").start()
 

@@ -25,6 +25,7 @@ from megatron_dppo.checks import (  # which registers their rules, in this order
     trial_rules,
 )
 from megatron_dppo.checks.algorithm_rules import remarks
+from megatron_dppo.checks.disk_rules import folder_remarks
 from megatron_dppo.checks.doubts import doubts
 from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
 from megatron_dppo.checks.registry import RULES, Need, Rule
@@ -49,6 +50,7 @@ __all__ = [
     "disk_rules",
     "doubts",
     "evaluation_rules",
+    "folder_remarks",
     "gather_facts",
     "layer_rules",
     "megatron_rules",

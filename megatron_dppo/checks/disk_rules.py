@@ -1,14 +1,19 @@
-"""Rules about the run folder and its disk."""
+"""Rules about the run folder, its disk, and the host's memory in a save."""
 
+import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dppo.architectures.parameters import model_shape
+from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.checks.facts import Facts, existing
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
+from megatron_dppo.run_folder.folder import SUBFOLDERS
+from megatron_dppo.run_folder.lock import LOCK, holder
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -37,6 +42,70 @@ def _run_folder(config: Config, facts: Facts) -> Iterator[Problem]:
         yield Problem("run.folder", found, "a place that can be written", "Choose another folder.")
 
 
+@rule("run_folder_models", needs="machine")
+def _run_folder_models(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The run does not write into a model's folder, or beside models."""
+    folder = config.run.folder
+    foreign = _foreign(folder)
+    models = [path for path in (folder, *foreign) if foreign and _is_model(path)]
+    for model in models[:1]:
+        found = (
+            f"{folder}, a model's folder"
+            if model == folder
+            else f"{folder}, which holds the model {model.name}"
+        )
+        expected = "a folder of the run's own, such as runs/first"
+        yield Problem("run.folder", found, expected, "Name another folder.")
+
+
+@rule("run_folder_in_use", needs="now")
+def _run_folder_in_use(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No other process uses the run folder."""
+    if (owner := holder(config.run.folder)) is not None:
+        found, expected = f"{config.run.folder}, in use by {owner}", "a folder that no other run is using"
+        yield Problem(
+            "run.folder", found, expected, "Wait for that run or end it, or choose another run.folder."
+        )
+
+
+def folder_remarks(config: Config) -> list[str]:
+    """Return what is in the run folder and belongs to no run, as sentences; `train` leaves it alone."""
+    foreign = _foreign(config.run.folder)
+    if not foreign:
+        return []
+    names = ", ".join(path.name for path in foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
+    return [f"run.folder: {config.run.folder} holds no run, but {names}; the run would write beside them."]
+
+
+_SHOWN = 3
+_OF_A_RUN = ("config.toml", "metrics.jsonl")
+_OF_A_LAUNCHER = (*SUBFOLDERS, "slurm", LOCK)
+_LOGS = (".log", ".out", ".err")
+
+
+def _foreign(folder: Path) -> list[Path]:
+    """Return what a folder without a run holds besides the logs and servers of a launcher, by name."""
+    if (
+        not folder.is_dir()
+        or folder.absolute() in (Path.cwd(), Path("/"))
+        or any((folder / name).exists() for name in _OF_A_RUN)
+    ):
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name not in _OF_A_LAUNCHER and path.suffix not in _LOGS and not path.name.startswith(".")
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    config = folder / "config.json"
+    keys = (b'"model_type"', b'"architectures"')
+    return is_megatron_checkpoint(folder) or (
+        config.is_file() and any(key in config.read_bytes() for key in keys)
+    )
+
+
 @rule("checkpoint_disk", needs="machine")
 def _checkpoint_disk(config: Config, facts: Facts) -> Iterator[Problem]:
     """One checkpoint fits the disk."""
@@ -52,6 +121,38 @@ def _checkpoint_disk(config: Config, facts: Facts) -> Iterator[Problem]:
             f"checkpoint.reserve_gib = {config.checkpoint.reserve_gib:g} stays free",
             "Choose a folder on a larger disk, or free some space.",
         )
+
+
+@rule("checkpoint_memory", needs="machine")
+def _checkpoint_memory(config: Config, facts: Facts) -> Iterator[Problem]:
+    """The host holds the copies that its processes take of a checkpoint; asked in a job, on its own hosts."""
+    num_bytes, local = checkpoint_bytes(config, facts), processes_here(facts.world_size)
+    if num_bytes is None or local is None or not config.checkpoint.asynchronous:
+        return
+    here, own = num_bytes * local // facts.world_size, host_bytes()
+    if here > own:
+        yield Problem(
+            "checkpoint.asynchronous",
+            f"true, with {here / _GIB:.1f} of a checkpoint's {num_bytes / _GIB:.1f} GiB copied by {local} "
+            "processes on this host",
+            f"at most its {own / _GIB:.1f} GiB of memory",
+            "Set it to false, which writes without a copy and lets training wait, or use more hosts.",
+        )
+
+
+def processes_here(world_size: int) -> int | None:
+    """Return the number of the job's processes on this host; None if no launcher told it."""
+    given = os.environ.get("LOCAL_WORLD_SIZE")
+    return 1 if world_size == 1 else None if given is None else int(given)
+
+
+def host_bytes() -> int:
+    """Return the memory of this host, or of this process's control group if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            found.append(int(Path(file).read_text()))
+    return min(found)
 
 
 def checkpoint_bytes(config: Config, facts: Facts) -> int | None:

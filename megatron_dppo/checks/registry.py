@@ -10,12 +10,12 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem
 
 Check = Callable[[Config, Facts], Iterable[Problem]]
-Need = Literal["config", "machine", "data", "trial"]
+Need = Literal["config", "machine", "data", "trial", "now"]
 """What a rule reads, and so where it can be asked.
 
 config: the config, the model's config.json and the number of processes alone, so that `plan` asks it too.
 machine: other files, and libraries. data: every row of the prompt files. trial: what runs the user's code, or a
-library, in a process of its own.
+library, in a process of its own. now: what another process does at this moment; `train` finds it out by itself.
 """
 
 

@@ -1,16 +1,19 @@
 """Rules about the engine, the optimizer, tracking, and what a resume may change."""
 
+import contextlib
 import importlib.util
 import math
 import tomllib
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.resuming import change_table, experiment_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.settings import flat
-from megatron_dppo.errors import Problem, did_you_mean
+from megatron_dppo.data.prompts.prompts import detected_schema, read_columns
+from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.rollout.evaluation import evaluation_sets
 
 
@@ -21,7 +24,8 @@ def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
         return
     file, now = config.run.folder / "config.toml", config.model_dump(mode="json")
     accepted = file.read_text(encoding="utf-8") if file.is_file() else ""  # by the run's last start
-    changes = [experiment_changes(tomllib.loads(was), now) for was in (facts.saved.config, accepted) if was]
+    trained = [tomllib.loads(was) for was in (facts.saved.config, accepted) if was]
+    changes = [experiment_changes(_with_answers(was, config), _with_answers(now, config)) for was in trained]
     if changes and all(changes):
         settings = "setting that differs" if len(changes[0]) == 1 else "settings that differ"
         yield Problem(
@@ -32,6 +36,18 @@ def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:
             "metrics.jsonl.",
             change_table(changes[0]),
         )
+
+
+def _with_answers(settings: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Return the settings with the column of answers that is found in the file, if none is named."""
+    data = settings.get("data", {})
+    if data.get("answer_column") is not None:
+        return settings
+    with contextlib.suppress(DataError):
+        prompts, column = config.data.prompts, data.get("prompt_column", config.data.prompt_column)
+        found = detected_schema(prompts, column, read_columns(prompts))
+        return {**settings, "data": {**data, "answer_column": found.answer}}
+    return settings
 
 
 @rule("same_optimizer_states", needs="machine")

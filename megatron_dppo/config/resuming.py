@@ -1,13 +1,18 @@
 """Find the settings in which a resumed run differs, and those that make it another experiment."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+from megatron_dppo.algorithms.objective import DELTAS
+from megatron_dppo.algorithms.presets import OVERRIDABLE, PRESETS, overrides_in, preset
 from megatron_dppo.config.effects import may_change
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.settings import flat, shown
+from megatron_dppo.errors import ConfigError
 
 _LENGTH = "run.num_rollouts"
 _SCHEDULE = "optimizer.schedule"
@@ -25,19 +30,23 @@ class SettingChange:
 
 
 def setting_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Return every setting that differs between two resolved configs.
+    """Return every setting whose effective value differs between two resolved configs.
+
+    A setting that is left out has its default: of the schema, of the preset, or of the setting that it follows.
+    Files and folders are compared by their absolute path.
 
     Args:
-        was: Nested settings, as config.toml holds them; what is missing had its default.
+        was: Nested settings, as config.toml holds them.
         now: Likewise.
     """
-    before, after = _with_defaults(was), _with_defaults(now)
+    before, after = _alike(_with_defaults(was), _with_defaults(now))
     if before[_PRECISION] != after[_PRECISION]:  # "model" is another name of the model's type
         for settings in (before, after):
             settings[_PRECISION] = settings["model.dtype" if settings[_PRECISION] == "model" else _PRECISION]
     keys = sorted(before.keys() | after.keys())
     pairs = [(key, before.get(key), after.get(key)) for key in keys]
-    return [SettingChange(key, shown(old), shown(new)) for key, old, new in pairs if old != new]
+    different = [(key, old, new) for key, old, new in pairs if not _same(key, old, new)]
+    return _with_one_delta([SettingChange(key, shown(old), shown(new)) for key, old, new in different])
 
 
 def experiment_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
@@ -66,3 +75,73 @@ def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     defaults = flat(Config().model_dump(mode="json"))
     values = {key: value for key, value in defaults.items() if key not in tables} | given
     return {key: value for key, value in values.items() if value is not None}
+
+
+_Values = dict[str, Any]
+
+_FOLLOWS: Mapping[str, str] = {
+    "model.reference": "model.load",
+    "parallel.expert_tensor": "parallel.tensor",
+    "rollout.max_turn_tokens": "rollout.max_response_tokens",
+    "evaluation.max_response_tokens": "rollout.max_response_tokens",
+}
+"""Settings without a default, and the setting whose value they have when they are left out."""
+_SETS, _OF_SETS = "evaluation.sets.", ("samples_per_prompt", "temperature", "top_p", "max_response_tokens")
+_PATHS = ("model.load", "model.reference", "data.prompts", f"{_SETS}*.prompts")
+
+
+def _alike(before: _Values, after: _Values) -> tuple[_Values, _Values]:
+    """Fill in what one config names and the other leaves to the preset, or to the setting that it follows."""
+    objectives = _objective(before), _objective(after)
+    if before.get("algorithm.preset") == after.get("algorithm.preset") and None not in objectives:
+        before, after = ({**each, **own} for each, own in zip((before, after), objectives, strict=True) if own)
+        before, after = (
+            {key: value for key, value in each.items() if key != "algorithm.delta"} for each in (before, after)
+        )
+    for key in before.keys() ^ after.keys():
+        for values in (before, after):
+            if key not in values and (followed := _followed(key, values)) is not None:
+                values[key] = followed
+    return before, after
+
+
+def _followed(key: str, values: _Values) -> Any:
+    """Return the value that a setting has when it is left out; None if it follows no other."""
+    name = key.rpartition(".")[2]
+    if key in _FOLLOWS:
+        return values.get(_FOLLOWS[key], _followed(_FOLLOWS[key], values))
+    if key.startswith(_SETS) and f"{key.rpartition('.')[0]}.prompts" in values:
+        if name in _OF_SETS:
+            return values.get(f"evaluation.{name}", _followed(f"evaluation.{name}", values))
+        return values.get("data.reward") if name == "reward" else None
+    return None
+
+
+def _objective(values: _Values) -> _Values | None:
+    """Return the fields of the objective that a preset and its overrides make; None if they make none."""
+    name = values.get("algorithm.preset")
+    if not isinstance(name, str) or name not in PRESETS:
+        return None
+    try:
+        made = preset(name, **overrides_in({each: values.get(f"algorithm.{each}") for each in OVERRIDABLE}))
+    except (ConfigError, TypeError):
+        return None
+    found = {field: getattr(made, field) for field in made.fields_in_use if field != "delta"}
+    return {f"algorithm.{field}": value for field, value in found.items() if value is not None}
+
+
+def _same(key: str, old: Any, new: Any) -> bool:
+    if isinstance(old, str) and isinstance(new, str) and any(fnmatchcase(key, each) for each in _PATHS):
+        return os.path.realpath(old) == os.path.realpath(new)
+    return bool(old == new)
+
+
+def _with_one_delta(changes: Sequence[SettingChange]) -> list[SettingChange]:
+    """Return the changes with both sides of delta as one, if they change alike."""
+    sides = {f"algorithm.{side}" for side in DELTAS if side != "delta"}
+    of_sides = [change for change in changes if change.setting in sides]
+    if len(of_sides) < len(sides) or len({(change.was, change.now) for change in of_sides}) > 1:
+        return list(changes)
+    delta = SettingChange("algorithm.delta", of_sides[0].was, of_sides[0].now)
+    others = [change for change in changes if change.setting not in sides]
+    return sorted([*others, delta], key=lambda change: change.setting)

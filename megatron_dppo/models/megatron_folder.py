@@ -12,9 +12,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.architectures.sizes import HFConfig
@@ -141,21 +145,17 @@ class PendingSave:
         Args:
             state: Sharded state dict.
             folder: Where to write.
-            is_copied: Hold copies, so that training may change the tensors before they are written.
+            is_copied: Hold copies on the host, so that training may change the tensors before they are written.
+                Otherwise a tensor is copied from its device when it is written.
         """
+        live = _storages(state)
         with results_in_this_process():
             self._request: Any = plan_save(state, folder)
         self._buckets: list[Any] = []
         if self._request.async_fn is not None:
-            live = self._request.async_fn_args[1]
-            self._buckets = self._request.preload_fn()
-            if is_copied:
-                self._buckets = [_copied(*pair) for pair in zip(self._buckets, live, strict=True)]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors that this rank writes."""
-        return sum(tensor.nbytes for *_, (_, tensors) in self._buckets for _, tensor in tensors)
+            self._buckets = self._request.async_fn_args[1]
+        if is_copied and self._buckets:
+            self._buckets = _copied(self._request.preload_fn(), live)
 
     def write(self) -> list[Path]:
         """Write and sync this rank's files, in any thread; communicates with no other rank.
@@ -166,7 +166,8 @@ class PendingSave:
         written: dict[int, Any] = {}
         outcomes: Any = queue.Queue()
         unfinished: Any = queue.Queue()
-        for index, bucket in enumerate(self._buckets):
+        for index, (path, key, (objects, tensors)) in enumerate(self._buckets):
+            bucket: Any = (path, key, (objects, _OnHost(tensors)))
             unfinished.put(index)
             transforms = self._request.async_fn.args[0]
             FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, unfinished, True)
@@ -227,14 +228,39 @@ def _disk_errors_kept() -> Iterator[list[OSError]]:
         FileSystemWriterAsync.finish, serialization.save_config = before
 
 
-def _copied(staged: Any, live: Any) -> Any:
-    """Copy a write bucket's tensors that share memory with the model; copies from a device share none."""
-    path, key, (objects, tensors) = staged
-    apart = [
-        (item, tensor.clone() if tensor.data_ptr() == original.data_ptr() else tensor)
-        for (item, tensor), (_, original) in zip(tensors, live[2][1], strict=True)
+def bytes_to_write(state: Any) -> int:
+    """Return the bytes of a sharded state's tensors that this rank writes."""
+    sharded, _ = extract_sharded_tensors_and_factories(state)
+    return sum(each.data.nbytes for each in nested_values(sharded) if is_main_replica(each.replica_id))
+
+
+class _OnHost:
+    """Iterable of tensors for Megatron's writer, each copied to the host when it is written."""
+
+    def __init__(self, tensors: Sequence[tuple[Any, Tensor]]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        for item, tensor in self._tensors:
+            yield item, tensor.to("cpu")
+
+
+def _storages(state: Any) -> set[int]:
+    """Return the storages of a sharded state's tensors, which training goes on to change."""
+    sharded, _ = extract_sharded_tensors_and_factories(state)
+    return {each.data.untyped_storage().data_ptr() for each in nested_values(sharded)}
+
+
+def _copied(buckets: Sequence[Any], live: set[int]) -> list[Any]:
+    """Copy the tensors that share memory with the model or its optimizer; those from a device share none."""
+    return [
+        (path, key, (objects, [(item, _apart(tensor, live)) for item, tensor in tensors]))
+        for path, key, (objects, tensors) in buckets
     ]
-    return path, key, (objects, apart)
+
+
+def _apart(tensor: Tensor, live: set[int]) -> Tensor:
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:

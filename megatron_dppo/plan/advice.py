@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
+from megatron_dppo.plan.conclusion import keys_of
 from megatron_dppo.plan.cost import step_time
 from megatron_dppo.plan.engine import SGLANG_MEMORY_FRACTION
 from megatron_dppo.plan.fewest import Fewest, engine_alone, fewest_gpus, has_room
@@ -48,7 +49,8 @@ def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
     if memory.peak <= job.machine.gpu_bytes and not fits_hosts(job, memory):
         name, num_bytes = max(memory.host.per_rank.items(), key=lambda item: item[1])
         most = f"most of it is {name}, {in_gib(num_bytes)} GiB for each rank"
-        return [Advice(f"The host is too small; {most}. Use more nodes.")]
+        helps = f"Change {keys}, or use more nodes" if (keys := keys_of(name)) else "Use more nodes"
+        return [Advice(f"The host is too small; {most}. {helps}.")]
     if found.proposals:
         return [Advice("No change of options makes this layout fit; take one of the layouts above.")]
     return []
@@ -57,7 +59,7 @@ def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
 def fewest_with_other_engine(job: Job) -> Fewest | None:
     """Return the fewest GPUs that are enough after a change of the engine, if any are."""
     enough: list[Fewest] = []
-    for change in (_smaller_engine, _wider_engine, _other_engine):
+    for change in (_larger_engine, _smaller_engine, _wider_engine, _other_engine):
         changed = change(job)
         if changed is None:
             continue
@@ -91,7 +93,7 @@ def _when_it_fits(job: Job, memory: Memory, found: Found) -> Advice:
 def _remedy(job: Job) -> Advice | None:
     """Return the fewest changes after which the configured layout fits, of equally few the fastest."""
     changes: list[Changer] = [
-        *(_recompute_all, _chunk_logits, _park, _smaller_engine, _wider_engine, _other_engine),
+        *(_recompute_all, _chunk_logits, _park, _larger_engine, _smaller_engine, _wider_engine, _other_engine),
         _synchronous_checkpoints,
     ]
     for count in range(1, MAX_CHANGES + 1):
@@ -167,6 +169,19 @@ def _smaller_engine(job: Job) -> Change | None:
         changed = job.having(settings)
         if percent / 100 < own and has_room(changed, engine_alone(changed)):
             return "lower the engine's share of the GPU", settings
+    return None
+
+
+def _larger_engine(job: Job) -> Change | None:
+    """Propose SGLang with the smallest larger share of the GPU whose cache holds a sequence."""
+    if not job.has_colocated_sglang or engine_alone(job).holds(job.workload.sequence_tokens):
+        return None
+    own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
+    for percent in range(int(SMALLEST_FRACTION * 100), 100, 5):
+        settings = {"sglang.mem_fraction_static": percent / 100}
+        changed = job.having(settings)
+        if percent / 100 > own and has_room(changed, engine_alone(changed)):
+            return "raise the engine's share of the GPU", settings
     return None
 
 

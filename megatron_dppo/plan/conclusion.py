@@ -14,11 +14,41 @@ WHEN = {
 }
 
 
+_ENGINE = "sglang.mem_fraction_static and sglang.tp_size"
+_KEYS = {
+    "parameters": "parallel.tensor and parallel.pipeline",
+    "gradients": "parallel.tensor and parallel.pipeline",
+    "optimizer": "optimizer.offload",
+    "activations": "parallel.max_tokens_per_microbatch and megatron.recompute_granularity",
+    "logits": "algorithm.loss_from and algorithm.logits_chunk_bytes",
+    "routes": "rollout.prompts_per_rollout and rollout.samples_per_prompt",
+    "top-K": "rollout.num_topk_log_probs",
+    "batch": "rollout.prompts_per_rollout and rollout.samples_per_prompt",
+    "engine weights": _ENGINE,
+    "engine cache": _ENGINE,
+    "rollout data": "rollout.max_data_gib",
+    "trainer during rollout": "rollout.sglang.colocated",
+    "reference": "algorithm.ref_kl_coef",
+    "checkpoint in flight": "checkpoint.asynchronous",
+}
+
+
+def largest_component(memory: Memory) -> str:
+    """Return the component with the most bytes on the worst rank, at its worst moment."""
+    components = memory.worst.moments[memory.worst.worst_moment]
+    return max(components, key=lambda name: components[name])
+
+
+def keys_of(component: str) -> str:
+    """Return the settings that decide the bytes of a component; empty if none does."""
+    return _KEYS.get(component, "")
+
+
 def conclusion_of(job: Job, memory: Memory) -> str:
     """Return one sentence about a layout that `train` admits."""
     worst, machine, engine = memory.worst, job.machine, memory.engine
-    components = worst.moments[worst.worst_moment]
-    name, most = max(components.items(), key=lambda item: item[1])
+    name = largest_component(memory)
+    most = worst.moments[worst.worst_moment][name]
     peak = f"{in_gib(worst.peak)} of {in_gib(machine.gpu_bytes)} GiB"
     detail = f"{peak} {WHEN[worst.worst_moment]}, most of it {name} ({in_gib(most)} GiB)"
     if worst.peak > machine.gpu_bytes:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.architectures.layout import Layout
-from megatron_dppo.plan.conclusion import conclusion_of
+from megatron_dppo.plan.conclusion import conclusion_of, keys_of, largest_component
 from megatron_dppo.plan.engine import EngineMemory, engine_memory
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import RESERVE_BYTES, Machine
@@ -24,6 +24,10 @@ from megatron_dppo.plan.units import counted, in_gib, layout_text
 
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of whole nodes that are tried, after every number of GPUs of one node."""
+
+
+SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+"""Keys of [parallel] that split the model."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +109,22 @@ def _why_not(job: Job, closest: tuple[Job, Memory] | None) -> str:
     if not engine.holds(job.workload.sequence_tokens):
         longest = job.workload.sequence_tokens
         beside = f"{engine.cached_tokens} tokens beside {in_gib(engine.weights)} GiB of weights"
-        return f"The engine's cache holds {beside}, and the longest sequence has {longest}."
+        enough = f"The engine's cache holds {beside}, and the longest sequence has {longest}."
+        keys = "Raise sglang.mem_fraction_static or sglang.tp_size, or lower rollout.max_response_tokens."
+        return f"{enough} {keys}"
     if not has_room(job, engine):
         taken, whole = in_gib(RESERVE_BYTES + engine.at_work), in_gib(job.machine.gpu_bytes)
-        return f"The engine alone takes {taken} of {whole} GiB of each GPU."
+        alone = f"The engine alone takes {taken} of {whole} GiB of each GPU."
+        return f"{alone} Lower sglang.mem_fraction_static, or raise sglang.tp_size."
     if closest is None:
-        return "train admits no layout on any of them with the rest of the config."
+        return f"train admits no layout on any of them with the rest of the config.{_first_problem(job)}"
     where = f"{layout_text(closest[1].layout)} on {counted(closest[0].machine.num_gpus, 'GPU')}"
     tight = f" A proposal leaves {HEADROOM:.0%} of a GPU free." if fits(*closest) else ""
-    return f"A GPU holds least with {where}. {conclusion_of(*closest)}{tight}"
+    component = largest_component(closest[1])
+    helps = f" What decides {component}: {keys}." if (keys := keys_of(component)) else ""
+    return f"A GPU holds least with {where}. {conclusion_of(*closest)}{tight}{helps}"
+
+
+def _first_problem(job: Job) -> str:
+    problems = job.having({f"parallel.{size}": 1 for size in SIZES}).problems
+    return f" Without any split: {problems[0]}" if problems else ""

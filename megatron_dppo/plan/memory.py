@@ -110,6 +110,8 @@ def _of_stage(job: Job, layout: Layout, states: RankStates) -> dict[str, int]:
         "trainer during rollout": (states.parameters + states.optimizer_between)
         * job.config.rollout.takes_turns,
         "reference": states.parameters * job.has_reference_weights,
-        "checkpoint in flight": (states.parameters + states.optimizer) * job.config.checkpoint.asynchronous,
+        "checkpoint in flight": states.checkpoint
+        if job.config.checkpoint.asynchronous
+        else states.checkpoint_pieces,
     }
     return {name: num_bytes for name, num_bytes in components.items() if num_bytes}

@@ -9,7 +9,7 @@ from megatron_dppo.errors import Problem
 from megatron_dppo.plan.advice import Advice, advise, fewest_with_other_engine
 from megatron_dppo.plan.conclusion import conclusion_of
 from megatron_dppo.plan.cost import StepTime, step_time
-from megatron_dppo.plan.fewest import Fewest, fewest_gpus, numbers_to_try
+from megatron_dppo.plan.fewest import SIZES, Fewest, fewest_gpus, numbers_to_try
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.memory import Memory, memory_of
@@ -87,12 +87,9 @@ def _fewest(job: Job, advice: Sequence[Advice]) -> Fewest:
     return other or fewest
 
 
-_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-
-
 def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
     """Whether a key is at fault also without splits, on few and on many GPUs, so that no layout helps."""
-    unsplit = job.having({f"parallel.{size}": 1 for size in _SIZES})
+    unsplit = job.having({f"parallel.{size}": 1 for size in SIZES})
     few, *_, many = numbers_to_try(job.machine)
     at_fault = [problems, unsplit.on(few).problems, unsplit.on(many).problems]
     return bool(set.intersection(*({problem.where for problem in each} for each in at_fault)))

@@ -8,6 +8,7 @@ from megatron_dppo.plan.partition import StagePart
 GRADIENT_BYTES = 4  # grad_reduce_in_fp32
 MASTER_BYTES = 4
 MOMENT_BYTES = 4
+STORED_BYTES = MASTER_BYTES + 2 * MOMENT_BYTES  # of each element in a checkpoint, of float32 parameters too
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class RankStates:
     optimizer: int  # in its step, and in a checkpoint
     optimizer_between: int  # of those, on the GPU outside of the step
     optimizer_on_host: int  # of those, on the host outside of the step
+    checkpoint: int  # copied to the host by an asynchronous save
+    checkpoint_pieces: int  # of those, on the host in any save: parameters that lie in several ranks' shards
     step_temporaries: int  # of the optimizer's step on the GPU
     largest_parameter: int
     largest_gradient: int  # before it is added to its buffer
@@ -28,12 +31,23 @@ def rank_states(job: Job, part: StagePart) -> RankStates:
     """Return the state bytes of a rank that holds this part of the model."""
     dtype_bytes, is_offloading = job.workload.dtype_bytes, job.config.optimizer.offload
     whole = optimizer_bytes(part.shard, dtype_bytes)
+    is_distributed = job.config.optimizer.distributed
+    stored = STORED_BYTES if is_distributed else optimizer_bytes(1, dtype_bytes)
+    # A rank writes its shard and, of each optimizer, at most one parameter more: mcore/optimizer_shards.py.
+    pieces = (
+        is_distributed
+        * part.largest_trained
+        * sum(each.sharers > 1 for each in (part.dense, part.expert) if each.own)
+    )
+    owned = min(part.shard + pieces, part.buffer)
     return RankStates(
         parameters=part.weights * dtype_bytes,
         gradients=part.buffer * GRADIENT_BYTES,
         optimizer=whole,
         optimizer_between=0 if is_offloading else whole,
         optimizer_on_host=whole * is_offloading,
+        checkpoint=owned * (dtype_bytes + stored) + part.frozen * dtype_bytes,
+        checkpoint_pieces=pieces * stored,
         step_temporaries=part.shard * GRADIENT_BYTES,  # AdamW's square roots, all at once
         largest_parameter=part.largest * dtype_bytes,
         largest_gradient=part.largest_trained * dtype_bytes,

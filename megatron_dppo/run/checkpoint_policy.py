@@ -2,13 +2,13 @@
 
 import contextlib
 import logging
+import time
 from dataclasses import replace
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.run.checkpoints import Checkpoints
 from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.run.session import Session
@@ -67,7 +67,10 @@ class CheckpointPolicy:
         """
         if self._is_due():
             self.save(self._score())
-        self._checkpoints.poll()
+        if self._checkpoints.is_writing:
+            started = time.perf_counter()
+            self._checkpoints.poll()
+            self._count(time.perf_counter() - started)
 
     def save(self, score: float | None) -> None:
         """Save now, unless that is done; `score` is checkpoint.best_metric of the weights, where it is known.
@@ -84,9 +87,10 @@ class CheckpointPolicy:
         digest, settings = self._prompts_digest, self._settings
         point = RunPoint(state.run_state, offset, digest, opened, score, settings, state.queue)
         self._turns.to_trainer()
-        pause = Metrics()
-        pause.add_max("time/save_s", self._checkpoints.save(self._actor, point))
-        self._logger.add_to_rollout(pause)
+        self._count(self._checkpoints.save(self._actor, point))
+
+    def _count(self, seconds: float) -> None:
+        self._logger.add_save_pause(seconds, is_between_rollouts=self._state.open_rollout is None)
 
     def save_before_exit(self) -> None:
         """Save now, and wait until the checkpoint is on disk.

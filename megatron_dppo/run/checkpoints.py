@@ -29,6 +29,7 @@ from megatron_dppo.models.megatron_folder import (
     HF,
     WEIGHTS,
     PendingSave,
+    bytes_to_write,
     hf_files,
     load_model_states,
     load_sharded,
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _MEGATRON_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -53,7 +53,7 @@ class Checkpoints:
     """Saves and restores a run's checkpoints. Every rank calls each method, together."""
 
     def __init__(self, folder: Path, options: CheckpointConfig, model_folder: Path, runtime: Runtime) -> None:
-        """Delete the leftovers of a killed run.
+        """Recover a checkpoint that a killed run was replacing, and delete the other leftovers.
 
         Args:
             folder: The run's `checkpoints/`; no other process may be using it.
@@ -66,7 +66,12 @@ class Checkpoints:
         self._underway: _Save | None = None
         self._saved: RunState | None = None
         self._failed_in_a_row = 0
-        runtime.on_main(lambda: checkpoint_folder.delete(checkpoint_folder.leftovers(folder)))
+        runtime.on_main(self._tidy)
+
+    def _tidy(self) -> None:
+        if recovered := checkpoint_folder.recover(self._folder):
+            logger.warning("%s: its replacement was interrupted; it is complete and used again", recovered)
+        checkpoint_folder.delete(checkpoint_folder.leftovers(self._folder))
 
     def save(self, actor: Actor, point: RunPoint) -> float:
         """Begin to write a checkpoint; with `asynchronous` off, and after `wait`, it is on disk.
@@ -84,24 +89,31 @@ class Checkpoints:
         unfinished = self._runtime.on_main(lambda: self._begin(point.state.step))
         with actor.memory.states_here():
             state = _sharded_state(actor, is_loading=False)
-            is_copied = self._options.asynchronous or actor.memory.is_offloading
-            pending = PendingSave(state, unfinished / WEIGHTS, is_copied=is_copied)
-        del state
-        steps = point.steps
-        own_bytes = pending.num_bytes + sum(bytes_of(step) for step in steps)
+            own_bytes = bytes_to_write(state) + sum(bytes_of(step) for step in point.steps)
+            if not self._has_room(own_bytes, unfinished):
+                return time.perf_counter() - started
+            pending = PendingSave(state, unfinished / WEIGHTS, is_copied=self._options.asynchronous)
+            del state
+            save = _Save(
+                unfinished, point, actor.layout, pending, self._runtime.rank, point.steps, random_states()
+            )
+            self._underway = save
+            save.thread.start()
+            if not self._options.asynchronous:  # what is written is on the device in this block alone
+                save.thread.join()
+        if not self._options.asynchronous:
+            self.complete()
+        return time.perf_counter() - started
+
+    def _has_room(self, own_bytes: int, unfinished: Path) -> bool:
+        """Whether the disk has room for all ranks' bytes; a save that lacks it counts as failed."""
         total, reserve = sum(self._runtime.all_gather(own_bytes)), int(self._options.reserve_gib * (1 << 30))
         try:
             self._runtime.on_main(lambda: checkpoint_folder.require_free(self._folder, total, reserve))
         except CheckpointError as error:
             self._fail(unfinished, str(error))
-            return time.perf_counter() - started
-        self._underway = _Save(
-            unfinished, point, actor.layout, pending, self._runtime.rank, steps, random_states()
-        )
-        self._underway.thread.start()
-        if not self._options.asynchronous:
-            self.complete()
-        return time.perf_counter() - started
+            return False
+        return True
 
     def holds(self, state: RunState) -> bool:
         """Whether this state is saved, or being saved."""
@@ -251,6 +263,7 @@ class Checkpoints:
 
     def _fail(self, unfinished: Path, reason: str) -> None:
         self._failed_in_a_row += 1
+        reason = f"{reason} ({shutil.disk_usage(self._folder).free} bytes are free)"
         self._runtime.on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True))
         if self._runtime.is_main:
             logger.error("the checkpoint could not be written, earlier ones are untouched: %s", reason)
@@ -316,6 +329,9 @@ def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
         optimizer = state["optimizer"]
         if is_moved:
             optimizer = fit_to_chain(optimizer, len(actor.optimizer.chained_optimizers))
+        for member in _members(optimizer):  # a rank that owns no parameter exchanges states with the others too
+            if "param_state_sharding_type" in member:
+                member.setdefault("param_state", {})
         actor.optimizer.load_state_dict(optimizer)
     own = f"rank_{runtime.rank:05d}.safetensors"
     if not is_moved:
@@ -333,6 +349,10 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{checkpoint}/{STATE} cannot be read ({error!r}). Resume from another checkpoint."
         ) from error
+
+
+def _members(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:
+    return [optimizer] if "optimizer" in optimizer else list(optimizer.values())
 
 
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Alarm:
 log = logging.getLogger(__name__)
 
 # Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
+_BETWEEN = "time/save_between_s"
 _OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
 
 
@@ -71,6 +72,7 @@ class RunLogger:
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
+        self._save_s = self._save_between_s = 0.0
         self._is_noise_known = self._is_cost_logged = False
         self._before_updates: list[Mapping[str, float]] = []  # what was measured then, a row of each rollout
         self._alarms = AlarmWatch()
@@ -260,6 +262,14 @@ class RunLogger:
         if every and rollout % every == 0 and speaks_for_its_group():
             write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
+    def add_save_pause(self, seconds: float, *, is_between_rollouts: bool) -> None:
+        """Add seconds in which training waited for a checkpoint to the row that is written next.
+
+        A pause between two rollouts is not in the row's time/total_s. Its throughput counts it.
+        """
+        self._save_s += seconds
+        self._save_between_s += seconds * is_between_rollouts
+
     def write_rollout(self, rollout: int, seconds: Mapping[str, float]) -> Alarm | None:
         """Write the row of a rollout, after its gradient steps; `seconds` of its phases hold a "total".
 
@@ -274,10 +284,14 @@ class RunLogger:
         metrics.add_max("memory/host_peak_bytes", self._runtime.host_peak_bytes())
         for phase, elapsed in seconds.items():
             metrics.add_max(f"time/{phase}_s", elapsed)
+        if self._save_s:
+            metrics.add_max("time/save_s", self._save_s)
+        metrics.add_max(_BETWEEN, self._save_between_s)
         row = self._rollout_metrics | self._merged(metrics)
+        between_s, self._save_s, self._save_between_s = row.pop(_BETWEEN), 0.0, 0.0
         self._rollout_metrics = {}
         self._latest = dict(row)
-        row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / row["time/total_s"]
+        row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / (row["time/total_s"] + between_s)
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
         self._log_cost_of_paired_forward(row)

@@ -13,6 +13,7 @@ config.1.toml, versions.1.json and so on.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -187,7 +188,7 @@ class RunFolder:
         written = self._metrics.write(line)
         if written != len(line):
             file = self.path / "metrics.jsonl"
-            raise OSError(f"{file}: wrote {written} of {len(line)} bytes; is the disk full?")
+            raise OSError(errno.ENOSPC, f"wrote {written} of {len(line)} bytes", str(file))
 
     def _seconds_of_rollout(self, metrics: Mapping[str, float]) -> float:
         """Return wall-clock seconds from row to row, evaluation and saving included.
@@ -315,7 +316,7 @@ def _write_keeping_earlier(file: Path, text: str) -> None:
         number = 1
         while (earlier := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
             number += 1
-        file.rename(earlier)
+        shutil.copy2(file, earlier)  # a kill here leaves both: a folder without config.toml cannot be resumed
         log.warning("%s differs from the earlier one, kept as %s", file, earlier.name)
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(text)

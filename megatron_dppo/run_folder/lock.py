@@ -67,6 +67,27 @@ def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterat
             stream.truncate(0)  # an empty file is a free folder; removing it would race with the next owner
 
 
+def holder(folder: Path, beat_s: float = 5.0) -> str | None:
+    """Return the process that holds the run folder, in words; None if the folder is free.
+
+    Args:
+        folder: The run's.
+        beat_s: As in `locked`. An owner on another host is watched for three times as long.
+    """
+    owner = _read(folder)
+    if not owner:
+        return None
+    is_here = owner.get("host") == socket.gethostname()
+    try:
+        with (folder / LOCK).open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _words(owner)
+    except OSError:
+        is_here = False  # the file system has no locks
+    return None if is_here or not _is_alive(folder, beat_s) else _words(owner)
+
+
 def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
     """Return whether a process holds the run folder, without a lock of one's own.
 

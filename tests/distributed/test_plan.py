@@ -4,6 +4,8 @@ The loss runs as operators, whose CPU implementation makes float32 copies of the
 make. PyTorch's dispatch modes see an operator's inputs and results alone, so the measured peak is without them.
 """
 
+import ctypes
+import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -381,3 +383,56 @@ def test_the_peak_of_all_live_tensors_is_within_15_percent(
         predicted = kept.held + kept.passed + max(kept.head + kept.logits, in_backward)
         actual = found["live"] - states.parameters - states.gradients
         assert predicted == pytest.approx(actual, rel=0.15), asdict(kept)
+
+
+# Large enough that copies stand out of a process's other memory: 9 M parameters, of which 1 M in one tensor.
+_LARGE = SIZES | dict(vocab_size=4096, hidden_size=256, moe_intermediate_size=256, intermediate_size=512)
+
+
+def saves(
+    runtime: Runtime, model: str, folder: str, changes: dict[str, Any]
+) -> dict[str, tuple[int, int, float]]:
+    """Peak resident bytes that a save adds, bytes that the plan counts, and seconds of its pause."""
+    from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.run.checkpoints import Checkpoints
+    from megatron_dppo.run.run_point import RunPoint
+    from megatron_dppo.types import RunState
+    from tools.benchmarks.save import peak_memory
+
+    tables = {"model": {"load": model, "dtype": "float32"}, "data": {"reward": "math"}, **changes}
+    config = Config.model_validate(tables)
+    actor = Actor(config, runtime)
+    job = Job.of(config, model_facts(config, runtime.world_size), Machine(runtime.world_size, 1 << 40))
+    (part,) = job.partition(job.layout)
+    planned = rank_states(job, part)
+    found: dict[str, tuple[int, int, float]] = {}
+    for is_asynchronous, num_bytes in ((True, planned.checkpoint), (False, planned.checkpoint_pieces)):
+        options = config.checkpoint.model_copy(update={"asynchronous": is_asynchronous, "reserve_gib": 0.0})
+        own = Path(folder) / str(is_asynchronous)
+        runtime.on_main(own.mkdir)
+        checkpoints = Checkpoints(own, options, config.model.load, runtime)
+        for step in range(2):  # the first allocates what stays
+            gc.collect()
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what an earlier save freed would be used again
+            with peak_memory() as above:
+                pause = checkpoints.save(actor, RunPoint(RunState(0, step, 0, {}), 0, ""))
+                checkpoints.wait()
+        found[str(is_asynchronous)] = (above[0], num_bytes, pause)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"), [(1, {}), (2, {}), (2, {"expert": 2})], ids=["one process", "data 2", "expert 2"]
+)
+def test_the_memory_of_a_save_is_what_is_counted(
+    tmp_path: Path, num_ranks: int, parallel: dict[str, int]
+) -> None:
+    """Within a quarter and 16 MiB of other memory; a synchronous save holds copies of views on a CPU alone."""
+    write_model(tmp_path / "model", **_LARGE)
+    inputs = (str(tmp_path / "model"), str(tmp_path), {"parallel": parallel})
+    ranks = run_ranks(saves, num_ranks, tmp_path, *inputs)
+    above, counted = (max(rank["True"][i] for rank in ranks) for i in (0, 1))
+    assert counted > 60 << 20
+    assert abs(above - counted) < counted / 4 + (16 << 20), (above, counted)
+    if num_ranks == 2 and not parallel:  # data parallelism divides it
+        assert above < 0.75 * 16 * 9_000_000

@@ -60,6 +60,12 @@ def test_a_run_goes_back_and_on_with_the_next_prompts(task: Path, tmp_path: Path
     assert [json.loads(row)["rollout"] for row in left if '"kind": "rollout"' in row] == [1, 2]
     for row in rollouts:  # a float32 engine that holds the weights that it should
         assert row["mismatch/abs_prob_diff_mean"] < 1e-6, row
+        waited_s, total_s = row.get("time/save_s", 0.0), row["time/total_s"]
+        assert (waited_s > 0) == (row["rollout"] > 0)
+        # Saves begin between rollouts, which time/total_s leaves out, and may end between two gradient steps.
+        counted_s = row["rollout/num_response_tokens"] / row["throughput/tokens_per_s"]
+        assert (counted_s > total_s + 1e-6) == (waited_s > 0)
+        assert counted_s <= total_s + waited_s + 1e-6
     assert "went back to 1 rollouts" in (tmp_path / "rank0.log").read_text()
     names = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
     assert "step_00000004.abandoned" in names

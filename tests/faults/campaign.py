@@ -70,7 +70,8 @@ class Campaign:
         reference = self._reference(case)
         tables = self._tables(case, f"run_{len(list(self.folder.iterdir()))}")
         run = Path(tables["run"]["folder"])
-        first = start(run, tables, case.num_processes, case.fault, case.signals)
+        faults = [fault for fault in (case.fault, *case.more_faults) if fault is not None]
+        first = start(run, tables, case.num_processes, faults, case.signals)
         failures = [f"ended with {first.codes}"] if not case.is_end_expected(first.codes) else []
         failures += [f"log lacks {words!r}" for words in case.log if words not in first.log]
         if case.last_line is not None and case.last_line not in "\n".join(first.log.splitlines()[-60:]):
@@ -79,7 +80,7 @@ class Campaign:
         if case.damage is not None:
             case.damage(run)
         if case.is_resumed:
-            again = start(run, tables, case.num_processes, None, ())
+            again = start(run, tables, case.num_processes, (), ())
             if any(code != case.resumed_exit for code in again.codes):
                 failures.append(f"resumed run ended with {again.codes}: {again.log[-2000:]}")
             failures += [f"resumed log lacks {words!r}" for words in case.resumed_log if words not in again.log]
@@ -120,7 +121,7 @@ class Campaign:
             tables = self._tables(case if case.is_compared else Case("", "", case.num_processes), "")
             tables["run"]["folder"] = str(self.folder / f"reference_{len(self.references)}")
             self.references[key] = Path(tables["run"]["folder"])
-            ended = start(self.references[key], tables, case.num_processes, None, ())
+            ended = start(self.references[key], tables, case.num_processes, (), ())
             assert not any(ended.codes), ended.log
         return self.references[key]
 
@@ -129,7 +130,7 @@ def start(
     run: Path,
     tables: dict[str, Any],
     num_processes: int,
-    fault: dict[str, Any] | None,
+    faults: Sequence[dict[str, Any]],
     signals: Sequence[tuple[str, str]],
 ) -> Ended:
     """Run all ranks to their end, one log for all, as a launcher would; nothing restarts or kills them.
@@ -138,7 +139,7 @@ def start(
         run: The run folder.
         tables: The config.
         num_processes: Ranks.
-        fault: What `rank.py` is to do, on which rank, when.
+        faults: What `rank.py` is to do, on which rank, when.
         signals: (what the log must hold, which signal): sent to every rank as soon as it does.
     """
     job = run.with_suffix(".job")
@@ -147,7 +148,7 @@ def start(
     config.write_text(tomli_w.dumps(tables))
     log.touch()
     started = time.monotonic()
-    ranks = start_ranks(num_processes, config, [] if fault is None else [fault], log)
+    ranks = start_ranks(num_processes, config, faults, log)
     struck = started
     waiting = list(signals)
     try:

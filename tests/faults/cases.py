@@ -19,6 +19,7 @@ class Case:
         moment: When, for the table.
         num_processes: Ranks; with 2, experts are split over them.
         fault: For `rank.py`; none where only signals or damage are done.
+        more_faults: Further ones in the same start.
         signals: (what the log must hold, signal to send to every rank).
         damage: What is done to the run folder before the resume.
         exits: Exit codes that the ranks may end with; negative ones are signals.
@@ -37,6 +38,7 @@ class Case:
     moment: str
     num_processes: int = 1
     fault: dict[str, Any] | None = None
+    more_faults: tuple[dict[str, Any], ...] = ()
     signals: tuple[tuple[str, str], ...] = ()
     damage: Callable[[Path], None] | None = None
     exits: frozenset[int] = frozenset({0})
@@ -125,6 +127,36 @@ def _ahead() -> list[Case]:
     fault, ahead = at("SIGKILL", "write", 3), {"rollout": {"lag": 1}}
     what, when = "kill -9 of all, a rollout sampled ahead", "while a checkpoint is written"
     return [Case(what, when, 1, fault, exits=_KILLED, config=ahead)]
+
+
+def _replaced() -> list[Case]:
+    """The run goes back, and saves a step that is saved already; with no other checkpoint, and with others."""
+    cases = []
+    for words, keep_last, rollout in (("the only checkpoint", 1, 2), ("one of two checkpoints", 2, 3)):
+        config: Config = {
+            "checkpoint": {"every_steps": 0, "keep_last": keep_last},
+            "tracking": {"alarms": "roll_back", "samples_every": 1},
+        }
+        case = Case(
+            "kill -9 of all",
+            f"while {words} is replaced",
+            1,
+            at("NaN metric", "rollout end", rollout),
+            more_faults=(at("SIGKILL", "replace", 1),),
+            exits=_KILLED,
+            resumed_log=("its replacement was interrupted",),
+            config=config,
+            is_compared=False,
+            check=_all_rollouts,
+            is_short=keep_last == 1,
+        )
+        cases.append(case)
+    return cases
+
+
+def _all_rollouts(run: Path) -> Iterable[str]:
+    found = [row["rollout"] for row in _rows(run) if row["kind"] == "rollout"]
+    return [] if found == [0, 1, 2] else [f"rollouts {found}"]
 
 
 def _newest(run: Path) -> Path:
@@ -259,6 +291,16 @@ def _disks() -> list[Case]:
             at("disk full", "save", 3, 5, rank=1),
             log=log,
             config=patient,
+        ),
+        Case(
+            "disk full",
+            "while a row is written",
+            1,
+            at("no room for rows", "row", 5),
+            exits=frozenset({2}),
+            last_line="DiskError",
+            log=("bytes free on its disk", "The newest checkpoint is", "step_0000000"),
+            is_short=True,
         ),
         Case(
             "too little space left",
@@ -421,6 +463,7 @@ def _bad_batches() -> list[Case]:
 CASES: list[Case] = [
     *_kills(),
     *_ahead(),
+    *_replaced(),
     *_signals(),
     *_tears(),
     *_lost_ranks(),

@@ -32,6 +32,7 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
         "after",
     ),
     "publish": ("megatron_dppo.checkpoints.checkpoint_folder", "publish", "before"),
+    "replace": ("megatron_dppo.checkpoints.checkpoint_folder", "hide", "after"),
     "flip": ("megatron_dppo.checkpoints.checkpoint_folder", "set_latest", "before"),
     "evaluation": ("megatron_dppo.rollout.rollouts", "Rollouts.evaluate", "after"),
     # Of runs that sample ahead.
@@ -69,6 +70,9 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
         is_full = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY  # free it then
         most = resource.RLIM_INFINITY if is_full else 200_000
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    elif kind == "no room for rows":  # the log, which is a file here, is shorter
+        file = arguments[0].path / "metrics.jsonl"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, resource.RLIM_INFINITY))
     elif kind == "second run":
         alone = os.environ | {"WORLD_SIZE": "1", "RANK": "0"}
         command = [sys.executable, __file__, sys.argv[-1]]
@@ -81,6 +85,8 @@ def strike(kind: str, arguments: tuple[Any, ...]) -> None:
     elif kind in ("NaN gradient", "inf gradient"):
         value = float("nan" if kind.startswith("NaN") else "inf")
         next(arguments[0].chunks[0].parameters()).main_grad.view(-1)[0] = value
+    elif kind == "NaN metric":
+        arguments[0].logger.add_values({"injected/value": float("nan")})
     elif kind == "NaN weight":
         next(arguments[0].chunks[0].parameters()).data.view(-1)[:] = float("nan")
     else:

@@ -1,9 +1,12 @@
 """What the scripts say to what cannot work, without a scheduler; and what every one of them asks for."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -115,7 +118,7 @@ def test_a_comparison_submits_its_runs_and_a_report_on_them(
     submitted = calls.read_text().splitlines()
     for name, options in settings.items():
         given = f"dppo_binary_tv.toml {default}{' '.join(more)}"
-        last = f" {options} --set run.folder='{out}/{name}'".replace("  ", " ")
+        last = f' {options} --set run.folder="{out}/{name}"'.replace("  ", " ")
         (found,) = (line for line in submitted if line.endswith(given + last))
         assert found.startswith(f"60 big us : --parsable --output={out}/slurm-%x-%j.out ")
         assert f"--array=0-2 examples/{script.partition('/')[0]}/train.sbatch" in found
@@ -128,7 +131,15 @@ JOB = {"SLURM_JOB_ID": "1", "SLURM_JOB_ACCOUNT": "us", "LIMIT": "60"}
 SRUN = """#!/bin/sh
 echo "$PYTHON: $*" >>"$CALLS"
 case "$*" in
-    *settings.py*) echo "${PLACE:-elsewhere} 4 $RUN" ;;
+    *settings.py*)
+        if [ -n "$REAL_PYTHON" ]; then
+            while [ "$1" != "$PYTHON" ]; do shift; done
+            shift
+            exec "$REAL_PYTHON" "$@"
+        fi
+        echo "${PLACE:-elsewhere} 4 $RUN"
+        ;;
+    *node.sh*) printf '%s\\0' "$@" >"$CALLS.trainer" ;;
     *server.sh*)
         mkdir -p "$RUN/servers"
         for server in $(seq "${NUM_SERVERS:-1}"); do touch "$RUN/servers/node-$server.json"; done
@@ -183,6 +194,71 @@ def test_an_asynchronous_job_has_nodes_for_servers_unless_it_is_told(commands: P
         assert settings.endswith(f"--world-size {4 * (4 - expected)}")
         assert f"--nodes={expected} --relative={4 - expected} --ntasks={expected} " in server
         assert f"--nodes={4 - expected} --ntasks={4 - expected} --ntasks-per-node=1" in trainer
+
+
+def run_tiny(
+    commands: Path, tiny: tuple[str, ...], *more: str, **variables: str
+) -> tuple[int, str, list[str], list[str]]:
+    """As `run_steps`, with a config that is read: status, standard error, calls, the trainer's arguments."""
+    for name, text in {"srun": SRUN, "scancel": "#!/bin/sh\n"}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    calls, script = commands / "calls", "examples/moe_base/train.sbatch"
+    known = {"CALLS": str(calls), "REAL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    known |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", **JOB, **variables}
+    status, said = run(script, "dppo_binary_tv.toml", *tiny, *more, path=commands, **known)
+    trainer = Path(f"{calls}.trainer")
+    given = trainer.read_text().split("\0")[:-1] if trainer.exists() else []
+    trainer.unlink(missing_ok=True)
+    after = given.index("examples/slurm/node.sh") + 1 if given else 0
+    return status, said, calls.read_text().splitlines(), given[after:]
+
+
+@pytest.mark.parametrize("name", ["plain", "o'brien", 'a "quoted" name', "back\\slash", "it's $HOME `x` *"])
+@pytest.mark.parametrize("seed", [None, "3"])
+def test_a_run_folder_may_have_any_name(
+    commands: Path, tiny: tuple[str, ...], name: str, seed: str | None
+) -> None:
+    from megatron_dppo.config import load_config
+
+    folder = commands / name
+    array = {} if seed is None else {"SLURM_ARRAY_TASK_ID": seed}
+    given = ("--set", f"run.folder={json.dumps(str(folder))}")
+    status, said, _, trainer = run_tiny(commands, tiny, *given, **array)
+    assert status == 0, said
+    configs = [Path(each) for each in trainer if each.endswith(".toml")]
+    sets = [value for option, value in pairwise(trainer) if option == "--set"]
+    config = load_config([ROOT / each for each in configs], sets)
+    assert config.run.folder == (folder if seed is None else folder / "seed_3")
+    assert config.run.seed == int(seed or 0)
+    assert list(config.run.folder.glob("slurm/1-attempt_0")), "logs are in the run's folder"
+
+
+def test_accepted_changes_are_looked_for_in_the_seeds_own_folder(commands: Path, tiny: tuple[str, ...]) -> None:
+    """The trainer and the look at the config get the flag, and servers do not, which know none."""
+    folder = commands / "run"
+    checkpoint = folder / "seed_3" / "checkpoints" / "step_00000008"
+    checkpoint.mkdir(parents=True)
+    content = {
+        "state": {"rollout": 2},
+        "prompts_digest": "",
+        "config": "optimizer.lr = 0.5",
+        "open_rollout": None,
+    }
+    (checkpoint / "state.json").write_text(json.dumps(content))
+    given = ("--set", f"run.folder={folder}")
+    assert run_tiny(commands, tiny, *given)[0] == 0, "no array: the folder itself holds no run"
+    status, said, _, trainer = run_tiny(commands, tiny, *given, SLURM_ARRAY_TASK_ID="3")
+    assert status == 2 and "optimizer.lr" in said and "--accept-changes" in said and not trainer
+    engine = ("--set", "rollout.engine=sglang", "--set", "rollout.sglang.weight_sync=disk")
+    accepted = ("--accept-changes", *given, *engine, "--set", "rollout.sglang.colocated=false")
+    variables = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NUM_NODES": "2", "NUM_ENGINE_NODES": "1"}
+    variables |= {"RUN": str(folder / "seed_3"), "SERVERS_PER_NODE": "1"}
+    status, said, calls, trainer = run_tiny(commands, tiny, *accepted, **variables)
+    assert status == 0, said
+    assert trainer.count("--accept-changes") == 1
+    (server,) = (call for call in calls if "server.sh" in call)
+    assert "--accept-changes" not in server and "seed_3" in server
 
 
 @pytest.mark.parametrize(

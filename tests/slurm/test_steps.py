@@ -71,7 +71,7 @@ def test_an_array_is_a_run_for_each_seed(cluster: Cluster, tiny: tuple[str, ...]
     for seed in (3, 8):
         (log,) = run.glob(f"seed_{seed}/slurm/*-attempt_0/trainer.log")
         command = log.read_text()
-        assert f"--set run.seed={seed} --set run.folder='{run}/seed_{seed}'" in command
+        assert f'--set run.seed={seed} --set run.folder="{run}/seed_{seed}"' in command
 
 
 def test_a_config_with_problems_starts_no_rank(cluster: Cluster, tiny: tuple[str, ...], run: Path) -> None:

@@ -1,11 +1,13 @@
 """Checkpoints as folders: what is torn is found, what may go is known, and nothing half is ever seen."""
 
+import contextlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +105,58 @@ def test_a_step_saved_again_replaces_the_earlier_one(tmp_path: Path) -> None:
     again = make(tmp_path, 1)
     assert not (again / "old").exists()
     assert [path.name.split(".")[2] for path in folders.leftovers(tmp_path)] == ["replaced"]
+
+
+@pytest.mark.parametrize("num_renames", range(4))
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("earlier", [(), (3,)])
+def test_a_kill_while_a_step_is_replaced_costs_neither_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_renames: int, is_whole: bool, earlier: tuple[int, ...]
+) -> None:
+    """Whichever renames were made, the next start resumes from the step; `check` sees it before that."""
+    for step in (*earlier, 7):
+        content = {"state": {"rollout": step}, "prompts_digest": "", "config": ""}
+        checkpoint = make(tmp_path, step)
+        (checkpoint / folders.STATE).write_text(json.dumps(content))
+        folders.write_sums(checkpoint, folders.sums_of(sorted(checkpoint.rglob("*.*")), checkpoint))
+    unfinished = tmp_path / ".step_00000007.9.unfinished"
+    shutil.copytree(checkpoint, unfinished)
+    (unfinished / folders.STATE).write_text(json.dumps(content | {"config": "new"}))
+    folders.write_sums(unfinished, folders.sums_of(sorted(unfinished.rglob("*.*")), unfinished))
+    left = [num_renames]
+    for name in ("rename", "replace"):
+        renamed = getattr(Path, name)
+
+        def one_less(path: Path, target: Path, renamed: Any = renamed) -> Path:
+            if left[0] == 0:
+                raise SystemExit
+            left[0] -= 1
+            return renamed(path, target)
+
+        monkeypatch.setattr(Path, name, one_less)
+    with contextlib.suppress(SystemExit):
+        folders.publish(unfinished, checkpoint)
+    monkeypatch.undo()
+    if not is_whole and unfinished.exists():
+        truncate(unfinished / folders.STATE)
+    saved = folders.saved_run(tmp_path)
+    assert saved is not None and saved.num_rollouts == 7
+    assert folders.recover(tmp_path) == (checkpoint if num_renames == 1 else None)
+    (newest, *others) = folders.candidates(tmp_path)
+    assert (newest.name, len(others), folders.faults(newest)) == ("step_00000007", len(earlier), [])
+    is_new = num_renames > 1 or (num_renames == 1 and is_whole)
+    assert json.loads((newest / folders.STATE).read_text())["config"] == "new" * is_new
+    assert folders.recover(tmp_path) is None
+
+
+def test_a_replaced_copy_that_is_being_deleted_is_not_recovered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make(tmp_path, 1)
+    folders.hide(checkpoint, "replaced")
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # killed before anything is gone
+    folders.delete(folders.leftovers(tmp_path))
+    assert folders.recover(tmp_path) is None and len(folders.leftovers(tmp_path)) == 1
 
 
 def test_deleted_checkpoints_leave_sight_at_once(tmp_path: Path) -> None:

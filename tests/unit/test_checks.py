@@ -1,9 +1,11 @@
 """Every rule has a config that breaks it, and only that rule finds the fault."""
 
+import fcntl
 import importlib.util
 import json
 import math
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ from megatron_dppo.checks import (
     RULES,
     check,
     check_run,
+    folder_remarks,
     gather_facts,
     megatron_rules,
     model_facts,
@@ -40,6 +43,7 @@ from megatron_dppo.config import Config, dump_config, load_config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
+from megatron_dppo.run_folder.lock import LOCK
 from megatron_dppo.runtime.process import Runtime
 
 MODEL: dict[str, Any] = {
@@ -192,6 +196,19 @@ def _write(name: str, text: str) -> None:
     Path(name).write_text(text)
 
 
+def _held() -> None:
+    """A run folder that a live process holds: here this one, by another descriptor."""
+    Path("runs/run").mkdir(parents=True)
+    stream = Path("runs/run", LOCK).open("w")  # noqa: SIM115 - the lock ends with it
+    fcntl.flock(stream, fcntl.LOCK_EX)
+    stream.write(json.dumps({"host": socket.gethostname(), "pid": 7, "beat": 0}))
+    stream.flush()
+    _HELD.append(stream)
+
+
+_HELD: list[Any] = []
+
+
 def _prompts(*rows: object, name: str = "prompts.jsonl") -> Callable[[], None]:
     text = "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
     return partial(_write, name, text)
@@ -204,6 +221,10 @@ def _asking(words: str, **columns: str) -> dict[str, str]:
 def _module(name: str, text: str) -> Callable[[], None]:
     """A module of the working directory, which is where workers find it."""
     return partial(_write, f"{name}.py", text)
+
+
+def _among_models() -> None:
+    shutil.copytree("model", "all/qwen3")
 
 
 def _full_disk() -> None:
@@ -676,7 +697,15 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("run.folder", {"run.folder": "prompts.jsonl/run"}),
         Example("run.folder", {"run.folder": "/proc/run"}),
     ],
-    "checkpoint_disk": [Example("run.folder", on_disk=_full_disk)],
+    "run_folder_models": [
+        Example("run.folder", {"run.folder": "model"}),
+        Example("run.folder", {"run.folder": "all"}, on_disk=_among_models),
+    ],
+    "run_folder_in_use": [Example("run.folder", on_disk=_held)],
+    "checkpoint_disk": [Example("run.folder", on_disk=_full_disk, also=frozenset({"checkpoint_memory"}))],
+    "checkpoint_memory": [
+        Example("checkpoint.asynchronous", on_disk=_full_disk, also=frozenset({"checkpoint_disk"}))
+    ],
     "prompt_rows": [
         Example("data.prompts", on_disk=_prompts(_asking(""), "not JSON\n")),
         Example("data.prompts", on_disk=_prompts(_asking(""), {"prompt": "1 + 1 ="})),
@@ -943,8 +972,37 @@ def test_what_plan_does_not_ask_has_no_say_about_layouts(world: Path, id: str, e
     facts: Any = Watched(gather_facts(config, example.world_size), read)
     watched: Any = Watched(config, read)
     assert list(RULES[id].check(watched, facts))
-    of_sizes = set() if id == "checkpoint_disk" else {"sizes", "model_sizes"}  # the disk is the machine's
-    assert not read & ({"parallel", "world_size"} | of_sizes)
+    if id in ("checkpoint_disk", "checkpoint_memory"):  # the disk and the memory are the machine's
+        read -= {"sizes", "model_sizes", "world_size"}
+    assert not read & {"parallel", "world_size", "sizes", "model_sizes"}
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ((), None),
+        (("servers/a.json", "slurm/1/log", "run.lock", "train.log", "job-3.out", ".hidden"), None),
+        (("config.toml", "metrics.jsonl", "notes.md", "other/file"), None),
+        (("notes.md",), "notes.md"),
+        (("a.py", "b.py", "c/d", "e"), "a.py, b.py, c, ..."),
+    ],
+)
+def test_check_names_what_is_in_the_run_folder_and_of_no_run(
+    world: Path, files: tuple[str, ...], named: str | None
+) -> None:
+    for file in files:
+        (world / "runs/run" / file).parent.mkdir(parents=True, exist_ok=True)
+        (world / "runs/run" / file).write_text("")
+    expected = [] if named is None else [f"run.folder: runs/run holds no run, but {named}; the run would write"]
+    assert [each.removesuffix(" beside them.") for each in folder_remarks(_config({}))] == expected
+    assert check(_config({}), 1) == []
+
+
+@pytest.mark.parametrize(("column", "is_same"), [("answer", True), ("prompt", False)])
+def test_the_column_of_answers_may_be_written_out(world: Path, column: str, is_same: bool) -> None:
+    _checkpoint(dump_config(_config({})))
+    rules = {"same_experiment": RULES["same_experiment"]}
+    assert (check(_config({"data.answer_column": column}), 1, rules) == []) == is_same
 
 
 def test_code_in_the_folder_that_nothing_needs_is_left_alone(world: Path) -> None:

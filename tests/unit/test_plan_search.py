@@ -171,9 +171,21 @@ def test_numbers_of_gpus_that_are_no_power_of_two_are_tried() -> None:
 @pytest.mark.parametrize(
     ("settings", "gpu_bytes", "reason"),
     [
-        (COLOCATED, 10 * GB, r"The engine's cache holds 0 tokens beside 56.9 GiB of weights"),
-        (COLOCATED | {"sglang.tp_size": 8}, 20 * GB, r"The engine alone takes 20.9 of 18.6 GiB of each GPU"),
-        ({"rollout.prompts_per_rollout": 63}, 80 * GB, "train admits no layout on any of them"),
+        (
+            COLOCATED,
+            10 * GB,
+            r"The engine's cache holds 0 tokens beside 56.9 GiB .* Raise sglang\.mem_fraction",
+        ),
+        (
+            COLOCATED | {"sglang.tp_size": 8},
+            20 * GB,
+            r"The engine alone takes 20.9 of 18.6 GiB of each GPU. Lower sglang.mem_fraction_static",
+        ),
+        (
+            {"rollout.prompts_per_rollout": 63},
+            80 * GB,
+            r"train admits no layout on any of them .* Without any split: rollout.prompts_per_rollout: found",
+        ),
     ],
 )
 def test_why_nothing_fits_is_said(settings: dict[str, Any], gpu_bytes: int, reason: str) -> None:
@@ -288,6 +300,19 @@ def test_an_engine_that_fits_nowhere_is_changed_before_more_gpus_are_named() -> 
     assert not on_these.problems
     assert has_headroom(on_these, memory_of(on_these, on_these.layout))
     assert fewest_with_other_engine(job_of()) is None
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.15])
+def test_an_engine_without_a_cache_gets_a_larger_share(fraction: float) -> None:
+    """14.2 GiB of weights on each of four GPUs: a smaller share leaves no room for a cache."""
+    engine = COLOCATED | {"sglang.tp_size": 4, "sglang.mem_fraction_static": fraction}
+    job = job_of(settings=engine, num_gpus=16)
+    assert "Raise sglang.mem_fraction_static or sglang.tp_size" in fewest_gpus(job).why_not
+    fewest = fewest_with_other_engine(job)
+    assert fewest is not None and fewest.proposal is not None
+    assert fewest.condition == "raise the engine's share of the GPU"
+    share = fewest.proposal.settings["sglang.mem_fraction_static"]
+    assert isinstance(share, float) and share > fraction
 
 
 def test_advice_where_it_fits() -> None:

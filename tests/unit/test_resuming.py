@@ -170,6 +170,57 @@ def test_the_engine_of_the_models_type_is_the_same_by_either_name(dtype: str) ->
     ]
 
 
+_SET = {"evaluation": {"sets": {"held_out": {"prompts": "held.jsonl"}}}}
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({}, {"algorithm": {"delta": 0.15}}),
+        ({}, {"algorithm": {"delta_low": 0.15, "delta_high": 0.15, "anchor": "rollout"}}),
+        ({"algorithm": {"delta_low": 0.3, "delta_high": 0.3}}, {"algorithm": {"delta": 0.3}}),
+        (
+            {"algorithm": {"preset": "grpo"}},
+            {"algorithm": {"preset": "grpo", "eps_low": 0.2, "ref_kl_coef": 0.0}},
+        ),
+        ({"algorithm": {"preset": "cispo"}}, {"algorithm": {"preset": "cispo", "ratio_cap": 5}}),
+        (
+            {"algorithm": {"preset": "dppo_topk_kl"}},
+            {"algorithm": {"preset": "dppo_topk_kl", "top_k": 20, "include_other": True}},
+        ),
+        ({"model": {"load": "models/a"}}, {"model": {"load": "models/a", "reference": "models/a"}}),
+        ({"model": {"load": "models/a"}}, {"model": {"load": str(Path("models/a").absolute())}}),
+        ({"data": {"prompts": "a.jsonl"}}, {"data": {"prompts": "b/../a.jsonl"}}),
+        ({}, {"rollout": {"max_turn_tokens": 1024}}),
+        ({}, {"evaluation": {"max_response_tokens": 1024}}),
+        (_SET, {"evaluation": {"sets": {"held_out": {"prompts": "held.jsonl", "temperature": 0.7}}}}),
+        (_SET, {"evaluation": {"sets": {"held_out": {"prompts": "held.jsonl", "max_response_tokens": 1024}}}}),
+    ],
+)
+def test_a_default_that_is_written_out_changes_nothing(was: dict[str, Any], now: dict[str, Any]) -> None:
+    assert setting_changes(was, now) == setting_changes(now, was) == []
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        ({}, {"algorithm": {"delta": 0.2}}, [("algorithm.delta", "0.15", "0.2")]),
+        ({}, {"algorithm": {"delta_low": 0.2}}, [("algorithm.delta_low", "0.15", "0.2")]),
+        ({}, {"algorithm": {"preset": "grpo"}}, [("algorithm.preset", "dppo_binary_tv", "grpo")]),
+        ({}, {"algorithm": {"alpha": 0.2}}, [("algorithm.alpha", "not set", "0.2")]),  # `check` refuses it
+        ({}, {"model": {"reference": "other"}}, [("model.reference", "model", "other")]),
+        ({"model": {"reference": "model"}}, {"model": {"load": "b"}}, [
+            ("model.load", "model", "b"), ("model.reference", "model", "b")
+        ]),
+        ({}, {"rollout": {"max_turn_tokens": 10}}, [("rollout.max_turn_tokens", "1024", "10")]),
+    ],
+)  # fmt: skip
+def test_a_change_is_shown_with_the_values_that_count(
+    was: dict[str, Any], now: dict[str, Any], expected: list[tuple[str, str, str]]
+) -> None:
+    assert experiment_changes(was, now) == [SettingChange(*change) for change in expected]
+
+
 def test_a_resolved_config_names_its_reward() -> None:
     """A run from before `data.reward` was required resumes with a config that names what it had."""
     was = tomllib.loads(dump_config(Config.model_validate({"data": {"reward": "arithmetic"}})))
@@ -191,6 +242,8 @@ def saved(run: Path, config: str) -> None:
         (["--set", "optimizer.lr=2e-6"], "optimizer.lr  1e-06  2e-06"),
         (["--set", "algorithm.preset=grpo"], "algorithm.preset  dppo_binary_tv  grpo"),
         (["--set", "run.num_rollouts=1", "--set", "tracking.alarms=off"], None),
+        (["--set", "algorithm.delta=0.15", "--set", "model.reference=model"], None),
+        (["--set", "algorithm.delta=0.25"], "algorithm.delta  0.15  0.25"),
         (["--set", "optimizer.lr=2e-6", "--accept-changes"], None),
         (["--set", "optimizer.lr=2e-6", "--set", "checkpoint.resume=false"], None),
     ],

@@ -138,6 +138,21 @@ def test_a_changed_config_keeps_the_earlier_one(tmp_path: Path, caplog: pytest.L
     assert "config.1.toml" in caplog.text
 
 
+def test_a_kill_while_config_toml_is_replaced_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with metrics and without config.toml could not be resumed."""
+    (tmp_path / "config.toml").write_text("earlier = 1\n")
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(SystemExit):
+        RunFolder.open(tmp_path, {"run": {"seed": 4}}, True)
+    assert (tmp_path / "config.toml").read_text() == "earlier = 1\n"
+
+
 def test_non_finite_numbers_survive_as_valid_json(tmp_path: Path) -> None:
     """NaN and infinities are strings in the file and floats again after reading."""
     values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1 + 0.2, "e": 7}

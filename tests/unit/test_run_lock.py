@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run_folder.lock import LOCK, locked
+from megatron_dppo.run_folder.lock import LOCK, holder, locked
 
 _HOLD = """
 import sys, time
@@ -42,6 +42,7 @@ def test_a_folder_is_free_again_after_use(tmp_path: Path) -> None:
             owner = json.loads((tmp_path / "new" / "run" / LOCK).read_text())
             assert owner["pid"] == os.getpid()
         assert (tmp_path / "new" / "run" / LOCK).read_text() == ""
+        assert holder(tmp_path / "new" / "run") is None
 
 
 def test_a_folder_in_use_is_refused_and_the_owner_named(tmp_path: Path) -> None:
@@ -51,6 +52,7 @@ def test_a_folder_in_use_is_refused_and_the_owner_named(tmp_path: Path) -> None:
             pass
         assert "choose another run.folder" in str(error.value)
         assert other.poll() is None
+        assert f"process {other.pid} on " in str(holder(tmp_path))
     finally:
         other.kill()
         other.wait()

@@ -117,7 +117,7 @@ def _family(
     first_sparse: int,
     groups: tuple[int, int],
     epsilon: float,
-    sglang_keys: Mapping[str, Any],
+    sglang: SglangFacts,
 ) -> ModelFamily:
     """Build a family.
 
@@ -126,7 +126,7 @@ def _family(
         first_sparse: transformers' default of `first_k_dense_replace`.
         groups: Of `n_group` and `topk_group`.
         epsilon: Of `rms_norm_eps`.
-        sglang_keys: See `SglangFacts.config_keys`.
+        sglang: What SGLang makes of it.
     """
     return ModelFamily(
         architecture=architecture,
@@ -136,11 +136,22 @@ def _family(
         problems=partial(_problems, groups=groups),
         rope_types=("default", "yarn"),
         transformer_config=partial(_transformer_config, groups=groups, epsilon=epsilon),
-        sglang=SglangFacts(has_dense_layers=True, config_keys=sglang_keys, arguments=SHARED_EXPERTS_APART),
+        sglang=sglang,
     )
 
 
+_SGLANG = SglangFacts(has_dense_layers=True, arguments=SHARED_EXPERTS_APART)
 DEEPSEEK_V3 = _family(
-    "DeepseekV3ForCausalLM", first_sparse=3, groups=(8, 4), epsilon=1e-6, sglang_keys=_SGLANG_KEYS
+    "DeepseekV3ForCausalLM",
+    first_sparse=3,
+    groups=(8, 4),
+    epsilon=1e-6,
+    sglang=replace(_SGLANG, config_keys=_SGLANG_KEYS),
 )
-GLM4_MOE_LITE = _family("Glm4MoeLiteForCausalLM", first_sparse=1, groups=(1, 1), epsilon=1e-5, sglang_keys={})
+GLM4_MOE_LITE = _family(
+    "Glm4MoeLiteForCausalLM",
+    first_sparse=1,
+    groups=(1, 1),
+    epsilon=1e-5,
+    sglang=replace(_SGLANG, has_own_output=True),
+)

@@ -42,5 +42,7 @@ MIXTRAL = ModelFamily(
     variants={**SILU_ONLY, "sliding_window": (None, None)},
     transformer_config=_transformer_config,
     module_names=_NAMES,
-    sglang=SglangFacts(derives_head_dim=True, has_plain_rotary=True, lacks_routes=("0.5.21",)),
+    sglang=SglangFacts(
+        derives_head_dim=True, has_plain_rotary=True, has_own_output=True, lacks_routes=("0.5.21",)
+    ),
 )

@@ -46,5 +46,5 @@ QWEN2_MOE = ModelFamily(
     rules=(*BACKBONE, OUTPUT, *QKV_BIAS, *DENSE_MLP, *MOE_MLP, *map(_renamed, SHARED_MLP), SHARED_GATE),
     variants={**SILU_ONLY, "use_sliding_window": (False, False), "qkv_bias": (True, True)},
     transformer_config=_transformer_config,
-    sglang=SglangFacts(arguments=SHARED_EXPERTS_APART, derives_head_dim=True),
+    sglang=SglangFacts(arguments=SHARED_EXPERTS_APART, derives_head_dim=True, has_own_output=True),
 )

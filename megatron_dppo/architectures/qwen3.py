@@ -1,6 +1,7 @@
 """Qwen3: dense, and with experts (Qwen3-30B-A3B and its kin)."""
 
 from megatron_dppo.architectures.family import SILU_ONLY, ModelFamily, Variants
+from megatron_dppo.architectures.sglang_facts import SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes, moe_sizes
 from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP, MOE_MLP, OUTPUT, QK_NORM
 
@@ -31,6 +32,7 @@ QWEN3_MOE = ModelFamily(
     sizes=_moe_sizes,
     rules=(*BACKBONE, OUTPUT, *QK_NORM, *DENSE_MLP, *MOE_MLP),
     variants={**_VARIANTS, "norm_topk_prob": (False, True)},
+    sglang=SglangFacts(has_own_output=True),
 )
 QWEN3 = ModelFamily(
     architecture="Qwen3ForCausalLM",

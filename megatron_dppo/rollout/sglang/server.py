@@ -25,7 +25,7 @@ from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.model import routes_problem, served_model
+from megatron_dppo.rollout.sglang.model import has_own_output, routes_problem, served_model
 from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.rollout.sglang.options import (
     arguments,
@@ -117,9 +117,10 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     file, hf = read_model_config(config.model.load)
     model, family = file.parent, family_of(hf)
     table = {**family.sglang.arguments, **table}
-    has_weights = any(model.glob("*.safetensors"))
+    has_weights = any(model.glob("*.safetensors")) and not has_own_output(hf)
     if not has_weights:
-        table.setdefault("load_format", "dummy")  # the trainer's first push brings them
+        table.setdefault("load_format", "dummy")
+        logger.info("the server begins with random weights: a push brings the model's")
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
     if replay and (problem := routes_problem(family.architecture, str(version))) is not None:
         raise ConfigError(problem)

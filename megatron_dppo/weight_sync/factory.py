@@ -26,6 +26,7 @@ from megatron_dppo.weight_sync.own_output import WithOwnOutput
 from megatron_dppo.weight_sync.probe import Limits, Probe
 from megatron_dppo.weight_sync.run_servers import RunServers
 from megatron_dppo.weight_sync.sglang import SglangSync
+from megatron_dppo.weight_sync.temperature import require_temperature
 from megatron_dppo.weight_sync.tensor import TensorTransport
 
 __all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "require_cover", "served_dtype"]
@@ -43,19 +44,26 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
     require_cover(owner.describe_weights(), folder)
     if has_own_output(read_hf_config(config.model.load)):
         owner = WithOwnOutput(owner)
-    probe = None
+    probe, model = None, served_model(folder, ())
     if options.probe_every and owner.log_probs is not None:
         probe = Probe(
             owner.log_probs,
-            served_model(folder, ()),
+            model,
             runtime,
             limits=Limits.of(served_dtype(config)),
             seed=config.run.seed,
             api_key=key,
         )
     transport, servers = build_transport(config, owner, runtime), run_servers(config, runtime)
-    every = max(options.probe_every, 1)
-    return SglangSync(transport, engine, servers, runtime, probe=probe, probe_every=every)
+    return SglangSync(
+        transport,
+        engine,
+        servers,
+        runtime,
+        probe=probe,
+        probe_every=max(options.probe_every, 1),
+        require_sampling=lambda urls: require_temperature(urls, model, key),
+    )
 
 
 def run_servers(config: Config, runtime: Runtime) -> RunServers:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -590,7 +591,17 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("megatron.num_layers", {"megatron.num_layers": 3}, also=frozenset({"megatron_names"})),
         Example("megatron.bf16", {"megatron.bf16": True}, also=frozenset({"megatron_names"})),
     ],
-    "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
+    "sglang_owned": [
+        Example("sglang.weight_version", {"sglang.weight_version": "7"}),
+        Example("sglang.rl_on_policy_target", {"sglang.rl_on_policy_target": "fsdp"}),
+    ],
+    "sglang_environment": [
+        Example(
+            "the environment",
+            {"rollout.engine": "sglang"},
+            on_disk=lambda: os.environ.__setitem__("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"),
+        )
+    ],
     "sglang_model": [
         Example("model.load", _SERVED, on_disk=_model(mlp_only_layers=[1])),
         Example("model.load", _SERVED, on_disk=_sigmoid("DeepseekV3ForCausalLM")),
@@ -733,6 +744,12 @@ def _no_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker wandb counts as missing, whatever this environment has."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+
+
+@pytest.fixture(autouse=True)
+def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example sets this variable."""
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
 
 
 def test_every_rule_has_an_example() -> None:

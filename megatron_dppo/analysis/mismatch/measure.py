@@ -21,6 +21,7 @@ from megatron_dppo.errors import ConfigError, Problem, RolloutError
 from megatron_dppo.metrics.token_mismatch import are_of_other_weights, pairs, token_rows
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.rollout.sglang.protocol import ServerFacts
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
@@ -31,6 +32,7 @@ from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.weight_sync.factory import served_dtype
+from megatron_dppo.weight_sync.temperature import require_temperature
 
 _ROWS: Sequence[tuple[str, str, str]] = (
     ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),
@@ -95,11 +97,11 @@ def other_weights(config: Config, found: Measurement) -> str | None:
         if not are_of_other_weights(*pairs(found.responses, routes), is_float32=is_float32):
             return None
     live, dtype = found.statistics["live"], "float32" if is_float32 else "bfloat16"
-    mean, kl = live["log_prob_diff_mean"], live["kl_k3"]
+    mean, kl = (f"{live[name]:.3g}" for name in ("log_prob_diff_mean", "kl_k3"))
     return (
-        f"the {config.rollout.engine} engine does not serve the weights of {config.model.load}: found "
-        f"|log pi - log mu| = {mean:.3g} in the mean and a KL (k3) of {kl:.3g}, as of two models; expected what "
-        f"rounding in {dtype} leaves. See the server's log for tensors that it did not load, and [sglang] for arguments "
+        f"the {config.rollout.engine} engine does not serve the weights of {config.model.load}: found a mean "
+        f"|log pi - log mu| of {mean} and a KL (k3) of {kl}, as of two models; expected what rounding in "
+        f"{dtype} leaves. See the server's log for tensors that it did not load, and [sglang] for arguments "
         "that change the model or the sampling."
     )
 
@@ -134,9 +136,11 @@ def _require_usable_servers(config: Config) -> None:
     Raises:
         ConfigError: A server serves another folder, was given other weights since, or captures no routes.
         ServerError: One does not answer.
+        WeightSyncError: One returns log-probs without the temperature.
     """
     problems: list[Problem] = []
-    for record in registered(config.run.folder / "servers"):
+    records = registered(config.run.folder / "servers")
+    for record in records:
         facts = asyncio.run(_facts(record.url))
         where = f"server {record.name} at {record.url}"
         if Path(facts.model_path).resolve() != hf_files(config.model.load).resolve():
@@ -150,6 +154,8 @@ def _require_usable_servers(config: Config) -> None:
             problems.append(Problem(where, "no capture of routes", "one", action))
     if problems:
         raise ConfigError(problems)
+    model = served_model(config.model.load, ())
+    require_temperature([record.url for record in records], model, os.environ.get(API_KEY))
 
 
 async def _facts(url: str) -> ServerFacts:

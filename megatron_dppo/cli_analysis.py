@@ -192,7 +192,7 @@ def measure_mismatch(
     Written to the output folder: mismatch.json (all figures, the config and versions), tokens.jsonl (a response
     per line: log mu, log pi live and replayed of each token), mismatch.html (pi against mu; opens in a browser)
     and mismatch.toml (the resolved config). A folder that holds a finished measurement is refused. The command
-    ends with 1 if the engine does not serve these weights: if both differ as two models do.
+    ends with 2 if the engine does not serve these weights: if both differ as two models do.
     """
     with user_errors():
         from megatron_dppo.analysis.mismatch.settings import measured_config, require_possible, with_servers

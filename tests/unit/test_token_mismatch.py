@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.analysis.mismatch.measure import in_words
+from megatron_dppo.analysis.mismatch.measure import in_words, other_weights
 from megatron_dppo.analysis.report.mismatch_plot import NUM_BINS, token_counts, write_plot
+from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,
     Routes,
@@ -21,6 +22,7 @@ from megatron_dppo.metrics.token_mismatch import (
 )
 from megatron_dppo.types import Microbatch, RolloutTopK
 
+ROUTES: tuple[Routes, ...] = ("live", "replayed")
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 
 
@@ -102,6 +104,27 @@ def test_a_flat_engine_and_one_that_is_not_finite_serve_other_weights() -> None:
         log_pi, log_pi.clone().index_fill_(0, torch.tensor([3]), torch.nan), is_float32=True
     )
     assert not are_of_other_weights(flat[:1], log_pi[:1], is_float32=True)
+
+
+@pytest.mark.parametrize("replayed", ["mu", "pi"])
+def test_the_command_concludes_that_an_engine_serves_other_weights(replayed: str) -> None:
+    """If the rollout's routes mend it, the weights are the same and the routes are not."""
+    log_pi, log_mu = -9 * torch.rand(2, 200, generator=torch.Generator().manual_seed(0))
+    response = MeasuredResponse(
+        prompt=torch.tensor([1]),
+        tokens=torch.arange(200),
+        rollout_log_probs=log_mu,
+        log_probs={"live": log_pi, "replayed": log_mu if replayed == "mu" else log_pi},
+        topk_tv={},
+    )
+    statistics: dict[Routes, Any] = {routes: token_statistics([response], routes) for routes in ROUTES}
+    said = other_weights(Config.model_validate({"model": {"load": "tied"}}), [response], statistics)
+    if replayed == "mu":
+        assert said is None
+    else:
+        assert said is not None and said.startswith(
+            "the transformers engine does not serve the weights of tied"
+        )
 
 
 def test_topk_tv_is_averaged_where_all_have_it() -> None:

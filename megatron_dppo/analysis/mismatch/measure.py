@@ -18,7 +18,13 @@ from megatron_dppo.cli_options import show_table
 from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
-from megatron_dppo.metrics.token_mismatch import are_of_other_weights, pairs, token_rows
+from megatron_dppo.metrics.token_mismatch import (
+    MeasuredResponse,
+    Routes,
+    are_of_other_weights,
+    pairs,
+    token_rows,
+)
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.sglang.client import SglangClient
 from megatron_dppo.rollout.sglang.model import served_model
@@ -68,12 +74,12 @@ def run(config: Config, folder: Path) -> None:
             if config.rollout.engine == "sglang":
                 runtime.on_main(lambda: _require_usable_servers(config))
             found = measure(config, runtime)
-        fault = other_weights(config, found)
+        fault = other_weights(config, found.responses, found.statistics)
         runtime.on_main(lambda: _write(folder, config, found, runtime, fault))
         if runtime.is_main:
             _show(found, folder)
     if fault is not None:
-        raise RolloutError(fault)
+        raise RolloutError(fault) if runtime.is_main else typer.Exit(2)
 
 
 @contextlib.contextmanager
@@ -85,7 +91,11 @@ def _held(config: Config, runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def other_weights(config: Config, found: Measurement) -> str | None:
+def other_weights(
+    config: Config,
+    responses: Sequence[MeasuredResponse],
+    statistics: Mapping[Routes, Mapping[str, float]],
+) -> str | None:
     """Return the sentence on an engine that does not serve the weights of model.load; none where it does.
 
     It serves others where all ways of forwarding disagree with it as two models do.
@@ -93,10 +103,10 @@ def other_weights(config: Config, found: Measurement) -> str | None:
     is_sglang = config.rollout.engine == "sglang"
     served = served_dtype(config) if is_sglang else config.rollout.transformers.weights
     is_float32 = config.model.dtype == served == "float32"
-    for routes in found.statistics:
-        if not are_of_other_weights(*pairs(found.responses, routes), is_float32=is_float32):
+    for routes in statistics:
+        if not are_of_other_weights(*pairs(responses, routes), is_float32=is_float32):
             return None
-    live, dtype = found.statistics["live"], "float32" if is_float32 else "bfloat16"
+    live, dtype = statistics["live"], "float32" if is_float32 else "bfloat16"
     mean, kl = (f"{live[name]:.3g}" for name in ("log_prob_diff_mean", "kl_k3"))
     return (
         f"the {config.rollout.engine} engine does not serve the weights of {config.model.load}: found a mean "

@@ -23,6 +23,7 @@ from megatron_dppo.architectures.published_names import (
 )
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.architectures.sizes import architecture_of, read_model_config
+from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.errors import ConversionError
 
 INDEX = "model.safetensors.index.json"
@@ -90,6 +91,11 @@ class HFWeights:
 
     def _read_headers(self) -> dict[str, StoredTensor]:
         files = sorted(file.name for file in self.folder.glob("*.safetensors"))
+        if not files and is_megatron_checkpoint(self.folder):
+            raise ConversionError(
+                f"{self.folder}: found a Megatron checkpoint; expected a Hugging Face folder. Run "
+                f"megatron-dppo convert to-hf --megatron {self.folder} --out NEW, and name NEW."
+            )
         if not files:
             raise ConversionError(
                 f"{self.folder}: no *.safetensors files. Expected a Hugging Face checkpoint in that format; "

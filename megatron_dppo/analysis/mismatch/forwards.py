@@ -42,15 +42,16 @@ class Measurement:
     seconds: Mapping[str, float]
 
 
-def measure(config: Config, runtime: Runtime) -> Measurement:
+def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Measurement:
     """Roll out once with the weights of model.load, and forward the samples; no weight changes.
 
-    Every rank calls this together. SGLang's servers hold the weights of model.load, or none yet: those get the
-    trainer's, as the embedded engine does.
+    Every rank calls this together. The embedded engine gets the trainer's weights. SGLang's servers hold
+    those of model.load, or get the trainer's too.
 
     Args:
         config: The run's; rollout.prompts_per_rollout prompts are sampled.
         runtime: This process.
+        is_pushing: Give SGLang's servers the trainer's weights first.
 
     Raises:
         RolloutError: More samples were dropped than rollout.max_dropped_fraction, or nothing was sampled.
@@ -59,7 +60,7 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
     with timer.time("load"):
         engine = build_engine(config, folder, runtime.device)
         actor = Actor(config, runtime)
-        if runtime.on_main(lambda: engine.weight_version) < 0:
+        if is_pushing or config.rollout.engine == "transformers":
             _push(config, actor, engine, runtime)
         share = (runtime.rank, runtime.world_size)
         rollouts = Rollouts(config, folder, engine, share=share)

@@ -71,9 +71,10 @@ def run(config: Config, folder: Path) -> None:
     with joined_processes(config) as runtime:
         runtime.on_main(lambda: _begin(config, folder))
         with own_servers(config, runtime), _held(config, runtime):
+            is_pushing = True
             if config.rollout.engine == "sglang":
-                runtime.on_main(lambda: _require_usable_servers(config))
-            found = measure(config, runtime)
+                is_pushing = runtime.on_main(lambda: _require_usable_servers(config))
+            found = measure(config, runtime, is_pushing=is_pushing)
         fault = other_weights(config, found.responses, found.statistics)
         runtime.on_main(lambda: _write(folder, config, found, runtime, fault))
         if runtime.is_main:
@@ -140,8 +141,11 @@ def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime, f
     (folder / "mismatch.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _require_usable_servers(config: Config) -> None:
+def _require_usable_servers(config: Config) -> bool:
     """Require servers that hold the weights of model.load, or none yet, and capture the routes asked for.
+
+    Returns:
+        Whether a push must bring the weights: a server has none, or those of an earlier measurement.
 
     Raises:
         ConfigError: A server serves another folder, was given other weights since, or captures no routes.
@@ -149,11 +153,13 @@ def _require_usable_servers(config: Config) -> None:
         WeightSyncError: One returns log-probs without the temperature.
     """
     problems: list[Problem] = []
-    records = registered(config.run.folder / "servers")
+    records, is_pushing = registered(config.run.folder / "servers"), False
+    measured = (config.run.folder / "weights" / "version_0").resolve()  # what a push by disk calls its folder
     for record in records:
         facts = asyncio.run(_facts(record.url))
-        where = f"server {record.name} at {record.url}"
-        if Path(facts.model_path).resolve() != hf_files(config.model.load).resolve():
+        where, served = f"server {record.name} at {record.url}", Path(facts.model_path).resolve()
+        is_pushing |= facts.weight_version == -1 or served == measured
+        if served not in (hf_files(config.model.load).resolve(), measured):
             action = "Start a server with this config, or name the folder that it serves."
             problems.append(Problem(where, facts.model_path, f"model.load, {config.model.load}", action))
         if facts.weight_version not in (0, -1):
@@ -166,6 +172,7 @@ def _require_usable_servers(config: Config) -> None:
         raise ConfigError(problems)
     model = served_model(config.model.load, ())
     require_temperature([record.url for record in records], model, os.environ.get(API_KEY))
+    return is_pushing
 
 
 async def _facts(url: str) -> ServerFacts:

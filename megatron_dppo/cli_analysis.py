@@ -185,12 +185,14 @@ def measure_mismatch(
     with live routes after what they chose before, with replayed routes after the replayed layers before them.
 
     With --engine sglang the servers are those of the run's servers/, started with megatron-dppo serve and this
-    config; they must still hold the weights of model.load. --serve starts one for the time of the measurement,
-    in the output folder. On a GPU it shares the trainer's device: set sglang.mem_fraction_static.
+    config. They hold the weights of model.load, or none yet: those get the trainer's. --serve starts one for
+    the time of the measurement, in the output folder. On a GPU it shares the trainer's device: set
+    sglang.mem_fraction_static.
 
     Written to the output folder: mismatch.json (all figures, the config and versions), tokens.jsonl (a response
     per line: log mu, log pi live and replayed of each token), mismatch.html (pi against mu; opens in a browser)
-    and mismatch.toml (the resolved config). A folder that holds a finished measurement is refused.
+    and mismatch.toml (the resolved config). A folder that holds a finished measurement is refused. The command
+    ends with 2 if the engine does not serve these weights: if both differ as two models do.
     """
     with user_errors():
         from megatron_dppo.analysis.mismatch.settings import measured_config, require_possible, with_servers

@@ -32,7 +32,7 @@ SourceName = Annotated[
 @app.command()
 def prepare_data(
     name: Annotated[Name, typer.Argument(help="Which set; custom is any other.")],
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the model that will be trained.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder of the model to be trained, converted or not.")],
     template: Annotated[Template, typer.Option(help="How problems are put; none keeps the source's prompts.")],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write; must not exist.")],
     instruction: Instruction = None,

@@ -110,13 +110,13 @@ def _problems(hf: HFConfig) -> Iterator[Problem]:
         )
 
 
-def _family(architecture: str, defaults: Mapping[str, Any], sglang_keys: Mapping[str, Any]) -> ModelFamily:
+def _family(architecture: str, defaults: Mapping[str, Any], sglang: SglangFacts) -> ModelFamily:
     """Build a family.
 
     Args:
         architecture: In config.json.
         defaults: Defaults of transformers' config class that differ from `SIGMOID_DEFAULTS`.
-        sglang_keys: See `SglangFacts.config_keys`.
+        sglang: Facts about SGLang's model.
     """
     return ModelFamily(
         architecture=architecture,
@@ -128,10 +128,11 @@ def _family(architecture: str, defaults: Mapping[str, Any], sglang_keys: Mapping
         problems=_problems,
         rope_types=("default", "yarn"),
         transformer_config=_transformer_config,
-        sglang=SglangFacts(has_dense_layers=True, config_keys=sglang_keys, arguments=SHARED_EXPERTS_APART),
+        sglang=sglang,
     )
 
 
+_SGLANG = SglangFacts(has_dense_layers=True, arguments=SHARED_EXPERTS_APART)
 DEEPSEEK_V3 = _family(
     "DeepseekV3ForCausalLM",
     {
@@ -142,7 +143,7 @@ DEEPSEEK_V3 = _family(
         "q_lora_rank": 1536,
         "num_key_value_heads": None,
     },
-    _SGLANG_KEYS,
+    replace(_SGLANG, config_keys=_SGLANG_KEYS),
 )
 GLM4_MOE_LITE = _family(
     "Glm4MoeLiteForCausalLM",
@@ -153,5 +154,5 @@ GLM4_MOE_LITE = _family(
         "q_lora_rank": 768,
         "num_key_value_heads": None,
     },
-    {},
+    replace(_SGLANG, has_own_output=True),
 )

@@ -70,5 +70,5 @@ GLM4_MOE = ModelFamily(
     rope_types=("default",),
     partial_rotary=_HALF,
     transformer_config=_transformer_config,
-    sglang=SglangFacts(has_dense_layers=True, arguments=SHARED_EXPERTS_APART),
+    sglang=SglangFacts(has_dense_layers=True, has_own_output=True, arguments=SHARED_EXPERTS_APART),
 )

@@ -53,5 +53,5 @@ QWEN2_MOE = ModelFamily(
         "norm_topk_prob": False,
     },
     transformer_config=_transformer_config,
-    sglang=SglangFacts(arguments=SHARED_EXPERTS_APART, derives_head_dim=True),
+    sglang=SglangFacts(arguments=SHARED_EXPERTS_APART, derives_head_dim=True, has_own_output=True),
 )

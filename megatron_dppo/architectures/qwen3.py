@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.architectures.family import DEFAULTS, SILU_ONLY, ModelFamily, Variants
+from megatron_dppo.architectures.sglang_facts import SglangFacts
 from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, dense_sizes, moe_sizes
 from megatron_dppo.architectures.weight_map import BACKBONE, DENSE_MLP, MOE_MLP, OUTPUT, QK_NORM
 
@@ -40,6 +41,7 @@ QWEN3_MOE = ModelFamily(
     variants={**_VARIANTS, "norm_topk_prob": (False, True)},
     defaults={**DEFAULTS, **SPARSE_LAYERS, "num_key_value_heads": 4, "num_experts_per_tok": 8},
     spellings={"num_experts": "num_local_experts"},
+    sglang=SglangFacts(has_own_output=True),
 )
 QWEN3 = ModelFamily(
     architecture="Qwen3ForCausalLM",

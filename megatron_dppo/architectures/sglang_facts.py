@@ -18,6 +18,8 @@ class SglangFacts:
         derives_head_dim: It takes a head as hidden_size / num_attention_heads, whatever `head_dim` says.
         has_plain_rotary: It reads no more of rotary frequencies than `rope_theta`. Others would be served as
             plain ones, without a word.
+        has_own_output: It builds an output layer beside the embedding even where config.json ties the two, and
+            loads none from a checkpoint without one. Weight sync then sends the embedding by that name too.
         lacks_routes: Versions whose routers do not say of which layer they are: a server that is to return
             routes ends at the first request.
     """
@@ -27,6 +29,7 @@ class SglangFacts:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     derives_head_dim: bool = False
     has_plain_rotary: bool = False
+    has_own_output: bool = False
     lacks_routes: tuple[str, ...] = ()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.errors import ConversionError, Problem
 
 INDEX = "model.safetensors.index.json"
@@ -83,6 +84,9 @@ def _of_index(folder: Path, there: Sequence[str], named: Sequence[str]) -> Seque
 
 
 def _without_index(folder: Path, there: Sequence[str]) -> Sequence[str] | Problem:
+    if not there and is_megatron_checkpoint(folder):
+        action = f"Run megatron-dppo convert to-hf --megatron {folder} --out NEW, and name NEW."
+        return Problem(str(folder), "a Megatron checkpoint", "a Hugging Face folder", action)
     if not there:
         expected = "a Hugging Face checkpoint in that format (pickled .bin files are not read)"
         return Problem(str(folder), "no *.safetensors files", expected, "Save it again with save_pretrained.")

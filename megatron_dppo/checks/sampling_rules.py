@@ -1,5 +1,6 @@
 """Rules about sampling: which groups a rollout begins and keeps, user code, and SGLang's servers."""
 
+import os
 from collections.abc import Iterator
 
 from megatron_dppo.checks.facts import Facts
@@ -10,11 +11,11 @@ from megatron_dppo.errors import Problem
 from megatron_dppo.rollout.sglang.options import (
     interpreter,
     option_problems,
-    owned_problems,
     read_options,
     shipped_options,
 )
 from megatron_dppo.rollout.sglang.protocol import NEWEST
+from megatron_dppo.rollout.sglang.sampling_settings import argument_problems, variable_problems
 from megatron_dppo.runtime.user_code import problem_with_path
 
 
@@ -102,8 +103,15 @@ def _generate(config: Config, facts: Facts) -> Iterator[Problem]:
 
 @rule("sglang_owned")
 def _sglang_owned(config: Config, facts: Facts) -> Iterator[Problem]:
-    """[sglang] leaves alone what the package sets."""
-    yield from owned_problems(config.sglang)
+    """[sglang] leaves alone what the package sets, and the sampling."""
+    yield from argument_problems(config.sglang)
+
+
+@rule("sglang_environment", needs="machine")
+def _sglang_environment(config: Config, facts: Facts) -> Iterator[Problem]:
+    """No environment variable that servers would inherit changes what they sample."""
+    if config.rollout.engine == "sglang":
+        yield from variable_problems(os.environ)
 
 
 @rule("sglang_arguments", needs="machine")

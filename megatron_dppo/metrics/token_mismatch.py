@@ -25,6 +25,9 @@ Routes = Literal["live", "replayed"]
 RATIO_PERCENTS: Mapping[str, float] = {"p001": 0.1, "p01": 1.0, "p50": 50.0, "p99": 99.0, "p999": 99.9}
 """Suffix of `ratio_` -> percentile of pi / mu."""
 
+_ROUNDING = {True: 1e-4, False: 0.02}
+"""|log pi - log mu| in the mean of two engines with the same weights, at most, in float32 and in bfloat16."""
+
 
 @dataclass(frozen=True, eq=False)
 class MeasuredResponse:
@@ -101,6 +104,29 @@ def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> d
         topk = torch.cat([response.topk_tv[routes] for response in responses]).double()
         values |= {"topk_tv_mean": float(topk.mean()), "topk_tv_max": float(topk.max())}
     return values
+
+
+def are_of_other_weights(log_probs: Tensor, rollout_log_probs: Tensor, *, is_float32: bool) -> bool:
+    """Return whether trainer and engine differ as much as two models do, and not by rounding alone.
+
+    They do if they differ by more than rounding in the mean, and if the mean squared difference is above half
+    of the log-probs' variance: then one engine tells little of the other. NaN counts as a difference.
+
+    Args:
+        log_probs: log pi of the same tokens, [T].
+        rollout_log_probs: log mu, [T].
+        is_float32: Whether both compute in float32.
+    """
+    log_pi, log_mu = log_probs.double().flatten(), rollout_log_probs.double().flatten()
+    difference = log_pi - log_mu
+    if difference.numel() < 2:
+        return False
+    if not bool(difference.isfinite().all()):
+        return True
+    is_beyond_rounding = bool(difference.abs().mean() > _ROUNDING[is_float32])
+    return is_beyond_rounding and bool(
+        difference.square().mean() > 0.5 * torch.maximum(log_pi.var(), log_mu.var())
+    )
 
 
 def pairs(responses: Sequence[MeasuredResponse], routes: Routes) -> tuple[Tensor, Tensor]:

@@ -110,12 +110,19 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
     size = config.sglang.get("tp_size", 1)
     _require_number("sglang.mem_fraction_static", fraction, "a share of the GPU above 0 and below 1", 1.0)
     _require_number("sglang.tp_size", size, "a number of GPUs", math.inf)
-    weights = -(-shape.num_parameters * _sglang_weight_bytes(config) // size)
+    weights = -(-_sglang_parameters(shape) * _sglang_weight_bytes(config) // size)
     cache = max(int(machine.gpu_bytes * fraction) - weights, 0)
     held = _sglang_cache_bytes_per_token(shape, size)
     text = f"SGLang on the trainer's GPUs, over {counted(size, 'GPU')} each, mem_fraction_static {fraction:g}"
     beside = SGLANG_WORKSPACE_BYTES, ENGINE_RESIDUE_BYTES
     return EngineMemory(weights, cache, *beside, False, cache // held, size, False, text)
+
+
+def _sglang_parameters(shape: ModelShape) -> int:
+    """Return the parameters of a server's model, with the output layer that SGLang builds of some tied ones."""
+    sizes = shape.sizes
+    has_own_output = sizes.is_tied and shape.family.sglang.has_own_output
+    return shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size
 
 
 def _sglang_weight_bytes(config: Config) -> int:

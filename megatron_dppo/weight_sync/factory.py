@@ -14,7 +14,7 @@ from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.model import served_model
+from megatron_dppo.rollout.sglang.model import has_own_output, served_model
 from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.runtime.process import Runtime
@@ -22,12 +22,14 @@ from megatron_dppo.weight_sync.base import Transport, WeightOwner, WeightSync
 from megatron_dppo.weight_sync.disk import DiskTransport
 from megatron_dppo.weight_sync.distributed import DistributedTransport, StagePlace
 from megatron_dppo.weight_sync.in_process import InProcessSync
+from megatron_dppo.weight_sync.own_output import WithOwnOutput
 from megatron_dppo.weight_sync.probe import Limits, Probe
 from megatron_dppo.weight_sync.run_servers import RunServers
 from megatron_dppo.weight_sync.sglang import SglangSync
+from megatron_dppo.weight_sync.temperature import require_temperature
 from megatron_dppo.weight_sync.tensor import TensorTransport
 
-__all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "require_cover"]
+__all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "require_cover", "served_dtype"]
 
 
 def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
@@ -40,19 +42,28 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
         return InProcessSync(owner.weights, engine, runtime)
     options, folder, key = config.rollout.sglang, hf_files(config.model.load), os.environ.get(API_KEY)
     require_cover(owner.describe_weights(), folder)
-    probe = None
+    if has_own_output(read_hf_config(config.model.load)):
+        owner = WithOwnOutput(owner)
+    probe, model = None, served_model(folder, ())
     if options.probe_every and owner.log_probs is not None:
         probe = Probe(
             owner.log_probs,
-            served_model(folder, ()),
+            model,
             runtime,
-            limits=Limits.of(_served_dtype(config)),
+            limits=Limits.of(served_dtype(config)),
             seed=config.run.seed,
             api_key=key,
         )
     transport, servers = build_transport(config, owner, runtime), run_servers(config, runtime)
-    every = max(options.probe_every, 1)
-    return SglangSync(transport, engine, servers, runtime, probe=probe, probe_every=every)
+    return SglangSync(
+        transport,
+        engine,
+        servers,
+        runtime,
+        probe=probe,
+        probe_every=max(options.probe_every, 1),
+        require_sampling=lambda urls: require_temperature(urls, model, key),
+    )
 
 
 def run_servers(config: Config, runtime: Runtime) -> RunServers:
@@ -79,8 +90,8 @@ def release_servers(config: Config, runtime: Runtime) -> None:
         run_servers(config, runtime).release()
 
 
-def _served_dtype(config: Config) -> str:
-    """What servers compute in."""
+def served_dtype(config: Config) -> str:
+    """Return the type that servers compute in."""
     is_quantised = config.sglang.get("quantization") is not None
     dtype = config.sglang.get("dtype", "auto")
     return "bfloat16" if is_quantised else config.model.dtype if dtype == "auto" else str(dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.metrics.token_mismatch import are_of_other_weights
 from megatron_dppo.rollout.sglang.client import SglangClient, new_rid
 from megatron_dppo.rollout.sglang.protocol import ServedModel
 from megatron_dppo.runtime.process import Runtime
@@ -33,11 +34,12 @@ class Limits:
 
     mean: float
     largest: float
+    is_float32: bool = False
 
     @classmethod
     def of(cls, dtype: str) -> "Limits":
         """Return how far engines differ in this type; in bfloat16 single tokens are not bounded."""
-        return cls(1e-5, 1e-4) if dtype == "float32" else cls(0.2, float("inf"))
+        return cls(1e-5, 1e-4, True) if dtype == "float32" else cls(0.2, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,12 @@ class Probe:
         if num > len(expected):
             rest = self._log_probs(list(self._sequences[len(expected) : num, : length + 1]))
             expected = torch.cat([expected, torch.stack(rest)])
-        differences = [
-            (of_server.log_probs - expected[:num, : of_server.log_probs.shape[1]]).abs() for of_server in scores
+        of_trainer = [
+            expected[:num, : of_server.log_probs.shape[1]] for of_server in scores
         ]  # a server may take shorter prompts than others
-        for member, difference in zip(members, differences, strict=True):
-            self._check(member, difference)
+        differences = [(s.log_probs - own).abs() for s, own in zip(scores, of_trainer, strict=True)]
+        for member, of_server, own in zip(members, scores, of_trainer, strict=True):
+            self._check(member, of_server.log_probs, own)
         found = {
             "sync/probe_abs_diff_mean": max(float(difference.mean()) for difference in differences),
             "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
@@ -114,15 +117,25 @@ class Probe:
             found["sync/probe_experts_not_reached"] = float(max(reached))
         return found
 
-    def _check(self, member: Member, difference: Tensor) -> None:
+    def _check(self, member: Member, found: Tensor, expected: Tensor) -> None:
+        difference, limits = (found - expected).abs(), self._limits
         mean, largest = float(difference.mean()), float(difference.max())
-        if mean <= self._limits.mean and largest <= self._limits.largest:
+        are_others = are_of_other_weights(expected, found, is_float32=limits.is_float32)
+        if mean <= limits.mean and largest <= limits.largest and not are_others:
             return
-        raise WeightSyncError(
+        where = (
             f"{member.url}: found log-probs that differ from the trainer's by {mean:.2g} in the mean and "
-            f"{largest:.2g} at most, right after an update; expected at most {self._limits.mean:g} and "
-            f"{self._limits.largest:g}. The server does not hold the trainer's weights, or computes otherwise: "
-            "compare dtype and quantization of [sglang] with model.dtype, and see its log."
+            f"{largest:.2g} at most, right after an update; expected at most {limits.mean:g} and "
+            f"{limits.largest:g}. The server does not hold the trainer's weights"
+        )
+        if are_others:
+            raise WeightSyncError(
+                f"{where}: they agree no better than two models do. It may build tensors that no push fills: "
+                "see its log, or use rollout.engine = 'transformers' for this model, and report it."
+            )
+        raise WeightSyncError(
+            f"{where}, or computes otherwise: compare dtype and quantization of [sglang] with model.dtype, and "
+            "see its log."
         )
 
     def _scores_of(self, members: Sequence[Member]) -> list[Scores]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from megatron_dppo.errors import WeightSyncError
 from megatron_dppo.rollout.sglang.engine import SglangEngine
@@ -33,6 +34,7 @@ class SglangSync:
         *,
         probe: Probe | None,
         probe_every: int,
+        require_sampling: Callable[[Sequence[str]], None],
     ) -> None:
         """Store the settings, and call no server.
 
@@ -43,9 +45,12 @@ class SglangSync:
             runtime: Of this rank.
             probe: Compares servers and trainer after a push.
             probe_every: Pushes from one comparison to the next; the first push is always followed by one.
+            require_sampling: Raises for servers, by URL, whose log-probs mean something else; rank 0 calls it
+                after the first push to them.
         """
         self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
         self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
+        self._require_sampling, self._tried = require_sampling, set[tuple[str, int]]()
 
     def prepare_push(self) -> None:
         """See `WeightSync.prepare_push`: what the comparison after the push expects."""
@@ -56,7 +61,8 @@ class SglangSync:
         """Send all weights to all servers; see `WeightSync.push`.
 
         Raises:
-            WeightSyncError: No server has all of them, or one computes other log-probs than the trainer.
+            WeightSyncError: No server has all of them, or one computes other log-probs than the trainer, or
+                returns others than those of its sampling.
         """
         self._runtime.barrier()  # no rank has requests on the way any more
         updated: list[Member] = []
@@ -77,6 +83,9 @@ class SglangSync:
                 "expected one. See that megatron-dppo serve runs with this run's config, and look at its log."
             )
         self._engine.admit([member.url for member in updated], version)
+        new = [member for member in updated if (member.url, member.pid) not in self._tried]
+        self._tried |= {(member.url, member.pid) for member in new}
+        self._runtime.on_main(lambda: self._require_sampling([member.url for member in new]))
         self._num_pushes += 1
         is_due = (self._num_pushes - 1) % self._probe_every == 0
         probed = self._probe.run(updated) if self._probe is not None and is_due else {}

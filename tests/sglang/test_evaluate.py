@@ -1,4 +1,7 @@
-"""`megatron-dppo evaluate` with a server of its own, which has no weights but those that are pushed to it."""
+"""`megatron-dppo evaluate` with a server of its own, which has no weights but those that are pushed to it.
+
+The model is tied: the server builds an output layer for it, which no file has.
+"""
 
 import json
 import subprocess
@@ -7,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from sanity_run import make_task, settings
+from sanity_run import TOKENS, add_task, settings
 from serving import OPTIONS, ROOT
+from tiny import write_model
 
 
 def evaluated(folder: Path, name: str, **changes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -33,7 +37,8 @@ def evaluated(folder: Path, name: str, **changes: dict[str, Any]) -> list[dict[s
 
 
 def test_a_server_gives_the_greedy_responses_of_the_embedded_engine(tmp_path: Path) -> None:
-    folder = make_task(tmp_path)
+    write_model(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True, **TOKENS)
+    folder = add_task(tmp_path)
     convert = [sys.executable, ROOT / "tools/convert_checkpoint.py", "to-megatron"]
     subprocess.run([*convert, "--hf", folder / "model", "--out", folder / "megatron"], check=True)
     evaluation = {

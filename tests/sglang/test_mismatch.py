@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
+from converting import converted
 from mismatch_ranks import LAYOUTS, TOOLS, measure_layouts, require_parity
 from ranks import run_ranks
 from serving import LAYERS, MAX_TOKENS, OPTIONS, ROOT, Served, write_served_model
@@ -70,16 +71,20 @@ def _run_tool(folder: Path, tables: dict[str, Any], *arguments: str, processes: 
 
 
 def test_a_server_is_there_for_the_time_of_the_measurement(tables: dict[str, Any], tmp_path: Path) -> None:
-    """With two pipeline stages, for which the model of the shared server has a layer too many."""
-    model = write_model(tmp_path / "model", max_position_embeddings=MAX_TOKENS, num_hidden_layers=2)
+    """It gets the weights of a converted folder from two pipeline stages, and the output layer it builds."""
+    sizes = {"max_position_embeddings": MAX_TOKENS, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    model = write_model(tmp_path / "model", **sizes)
     _write_tokenizer(model)
-    flags = ["--serve", "--prompts", "2", "--set", f"model.load={model}", "--set", "parallel.pipeline=2"]
+    megatron = tmp_path / "megatron"
+    converted("to-megatron", "--hf", model, "--out", megatron)
+    flags = ["--serve", "--prompts", "2", "--set", f"model.load={megatron}", "--set", "parallel.pipeline=2"]
     done = _run_tool(tmp_path, tables, *flags, "-o", str(tmp_path / "out"), processes=2)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "mismatch.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "out" / "tokens.jsonl").read_text().splitlines()]
     require_parity([{"PP2": {"statistics": found, "rows": rows}}], model, LAYERS, 2 * SAMPLES)
     assert found["num_responses"] == 2 * SAMPLES
+    assert found["serves_these_weights"]
     assert list((tmp_path / "out" / "servers").iterdir()) == [tmp_path / "out" / "servers" / "own-0.log"]
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())

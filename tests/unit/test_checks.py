@@ -4,6 +4,7 @@ import fcntl
 import importlib.util
 import json
 import math
+import os
 import shutil
 import socket
 import subprocess
@@ -656,7 +657,17 @@ EXAMPLES: dict[str, list[Example]] = {
             also=frozenset({"megatron_names"}),
         ),
     ],
-    "sglang_owned": [Example("sglang.weight_version", {"sglang.weight_version": "7"})],
+    "sglang_owned": [
+        Example("sglang.weight_version", {"sglang.weight_version": "7"}),
+        Example("sglang.rl_on_policy_target", {"sglang.rl_on_policy_target": "fsdp"}),
+    ],
+    "sglang_environment": [
+        Example(
+            "the environment",
+            {"rollout.engine": "sglang"},
+            on_disk=lambda: os.environ.__setitem__("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"),
+        )
+    ],
     "sglang_model": [
         Example("model.load", _SERVED, on_disk=_model(mlp_only_layers=[1])),
         Example("model.load", _SERVED, on_disk=_sigmoid("DeepseekV3ForCausalLM")),
@@ -828,6 +839,12 @@ def _no_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker wandb counts as missing, whatever this environment has."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+
+
+@pytest.fixture(autouse=True)
+def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example sets this variable."""
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
 
 
 def test_every_rule_has_an_example() -> None:

@@ -22,6 +22,15 @@ def two_files(folder: Path, index: object = None) -> Path:
     return folder
 
 
+def test_a_megatron_checkpoint_is_named_as_that(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "metadata.json").write_text("{}")
+    with pytest.raises(
+        ConversionError, match=r"found a Megatron checkpoint; .* Run megatron-dppo convert to-hf"
+    ):
+        HFWeights(tmp_path)
+
+
 @pytest.mark.parametrize("index", [None, {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}])
 def test_tensors_are_found_with_and_without_an_index(tmp_path: Path, index: object) -> None:
     weights = HFWeights(two_files(tmp_path, index))

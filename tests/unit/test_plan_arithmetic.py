@@ -368,6 +368,17 @@ def test_engine_and_trainer_take_turns() -> None:
     assert memory.engine.cached_tokens == memory.engine.cache // (48 * 2 * 128 * 2)
 
 
+@pytest.mark.parametrize(("hf", "saved"), [(QWEN3_30B, 0), (QWEN3_8B, 151_936 * 4096 * 2)])
+def test_an_engine_may_hold_the_output_layer_of_a_tied_model(hf: dict[str, Any], saved: int) -> None:
+    """SGLang builds one for Qwen3-MoE, and none for the dense Qwen3."""
+    engines = [
+        engine_memory(job.config, job.shape, layout_of(8), job.machine)
+        for is_tied in (False, True)
+        for job in [job_of(hf | {"tie_word_embeddings": is_tied}, COLOCATED)]
+    ]
+    assert engines[0].weights - engines[1].weights == saved
+
+
 def test_a_reference_takes_host_memory_and_one_more_forward() -> None:
     layout, kl = layout_of(8, expert=8), {"algorithm.ref_kl_coef": 0.04}
     without, job = job_of(QWEN3_30B), job_of(QWEN3_30B, kl)

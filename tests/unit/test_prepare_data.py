@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,16 @@ def test_folders_and_names_on_the_hub(tmp_path: Path, model: Path, monkeypatch: 
         failed = run(tmp_path / "failed.jsonl", "custom", source, model)
         assert failed.exit_code == 2
         assert message in failed.output
+
+
+def test_a_converted_folder_has_the_tokenizer_too(tmp_path: Path, model: Path) -> None:
+    converted, source = tmp_path / "converted", write_rows(tmp_path / "aime.jsonl", aime_rows())
+    shutil.copytree(model, converted / "hf")
+    (converted / "hf" / "config.json").write_text("{}")
+    for folder, out in ((model, tmp_path / "a.jsonl"), (converted, tmp_path / "b.jsonl")):
+        result = run(out, "aime24", source, folder)
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
 
 
 def test_the_last_box() -> None:

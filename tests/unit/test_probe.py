@@ -127,6 +127,7 @@ def test_a_push_is_followed_by_a_comparison_of_every_server_it_reached(wrong: in
     engine: Any = SimpleNamespace(admit=lambda urls, version: None)
     runtime: Any = SimpleNamespace(
         barrier=lambda: None,
+        on_main=lambda action: action(),
         is_main=True,
         all_gather=lambda value: [value],
         gpu_ledger=SimpleNamespace(takes=lambda what: None),
@@ -137,7 +138,15 @@ def test_a_push_is_followed_by_a_comparison_of_every_server_it_reached(wrong: in
             return Fleet([member for member in members if member not in without], None, 10.0), {}
 
         run_servers: Any = SimpleNamespace(fleet=fleet, resume=lambda fleet, what: None)
-        sync = SglangSync(transport, engine, run_servers, runtime, probe=probe(), probe_every=2)
+        sync = SglangSync(
+            transport,
+            engine,
+            run_servers,
+            runtime,
+            probe=probe(),
+            probe_every=2,
+            require_sampling=lambda urls: None,
+        )
         assert sync.push(0)["sync/probe_abs_diff_max"] == 0.0
         servers[wrong].wrong_token, servers[wrong].off = 11, -3.0
         assert sync.push(1) == {"sync/servers": 2.0}

@@ -26,6 +26,7 @@ from megatron_dppo.rollout.sglang.protocol import (
     ServedModel,
     generation_of,
 )
+from megatron_dppo.rollout.sglang.sampling_settings import UNUSED_PARAMETERS, seed_of
 from megatron_dppo.types import ModelRouting, RoutedExperts, WeightVersionSpan
 
 REPLIES = Path(__file__).parent / "sglang_replies"
@@ -413,7 +414,12 @@ def test_what_is_asked_leaves_nothing_to_the_server(version: str) -> None:
     params = SamplingParams(5, temperature=0.5, num_topk_log_probs=3, capture_routes=True)
     body = generation_of(version).generate_body(request, params, MODEL)
     asked = body["sampling_params"]
-    assert asked.keys() >= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"}
+    of_request = {"max_new_tokens", "temperature", "top_p", "stop_token_ids", "ignore_eos", "sampling_seed"}
+    assert asked.keys() - {"watermark"} == of_request | UNUSED_PARAMETERS.keys()
+    assert ("watermark" in asked) == (version != "0.5.21")
+    assert asked["sampling_seed"] == seed_of((0, 0, 0))
+    scored = generation_of(version).score_body("rid", [1, 2], with_routes=False)
+    assert scored["sampling_params"].keys() == asked.keys()
     assert (asked["temperature"], asked["max_new_tokens"], asked["stop_token_ids"]) == (0.5, 5, [0])
     assert (body["input_ids"], body["top_logprobs_num"], body["return_routed_experts"]) == ([1, 2], 3, True)
     endless = ServedModel(97, 3, (), ROUTING)
@@ -427,7 +433,7 @@ def test_what_a_server_says_of_itself(version: str) -> None:
     assert (read.version, read.weight_version, read.captures_routes) == (version, 0, True)
     assert (read.max_prompt_tokens, read.max_tokens) == (505, 510)
     leaking = facts["server_info"] | {"preferred_sampling_params": {"top_p": 0.9}}
-    with pytest.raises(ServerError, match="sampling is ours to say"):
+    with pytest.raises(ServerError, match="found preferred_sampling_params"):
         generation_of(version).read_facts(leaking, facts["model_info"])
     with pytest.raises(ReplyError, match="weight version 'default'"):
         generation_of(version).read_facts(

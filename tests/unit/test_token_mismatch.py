@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.analysis.mismatch.measure import in_words
+from megatron_dppo.analysis.mismatch.measure import in_words, other_weights
 from megatron_dppo.analysis.report.mismatch_plot import NUM_BINS, token_counts, write_plot
+from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,
     Routes,
+    are_of_other_weights,
     measured_responses,
     token_rows,
     token_statistics,
 )
 from megatron_dppo.types import Microbatch, RolloutTopK
 
+ROUTES: tuple[Routes, ...] = ("live", "replayed")
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 
 
@@ -70,6 +73,58 @@ def test_equal_policies_are_no_distance_apart() -> None:
     ratios = {name for name in found if name.startswith("ratio")}
     assert {found[name] for name in ratios} == {1.0}
     assert {value for name, value in found.items() if name not in ratios} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("scale", "noise", "shift", "is_float32", "expected"),
+    [
+        (2.0, 1e-6, 0.0, True, False),
+        (2.0, 0.05, 0.0, False, False),  # of bfloat16
+        (2.0, 0.3, 0.0, False, False),  # of four bits
+        (0.001, 0.002, 0.0, False, False),  # both sure of each token: rounding is all there is
+        (2.0, 0.0, 2.0, False, True),  # without the temperature, or nearly
+        (0.05, 0.08, 0.0, True, True),  # of a tiny model, whose distributions are nearly flat
+        (2.0, 3.0, 0.0, False, True),
+    ],
+)
+def test_rounding_is_told_from_other_weights(
+    scale: float, noise: float, shift: float, is_float32: bool, expected: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_mu = -3 - scale * torch.rand(500, generator=generator)
+    log_pi = log_mu + shift + noise * torch.randn(500, generator=generator)
+    assert are_of_other_weights(log_pi, log_mu, is_float32=is_float32) == expected
+
+
+def test_a_flat_engine_and_one_that_is_not_finite_serve_other_weights() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_pi, flat = -12 * torch.rand(500, generator=generator), torch.full((500,), -10.8)
+    assert are_of_other_weights(log_pi, flat, is_float32=False)
+    assert are_of_other_weights(
+        log_pi, log_pi.clone().index_fill_(0, torch.tensor([3]), torch.nan), is_float32=True
+    )
+    assert not are_of_other_weights(flat[:1], log_pi[:1], is_float32=True)
+
+
+@pytest.mark.parametrize("replayed", ["mu", "pi"])
+def test_the_command_concludes_that_an_engine_serves_other_weights(replayed: str) -> None:
+    """If the rollout's routes mend it, the weights are the same and the routes are not."""
+    log_pi, log_mu = -9 * torch.rand(2, 200, generator=torch.Generator().manual_seed(0))
+    response = MeasuredResponse(
+        prompt=torch.tensor([1]),
+        tokens=torch.arange(200),
+        rollout_log_probs=log_mu,
+        log_probs={"live": log_pi, "replayed": log_mu if replayed == "mu" else log_pi},
+        topk_tv={},
+    )
+    statistics: dict[Routes, Any] = {routes: token_statistics([response], routes) for routes in ROUTES}
+    said = other_weights(Config.model_validate({"model": {"load": "tied"}}), [response], statistics)
+    if replayed == "mu":
+        assert said is None
+    else:
+        assert said is not None and said.startswith(
+            "the transformers engine does not serve the weights of tied"
+        )
 
 
 def test_topk_tv_is_averaged_where_all_have_it() -> None:

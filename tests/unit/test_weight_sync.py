@@ -1,6 +1,6 @@
 """In-process sync: what was sent is what arrived, on every rank."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -146,6 +146,9 @@ class Pushed:
     def all_gather(self, value: object) -> list[object]:
         return [value]
 
+    def on_main(self, action: Callable[[], object]) -> object:
+        return action()
+
     def ignore(self, *arguments: object, **options: object) -> None: ...
 
     barrier = send = admit = tell = agree = resume = close = ignore
@@ -156,9 +159,12 @@ def test_the_probe_compares_after_the_first_push_and_each_period(every: int, pro
     """The trainer's log-probs are computed before the pushes that are compared, and no others."""
     stand_in = Pushed()
     part = cast(Any, stand_in)
-    member = cast(Any, type("Member", (), {"url": "http://127.0.0.1:1"}))
+    member = cast(Any, type("Member", (), {"url": "http://127.0.0.1:1", "pid": 1}))
     stand_in.members = (member,)
-    push = SglangSync(part, part, part, part, probe=part, probe_every=every)
+    tried: list[str] = []
+    push = SglangSync(
+        part, part, part, part, probe=part, probe_every=every, require_sampling=lambda urls: tried.extend(urls)
+    )
     has_metrics: list[int] = []
     for version in range(5):
         push.prepare_push()
@@ -166,3 +172,4 @@ def test_the_probe_compares_after_the_first_push_and_each_period(every: int, pro
         has_metrics += [version] if "sync/probe_abs_diff_max" in metrics else []
         stand_in.num_pushes += 1
     assert stand_in.expected == stand_in.probed == has_metrics == probed
+    assert tried == ["http://127.0.0.1:1"], "its log-probs are tried once"

@@ -23,10 +23,11 @@ from megatron_dppo.metrics.token_mismatch import (
 )
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
+from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import SampleGroup, TrainBatch
-from megatron_dppo.weight_sync.in_process import InProcessSync
+from megatron_dppo.weight_sync.factory import build_sync
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,16 @@ class Measurement:
     seconds: Mapping[str, float]
 
 
-def measure(config: Config, runtime: Runtime) -> Measurement:
+def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Measurement:
     """Roll out once with the weights of model.load, and forward the samples; no weight changes.
 
-    Every rank calls this together. SGLang's servers must hold the weights of model.load already; the embedded
-    engine gets the trainer's.
+    Every rank calls this together. The embedded engine gets the trainer's weights. SGLang's servers hold
+    those of model.load, or get the trainer's too.
 
     Args:
         config: The run's; rollout.prompts_per_rollout prompts are sampled.
         runtime: This process.
+        is_pushing: Give SGLang's servers the trainer's weights first.
 
     Raises:
         RolloutError: More samples were dropped than rollout.max_dropped_fraction, or nothing was sampled.
@@ -58,8 +60,8 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
     with timer.time("load"):
         engine = build_engine(config, folder, runtime.device)
         actor = Actor(config, runtime)
-        if config.rollout.engine == "transformers":
-            InProcessSync(actor.weights, engine, runtime).push(0)
+        if is_pushing or config.rollout.engine == "transformers":
+            _push(config, actor, engine, runtime)
         share = (runtime.rank, runtime.world_size)
         rollouts = Rollouts(config, folder, engine, share=share)
     num_samples = config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
@@ -77,6 +79,14 @@ def measure(config: Config, runtime: Runtime) -> Measurement:
         routes: token_statistics(responses, routes) | agreement[routes] for routes in kinds
     }
     return Measurement(tuple(responses), statistics, counts, dict(timer.seconds))
+
+
+def _push(config: Config, actor: Actor, engine: RolloutEngine, runtime: Runtime) -> None:
+    """Give the engine the trainer's weights; servers read them from disk, quantised if they were started so."""
+    sglang = config.rollout.sglang.model_copy(update={"weight_sync": "disk", "probe_every": 0})
+    rollout = config.rollout.model_copy(update={"sglang": sglang})
+    with closing(build_sync(config.model_copy(update={"rollout": rollout}), actor, engine, runtime)) as sync:
+        sync.push(0)
 
 
 def _require_responses(own: RolloutCounts, config: Config, runtime: Runtime) -> RolloutCounts:

@@ -1,10 +1,11 @@
 """Measures, writes and shows the mismatch of engine and trainer."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,28 @@ from megatron_dppo.analysis.report.mismatch_plot import write_plot
 from megatron_dppo.cli_options import show_table
 from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.metrics.token_mismatch import token_rows
+from megatron_dppo.errors import ConfigError, Problem, RolloutError
+from megatron_dppo.metrics.token_mismatch import (
+    MeasuredResponse,
+    Routes,
+    are_of_other_weights,
+    pairs,
+    token_rows,
+)
+from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.sglang.client import SglangClient
+from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.rollout.sglang.protocol import ServerFacts
 from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_values
+from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.weight_sync.factory import served_dtype
+from megatron_dppo.weight_sync.temperature import require_temperature
 
 _ROWS: Sequence[tuple[str, str, str]] = (
     ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),
@@ -54,16 +66,55 @@ def run(config: Config, folder: Path) -> None:
 
     Raises:
         MegatronDppoError: What a run raises too; with several ranks the job ends instead.
+        RolloutError: The engine does not serve the weights of model.load; everything is written then.
     """
     with joined_processes(config) as runtime:
         runtime.on_main(lambda: _begin(config, folder))
-        with own_servers(config, runtime):
+        with own_servers(config, runtime), _held(config, runtime):
+            is_pushing = True
             if config.rollout.engine == "sglang":
-                runtime.on_main(lambda: _require_usable_servers(config))
-            found = measure(config, runtime)
-        runtime.on_main(lambda: _write(folder, config, found, runtime))
+                is_pushing = runtime.on_main(lambda: _require_usable_servers(config))
+            found = measure(config, runtime, is_pushing=is_pushing)
+        fault = other_weights(config, found.responses, found.statistics)
+        runtime.on_main(lambda: _write(folder, config, found, runtime, fault))
         if runtime.is_main:
             _show(found, folder)
+    if fault is not None:
+        raise RolloutError(fault) if runtime.is_main else typer.Exit(2)
+
+
+@contextlib.contextmanager
+def _held(config: Config, runtime: Runtime) -> Iterator[None]:
+    """Lock the folder of a run whose servers may get weights here, against a run that would push others."""
+    with contextlib.ExitStack() as stack:
+        if config.rollout.engine == "sglang":
+            runtime.on_main(lambda: stack.enter_context(locked(config.run.folder)))
+        yield
+
+
+def other_weights(
+    config: Config,
+    responses: Sequence[MeasuredResponse],
+    statistics: Mapping[Routes, Mapping[str, float]],
+) -> str | None:
+    """Return the sentence on an engine that does not serve the weights of model.load; none where it does.
+
+    It serves others where all ways of forwarding disagree with it as two models do.
+    """
+    is_sglang = config.rollout.engine == "sglang"
+    served = served_dtype(config) if is_sglang else config.rollout.transformers.weights
+    is_float32 = config.model.dtype == served == "float32"
+    for routes in statistics:
+        if not are_of_other_weights(*pairs(responses, routes), is_float32=is_float32):
+            return None
+    live, dtype = statistics["live"], "float32" if is_float32 else "bfloat16"
+    mean, kl = (f"{live[name]:.3g}" for name in ("log_prob_diff_mean", "kl_k3"))
+    return (
+        f"the {config.rollout.engine} engine does not serve the weights of {config.model.load}: found a mean "
+        f"|log pi - log mu| of {mean} and a KL (k3) of {kl}, as of two models; expected what rounding in "
+        f"{dtype} leaves. See the server's log for tensors that it did not load, and [sglang] for arguments "
+        "that change the model or the sampling."
+    )
 
 
 def _begin(config: Config, folder: Path) -> None:
@@ -71,7 +122,7 @@ def _begin(config: Config, folder: Path) -> None:
     (folder / "mismatch.toml").write_text(dump_config(config))
 
 
-def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime) -> None:
+def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime, fault: str | None) -> None:
     """Write the files of the output folder; mismatch.json comes last."""
     write_jsonl(folder / "tokens.jsonl", token_rows(found.responses))
     title = f"{config.model.load.name}: {config.rollout.engine} engine, {config.model.dtype} trainer"
@@ -80,6 +131,7 @@ def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime) -
         "engine": config.rollout.engine,
         "num_processes": runtime.world_size,
         "num_responses": len(found.responses),
+        "serves_these_weights": fault is None,
         "rollout": {name.removeprefix("rollout/"): value for name, value in found.counts.metrics().items()},
         "seconds": found.seconds,
         **json_values(found.statistics),
@@ -89,28 +141,38 @@ def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime) -
     (folder / "mismatch.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _require_usable_servers(config: Config) -> None:
-    """Require servers that hold the weights of model.load and capture the routes asked for.
+def _require_usable_servers(config: Config) -> bool:
+    """Require servers that hold the weights of model.load, or none yet, and capture the routes asked for.
+
+    Returns:
+        Whether a push must bring the weights: a server has none, or those of an earlier measurement.
 
     Raises:
         ConfigError: A server serves another folder, was given other weights since, or captures no routes.
         ServerError: One does not answer.
+        WeightSyncError: One returns log-probs without the temperature.
     """
     problems: list[Problem] = []
-    for record in registered(config.run.folder / "servers"):
+    records, is_pushing = registered(config.run.folder / "servers"), False
+    measured = (config.run.folder / "weights" / "version_0").resolve()  # what a push by disk calls its folder
+    for record in records:
         facts = asyncio.run(_facts(record.url))
-        where = f"server {record.name} at {record.url}"
-        if Path(facts.model_path).resolve() != config.model.load.resolve():
+        where, served = f"server {record.name} at {record.url}", Path(facts.model_path).resolve()
+        is_pushing |= facts.weight_version == -1 or served == measured
+        if served not in (hf_files(config.model.load).resolve(), measured):
             action = "Start a server with this config, or name the folder that it serves."
             problems.append(Problem(where, facts.model_path, f"model.load, {config.model.load}", action))
-        if facts.weight_version != 0:
+        if facts.weight_version not in (0, -1):
             found, action = f"weights of version {facts.weight_version}", "Restart it; a run has pushed others."
-            problems.append(Problem(where, found, "those of model.load, version 0", action))
+            problems.append(Problem(where, found, "those of model.load, version 0, or none", action))
         if config.rollout.routing_replay != "off" and not facts.captures_routes:
             action = "Restart it with rollout.routing_replay = 'measure'."
             problems.append(Problem(where, "no capture of routes", "one", action))
     if problems:
         raise ConfigError(problems)
+    model = served_model(config.model.load, ())
+    require_temperature([record.url for record in records], model, os.environ.get(API_KEY))
+    return is_pushing
 
 
 async def _facts(url: str) -> ServerFacts:

@@ -12,7 +12,7 @@ from megatron_dppo.runtime.process import world_size_from_launcher
 
 FILES = ("mismatch.json", "tokens.jsonl", "mismatch.html", "mismatch.toml")
 OF_TRAINING_ALONE = ("minibatches", "same_experiment", "sglang_weight_sync")
-"""Rules that do not bind: no gradient steps of equal size, no run to resume, no weights to push."""
+"""Rules that do not bind: no gradient steps of equal size, no run to resume, weights that go by disk."""
 
 
 def measured_config(

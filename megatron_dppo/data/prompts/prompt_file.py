@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.data.prompts.final_answer import excerpt
 from megatron_dppo.data.prompts.prepare import Options, Prepared, prepare
 from megatron_dppo.data.prompts.sources import Source, open_source
@@ -99,9 +100,10 @@ def open_data_set(
 def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         raise _problem("--tokenizer", f"{folder}", "the folder of a model", "Download the model first.")
+    config = config_file(folder)  # of a converted folder in its hf/
     try:
         return AutoTokenizer.from_pretrained(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            folder, trust_remote_code=False
+            folder if config is None else config.parent, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         action = "Give the folder that model.load will name."

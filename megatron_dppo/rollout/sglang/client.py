@@ -99,7 +99,11 @@ class SglangClient:
             raise ServerError(f"{self.url}/server_info: found no JSON object; expected an SGLang server there.")
         generation = generation_of(info.get("version"))
         model_info = _json(await self._call("GET", "/model_info"))
-        return generation, generation.read_facts(info, model_info if isinstance(model_info, Mapping) else {})
+        try:
+            facts = generation.read_facts(info, model_info if isinstance(model_info, Mapping) else {})
+        except ServerError as error:
+            raise ServerError(f"{self.url}: {error}") from None
+        return generation, facts
 
     async def is_healthy(self) -> bool:
         """Whether the server answers /health, asked once."""

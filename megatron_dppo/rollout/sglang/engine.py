@@ -30,7 +30,8 @@ class _Admitted:
 class SglangEngine:
     """Samples from servers that hold the same weights; implements `rollout.engine.ConcurrentEngine`.
 
-    Sampling noise is the servers' own: `Request.noise_key` is not used, and a run is not repeated bit for bit.
+    Each request carries a seed of its `noise_key`. Servers with `enable_deterministic_inference` draw by it.
+    Others draw by their own noise, and a run is not repeated bit for bit.
     Log-probs are of the distribution after temperature; with a `top_p` below 1, of the one before the cut.
 
     Requests go to the servers that are admitted: all of them, until `admit` says otherwise. One that does not

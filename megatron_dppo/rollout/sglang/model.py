@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, rope_kind
-from megatron_dppo.architectures.registry import FAMILIES, read_model_sizes
+from megatron_dppo.architectures.registry import FAMILIES, family_of, read_model_sizes
 from megatron_dppo.architectures.sizes import ModelSizes, read_model_config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.rollout.sglang.protocol import ServedModel
@@ -78,6 +78,18 @@ def _attention_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) 
         found = f"{folder}, whose rotary frequencies are {rope_kind(hf)}'s"
         expected = f"plain ones: SGLang computes no others for {sizes.architecture}"
         yield Problem("model.load", found, expected, action)
+
+
+def has_own_output(hf: Mapping[str, Any]) -> bool:
+    """Return whether a server builds an output layer that no checkpoint of this tied model fills.
+
+    Its weights are random until a push sends the embedding under the name of the output layer.
+
+    Args:
+        hf: The model's config.json.
+    """
+    family = family_of(hf)
+    return family.sglang.has_own_output and family.sizes(hf).is_tied
 
 
 def routes_problem(architecture: str, version: str) -> Problem | None:

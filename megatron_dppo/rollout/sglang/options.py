@@ -17,24 +17,12 @@ from typing import Any
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.rollout import sglang
+from megatron_dppo.rollout.sglang.sampling_settings import SET, SET_VARIABLES
 from megatron_dppo.runtime.cache import cache_folder, write_json
 
 PYTHON = "python"
 """The one key of [sglang] that is no argument of the server: the interpreter that SGLang is installed in."""
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
-OWNED: Mapping[str, str] = {
-    "model_path": "model.load",
-    "random_seed": "run.seed",
-    "weight_version": "the weight sync",
-    "enable_return_routed_experts": "rollout.routing_replay",
-    "enable_memory_saver": "rollout.sglang.colocated",
-    "skip_tokenizer_init": "the client, which sends and reads token ids",
-    "preferred_sampling_params": "[rollout]",
-    "api_key": "$MEGATRON_DPPO_SGLANG_API_KEY",
-    "admin_api_key": "$MEGATRON_DPPO_SGLANG_API_KEY",
-    "log_requests": "the client, whose requests are long",
-}
-"""Arguments that the package sets or refuses, and what decides them."""
 
 _PRINT_VERSION = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
 _PRINT_OPTIONS = """
@@ -111,23 +99,14 @@ def shipped_options(version: str) -> dict[str, Option]:
     return {name: Option(**option) for name, option in json.loads(text).items()}
 
 
-def owned_problems(table: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each argument in an `[sglang]` table that the package sets itself."""
-    for name, value in table.items():
-        if name in OWNED:
-            action = f"Remove it from [sglang]; it is set by {OWNED[name]}."
-            found, expected = f"{name} = {value!r}", "an argument that the package does not set"
-            yield Problem(f"sglang.{name}", found, expected, action)
-
-
 def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> Iterator[Problem]:
-    """Yield the problems of an `[sglang]` table: names, types and choices; see `owned_problems` for others."""
+    """Yield the problems of an `[sglang]` table: names, types and choices; see also `argument_problems`."""
     for name, value in table.items():
         where = f"sglang.{name}"
-        if name == PYTHON or name in OWNED:
+        if name == PYTHON or name in SET:
             continue
         if name not in options:
-            action = did_you_mean(name, sorted(options.keys() - OWNED.keys()), "Remove it.", "sglang.{}".format)
+            action = did_you_mean(name, sorted(options.keys() - SET.keys()), "Remove it.", "sglang.{}".format)
             yield Problem(where, name, "an argument of SGLang's server", action)
         elif (expected := _expected(value, options[name])) is not None:
             yield Problem(where, repr(value), expected, f"It becomes {options[name].flag} of the server.")
@@ -205,6 +184,4 @@ def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in launcher and not name.startswith(("TORCHELASTIC_", "GROUP_"))
     }
-    # /health answers at once, in the place of generating a token each time.
-    added = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "TOKENIZERS_PARALLELISM": "false"}
-    return inherited | added | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})
+    return inherited | dict(SET_VARIABLES) | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})

@@ -28,6 +28,12 @@ from megatron_dppo.rollout.engine import (
 from megatron_dppo.rollout.sglang.decoding import field, weight_version
 from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
 from megatron_dppo.rollout.sglang.replies import Expected, PromptScores, Reply
+from megatron_dppo.rollout.sglang.sampling_settings import (
+    UNUSED_SINCE_0522,
+    reported_problems,
+    sampling_parameters,
+    seed_of,
+)
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
 
 _BEYOND_LONGEST_PROMPT = 4  # SGLang cuts a response, without a word, that goes further beyond max_req_input_len
@@ -115,6 +121,7 @@ class Generation0521:
     """Adapter for SGLang 0.5.21."""
 
     _reply_reader = "reply 0.5.21"
+    _more_parameters: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, decoding: DecodingProcess) -> None:
         """Keep the process that decodes large answers."""
@@ -122,24 +129,17 @@ class Generation0521:
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
         """See `Generation.generate_body`. Every sampling parameter is named: none is left to the server."""
-        sampling = {
-            "max_new_tokens": num_tokens_left(request, params),
-            "min_new_tokens": 0,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": list(model.end_tokens),
-            "ignore_eos": not model.end_tokens,
-            "n": 1,
-        }
+        sampling = sampling_parameters(
+            num_tokens=num_tokens_left(request, params),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            end_tokens=model.end_tokens,
+            seed=seed_of(request.noise_key),
+        )
         return {
             "rid": request.id,
             "input_ids": input_tokens(request),
-            "sampling_params": sampling,
+            "sampling_params": sampling | dict(self._more_parameters),
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": params.num_topk_log_probs,
@@ -176,10 +176,11 @@ class Generation0521:
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
         """See `Generation.score_body`. From position 0, the prompt is computed anew whatever is cached."""
+        sampling = sampling_parameters(num_tokens=1, temperature=1.0, top_p=1.0, end_tokens=(), seed=0)
         return {
             "rid": rid,
             "input_ids": list(tokens),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+            "sampling_params": sampling | dict(self._more_parameters),
             "return_logprob": True,
             "logprob_start_len": 0,
             "return_routed_experts": with_routes,
@@ -204,11 +205,9 @@ class Generation0521:
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
         """See `Generation.read_facts`."""
         where = "/server_info"
-        if server_info.get("preferred_sampling_params"):
-            raise ServerError(
-                f"{where}: found preferred_sampling_params {server_info['preferred_sampling_params']!r}; "
-                "expected none, since sampling is ours to say. Remove it from the server's arguments."
-            )
+        problems = list(reported_problems(server_info))
+        if problems:
+            raise ServerError("\n".join(map(str, problems)))
         longest = field(server_info, "max_req_input_len", int, where)
         return ServerFacts(
             version=field(server_info, "version", str, where),
@@ -236,6 +235,7 @@ class Generation0522(Generation0521):
     """Adapter for SGLang 0.5.22 and 0.5.23, which answer with the top-K in two flat arrays."""
 
     _reply_reader = "reply 0.5.22"
+    _more_parameters = UNUSED_SINCE_0522
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
         """See `Generation.generate_body`."""

@@ -25,7 +25,7 @@ from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem, ServerError
 from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.model import routes_problem, served_model
+from megatron_dppo.rollout.sglang.model import has_own_output, routes_problem, served_model
 from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.rollout.sglang.options import (
     arguments,
@@ -33,11 +33,11 @@ from megatron_dppo.rollout.sglang.options import (
     interpreter,
     is_for_cpu,
     option_problems,
-    owned_problems,
     read_options,
     server_environment,
 )
 from megatron_dppo.rollout.sglang.protocol import generation_of
+from megatron_dppo.rollout.sglang.sampling_settings import argument_problems, variable_problems
 from megatron_dppo.runtime.jsonl import write_jsonl
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         index: Of the server among several on one host; each takes the GPUs after those of the one before.
 
     Raises:
-        ConfigError: SGLang is not in sglang.python, or for CPUs, is of a version never run against, the
-            table has problems, or model.load is not what a server can load, serves as it is, and returns
-            routes of.
+        ConfigError: SGLang is not in sglang.python, or for CPUs, is of a version never run against, the table
+            has problems, an environment variable changes the sampling, or model.load is not what a server can
+            load, serves as it is, and returns routes of.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -106,7 +106,8 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         found = f"{python}, an environment for CPUs (make sglang-venv SGLANG_FOR=cpu)"
         action = "Run make sglang-venv SGLANG_FOR=gpu, or set sglang.device = 'cpu' to serve on a CPU."
         raise ConfigError(Problem("sglang.python", found, "one for GPUs, as sglang.device is not cpu", action))
-    if problems := [*owned_problems(table), *option_problems(table, options)]:
+    problems = [*argument_problems(table), *variable_problems(os.environ), *option_problems(table, options)]
+    if problems:
         raise ConfigError(problems)
     version = installed_version(python)
     try:
@@ -117,9 +118,12 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     file, hf = read_model_config(config.model.load)
     model, family = file.parent, family_of(hf)
     table = {**family.sglang.arguments, **table}
-    has_weights = any(model.glob("*.safetensors"))
+    has_weights = (
+        any(model.glob("*.safetensors")) and table.get("load_format") != "dummy" and not has_own_output(hf)
+    )
     if not has_weights:
-        table.setdefault("load_format", "dummy")  # the trainer's first push brings them
+        table.setdefault("load_format", "dummy")
+        logger.info("the server begins with random weights: a push brings the model's")
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
     if replay and (problem := routes_problem(family.architecture, str(version))) is not None:
         raise ConfigError(problem)
@@ -135,6 +139,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         "enable_return_routed_experts": replay,
         "enable_memory_saver": config.rollout.sglang.colocated and not is_on_cpu,
         "skip_tokenizer_init": True,
+        "sampling_defaults": "openai",  # none of generation_config.json's
     }
     reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
     nccl = nccl_settings(config)

@@ -39,8 +39,13 @@ class UpdateCalls:
     end = Call("/end_weight_update", {})
 
     def from_disk(self, folder: str, version: int) -> Call:
-        """Load a Hugging Face folder that the server can read."""
-        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        """Load a Hugging Face folder that the server can read, also if it was started without weights."""
+        body = {
+            "model_path": folder,
+            "load_format": "auto",
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
         return Call("/update_weights_from_disk", body)
 
     def join(self, group: str, host: str, port: int, backend: str, *, first_rank: int, num_ranks: int) -> Call:

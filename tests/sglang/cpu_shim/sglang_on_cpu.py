@@ -99,6 +99,48 @@ def _weigh_without_triton(module: ModuleType) -> None:
     module.fused_gate_sigmoid_mul_add = add_weighed  # type: ignore[attr-defined]
 
 
+def _allow_determinism(module: ModuleType) -> None:
+    """Deterministic inference is refused without kernels of a GPU; here it only seeds the sampling."""
+    import torch
+
+    if not torch.cuda.is_available():
+        module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")  # type: ignore[attr-defined]
+
+
+def _leave_kernels(module: ModuleType) -> None:
+    """Kernels whose sums do not depend on the batch are written for GPUs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        module.enable_batch_invariant_mode = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+def _hash_with_torch(module: ModuleType) -> None:
+    """The hash that seeds the sampling is a compiled kernel on a CPU too."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    ones = 0xFFFFFFFF
+
+    def mixed(hashed: Any, block: Any) -> Any:
+        block = (block * 0xCC9E2D51) & ones
+        block = (((block << 15) | (block >> 17)) & ones) * 0x1B873593 & ones
+        hashed = hashed ^ block
+        hashed = ((hashed << 13) | (hashed >> 19)) & ones
+        return (hashed * 5 + 0xE6546B64) & ones
+
+    def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
+        seed = seed.view(torch.int64)[:, None]
+        hashed = mixed(mixed(torch.zeros_like(seed), seed & ones), (seed >> 32) & ones)
+        hashed = mixed(mixed(hashed, positions.long()[:, None] & ones), columns.long()[None, :]) ^ 16
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            hashed = ((hashed ^ (hashed >> shift)) * factor) & ones
+        return hashed
+
+    module.murmur_hash32 = murmur_hash32  # type: ignore[attr-defined]
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_vision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.state_capturer.base": _leave_buffers_unpinned,
@@ -106,6 +148,9 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _prefill_from_latents,
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_yarn,
     "sglang.srt.models.qwen2_moe": _weigh_without_triton,
+    "sglang.srt.arg_groups.choices": _allow_determinism,
+    "sglang.srt.batch_invariant_ops": _leave_kernels,
+    "sglang.kernels.ops.sampling.murmur_hash": _hash_with_torch,
 }
 
 

@@ -103,11 +103,13 @@ class SteppedSession:
         delays, num_old = self._engine.delays, num_tokens_before(request)
         num_left = delays.length_of(request.id, params.max_response_tokens) - num_old
         said = list[int]()
-        while len(said) < num_left and not self.is_held:
-            await self._engine.sleep(delays.token_s)
-            if not self.is_held:
-                said.append(self._engine.weight_version + 1)  # of the weights that are there now
-        self.num_flying -= 1
+        try:
+            while len(said) < num_left and not self.is_held:
+                await self._engine.sleep(delays.token_s)
+                if not self.is_held:
+                    said.append(self._engine.weight_version + 1)  # of the weights that are there now
+        finally:
+            self.num_flying -= 1
         reason: FinishReason = "stop" if len(said) == num_left else "abort"
         spans = (WeightVersionSpan(0, len(said), self.version),) if said else ()
         tokens = torch.tensor(said, dtype=torch.int64)

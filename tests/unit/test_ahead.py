@@ -369,7 +369,7 @@ def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_task_that_was_cancelled_ends_the_wait() -> None:
-    rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=SteppedEngine(delays=Delays(token_s=9.0)))
+    rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), engine=SteppedEngine(delays=Delays(token_s=0.5)))
     rank.push(0, 9)
     producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
     producer._loop.call_soon_threadsafe(lambda: next(iter(producer._tasks)).cancel())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.checks.facts import TRAINING, Facts, prompt_files
 from megatron_dppo.checks.registry import rule
@@ -185,9 +186,7 @@ def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
     if config.data.thinking != "require" or not files or tokenizer is None or isinstance(tokenizer, Problem):
         return
     ignore = "data.thinking = 'ignore'"
-    ids = tokenizer.encode(f"1{THINKING_ENDS}1", add_special_tokens=False)
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    if THINKING_ENDS not in text:
+    if THINKING_ENDS not in _written(tokenizer, f"1{THINKING_ENDS}1"):
         is_special = tokenizer.convert_tokens_to_ids(THINKING_ENDS) in special_ids(tokenizer)
         why = "is a special token, which texts of responses leave out" if is_special else "cannot be written"
         action = f'Give it "special": false in the tokenizer\'s files, or set {ignore}.'
@@ -202,6 +201,15 @@ def _reward_thinking(config: Config, facts: Facts) -> Iterator[Problem]:
                 "prompts that leave the thought to the response",
                 f"Let the chat template think (chat_template_kwargs, enable_thinking), or set {ignore}.",
             )
+
+
+def _written(tokenizer: Any, text: str) -> str:
+    """Return a text as it comes back from token ids, without special tokens; "" if none can encode it."""
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    except Exception:  # noqa: BLE001  a tokenizer without an unknown token raises no narrower one
+        return ""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @rule("overlong_buffer")

@@ -126,7 +126,7 @@ def _checkpoint_disk(config: Config, facts: Facts) -> Iterator[Problem]:
 @rule("checkpoint_memory", needs="machine")
 def _checkpoint_memory(config: Config, facts: Facts) -> Iterator[Problem]:
     """The host holds the copies that its processes take of a checkpoint; asked in a job, on its own hosts."""
-    num_bytes, local = checkpoint_bytes(config, facts), processes_here(facts.world_size)
+    num_bytes, local = checkpoint_bytes(config, facts), processes_here()
     if num_bytes is None or local is None or not config.checkpoint.asynchronous:
         return
     here, own = num_bytes * local // facts.world_size, host_bytes()
@@ -140,10 +140,10 @@ def _checkpoint_memory(config: Config, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def processes_here(world_size: int) -> int | None:
-    """Return the number of the job's processes on this host; None if no launcher told it."""
+def processes_here() -> int | None:
+    """Return the number of the job's processes on this host; None outside of a job, such as on a login node."""
     given = os.environ.get("LOCAL_WORLD_SIZE")
-    return 1 if world_size == 1 else None if given is None else int(given)
+    return None if given is None else int(given)
 
 
 def host_bytes() -> int:

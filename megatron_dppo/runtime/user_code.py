@@ -64,15 +64,10 @@ def imported(key: str, name: str) -> Any:
 
 def source_file(name: str) -> Path | None:
     """Return the file of the module in "package.module:name", or None if it is not found. Imports nothing."""
-    module = name.partition(":")[0]
-    places: list[str] | None = [*sys.path, str(Path.cwd())]
-    spec = None
-    for depth in range(len(parts := module.split("."))):
-        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), places)
-        if spec is None:
-            return None
-        places = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+    path = name.partition(":")[0].replace(".", "/")
+    places = [Path(place, path) for place in (*sys.path, Path.cwd())]
+    files = (file for place in places for file in (place / "__init__.py", place.with_suffix(".py")))
+    return next((file for file in files if file.is_file()), None)
 
 
 @contextmanager

@@ -54,7 +54,6 @@ _DATA = [
     Seam("data.reward", _WORKER, lambda call: worker_reward(call).reward, fold=lambda values: values[0]),
     Seam("data.reward", _SCORE, _reward_of_pool, where=is_training),
     Seam("data.reward_values", _WORKER, lambda call: tuple(worker_reward(call).values), "resumed"),
-    Seam("data.thinking", _WORKER, lambda call: worker_reward(call).thinking, "resumed"),
     plain("data.overlong_buffer_tokens", _OVERLONG, "self.buffer_tokens"),
     plain("data.overlong_penalty", _OVERLONG, "self.penalty"),
     Seam(

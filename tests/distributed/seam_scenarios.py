@@ -179,7 +179,7 @@ def resumed(task: Path) -> dict[str, Any]:
         "resumed",
         run={"num_rollouts": 3},
         lora={"rank": 3, "alpha": 5, "targets": ["q_proj", "v_proj"]},
-        data={"reward_values": [0.25, 1.75], "thinking": "require"},
+        data={"reward_values": [0.25, 1.75]},
         rollout={
             "generate": f"{OWN}:plainly",
             "refill_zero_variance": True,

@@ -330,6 +330,7 @@ TABLE = [
 ]
 
 ELSEWHERE = {
+    "data.thinking": ("unit/test_check_prompts.py", "thinking"),
     "rollout.top_p": ("unit/test_checks.py", '"rollout.top_p": 0.9'),
     "rollout.top_k": ("unit/test_checks.py", '"rollout.top_k": '),
     "rollout.repetition_penalty": ("unit/test_checks.py", '"rollout.repetition_penalty": '),

@@ -52,7 +52,7 @@ def write_pushed(folder: Path, case: str) -> None:
     file = folder / "config.json"
     hf: dict[str, Any] = json.loads(file.read_text()) | {"architectures": [architecture]}
     keys = dict(family.sglang.config_keys)
-    if family.sglang.has_dense_layers and (sparse := family.sizes(hf).moe_layers):
+    if family.sglang.has_dense_layers and (sparse := family.sizes_of(hf).moe_layers):
         keys["first_k_dense_replace"] = sparse[0]
     file.write_text(json.dumps(hf | keys))
     hf = read_hf_config(folder)

@@ -233,6 +233,12 @@ def _full_disk() -> None:
     _model(vocab_size=10**12)()
 
 
+def _small_host() -> None:
+    """Such a model in a job, which a launcher started on this host."""
+    _full_disk()
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+
+
 _AHEAD = {"rollout.engine": "sglang", "rollout.max_staleness": 1}
 
 
@@ -713,9 +719,9 @@ EXAMPLES: dict[str, list[Example]] = {
         Example("run.folder", {"run.folder": "all"}, on_disk=_among_models),
     ],
     "run_folder_in_use": [Example("run.folder", on_disk=_held)],
-    "checkpoint_disk": [Example("run.folder", on_disk=_full_disk, also=frozenset({"checkpoint_memory"}))],
+    "checkpoint_disk": [Example("run.folder", on_disk=_full_disk)],
     "checkpoint_memory": [
-        Example("checkpoint.asynchronous", on_disk=_full_disk, also=frozenset({"checkpoint_disk"}))
+        Example("checkpoint.asynchronous", on_disk=_small_host, also=frozenset({"checkpoint_disk"}))
     ],
     "prompt_rows": [
         Example("data.prompts", on_disk=_prompts(_asking(""), "not JSON\n")),
@@ -843,8 +849,10 @@ def _no_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An example sets this variable."""
+    """Examples set these variables."""
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
 
 
 def test_every_rule_has_an_example() -> None:

@@ -266,7 +266,10 @@ def test_advice_on_a_loss_that_holds_all_logits() -> None:
             COLOCATED | {"sglang.tp_size": 8, "sglang.mem_fraction_static": 0.95},
             {"sglang.mem_fraction_static": 0.85},
         ),
-        (COLOCATED | {"sglang.tp_size": 1, "sglang.mem_fraction_static": 0.7}, {"sglang.tp_size": 8}),
+        (
+            COLOCATED | {"sglang.tp_size": 1, "sglang.mem_fraction_static": 0.7},
+            {"sglang.mem_fraction_static": 0.8},
+        ),
         (COLOCATED | {"sglang.tp_size": 32, "sglang.mem_fraction_static": 0.7}, {"sglang.tp_size": 8}),
         (
             {"rollout.engine": "transformers"},

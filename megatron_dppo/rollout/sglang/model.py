@@ -89,7 +89,7 @@ def has_own_output(hf: Mapping[str, Any]) -> bool:
         hf: The model's config.json.
     """
     family = family_of(hf)
-    return family.sglang.has_own_output and family.sizes(hf).is_tied
+    return family.sglang.has_own_output and family.sizes_of(hf).is_tied
 
 
 def routes_problem(architecture: str, version: str) -> Problem | None:

@@ -60,9 +60,12 @@ def owned_states(
         replica: Any = (*of_model.replica_id[:-1], (rank - spread.owner) % self.data_parallel_group.size())
         if not is_loading:
             of_model.replica_id = replica
-        if rank == spread.owner and is_loading:
-            numel = spread.parameter.numel()
-            states = {name: torch.empty(numel, dtype=torch.float32) for name in STATES}
+        if is_loading:  # nobody sends: the owner needs room for what it reads
+            states = {
+                name: torch.empty(spread.parameter.numel(), dtype=torch.float32)
+                for name in STATES
+                if rank == spread.owner
+            }
         else:
             states = _gathered(self, spread)
         if rank == spread.owner:

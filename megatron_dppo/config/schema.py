@@ -144,7 +144,7 @@ class SglangEngineConfig(Section):
     sync_timeout_s: PositiveFloat = 600.0
     """Seconds for one call of a push."""
     probe_every: NonNegativeInt = 1
-    """Compare the servers' log-probs with the trainer's after every so many pushes; 0 never."""
+    """Compare the servers' log-probs with the trainer's every N pushes. 0: never, nor try their temperature."""
     colocated: bool = False
     """Servers share the trainer's GPUs: trainer and servers leave them to each other, turn by turn."""
 

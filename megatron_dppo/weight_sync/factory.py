@@ -62,7 +62,7 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
         runtime,
         probe=probe,
         probe_every=max(options.probe_every, 1),
-        require_sampling=lambda urls: require_temperature(urls, model, key),
+        require_sampling=lambda urls: require_temperature(urls if options.probe_every else (), model, key),
     )
 
 

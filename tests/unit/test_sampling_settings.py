@@ -129,3 +129,8 @@ def _read(changes: dict[str, Any]) -> None:
     for version in GENERATIONS:
         facts = json.loads((REPLIES / version / "facts.json").read_text())
         generation_of(version).read_facts(facts["server_info"] | changes, facts["model_info"])
+
+
+def test_retractions_may_be_provoked() -> None:
+    """They change no sampling, and tests of them need a server that retracts."""
+    assert not list(variable_problems({"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "50"}))

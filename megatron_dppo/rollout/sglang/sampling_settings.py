@@ -93,6 +93,8 @@ REFUSED_VARIABLES: Mapping[str, Setting] = MappingProxyType(
 )
 """Environment variables that are refused; a star stands for any end of a name. SGL_X means SGLANG_X too."""
 
+_RETRACT = "SGLANG_TEST_RETRACT"  # retracts requests as a full cache does, which changes no sampling
+
 SET_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers at once, without generating a token
@@ -212,6 +214,8 @@ def reported_problems(server_info: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _variable(name: str) -> Setting | None:
     name = "SGLANG_" + name.removeprefix("SGL_") if name.startswith("SGL_") else name
+    if name.startswith(_RETRACT):
+        return None
     found = REFUSED_VARIABLES.get(name)
     starred = ((key[:-1], setting) for key, setting in REFUSED_VARIABLES.items() if key.endswith("*"))
     return found or next((setting for start, setting in starred if name.startswith(start)), None)

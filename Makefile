@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TRL_VENV := .venv-trl
 MBRIDGE_VENV := .venv-mbridge
+DOCS_VENV := .venv-docs
 PYTHON312 ?= python3.12
 VENV312 := .venv-py312
 MEGATRON312 := 0.19.2
@@ -28,11 +29,12 @@ $(1) examples/quickstart/run.py --short
 $(call ran,$(1),quickstart)
 endef
 
-.PHONY: test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
+.PHONY: quick docs test-newest versions study-short bench-sglang gpu-sglang help venv quickstart quickstart-short test test-slow layouts test-recipes test-py312 python312 test-sglang test-sglang-slow sglang-venv test-slurm slurm faults lint bench bench-loss bench-save bench-convert bench-trl gpu chromium
 
 help:
 	@echo "make quickstart  the whole loop on this machine's CPU, ending in runs/quickstart/report.html"
 	@echo "make study-short a miniature of the miniature study: several seeds of two algorithms, and their report"
+	@echo "make quick       lint, and the tests of what changed since the branch left main, in about 90 seconds"
 	@echo "make test        lint, then every test that needs no GPU"
 	@echo "make test-recipes  every algorithm of every experiment in examples/, trained for real on a tiny model"
 	@echo "make test-slow   what takes longer: layouts of eight processes, all checkpoints between layouts, adapters"
@@ -45,6 +47,7 @@ help:
 	@echo "make sglang-venv only SGLang's environment, $(SGLANG_VENV); SGLANG_FOR=gpu or cpu, else by nvidia-smi"
 	@echo "make test-slurm  tests/slurm: jobs of a real SLURM on this machine; as root it installs Debian's packages"
 	@echo "make versions    the tables of versions in the guide to installing, of what the targets above recorded with RECORD=1"
+	@echo "make docs        a site of all pages, with search: build/site/docs/index.html (own environment)"
 	@echo "make lint        ruff, pyright, import-linter, shellcheck, size limits"
 	@echo "make bench       tokens/s of rollout and training, where the time goes, training speed by layout, and the host's path of a 30B"
 	@echo "make bench-loss  our fused losses against other libraries' and the machine's floors; a small shape without a GPU"
@@ -186,6 +189,23 @@ lint: venv
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' '*.sbatch' .ci/run)
 	$(RUN) tests/lint/size_limits.py
+	$(RUN) tests/lint/prose.py
+
+quick: venv
+	$(RUN) tests/quick.py
+
+# The pages that are tracked, and what they link to, are copied, so that no other folder is searched.
+docs: $(DOCS_VENV)/.stamp
+	rm -rf build/pages build/site
+	mkdir -p build/pages
+	git ls-files '*.md' '*.svg' '*.png' '*.py' LICENSE | tar -cf - -T - | tar -xf - -C build/pages
+	$(DOCS_VENV)/bin/sphinx-build -q -W --keep-going -j auto -c docs build/pages build/site
+	@echo "open build/site/docs/index.html"
+
+$(DOCS_VENV)/.stamp: docs/requirements.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r docs/requirements.txt
+	@touch $@
 
 bench: venv
 	$(RUN) -m tools.benchmarks.loop

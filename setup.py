@@ -81,6 +81,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
     package_data={
+        "megatron_dppo": ["py.typed"],
         "megatron_dppo.analysis": ["vendored/*"],
         "megatron_dppo.analysis.report": ["templates/*"],
         "megatron_dppo.analysis.figures": ["templates/*"],

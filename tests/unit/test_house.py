@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import quick
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -204,3 +206,57 @@ def test_the_guard_against_loading_code_bites(source: str) -> None:
 )
 def test_the_guard_lets_plain_loading_pass(source: str) -> None:
     assert not _unsafe(source)
+
+
+def test_each_package_has_a_row_of_quick_tests() -> None:
+    """The table "Changed X, run Y" names files that exist, and every package."""
+    rows = quick.table((TESTS / "README.md").read_text())
+    root = TESTS.parent
+    packages = {path.parent.name for path in (root / "megatron_dppo").glob("*/__init__.py")}
+    assert packages <= {Path(name).parts[1] for name in rows if name.startswith("megatron_dppo/")}
+    named = [root / name for name in [*rows, *(test for tests in rows.values() for test in tests)]]
+    assert [path for path in named if not path.exists()] == []
+
+
+def test_quick_takes_the_longest_path() -> None:
+    rows = {"a": ["tests/unit/test_a.py"], "a/b": ["tests/unit/test_b.py", "tests/unit/test_c.py"]}
+    assert quick.tests_of(["a/b/x.py"], rows) == ["tests/unit/test_b.py", "tests/unit/test_c.py"]
+    assert quick.tests_of(["a/bc.py", "a/b/x.py"], rows)[0] == "tests/unit/test_a.py"
+    assert quick.tests_of(["tests/unit/test_new.py"], rows) == ["tests/unit/test_new.py"]
+    assert quick.tests_of(["other.txt"], rows) == [quick.SMOKE]
+
+
+def test_quick_finds_committed_changed_and_new_files(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(("git", *identity, *arguments), cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "--initial-branch", "main")
+    for name in ("kept.py", "edited.py", "removed.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "--message", "a")
+    git("switch", "--create", "branch")
+    (tmp_path / "committed.py").write_text("x = 2\n")
+    git("add", ".")
+    git("commit", "--message", "b")
+    (tmp_path / "edited.py").write_text("x = 3\n")
+    (tmp_path / "removed.py").unlink()
+    (tmp_path / "new.py").write_text("x = 4\n")
+    assert quick.changed_files("main", root=tmp_path) == ["committed.py", "edited.py", "new.py"]
+
+
+def test_prose_counts_docstrings_comments_and_markdown(tmp_path: Path) -> None:
+    python, page = tmp_path / "a.py", tmp_path / "a.md"
+    python.write_text('"""Return those of the group."""\n\nx = 1  # the share where there is one\ntold = 2\n')
+    page.write_text("The server says so and goes on.\nA plain short sentence.\n")
+    command = [sys.executable, str(TESTS / "lint" / "prose.py"), str(python), str(page)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = [line.removeprefix(f"{tmp_path}/").split("  ")[0] for line in result.stdout.splitlines()]
+    assert found[:4] == [
+        "a.py:1: those of: Return those of the group.",
+        "a.py:3: where: the share where there is one",
+        "a.md:1: told, asked: The server says so and goes on.",
+        "a.md:1: says: The server says so and goes on.",
+    ]
+    assert "4 habits in 4 lines" in result.stdout

@@ -1,7 +1,6 @@
 """The first page and the guides: links lead somewhere, the configuration is a run, and the commands exist."""
 
 import importlib.util
-import json
 import re
 import shlex
 import tomllib
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.checks import check
+from megatron_dppo.checks import check, remarks
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.alarms import RULES
@@ -56,8 +55,10 @@ def test_the_configuration_is_a_run_but_for_its_files(tmp_path: Path, monkeypatc
     (toml,) = re.findall(r"```toml\n(.*?)```", section("A run"), re.DOTALL)
     assert len(toml.splitlines()) <= 15
     monkeypatch.chdir(tmp_path)
-    problems = check(Config.model_validate(tomllib.loads(toml)), 16)
+    config = Config.model_validate(tomllib.loads(toml))
+    problems = check(config, 16)
     assert {problem.where for problem in problems} == {"data.prompts", "model.load"}
+    assert remarks(config) == []  # nothing that the paper advises against
 
 
 def test_each_command_has_the_options_that_are_shown() -> None:
@@ -83,7 +84,8 @@ def require_setting(key: str, value: str | None) -> None:
         section = section.model_fields[name].annotation
     assert field in section.model_fields, key
     if value:
-        section.__pydantic_validator__.validate_assignment(section.model_construct(), field, json.loads(value))
+        given = tomllib.loads(f"value = {value}")["value"]
+        section.__pydantic_validator__.validate_assignment(section.model_construct(), field, given)
 
 
 SETTING = r"`((?:[a-z]+\.)+[a-z_]+)(?: = ([^`]+))?`"

@@ -11,6 +11,7 @@ from megatron_dppo.algorithms.trial import doubts, try_objective
 from megatron_dppo.algorithms.trust_region import RULE_DIVERGENCE, RULE_OVER
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checks.facts import Facts
+from megatron_dppo.checks.paper_findings import findings_against
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.checks.serving_rules import rounding_remarks
 from megatron_dppo.config.schema import Config
@@ -146,8 +147,10 @@ _OF_RESPONSE_MEANS = ("gspo", "icepop", "sapo")
 
 
 def remarks(config: Config) -> list[str]:
-    """Return what is no problem and may surprise, as sentences: rounding, the paper, own rules."""
-    return [*rounding_remarks(config), *_aggregation_remarks(config), *_own_rule_remarks(config)]
+    """Return what is no problem and may surprise, as sentences: rounding, findings of the paper, own rules."""
+    objective = _objective(config)
+    found = findings_against(config, objective) if isinstance(objective, Objective) else ()
+    return [*rounding_remarks(config), *found, *_aggregation_remarks(config), *_own_rule_remarks(config)]
 
 
 def _aggregation_remarks(config: Config) -> Iterator[str]:

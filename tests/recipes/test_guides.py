@@ -23,6 +23,7 @@ PAGES = [
     "r3_or_not",
     "reading_the_report",
     "trust_region",
+    "what_the_paper_found",
 ]
 FILES = (".py", ".toml", ".md", ".json", ".jsonl", ".html", ".log", ".sh")
 

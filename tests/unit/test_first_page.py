@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import shlex
 import tomllib
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dppo.checks import check
+from megatron_dppo.algorithms import PRESETS, preset
+from megatron_dppo.algorithms.presets import PAPER, overrides_in
+from megatron_dppo.checks import check, remarks
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
 from megatron_dppo.metrics.alarms import RULES
@@ -56,8 +59,10 @@ def test_the_configuration_is_a_run_but_for_its_files(tmp_path: Path, monkeypatc
     (toml,) = re.findall(r"```toml\n(.*?)```", section("A run"), re.DOTALL)
     assert len(toml.splitlines()) <= 15
     monkeypatch.chdir(tmp_path)
-    problems = check(Config.model_validate(tomllib.loads(toml)), 16)
+    config = Config.model_validate(tomllib.loads(toml))
+    problems = check(config, 16)
     assert {problem.where for problem in problems} == {"data.prompts", "model.load"}
+    assert remarks(config) == []  # nothing that the paper advises against
 
 
 def test_each_command_has_the_options_that_are_shown() -> None:
@@ -83,18 +88,69 @@ def require_setting(key: str, value: str | None) -> None:
         section = section.model_fields[name].annotation
     assert field in section.model_fields, key
     if value:
-        section.__pydantic_validator__.validate_assignment(section.model_construct(), field, json.loads(value))
+        given = tomllib.loads(f"value = {value}")["value"]
+        section.__pydantic_validator__.validate_assignment(section.model_construct(), field, given)
 
 
 SETTING = r"`((?:[a-z]+\.)+[a-z_]+)(?: = ([^`]+))?`"
 
 
+PORTING = guide("from_verl_or_slime.md")
+
+
+def rows_of_the_porting_guide() -> list[list[str]]:
+    lines = [line for line in PORTING.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 def test_the_guide_from_other_frameworks_names_settings_that_exist() -> None:
-    rows = [line.split("|")[4] for line in guide("from_verl_or_slime.md").splitlines() if line.startswith("| ")]
-    keys = re.findall(SETTING, " ".join(rows))
-    assert len(keys) > 40
+    keys = re.findall(SETTING, " ".join(row[-1] for row in rows_of_the_porting_guide()))
+    assert len(keys) > 60
     for key, value in keys:
         require_setting(key, value)
+
+
+def test_the_guide_from_other_frameworks_leaves_no_cell_empty() -> None:
+    for row in rows_of_the_porting_guide():
+        assert all(row[1:]), row
+    masks = {row[0]: row[1:] for row in rows_of_the_porting_guide() if len(row) == 6}
+    assert len(masks) > 20
+    for label in ("threshold for A < 0", "threshold for A > 0", "their defaults", "its default"):
+        assert "-" not in masks[label], label
+
+
+def test_the_guide_from_other_frameworks_has_the_defaults_of_the_presets() -> None:
+    (defaults,) = (row[-1] for row in rows_of_the_porting_guide() if row[0] == "their defaults")
+    shown = dict(re.findall(r"([A-Z][\w-]+) ([\d.]+)", defaults))
+    assert len(shown) == 4
+    for name, delta in shown.items():
+        objective = PRESETS["dppo_" + name.lower().replace("top-k", "topk").replace("-", "_")]
+        assert objective.delta == float(delta)
+        assert objective.ratio_cap == math.inf
+
+
+def test_the_guide_from_other_frameworks_names_presets_with_their_fields() -> None:
+    for row in rows_of_the_porting_guide():
+        settings = re.findall(r"`algorithm\.(\w+)(?: = ([^`]+))?`", row[-1])
+        names = [json.loads(value) for field, value in settings if field == "preset"]
+        for name in names:
+            usable = {*PRESETS[name].fields_in_use, "preset"}
+            assert {field for field, _ in settings} <= usable, row
+    named = set(
+        re.findall(
+            r'`(?:algorithm\.preset = )?"(\w+)"`', " ".join(row[-1] for row in rows_of_the_porting_guide())
+        )
+    )
+    assert named >= {name for name in PAPER if name.startswith(("dppo", "relax", "minirl"))}
+
+
+def test_the_guide_from_other_frameworks_shows_configs_that_are_valid() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", PORTING, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        algorithm = Config.model_validate(tomllib.loads(block)).algorithm
+        objective = preset(algorithm.preset, **overrides_in(algorithm.model_dump()))
+        assert objective.anchor == "rollout" and objective.ratio_cap == math.inf
 
 
 def test_the_guide_of_troubles_names_what_there_is() -> None:

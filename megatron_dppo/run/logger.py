@@ -26,7 +26,7 @@ from megatron_dppo.metrics.bound import bound_terms
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.means import add_group_means
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import without_lone_age
+from megatron_dppo.metrics.mismatch import prob_diff_so_far, without_lone_age
 from megatron_dppo.metrics.sampling_advice import AdviceWatch, Limits
 from megatron_dppo.metrics.staleness import add_staleness
 from megatron_dppo.models.megatron_folder import hf_files
@@ -156,7 +156,7 @@ class RunLogger:
         values = without_lone_age(self._merged(metrics))
         values |= bound_terms(values)
         of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
-        self._rollout_metrics |= of_rollout
+        self._rollout_metrics |= of_rollout | prob_diff_so_far(self._rollout_metrics, values)
         self._warn_of_noise(of_rollout)
         self._alarms.add_step(values)
         if self._advice is not None:

@@ -146,6 +146,12 @@ METRICS_ELSEWHERE = {
     "staleness/<n>": "unit/test_metrics.py",
     "loss/router_z": "distributed/test_actor_parity.py",
     "loss/router_balance": "distributed/test_actor_parity.py",
+    "clipped/mu_mean_positive": "unit/test_metrics.py",
+    "clipped/mu_mean_negative": "unit/test_metrics.py",
+    "clipped/pi_mean_positive": "unit/test_metrics.py",
+    "clipped/pi_mean_negative": "unit/test_metrics.py",
+    "clipped/entropy_mean_positive": "unit/test_metrics.py",
+    "clipped/entropy_mean_negative": "unit/test_metrics.py",
     "trust_region/weight_positive": "distributed/test_rule_runs.py",
     "trust_region/weight_negative": "distributed/test_rule_runs.py",
 }

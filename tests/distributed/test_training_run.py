@@ -175,6 +175,10 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
         assert min(later[1:]) > 1e-4
         assert first < 1e-9 or "routing_replay" not in rollout
     assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
+    for row in (row for row in rows if row["kind"] == "rollout"):
+        own = [step for step in rows if step["kind"] == "step" and step["rollout"] == row["rollout"]]
+        assert row["mismatch/prob_diff_max"] == max(step["drift/prob_diff_max"] for step in own)
+        assert row["mismatch/prob_diff_min"] == min(step["drift/prob_diff_min"] for step in own)
     replaced = [row["rollout/replaced_groups"] for row in rows if row["kind"] == "rollout"]
     assert (
         any(replaced[:2]) == any(replaced[2:]) == ("refill_zero_variance" in rollout)
@@ -384,9 +388,13 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     for metric in (*reported, *paired, "trust_region/noise_masked_fraction"):
         # equal engines: k1 is a mean of the last bits of float32 log-probs
         assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-6), metric
+    for metric in ("mismatch/prob_diff_max", "mismatch/prob_diff_min"):  # of the second gradient step
+        assert first[0][metric] == pytest.approx(first[1][metric], rel=0.02) and abs(first[0][metric]) > 1e-5
     steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]
-    of_every_token = [name for name in steps[0] if name.startswith(("shadow/", "theory/", "drift/"))]
+    areas = ("shadow/", "theory/", "drift/", "clipped/")
+    of_every_token = [name for name in steps[0] if name.startswith(areas)]
     known = {"shadow/dppo_topk_kl/agreement", "theory/linear_term", "drift/tv_p99", "drift/ratio_p001"}
+    known |= {"theory/sum_tv_ratio", "drift/prob_diff_max", "clipped/num_tokens_positive"}
     assert known <= set(of_every_token)
     for metric in of_every_token:
         assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=1e-6), metric
@@ -420,6 +428,15 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     of_active = [row for row in rows if row["preset"] == "active"]
     assert of_active and {row["preset"] for row in rows} <= {"active", *PRESETS}
     assert all(row["token"] and row["count"] >= 1 and 0 <= row["mean_tv"] <= 1 for row in rows)
+    for sign, name in (("+", "positive"), ("-", "negative")):  # fewer token ids than a list has room for
+        listed = [row for row in of_active if row["sign"] == sign]
+        num_tokens = sum(row["count"] for row in listed)
+        assert of_steps[-1][f"clipped/num_tokens_{name}"] == num_tokens > 0
+        for value in ("mu", "pi", "entropy"):
+            mean = sum(row["count"] * row[f"mean_{value}"] for row in listed) / num_tokens
+            assert of_steps[-1][f"clipped/{value}_mean_{name}"] == pytest.approx(mean), (sign, value)
+    assert ("time/anchor_s" in of_rollout) == extra
+    assert 0 <= of_rollout.get("time/anchor_s", 0) < of_rollout["time/train_s"], "it is a part of that"
     samples = {row["id"]: row for _, row in read_jsonl(task / preset / "samples" / "rollout_000000.jsonl")}
     for file in sorted((task / preset / "masked_tokens").iterdir()):
         for row in map(json.loads, file.read_text().splitlines()):

@@ -391,6 +391,10 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     for metric in ("mismatch/prob_diff_max", "mismatch/prob_diff_min"):  # of the second gradient step
         assert first[0][metric] == pytest.approx(first[1][metric], rel=0.02) and abs(first[0][metric]) > 1e-5
     steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]
+    extremes = [abs(steps[0][f"drift/prob_diff_{name}"]) for name in ("max", "min")]
+    assert max(extremes) == pytest.approx(first[0]["mismatch/tv_max"], rel=1e-9), (
+        "of all tokens, not of a share"
+    )
     areas = ("shadow/", "theory/", "drift/", "clipped/")
     of_every_token = [name for name in steps[0] if name.startswith(areas)]
     known = {"shadow/dppo_topk_kl/agreement", "theory/linear_term", "drift/tv_p99", "drift/ratio_p001"}

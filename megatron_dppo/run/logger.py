@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.architectures.spec_choice import choose_layer_spec
+from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.resuming import experiment_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import BatchReport
@@ -249,17 +250,15 @@ class RunLogger:
         self.add_to_rollout(metrics)
 
     def write_samples(self, rollout: int, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
-        """Write rank 0's samples as text, every `tracking.samples_every` rollouts."""
-        every = self._config.tracking.samples_every
-        if every and rollout % every == 0:
+        """Write rank 0's samples as text if `tracking.samples_every` acts in this rollout, an index from 0."""
+        if is_due(self._config.tracking.samples_every, rollout):
             self._on_main(
                 lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", groups, tokenizer)
             )
 
     def keep_batches(self, rollout: int, steps: Sequence[TrainBatch]) -> None:
-        """Write this data-parallel group's gradient steps, every `tracking.batches_every` rollouts."""
-        every = self._config.tracking.batches_every
-        if every and rollout % every == 0 and speaks_for_its_group():
+        """Write this data-parallel group's gradient steps if `tracking.batches_every` acts in this rollout."""
+        if is_due(self._config.tracking.batches_every, rollout) and speaks_for_its_group():
             write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
     def add_save_pause(self, seconds: float, *, is_between_rollouts: bool) -> None:

@@ -112,7 +112,7 @@ def require_paired_names(rows: list[dict[str, Any]], *, trained_with: str, every
     other = {"live": "replayed", "replayed": "live"}[trained_with]
     for row in rows:
         names = [name.partition("/")[2] for name in row if name.startswith(f"mismatch_{trained_with}/")]
-        assert bool(names) == (row["rollout"] % every == 0)
+        assert bool(names) == ((row["rollout"] + 1) % every == 0)
         for name in names:
             same = row[f"mismatch_{trained_with}/{name}"]
             assert same == pytest.approx(row[f"mismatch/{name}"], rel=1e-4, abs=1e-7), name
@@ -279,7 +279,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     task: Path, tmp_path: Path, lag: int
 ) -> None:
     """And trained on in its order, whatever moments the run is stopped at."""
-    changes: Any = {"rollout": {"lag": lag}, "tracking": {"samples_every": 1, "paired_routing_every": 3}}
+    changes: Any = {"rollout": {"lag": lag}, "tracking": {"samples_every": 1, "paired_routing_every": 2}}
     whole, stopped = (with_data(task, f"{name}_lag_{lag}", **changes) for name in ("whole", "stopped"))
     kept = run_ranks(train_and_sample_again, 1, tmp_path, whole)[0]
     assert kept["sampled"] == kept["expected"] and list(kept["sampled"]) == [0, 1, 2, 3]
@@ -287,7 +287,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     rows = [row for row in lines(task / f"whole_lag_{lag}") if row["kind"] == "rollout"]
     assert [row["rollout/staleness_mean"] for row in rows] == [min(r, lag) for r in range(4)]
     assert [row["rollout/staleness_max"] for row in rows] == [min(r, lag) for r in range(4)]
-    require_paired_names(rows, trained_with="replayed", every=3)
+    require_paired_names(rows, trained_with="replayed", every=2)
     for number, row in enumerate(rows):
         rewards = [reward for *_, reward in kept["sampled"][number].values()]
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
@@ -402,7 +402,8 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
 def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     task: Path, tmp_path: Path, preset: str, extra: bool
 ) -> None:
-    tables = with_data(task, preset, run={"num_rollouts": 1}, tracking={"clipped_tokens_every": 1})
+    tracking = {"clipped_tokens_every": 1, "samples_every": 1}
+    tables = with_data(task, preset, run={"num_rollouts": 1}, tracking=tracking)
     tables["algorithm"] = {"preset": preset, "delta": 1e-6, "minibatches_per_rollout": 2}
     forwards = run_ranks(train, 1, tmp_path, tables)[0]["forwards"]
     trained = sum(forwards)
@@ -466,6 +467,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
         prompts = "{task / "held_out.jsonl"}"
         [tracking]
         paired_routing_every = 1
+        samples_every = 2
         """
     )
     command = ["-m", "megatron_dppo", "train", toml, "--set", "optimizer.lr=2e-6"]
@@ -475,7 +477,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     kinds = [row["kind"] for row in lines(task / "cli")]
     assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
     require_paired_names([row for row in lines(task / "cli") if row["kind"] == "rollout"], trained_with="live")
-    assert list((task / "cli" / "samples").iterdir())
+    assert [file.name for file in (task / "cli" / "samples").iterdir()] == ["rollout_000001.jsonl"]
     assert "resuming" not in done.stderr
     again = python(*command, "--set", "run.num_rollouts=1")
     assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr

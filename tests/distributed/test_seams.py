@@ -214,7 +214,8 @@ def test_periods_count_rollouts(played: Played) -> None:
 
     assert seen("samples/*") == due(tracking.samples_every)
     assert seen("batches/*") == due(tracking.batches_every)
-    assert {step // steps for step in seen("clipped_tokens/*")} == due(tracking.clipped_tokens_every)
+    assert seen("clipped_tokens/*") == due(tracking.clipped_tokens_every)
+    assert {step // steps for step in seen("masked_tokens/*")} == due(tracking.clipped_tokens_every)
     assert min(row["memory/rollout_bytes"] for row in rows if row["kind"] == "rollout") > 6 * 3 * 9
     paired = {row["rollout"] for row in rows if "mismatch_live/kl_k3" in row}
     assert paired == due(tracking.paired_routing_every)

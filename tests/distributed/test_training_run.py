@@ -279,7 +279,8 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     task: Path, tmp_path: Path, lag: int
 ) -> None:
     """And trained on in its order, whatever moments the run is stopped at."""
-    changes: Any = {"rollout": {"lag": lag}, "tracking": {"samples_every": 1, "paired_routing_every": 2}}
+    tracking = {"samples_every": 1, "paired_routing_every": 2, "clipped_tokens_every": 2}
+    changes: Any = {"rollout": {"lag": lag}, "tracking": tracking}
     whole, stopped = (with_data(task, f"{name}_lag_{lag}", **changes) for name in ("whole", "stopped"))
     kept = run_ranks(train_and_sample_again, 1, tmp_path, whole)[0]
     assert kept["sampled"] == kept["expected"] and list(kept["sampled"]) == [0, 1, 2, 3]
@@ -307,6 +308,11 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     assert without_clocks(lines(folders[0])) == without_clocks(lines(folders[1]))
     texts = [[file.read_text() for file in sorted(folder.glob("samples/*"))] for folder in folders]
     assert texts[0] == texts[1] and len(texts[0]) == 4
+    lists = [files_of(folder / "clipped_tokens") | files_of(folder / "masked_tokens") for folder in folders]
+    of_steps = [f"step_{step:06d}.jsonl" for step in (2, 3, 6, 7)]
+    assert sorted(lists[0]) == ["rollout_000001.jsonl", "rollout_000003.jsonl", *of_steps]
+    assert lists[0] == lists[1], "a stop between the steps of a listed rollout loses none of them"
+    assert all(b'"num_steps": 2, "preset": "active"' in lists[1][name] for name in sorted(lists[1])[:2])
 
 
 def test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same(task: Path, tmp_path: Path) -> None:
@@ -417,7 +423,8 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     warnings = (tmp_path / "rank0.log").read_text().count("sits inside the engines' noise")
     files = sorted((task / preset / "clipped_tokens").iterdir())
     rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
-    assert [file.name for file in files] == ["step_000000.jsonl", "step_000001.jsonl"]
+    assert [file.name for file in files] == ["rollout_000000.jsonl"]
+    assert {(row["rollout"], row["num_steps"]) for row in rows} == {(0, 2)}
     of_active = [row for row in rows if row["preset"] == "active"]
     assert of_active and {row["preset"] for row in rows} <= {"active", *PRESETS}
     assert all(row["token"] and row["count"] >= 1 and 0 <= row["mean_tv"] <= 1 for row in rows)

@@ -75,7 +75,11 @@ class Written:
 
 
 def draw_figures(
-    folders: Sequence[Path], out: Path, formats: Sequence[Format] = FORMATS, title: str = ""
+    folders: Sequence[Path],
+    out: Path,
+    formats: Sequence[Format] = FORMATS,
+    title: str = "",
+    tokens_at: int | None = None,
 ) -> Written:
     """Draw all figures for which the folders suffice.
 
@@ -84,12 +88,14 @@ def draw_figures(
         out: Gets `<name>.png`, `<name>.svg` and `<name>.txt`, its caption, for each figure, and `index.html`.
         formats: Of the files; the gallery has pictures of its own.
         title: Stands over every figure and over the gallery.
+        tokens_at: The rollout, from 1, whose masked tokens are drawn; none: the last that all runs list.
 
     Raises:
-        ConfigError: No folder was named, one twice, or no figure of their data can be drawn.
+        ConfigError: No folder was named, one twice, no figure of their data can be drawn, or a run that lists
+            masked tokens does not list that rollout.
         DataError: A folder is no run's, or a file of it is damaged.
     """
-    material = _material([Path(folder) for folder in folders])
+    material = _material([Path(folder) for folder in folders], tokens_at)
     answers = [(kind, kind.draw(kind, material)) for kind in KINDS]
     not_drawn = tuple(
         f"{kind.name} ({kind.paper}): {answer.found}; {answer.action}."
@@ -136,7 +142,7 @@ def _distinct(drawings: Sequence[Drawing]) -> list[Drawing]:
     return found
 
 
-def _material(folders: Sequence[Path]) -> Material:
+def _material(folders: Sequence[Path], tokens_at: int | None) -> Material:
     if not folders:
         raise ConfigError("figures: found no folder; expected one or more. Name the folders of runs.")
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -144,7 +150,7 @@ def _material(folders: Sequence[Path]) -> Material:
     of_runs = [folder for folder in folders if not (folder / TOKENS).is_file()]
     runs = read_curves(of_runs)
     tokens = [pairs for folder in folders for pairs in read_token_pairs(folder)]
-    return Material(experiments_of(runs) if runs else [], tokens)
+    return Material(experiments_of(runs) if runs else [], tokens, tokens_at)
 
 
 def _write(drawing: Drawing, out: Path, formats: Sequence[Format], title: str) -> Picture:

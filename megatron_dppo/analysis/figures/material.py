@@ -16,6 +16,7 @@ class Material:
 
     experiments: Sequence[Experiment]
     tokens: Sequence[TokenPairs]
+    tokens_at: int | None = None  # rollout, from 1, whose masked tokens are drawn; none: the last listed one
 
     @property
     def lines(self) -> list[Line]:

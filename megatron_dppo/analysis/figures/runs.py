@@ -17,7 +17,7 @@ from megatron_dppo.algorithms.presets import OVERRIDABLE
 from megatron_dppo.analysis.figures.style import LOOKS, objective_label
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
 from megatron_dppo.analysis.report.text import differing_keys, distinct_names, places_of_equal, settings_of
-from megatron_dppo.analysis.token_files import clipped_curves, step_files
+from megatron_dppo.analysis.token_files import clipped_curves, listed_rollouts, step_files
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run, read_run
 
@@ -48,7 +48,7 @@ class RunCurves:
     name: str
     objective: Objective
     curves: Mapping[str, Points]  # by metric: rollouts, and values as metrics.jsonl has them
-    clipped: Mapping[int, Path]  # by gradient step, in order: lists of clipped tokens
+    clipped: Mapping[int, tuple[Path, ...]]  # by rollout from 1, in order: its list of clipped tokens
 
     @property
     def seed(self) -> str:
@@ -96,11 +96,10 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
         scores = {name for row in run.evaluations for name in row.values if SCORE.fullmatch(name)}
         points = {metric: over_rollouts(run, metric) for metric in (*METRICS, *sorted(scores))}
         rollout_of = {row.step: row.rollout + 1 for row in run.steps if row.step is not None}
-        clipped = step_files(run, "clipped_tokens")
-        points |= clipped_curves(clipped, rollout_of)
+        points |= clipped_curves(step_files(run, "clipped_tokens"), rollout_of)
         bare = replace(run, steps=(), rollouts=(), evaluations=())
         curves = {metric: known for metric, known in points.items() if known[0]}
-        found.append(RunCurves(bare, path.name, objective_of(run), curves, clipped))
+        found.append(RunCurves(bare, path.name, objective_of(run), curves, listed_rollouts(run)))
     names = distinct_names([each.run for each in found])
     return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
 

@@ -68,6 +68,13 @@ _CHECKPOINT = [
         LONGER | {"checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_best": 1},
     ),
     Effect(
+        "checkpoint.best_metric",
+        ("reward/mean", "reward/maen"),
+        None,
+        both(lambda left: "found no finite 'reward/maen' after 1 rollouts" in left.log, False, True),
+        {"checkpoint.keep_best": 1, "checkpoint.keep_last": 1},
+    ),
+    Effect(
         "checkpoint.reserve_gib",
         (1.0, 1e9),
         "prompts",

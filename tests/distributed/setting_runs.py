@@ -4,6 +4,7 @@ All runs are played by one process, one after the other. `PHASES` orders what a 
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,11 +103,13 @@ class Left:
         folder: The run's.
         error: Message of the error that ended it; empty if none did.
         num_threads: CPU threads of the process at its end.
+        log: Messages of the package's log.
     """
 
     folder: Path
     error: str
     num_threads: int
+    log: str
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -194,6 +197,10 @@ def _placed(value: Any, task: Path) -> Any:
 def play_all(runtime: Runtime, task: Path, runs: Sequence[Tables]) -> list[Left]:
     """Run each of these, and return what they left."""
     left: list[Left] = []
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_dppo").addHandler(handler)
     for number, settings in enumerate(runs):
         tables, error = tables_of({"run.folder": f"{{task}}/run_{number:03d}", **settings}, task), ""
         folder = Path(tables["run"]["folder"])
@@ -201,5 +208,6 @@ def play_all(runtime: Runtime, task: Path, runs: Sequence[Tables]) -> list[Left]
             train(Config.model_validate(tables), runtime)
         except MegatronDppoError as found:
             error = f"{type(found).__name__}: {found}"
-        left.append(Left(folder, error, torch.get_num_threads()))
+        left.append(Left(folder, error, torch.get_num_threads(), "\n".join(messages)))
+        messages.clear()
     return left

@@ -111,7 +111,7 @@ _ALGORITHM = [
         (0.9, 1e-6),
         "loss 1",
         rises(MASKED_ALL),
-        masks("cppo", delta=0.02, prefix_delta_max=0.95),
+        masks("cppo", delta=0.005, prefix_delta_max=0.95),
     ),
     Effect(
         "algorithm.prefix_delta_max",

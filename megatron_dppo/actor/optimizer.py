@@ -53,20 +53,21 @@ def build_schedule(
     for group in optimizer.param_groups:
         group["max_lr"], group["min_lr"] = config.lr, config.min_lr
         group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
+    is_warming_up = config.warmup_steps > 0  # without this the first step would have learning rate 0
+    last = num_steps - 1 + is_warming_up  # as the schedule counts the last step, which has min_lr
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(num_steps, config.warmup_steps + 1),
+        lr_decay_steps=max(last, config.warmup_steps + 1),
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    is_warming_up = config.warmup_steps > 0  # without this the first step would have learning rate 0
     schedule.step(num_done + is_warming_up)
     return schedule
 

@@ -50,11 +50,21 @@ def alarms(history: Sequence[Row], row: Row, steps: Sequence[Row] = ()) -> dict[
 class AlarmWatch:
     """Raises alarms about each finished rollout, by comparison with the rows of earlier ones."""
 
-    def __init__(self, history: Sequence[Row] = ()) -> None:
-        """Continue after the rollouts of `history`."""
+    def __init__(
+        self, history: Sequence[Row] = (), last_steps: Sequence[Row] = (), *, is_raised: bool = True
+    ) -> None:
+        """Continue after the rollouts of `history`.
+
+        Args:
+            history: Metrics of all rollouts so far, in order.
+            last_steps: Metrics of the gradient steps of the last one.
+            is_raised: Whether the alarms of the last one were raised, so that they are not raised again.
+        """
         self.rows: list[Row] = list(history)
         self._steps: list[Row] = []
-        self._last: frozenset[str] = frozenset()
+        is_known = bool(self.rows) and is_raised
+        found = alarms(self.rows[:-1], self.rows[-1], last_steps) if is_known else {}
+        self._last: frozenset[str] = frozenset(found)
 
     def add_step(self, values: Row) -> None:
         """Add a gradient step of the current rollout."""
@@ -174,6 +184,28 @@ def noise_warning(rollouts: Sequence[Row]) -> str | None:
     )
 
 
+class NoiseWatch:
+    """Warns once in a run that the trust region masks the engines' noise."""
+
+    def __init__(self, *, is_raised: bool = False) -> None:
+        """Begin without rollouts; with `is_raised` it stays silent."""
+        self._rollouts: list[Row] = []
+        self._is_raised = is_raised
+
+    def check(self, of_rollout: Row) -> str | None:
+        """Add what was measured before a rollout's first update, and return the warning if it is due."""
+        if not of_rollout or self._is_raised:
+            return None
+        self._rollouts.append(of_rollout)
+        warning = noise_warning(self._rollouts)
+        self._is_raised = warning is not None
+        return warning
+
+    def restarted(self) -> NoiseWatch:
+        """Return a watch without rollouts that warns only if this one has not."""
+        return NoiseWatch(is_raised=self._is_raised)
+
+
 def _not_finite(rows: Sequence[Row]) -> str | None:
     names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
     if not names:
@@ -212,4 +244,4 @@ def _age(row: Row) -> float:
 
 
 def _jsonable(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+    return float(value) if math.isfinite(value) else str(value)

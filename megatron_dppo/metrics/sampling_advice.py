@@ -17,6 +17,7 @@ WINDOW = 10  # rollouts that the means are of; advice is given at most once in a
 MUCH_WAITING = 0.1  # of a rollout's time
 OFTEN_IDLE, ALWAYS = 0.75, 0.9  # up to, and from: shares of training with requests on their way
 HELD_BACK, QUEUED = 1.1, 1.5  # from: whole groups for each one taken
+LONGEST = "theory/longest_response"
 _STEP = 0.25  # over_sampling is advised in such steps
 
 Row = Mapping[str, float]
@@ -188,7 +189,7 @@ class AdviceWatch:
 
     def add_step(self, values: Row) -> None:
         """Add a gradient step of the current rollout."""
-        self._longest_of_steps = max(self._longest_of_steps, values.get("theory/longest_response", 0.0))
+        self._longest_of_steps = max(self._longest_of_steps, values.get(LONGEST, 0.0))
 
     def check(self, row: Row) -> str | None:
         """Return advice after a rollout; none where there is none, or where it is too early for more."""

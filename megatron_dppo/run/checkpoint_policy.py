@@ -30,6 +30,7 @@ class CheckpointPolicy:
         self._config, self._runtime, self._logger = config, session.runtime, session.logger
         self._actor, self._state = actor, state
         self._settings = dump_config(config)
+        self._is_warned = False
         folder = config.run.folder / "checkpoints"
         self._checkpoints = Checkpoints(folder, config.checkpoint, config.model.load, session.runtime)
 
@@ -139,4 +140,15 @@ class CheckpointPolicy:
         """Return checkpoint.best_metric of the current weights; none in the middle of a rollout."""
         if self._state.open_rollout is not None:
             return None
-        return self._logger.latest(self._config.checkpoint.best_metric)
+        options = self._config.checkpoint
+        score = self._logger.latest(options.best_metric)
+        if score is None and options.keep_best and not self._is_warned:
+            self._is_warned = True
+            if self._runtime.is_main:
+                log.warning(
+                    "checkpoint.best_metric: found no finite %r after %d rollouts; expected a metric of the "
+                    "rollout's row, or of an evaluation since. checkpoint.keep_best leaves this checkpoint out",
+                    options.best_metric,
+                    self._state.rollout,
+                )
+        return score

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,19 +19,19 @@ from megatron_dppo.data.batches.kept_batches import write_group
 from megatron_dppo.data.batches.memory import bytes_of_samples
 from megatron_dppo.errors import TrainingError
 from megatron_dppo.mcore.groups import data_parallel_place, speaks_for_its_group
-from megatron_dppo.metrics.alarms import AlarmWatch, noise_warning, write_alarms
+from megatron_dppo.metrics.alarms import write_alarms
 from megatron_dppo.metrics.bound import bound_terms
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.means import add_group_means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import prob_diff_so_far, without_lone_age
-from megatron_dppo.metrics.sampling_advice import AdviceWatch, Limits
 from megatron_dppo.metrics.staleness import add_staleness
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
 from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.rollout.scores import PromptScore, over_ranks
 from megatron_dppo.rollout.scoring import Tokenizer
+from megatron_dppo.run.history import PastRows, RunHistory, of_the_rollout
 from megatron_dppo.run.token_lists import OpenTokenLists, remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.lock import locked
@@ -54,9 +53,7 @@ class Alarm:
 
 log = logging.getLogger(__name__)
 
-# Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
 _BETWEEN = "time/save_between_s"
-_OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
 
 
 class RunLogger:
@@ -69,12 +66,8 @@ class RunLogger:
         """Use `RunLogger.open`."""
         self._config, self._runtime, self._folder = config, runtime, folder
         self._rollout_metrics: dict[str, float] = {}
-        self._latest: dict[str, float] = {}
         self._save_s = self._save_between_s = 0.0
-        self._is_noise_known = self._is_cost_logged = False
-        self._before_updates: list[Mapping[str, float]] = []  # what was measured then, a row of each rollout
-        self._alarms = AlarmWatch()
-        self._advice = _advice_watch(config)
+        self._history = RunHistory(config)
         self._lists = OpenTokenLists(config.run.folder, config.model.load)
 
     @classmethod
@@ -113,15 +106,18 @@ class RunLogger:
             opened: The rollout that the checkpoint kept open, with the part of its row and its list.
         """
 
-        def cut(folder: RunFolder) -> list[dict[str, float]]:
+        def restart(folder: RunFolder) -> tuple[PastRows, bool]:
             folder.truncate(metrics_offset)
             remove_undone(run := read_run(folder.path))
-            return [dict(row.values) for row in run.rollouts]
+            past = PastRows.read(run) if metrics_offset else PastRows()
+            folder.continue_rollout(past.open_steps)
+            tracking = (folder.earlier_config or {}).get("tracking", {})
+            return past, tracking.get("alarms") != "off"
 
-        rows = self._on_main(cut)
+        past, raised_alarms = self._on_main(restart)
         self._rollout_metrics = {} if opened is None else dict(opened.metrics)
         self._lists.restore({} if opened is None else opened.listed)
-        self._alarms, self._before_updates = AlarmWatch(rows), list[Mapping[str, float]](rows)
+        self._history.resume(past, of_the_rollout(self._rollout_metrics), raised_alarms=raised_alarms)
 
     def write_changes(self, rollout: int, trained_with: str) -> None:
         """Append a row for each setting that makes another experiment of what was trained so far.
@@ -153,9 +149,8 @@ class RunLogger:
         return self._config.run.folder / "evaluations"
 
     def latest(self, metric: str) -> float | None:
-        """Return a metric of the last finished rollout, or of an evaluation since, where it is finite."""
-        value = self._latest.get(metric)
-        return value if value is not None and math.isfinite(value) else None
+        """Return a metric of the last finished rollout, or of an evaluation since; None unless it is finite."""
+        return self._history.latest(metric)
 
     def offset(self) -> int:
         """Return the size of metrics.jsonl so far, in bytes."""
@@ -165,25 +160,13 @@ class RunLogger:
         """Write the row of a gradient step, from each rank's statistics."""
         values = without_lone_age(self._merged(metrics))
         values |= bound_terms(values)
-        of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
+        of_rollout = of_the_rollout(values)
         self._rollout_metrics |= of_rollout | prob_diff_so_far(self._rollout_metrics, values)
-        self._warn_of_noise(of_rollout)
-        self._alarms.add_step(values)
-        if self._advice is not None:
-            self._advice.add_step(values)
+        warning = self._history.add_step(values)
+        if warning is not None and self._runtime.is_main:
+            log.warning("%s", warning)
         of_step = {name: value for name, value in values.items() if name not in of_rollout}
         self._on_main(lambda folder: folder.write_step(rollout, step, of_step))
-
-    def _warn_of_noise(self, of_rollout: Mapping[str, float]) -> None:
-        """Warn, once per process, where the trust region masks the engines' noise."""
-        if not of_rollout or self._is_noise_known:
-            return
-        self._before_updates.append(of_rollout)
-        warning = noise_warning(self._before_updates)
-        if warning is not None:
-            self._is_noise_known = True
-            if self._runtime.is_main:
-                log.warning("%s", warning)
 
     def write_token_lists(self, rollout: int, step: int, lists: TokenLists) -> None:
         """Add a gradient step's masked tokens to its rollout's list, from each rank's lists.
@@ -289,7 +272,6 @@ class RunLogger:
         row = self._rollout_metrics | self._merged(metrics)
         between_s, self._save_s, self._save_between_s = row.pop(_BETWEEN), 0.0, 0.0
         self._rollout_metrics = {}
-        self._latest = dict(row)
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / (row["time/total_s"] + between_s)
         num_rollouts = self._config.run.num_rollouts
         self._on_main(lambda _: self._lists.write_rollout(rollout))
@@ -300,12 +282,9 @@ class RunLogger:
         return self._raise_alarms(rollout, row)
 
     def _log_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
-        """Log, once per process, the time that forwarding tokens only to measure them takes."""
-        seconds = row.get("time/paired_forward_s")
-        if seconds is None or self._is_cost_logged:
-            return
-        self._is_cost_logged = True
-        if self._runtime.is_main:
+        """Log, once in a run, the time that forwarding tokens only to measure them takes."""
+        seconds = self._history.paired_cost(row)
+        if seconds is not None and self._runtime.is_main:
             share, of_rollout = self._config.tracking.mismatch_share, seconds / row["time/total_s"]
             log.info(
                 "the paired forward of %.3g of a mini-batch took %.3g s, %.1f %% of its rollout's time; "
@@ -317,17 +296,17 @@ class RunLogger:
 
     def _log_advice(self, rollout: int, row: Mapping[str, float]) -> None:
         """Log what would let sampling and training keep pace; every rank finds the same."""
-        text = None if self._advice is None else self._advice.check(row)
+        text = self._history.advice(row)
         if text is not None and self._runtime.is_main:
             log.info("rollout %d: %s", rollout + 1, text)
 
     def _raise_alarms(self, rollout: int, row: Mapping[str, float]) -> Alarm | None:
         """Log alarms and keep the rows that raised them; every rank finds the same."""
         mode = self._config.tracking.alarms
-        found = {} if mode == "off" else self._alarms.check(row)
+        found = self._history.check(row)
         if not found:
             return None
-        rows, folder = self._alarms.rows, self._config.run.folder / "evidence"
+        rows, folder = self._history.rows, self._config.run.folder / "evidence"
         file = self._on_main(lambda _: write_alarms(folder, rollout, found, rows))
         number, texts = rollout + 1, "; ".join(f"{name}: {text}" for name, text in found.items())
         if mode == "stop":
@@ -337,7 +316,7 @@ class RunLogger:
             )
         if self._runtime.is_main:
             log.warning("rollout %d: %s; see %s", number, texts, file)
-        return Alarm(texts, self._alarms.good_until(found), file) if mode == "roll_back" else None
+        return Alarm(texts, self._history.good_until(found), file) if mode == "roll_back" else None
 
     def go_back_to(self, metrics_offset: int, rollout: int) -> None:
         """Cut metrics.jsonl as `start_at` does; the cut rows stay in `evidence/rolled_back_<rollout>.jsonl`."""
@@ -366,7 +345,7 @@ class RunLogger:
                 score, low, high = (of_set[name] for name in each.metric_names[:3])
                 name = each.metric_names[0]
                 log.info("after %d rollouts: %s %.3f [%.3f, %.3f]", rollout, name, score, low, high)
-        self._latest |= values
+        self._history.add_evaluation(values)
         self._on_main(lambda folder: folder.write_evaluation(rollout, values))
 
     def _merged(self, metrics: Metrics) -> dict[str, float]:
@@ -378,13 +357,3 @@ class RunLogger:
             return action(self._folder)
 
         return self._runtime.on_main(run)
-
-
-def _advice_watch(config: Config) -> AdviceWatch | None:
-    """Return what advises on sampling beside training; none where it takes turns with training."""
-    own = config.rollout
-    if not own.max_staleness:
-        return None
-    return AdviceWatch(
-        Limits(own.prompts_per_rollout, own.max_staleness, own.over_sampling, own.max_response_tokens)
-    )

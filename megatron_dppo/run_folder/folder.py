@@ -161,6 +161,10 @@ class RunFolder:
         if num_lines:
             log.warning("%s: cut %d lines written after the checkpoint; they will come again", file, num_lines)
 
+    def continue_rollout(self, steps: Sequence[Mapping[str, float]]) -> None:
+        """Count the gradient steps already taken on an open rollout, for its line in the log."""
+        self._steps_of_rollout = list(steps)
+
     def close(self) -> None:
         """Flush and close everything."""
         os.fsync(self._metrics.fileno())

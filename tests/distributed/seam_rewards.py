@@ -3,7 +3,10 @@
 Named in a config as "tests.distributed.seam_rewards:<name>"; imported by workers, so that it imports little.
 """
 
+import time
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_dppo.environments import Observation, Turn
@@ -36,3 +39,46 @@ def plainly(engine: Any, requests: Sequence[Any], params: Any) -> Sequence[Any]:
 def limited(tokens: Any, options: Mapping[str, Any]) -> Any:
     """Keep responses of little divergence."""
     return tokens.whole_responses.mean(tokens.divergence) <= options["limit"]
+
+
+def by_answer(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Earn by the text of the response and by the reference answer, between 0 and 1."""
+    return RewardResult(zlib.crc32(f"{prompt.answer}: {response}".encode()) / 2**32)
+
+
+def slow_or_large(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
+    """Take 0.6 s for about half of the responses, and 400 MiB for the others; spare reference answers."""
+    kind = zlib.crc32(response.encode()) % 2 if len(response.split()) > 2 else 2
+    if kind == 0:
+        time.sleep(0.6)
+    size = len(bytearray(400 << 20 if kind == 1 else 1))
+    return RewardResult(float(size > 1))
+
+
+class Loud(Nodding):
+    """Say another word than Nodding."""
+
+    def step(self, response: str, finish_reason: FinishReason) -> Turn:
+        """Go on for ever."""
+        return Turn("w7", None, done=False)
+
+
+class Endless(Nodding):
+    """Reward each turn by itself, and end only at the limit of turns."""
+
+    def step(self, response: str, finish_reason: FinishReason) -> Turn:
+        """Reward a turn by its text."""
+        return Turn("=", zlib.crc32(response.encode()) / 2**32, done=False)
+
+
+def first_words(engine: Any, requests: Sequence[Any], params: Any) -> Sequence[Any]:
+    """Sample at most three tokens."""
+    return engine.generate(requests, replace(params, max_response_tokens=3))
+
+
+def steep(tokens: Any, options: Mapping[str, Any]) -> Any:
+    """Keep tokens, or whole responses where the rule sees them, of divergence up to a limit."""
+    spent = tokens.divergence
+    if tokens.responses is not None:
+        spent = tokens.whole_responses.mean(spent)
+    return spent <= options["limit"]

@@ -1,7 +1,9 @@
 """An alarm on all ranks: they stop together, with the evidence, and a resumed run knows what was usual."""
 
 import json
+import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,109 @@ def test_each_alarm_is_raised_through_the_logger(tmp_path: Path) -> None:
     for name, (alarm, *_) in TROUBLES.items():
         assert f": {alarm}: " in found[name][1], found[name]
     assert {alarm for alarm, *_ in TROUBLES.values()} == RULES.keys() | {"not_finite"}
+
+
+LONG, NOISY = {"rollout/response_length_mean": 200.0}, {"trust_region/noise_masked_fraction": 0.5}
+
+
+def steps_of(rollout: int) -> list[dict[str, float]]:
+    """Two gradient steps; noise from rollout 7 on, and second steps that are not finite in 10 and 11."""
+    entropy = 1.0 + rollout / 8
+    noise = NOISY if rollout >= 7 else {"trust_region/noise_masked_fraction": 0.001}
+    second = math.nan if rollout in (10, 11) else 3 * entropy
+    longest = {"theory/longest_response": 300.0 if rollout == 9 else 40.0}
+    return [{**USUAL_STEP, **noise, **longest, "policy/entropy": entropy}, {"policy/entropy": second}]
+
+
+def write_a_run(runtime: Runtime, folder: Path, stops: dict[int, int]) -> list[str]:
+    """Write 14 rollouts, in which alarms last, and return the messages of the log.
+
+    Args:
+        runtime: This process.
+        folder: The run's.
+        stops: For each event before which a checkpoint is saved, the number of events after it until the run
+            is killed and resumed.
+    """
+    from megatron_dppo.config.schema import Config
+    from megatron_dppo.metrics.metrics import Metrics
+    from megatron_dppo.run.logger import RunLogger
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_dppo").addHandler(handler)
+    tables = {"run": {"folder": folder}, "rollout": {"max_staleness": 1, "prompts_per_rollout": 64}}
+    config = Config.model_validate(tables)
+
+    def events(logger: RunLogger, first: int) -> Any:
+        """Write everything from an event on; an event is a gradient step, or the end of a rollout."""
+        for number in range(first, 14 * 3):
+            yield number
+            rollout, place = divmod(number, 3)
+            if place < 2:
+                metrics = Metrics()
+                for name, value in steps_of(rollout)[place].items():
+                    metrics.add_mean(name, value, 1)
+                logger.write_step(rollout, 2 * rollout + place, metrics)
+                continue
+            row = USUAL | AHEAD | {"reward/mean": 0.05 * rollout} | (LONG if rollout >= 8 else {})
+            logger.add_values(row | ({"engine/busy_in_training": 0.99} if rollout >= 9 else {}))
+            logger.write_rollout(rollout, SECONDS | ({"paired_forward": 0.5} if rollout % 4 == 1 else {}))
+
+    begin, offset, opened, found = 0, 0, dict[str, float](), list[float | None]()
+    for stop, ahead in [*stops.items(), (14 * 3, 0)]:
+        with RunLogger.open(config, runtime) as logger:
+            logger.start_at(offset, opened)
+            found.append(logger.latest("reward/mean"))
+            for number in events(logger, begin):
+                if number == stop:
+                    begin, offset, opened = stop, logger.offset(), logger.rollout_metrics
+                    kept = len(messages)
+                if number == stop + ahead and stop < 14 * 3:
+                    break
+        if stop < 14 * 3:
+            del messages[kept:]
+    expected = [None if stop < 3 else pytest.approx(0.05 * (stop // 3 - 1)) for stop in (0, *stops)]
+    assert found == expected, "what keep_best looks at"
+    logging.getLogger("megatron_dppo").removeHandler(handler)
+    cut = "lines written after the checkpoint"
+    texts = [text.replace(str(folder), "run") for text in messages if cut not in text]
+    return [re.sub(r"  [0-9.]+ s  left .*", "", text) for text in texts]
+
+
+def test_a_resumed_run_raises_and_logs_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    """Stopped between gradient steps and between rollouts, also some steps after the checkpoint."""
+    whole = run_ranks(write_a_run, 1, tmp_path, tmp_path / "whole", {})[0]
+    once = (
+        "length_jump",
+        "not_finite",
+        "sits inside the engines' noise",
+        "the paired forward of",
+        "servers had",
+    )
+    assert [sum(words in text for text in whole) for words in once] == [1] * 5, whole
+    stops = {4: 0, 14: 1, 24: 0, 26: 0, 27: 3, 28: 0, 31: 0, 32: 2, 33: 0, 35: 0, 41: 0}
+    halved = run_ranks(write_a_run, 1, tmp_path, tmp_path / "halved", stops)[0]
+    assert halved == whole
+    contents = [
+        {file.name: file.read_text() for file in sorted((tmp_path / name).glob("**/*.json*"))}
+        for name in ("whole", "halved")
+    ]
+    for content in contents:
+        content.pop("versions.json")
+        for name, text in content.items():  # clocks
+            content[name] = re.sub(r'"(memory|throughput)/[a-z_]+": [0-9.]+', "", text)
+    assert contents[0] == contents[1]
+    assert [name for name in contents[0] if "alarm" in name] == [
+        "alarm_rollout_000008.json",
+        "alarm_rollout_000010.json",
+    ]
+
+
+def test_alarms_that_were_off_are_raised_after_a_resume(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    offset = run_ranks(write_rows, 1, tmp_path, run, "off", 10, 0)[0]["offset"]
+    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert offset < size and not (tmp_path / "run" / "evidence").exists()
+    again = run_ranks(write_rows, 1, tmp_path, run, "stop", 0, size)[0]
+    assert "length_jump" in again["error"]

@@ -1,12 +1,14 @@
 """Starting a server process: which failures are tried again."""
 
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.sglang.server import Launch, Server
+from megatron_dppo.rollout.sglang.server import Launch, Server, supervise
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,27 @@ def test_only_a_port_that_was_taken_is_tried_again(tmp_path: Path, says: str, nu
     assert (tmp_path / "own-0.log").read_text().count(says + "\n") == num_starts + (
         says in "address already in use"
     )
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.5])
+def test_a_server_that_is_late_is_an_error(tmp_path: Path, timeout_s: float) -> None:
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    server = Server(Launch(command, {}, "http://127.0.0.1:9", {}), tmp_path, "own-0")
+    began = time.monotonic()
+    try:
+        with pytest.raises(ServerError, match=r"rollout\.sglang\.start_timeout_s"):
+            server.start(timeout_s=timeout_s)
+        assert timeout_s <= time.monotonic() - began < timeout_s + 5
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_restarts: int) -> None:
+    starts: list[float] = []
+    monkeypatch.setattr(Server, "start", lambda self, timeout_s, ended=None: starts.append(timeout_s))
+    monkeypatch.setattr(Server, "status", lambda self: 1)
+    server = Server(Launch((sys.executable,), {}, "http://127.0.0.1:9", {}), tmp_path, "own-0")
+    with pytest.raises(ServerError, match=f"after {max_restarts} restarts"):
+        supervise(server, threading.Event(), start_timeout_s=7.0, max_restarts=max_restarts)
+    assert starts == [7.0] * (max_restarts + 1)

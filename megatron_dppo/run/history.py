@@ -1,0 +1,144 @@
+"""Remembers the rows of a run, and finds alarms, warnings and advice in them, the same after a resume."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.metrics.alarms import AlarmWatch, NoiseWatch
+from megatron_dppo.metrics.sampling_advice import LONGEST, AdviceWatch, Limits
+from megatron_dppo.run_folder.reader import Run
+
+Row = Mapping[str, float]
+
+# Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
+_OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
+_PAIRED_S = "time/paired_forward_s"
+
+
+@dataclass(frozen=True)
+class PastRows:
+    """Rows of metrics.jsonl that a resumed run continues from.
+
+    Attributes:
+        rollouts: Finished rollouts, in order.
+        steps: Gradient steps of each of them; only the last one's are complete.
+        open_steps: Gradient steps taken on the open rollout.
+        evaluated: Metrics of the evaluation after the last finished rollout; empty if there was none.
+    """
+
+    rollouts: Sequence[Row] = ()
+    steps: Sequence[Sequence[Row]] = ()
+    open_steps: Sequence[Row] = ()
+    evaluated: Row = field(default_factory=dict[str, float])
+
+    @classmethod
+    def read(cls, run: Run) -> "PastRows":
+        """Take from a run's rows only what `RunHistory` needs, as every rank gets it."""
+        last = run.rollouts[-1].rollout if run.rollouts else -1
+        steps: dict[int, list[Row]] = {}
+        for row in run.steps:
+            is_complete = row.rollout >= last
+            kept = {name: value for name, value in row.values.items() if is_complete or name == LONGEST}
+            steps.setdefault(row.rollout, []).append(kept)
+        evaluated: dict[str, float] = {}
+        for row in run.evaluations:
+            evaluated |= row.values if row.rollout == last + 1 else {}
+        rollouts = [dict(row.values) for row in run.rollouts]
+        of_rollouts = [steps.get(row.rollout, []) for row in run.rollouts]
+        return cls(rollouts, of_rollouts, steps.get(last + 1, []), evaluated)
+
+
+class RunHistory:
+    """Finds alarms, warnings and advice in the rows of a run; the same on every rank.
+
+    After `resume`, it finds what it finds in a run that was not interrupted. What was already raised or logged
+    does not come again.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Begin without rows."""
+        self._config = config
+        self._is_watched = config.tracking.alarms != "off"
+        self._latest: dict[str, float] = {}
+        self._alarms, self._noise, self._advice = AlarmWatch(), NoiseWatch(), _advice_watch(config)
+        self._is_cost_known = False
+
+    def resume(self, past: PastRows, opened: Row, *, raised_alarms: bool) -> None:
+        """Continue after these rows.
+
+        Args:
+            past: What the run has written.
+            opened: What was measured so far of the open rollout; empty if none is open.
+            raised_alarms: Whether the alarms of these rows were raised; tracking.alarms may have been off.
+        """
+        last_steps = past.steps[-1] if past.steps else ()
+        self._alarms = AlarmWatch(past.rollouts, last_steps, is_raised=raised_alarms)
+        self._advice, self._noise = _advice_watch(self._config), self._noise.restarted()
+        for row, steps in zip(past.rollouts, past.steps, strict=True):
+            self._noise.check(of_the_rollout(row))
+            if self._advice is not None:
+                for values in steps:
+                    self._advice.add_step(values)
+                self._advice.check(row)
+            self.paired_cost(row)
+        self._latest = {**(past.rollouts[-1] if past.rollouts else {}), **past.evaluated}
+        for number, values in enumerate(past.open_steps):
+            self.add_step({**(opened if number == 0 else {}), **values})
+
+    def latest(self, metric: str) -> float | None:
+        """Return a metric of the last finished rollout, or of an evaluation since; None unless it is finite."""
+        value = self._latest.get(metric)
+        return value if value is not None and math.isfinite(value) else None
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Rows of the finished rollouts, in order."""
+        return self._alarms.rows
+
+    def add_step(self, values: Row) -> str | None:
+        """Add a gradient step of the current rollout, and return a warning of the engines' noise, if any."""
+        if self._is_watched:
+            self._alarms.add_step(values)
+        if self._advice is not None:
+            self._advice.add_step(values)
+        return self._noise.check(of_the_rollout(values))
+
+    def add_evaluation(self, values: Row) -> None:
+        """Add the metrics of an evaluation."""
+        self._latest |= values
+
+    def check(self, row: Row) -> dict[str, str]:
+        """Add the row of a finished rollout, and return its new alarms; empty if tracking.alarms is off."""
+        self._latest = dict(row)
+        return self._alarms.check(row) if self._is_watched else {}
+
+    def advice(self, row: Row) -> str | None:
+        """Return advice on sampling after a finished rollout, if any is due."""
+        return None if self._advice is None else self._advice.check(row)
+
+    def paired_cost(self, row: Row) -> float | None:
+        """Return the seconds of the run's first paired forward, once; None for every other row."""
+        if self._is_cost_known or _PAIRED_S not in row:
+            return None
+        self._is_cost_known = True
+        return row[_PAIRED_S]
+
+    def good_until(self, found: Mapping[str, str]) -> int:
+        """Return the number of rollouts finished before the trouble of these alarms began."""
+        return self._alarms.good_until(found)
+
+
+def of_the_rollout(values: Row) -> dict[str, float]:
+    """Return the metrics that a gradient step measures for the row of its rollout."""
+    return {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
+
+
+def _advice_watch(config: Config) -> AdviceWatch | None:
+    """Return the watch that advises on sampling ahead; None if sampling takes turns with training."""
+    own = config.rollout
+    if not own.max_staleness:
+        return None
+    return AdviceWatch(
+        Limits(own.prompts_per_rollout, own.max_staleness, own.over_sampling, own.max_response_tokens)
+    )

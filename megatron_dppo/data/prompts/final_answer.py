@@ -93,8 +93,8 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
     return (
         f"{len(rows)} of {len(answers)} bare answers{where}{sampled} hold no value that reward 'math' reads, "
         f"such as {excerpt(answer)} in row {number}: only the same text is right, and the same value in "
-        "another spelling is wrong. Write such answers as one value that it reads (see rewards/README.md), or leave "
-        "these rows out."
+        "another spelling is wrong. Write such answers as one value that it reads (see rewards/README.md), or "
+        "leave these rows out."
     )
 
 

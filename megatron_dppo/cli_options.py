@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_dppo.errors import ConfigError, MegatronDppoError
+from megatron_dppo.runtime.full_disk import full_disk_explained
 
 Configs = Annotated[
     list[Path],
@@ -40,9 +41,13 @@ Assumptions = Annotated[
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Errors made for users end as a message and status 2; each rank finds the same faults in a config."""
+    """Errors made for users end as a message and status 2; each rank finds the same faults in a config.
+
+    So does a full disk, whichever command meets it.
+    """
     try:
-        yield
+        with full_disk_explained():
+            yield
     except MegatronDppoError as error:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not isinstance(error, ConfigError):

@@ -29,6 +29,7 @@ from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
+from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.jsonl import write_whole
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.runtime.user_code import source_file
@@ -52,8 +53,9 @@ def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
 
     Raises:
         ConfigError: The configuration cannot work, or `folder` holds other things, or another process uses it.
+        DiskError: The disk of `folder` is full.
     """
-    with joined_processes(config) as runtime:
+    with joined_processes(config) as runtime, full_disk_explained(folder):
         size, needs = runtime.world_size, BEFORE_LOADING
         runtime.on_main(lambda: require_evaluable(config, size, needs=needs))
         with _held(config, folder, runtime):

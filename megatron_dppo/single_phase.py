@@ -10,6 +10,7 @@ from megatron_dppo.data.batches.batch_file import read_batches, write_batches
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.run.session import start_session
+from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.train import Training
 
@@ -21,6 +22,7 @@ def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False)
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
+        DiskError: The disk of the run folder or of `folder` is full.
     """
     _refuse_what_needs_both(config)
     if config.rollout.max_staleness:
@@ -29,6 +31,7 @@ def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False)
         raise ConfigError(Problem("rollout.max_staleness", found, expected, action))
     with (
         start_session(config, accepts_changes=accepts_changes) as session,
+        full_disk_explained(config.run.folder, folder),
         own_servers(config, session.runtime),
     ):
         training = RolloutOnly.prepare(config, session)

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.runtime.full_disk import byte_count, free_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -275,12 +276,11 @@ def require_free(folder: Path, num_bytes: int, reserve_bytes: int) -> None:
     Raises:
         CheckpointError: Writing `num_bytes` would leave less than `reserve_bytes`.
     """
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if free - num_bytes < reserve_bytes:
-        gib = 1 << 30
         raise CheckpointError(
-            f"{folder}: {free / gib:.2f} GiB are free; expected {num_bytes / gib:.2f} GiB for the checkpoint "
-            f"and checkpoint.reserve_gib = {reserve_bytes / gib:.2f} besides. Free some space, or lower "
+            f"{folder}: {byte_count(free)} are free; expected {byte_count(num_bytes)} for the checkpoint and "
+            f"checkpoint.reserve_gib = {reserve_bytes / (1 << 30):.2f} besides. Free some space, or lower "
             "checkpoint.keep_last."
         )
 

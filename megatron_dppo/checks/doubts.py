@@ -10,7 +10,7 @@ from megatron_dppo.checks.answer_trial import misread
 from megatron_dppo.checks.data_rules import THINKING_ENDS, rewards_of, surveyed
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of
+from megatron_dppo.data.prompts.final_answer import KINDS, excerpt, final_answer, number_of, text_only_doubt
 from megatron_dppo.data.prompts.rendering import turn_ends
 from megatron_dppo.data.prompts.survey import Survey
 from megatron_dppo.errors import DataError, Problem
@@ -51,6 +51,9 @@ def _of_answers(config: Config, key: str, path: Path, found: Survey) -> Iterator
             if wrong is not None:
                 cell, number = excerpt(wrong.row.prompt.answer), wrong.row.number
                 yield f"{share}: {wrong.response!r} is wrong by {reward!r} for {cell} in row {number}."
+    if "math" in rewards:
+        doubt = text_only_doubt(found.bare_answers, found.num_answers["bare"], f" of {path}")
+        yield from [] if doubt is None else [doubt]
     if config.data.thinking == "require" and rewards and 0 < 2 * found.num_closed_thoughts <= found.num_prompts:
         count = found.num_closed_thoughts
         yield (

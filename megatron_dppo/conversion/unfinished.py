@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from megatron_dppo.checkpoints.checkpoint_folder import sync
 from megatron_dppo.errors import ConversionError
+from megatron_dppo.runtime.full_disk import byte_count, free_bytes
 
 _PLAN = "conversion.json"
 
@@ -52,11 +53,11 @@ class UnfinishedOutput:
             ) from error
 
     def _require_free(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
+        free = free_bytes(self.folder)
         if num_bytes > free:
             raise ConversionError(
-                f"{self.out}: {free / 1e9:.2f} GB are free on its disk; expected at least "
-                f"{num_bytes / 1e9:.2f} GB. Make room, or give an --out on another disk."
+                f"{self.out}: {byte_count(free)} are free on its disk; expected at least "
+                f"{byte_count(num_bytes)}. Make room, or give an --out on another disk."
             )
 
     def file(self, name: str) -> Path:

@@ -15,6 +15,7 @@ SGLANG_MEMORY_FRACTION = 0.8
 SGLANG_WORKSPACE_BYTES = 4 * GIB
 """Activations and CUDA graphs of SGLang beside its static memory; an assumption."""
 _CACHED_DTYPE_BYTES = 2
+_WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit; measured by a test
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
     return EngineMemory(
         weights=shape.num_parameters * dtype_bytes,
         cache=tokens * _cache_bytes_per_token(shape, dtype_bytes),
-        workspace=3 * slots * shape.sizes.vocab_size * 4,  # float32 logits, log-probs, noise
+        workspace=slots * shape.sizes.vocab_size * (dtype_bytes + _bytes_to_sample_a_logit(config)),
         residue=0,
         is_resident=not rollout.takes_turns,
         cached_tokens=tokens,
@@ -103,6 +104,18 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
         is_separate=False,
         text=f"transformers, a whole copy of the model in each process, {slots} sequences at once",
     )
+
+
+def _bytes_to_sample_a_logit(config: Config) -> int:
+    """Return the bytes per logit, besides the logit, that the embedded engine takes to draw a token.
+
+    Without a nucleus the draw takes most: log-probs and probabilities in float32, and the probabilities and
+    their cumulative sum in float64. With one it is the sort in float64 of log-probs that were tempered.
+    """
+    nuclei = [config.rollout.top_p]
+    for each in config.evaluation.used_sets.values():
+        nuclei.append(config.evaluation.top_p if each.top_p is None else each.top_p)
+    return _WITHOUT_NUCLEUS if min(nuclei) == 1.0 else _WITH_NUCLEUS
 
 
 def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory:

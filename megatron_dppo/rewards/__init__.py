@@ -16,7 +16,7 @@ from megatron_dppo.rewards.base import (
 )
 from megatron_dppo.rewards.choice import RewardChoice, problems_with
 from megatron_dppo.rewards.dapo import dapo_reward
-from megatron_dppo.rewards.math_reward import math_reward
+from megatron_dppo.rewards.math.reward import is_matched_as_text, math_reward
 from megatron_dppo.rewards.pool import RewardPool
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "arithmetic_reward",
     "checked",
     "dapo_reward",
+    "is_matched_as_text",
     "math_reward",
     "problem_with",
     "problems_with",

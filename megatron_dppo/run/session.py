@@ -1,24 +1,19 @@
 """Starts a session: joins the job's processes, detects failures, checks the config and opens the run logger."""
 
-import errno
 import os
-import re
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from megatron_dppo.checkpoints import checkpoint_folder
 from megatron_dppo.checks import BEFORE_LOADING, require_valid
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import DiskError
 from megatron_dppo.failure_detection import watching
 from megatron_dppo.rollout.sglang.nccl import nccl_settings
 from megatron_dppo.run.logger import RunLogger
 from megatron_dppo.run.preemption import StopRequests
+from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.process import Runtime, start, stop
 
 
@@ -42,8 +37,11 @@ def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[
         ConfigError: The configuration cannot work, or another process uses the run folder.
         LaunchError: The other processes did not come.
     """
-    requests = StopRequests()
-    with joined_processes(config, requests.handled()) as runtime:
+    run, requests = config.run.folder, StopRequests()
+    with (
+        joined_processes(config, requests.handled()) as runtime,
+        full_disk_explained(run, kept=lambda: newest_checkpoint(run)),
+    ):
         options = {"accepts_changes": accepts_changes, "needs": BEFORE_LOADING}
         runtime.on_main(lambda: require_valid(config, runtime.world_size, **options))
         with RunLogger.open(config, runtime) as logger:
@@ -57,52 +55,22 @@ def joined_processes(
     """Join the other processes of the job for the time of the body; a failure on one rank ends all of them.
 
     Args:
-        config: Says how many threads to use, and how long a rank waits for the others.
+        config: Holds the number of threads, and how long a rank waits for the others.
         signal_handling: Entered before failure detection, which must stay inside of what handles SIGTERM.
 
     Raises:
-        DiskError: The disk of the run folder is full.
         LaunchError: The other processes did not come.
     """
     os.environ.update(nccl_settings(config))  # before NCCL starts, which reads them once
     runtime = start(config.run.num_threads, config.run.timeout_s)
     try:
-        with signal_handling or nullcontext(), watching(runtime), full_disk_explained(config.run.folder):
+        with signal_handling or nullcontext(), watching(runtime):
             yield runtime
     finally:
         stop()
 
 
-@contextmanager
-def full_disk_explained(run: Path) -> Iterator[None]:
-    """Turn the errors of a full disk in the body, whichever library raised them, into one of a single line.
-
-    Raises:
-        DiskError: A file of this run folder could not be written.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if not _is_full_disk(error):
-            raise
-        reason = str(error).splitlines()[0]
-        free = shutil.disk_usage(next(path for path in (run, *run.absolute().parents) if path.exists())).free
-        newest = next(iter(checkpoint_folder.candidates(run / "checkpoints")), None)
-        kept = "There is no checkpoint yet" if newest is None else f"The newest checkpoint is {newest}"
-        raise DiskError(
-            f"{run}: found that a file cannot be written ({reason}), with {free} bytes free on its disk; "
-            f"expected room for it. {kept}. Free some space, and start the same command again."
-        ) from error
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How libraries in C++ and Rust report what the operating system told them; torch keeps no number.
-_FULL_TEXT = re.compile(
-    rf"os error ({'|'.join(map(str, _FULL))})\)|iostream error|inline_container|PytorchStreamWriter"
-)
-
-
-def _is_full_disk(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _FULL
-    return _FULL_TEXT.search(str(error)) is not None
+def newest_checkpoint(run: Path) -> str:
+    """Return a sentence on the run's newest checkpoint, for the message of an error."""
+    newest = next(iter(checkpoint_folder.candidates(run / "checkpoints")), None)
+    return "There is no checkpoint yet. " if newest is None else f"The newest checkpoint is {newest}. "

@@ -25,8 +25,10 @@ def write_whole(path: Path, parts: Iterable[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk is met in a write
+            error.filename = str(path)
         raise
 
 

@@ -292,7 +292,7 @@ def test_too_little_room_is_found_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     kind, source = WAYS[way]
     done = convert(way, kind, models / source, "--out", tmp_path / "out")
-    assert done.exit_code == 2 and "GB are free" in done.stderr
+    assert done.exit_code == 2 and "1 B are free on its disk; expected at least" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,7 @@
 
 python tests/faults/campaign.py                the whole campaign, about 25 minutes on 2 cores
 python tests/faults/campaign.py --only NAME    cases whose name holds NAME
-python tests/faults/campaign.py --write        also put the table into tests/faults/README.md
+python tests/faults/campaign.py --write        also put the rows of these cases into tests/faults/README.md
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Campaign:
             case, failures, first.codes, first.seconds, recover_s, num_lost, num_duplicated, is_equal
         )
         if not failures:
-            shutil.rmtree(run)
+            shutil.rmtree(run, ignore_errors=True)  # a run that is refused has none
         return outcome
 
     def _tables(self, case: Case, name: str) -> dict[str, Any]:
@@ -215,12 +215,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(old: str, new: str) -> str:
+    """The new table, with the old rows of the cases that were not run, in the order of `CASES`."""
+    known = [(case.what, case.moment, str(case.num_processes)) for case in CASES]
+    heads, rows = new.splitlines()[:2], old.splitlines() + new.splitlines()
+    by_case = {tuple(cell.strip() for cell in row.split("|")[1:4]): row for row in rows if row}
+    return "\n".join([*heads, *(by_case[case] for case in known if case in by_case)]) + "\n"
+
+
 def main() -> int:
     """Run the chosen cases; 1 where any outcome is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--short", action="store_true", help="the cases that make test runs")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the rows of these cases into README.md")
     options = parser.parse_args()
     chosen = [case for case in CASES if options.only in case.name and (case.is_short or not options.short)]
     outcomes: list[Outcome] = []
@@ -234,8 +242,8 @@ def main() -> int:
     print(table(outcomes))
     if options.write:
         readme = _HERE / "README.md"
-        head, tail = readme.read_text().split("<!-- table -->")[::2]
-        readme.write_text(f"{head}<!-- table -->\n{table(outcomes)}<!-- table -->{tail}")
+        head, old, tail = readme.read_text().split("<!-- table -->")
+        readme.write_text(f"{head}<!-- table -->\n{merged(old, table(outcomes))}<!-- table -->{tail}")
     return int(any(outcome.failures for outcome in outcomes))
 
 

@@ -268,11 +268,11 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 def _disks() -> list[Case]:
     log = ("could not be written, earlier ones are untouched",)
     patient: Config = {"checkpoint": {"max_failed_saves": 9}}
-    no_room: Config = {"checkpoint": {"reserve_gib": 1e9, "max_failed_saves": 2}}
+    impatient: Config = {"checkpoint": {"max_failed_saves": 2}}
+    no_room: Config = {"checkpoint": {"reserve_gib": 1e9}}
 
-    def nothing_half(run: Path) -> Iterable[str]:
-        left = sorted(path.name for path in (run / "checkpoints").iterdir())
-        return [f"checkpoints/ holds {left}"] if left else []
+    def nothing(run: Path) -> Iterable[str]:
+        return ["a run folder was made"] if run.exists() else []
 
     return [
         Case(
@@ -303,15 +303,24 @@ def _disks() -> list[Case]:
             is_short=True,
         ),
         Case(
-            "too little space left",
-            "at every save",
+            "disk full",
+            "at two saves in a row",
             1,
+            at("disk full", "save", 3),
             exits=frozenset({2}),
             log=(*log, "2 saves in a row failed"),
+            config=impatient,
+        ),
+        Case(
+            "too little space left",
+            "before the start",
+            1,
+            exits=frozenset({2}),
+            log=("checkpoint.reserve_gib",),
             config=no_room,
             is_resumed=False,
             is_compared=False,
-            check=nothing_half,
+            check=nothing,
         ),
         Case(
             "second run in the same folder",

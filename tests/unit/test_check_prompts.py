@@ -225,3 +225,19 @@ def test_a_few_answers_that_are_no_answers_are_noted() -> None:
     assert noted(tools_tokenizer(), [{"answer": cells[-1]}], "data.reward=math") == [], (
         "the reward reads a box in the reference"
     )
+
+
+@pytest.mark.parametrize("reward", ["math", "dapo", "{math = 0.5, dapo = 0.5}"])
+def test_answers_that_math_can_match_as_text_only_are_noted(
+    reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = ["5", r"\frac{1}{2}", "Monday", "B", "7:30", "1:2:3", r"3\text{ ft }2\text{ in}", r"\sqrt[2", "6–9"]
+    notes = noted(tools_tokenizer(), [{"answer": cell} for cell in cells], f"data.reward={reward}")
+    unread = [note for note in notes if "only the same text is right" in note]
+    assert len(unread) == ("math" in reward)
+    for note in unread:
+        assert note.startswith("3 of 9 bare answers of p.jsonl hold no value that reward 'math' reads, such as")
+        assert repr(cells[6]) + " in row 7" in note
+    monkeypatch.setattr("megatron_dppo.data.prompts.survey.NUM_BARE", 5)
+    for note in noted(tools_tokenizer(), [{"answer": cell} for cell in cells], f"data.reward={reward}")[-1:]:
+        assert note.startswith("2 of 5 bare answers of p.jsonl that were sampled from 9 hold no value")

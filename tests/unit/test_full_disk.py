@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 
+from megatron_dppo.cli_options import user_errors
 from megatron_dppo.data.batches.kept_batches import write_group
 from megatron_dppo.errors import DiskError
-from megatron_dppo.run.session import full_disk_explained
+from megatron_dppo.run.session import newest_checkpoint
 from megatron_dppo.run_folder.folder import RunFolder
+from megatron_dppo.runtime.full_disk import byte_count, full_disk_explained
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import TrainBatch
 
@@ -61,7 +64,10 @@ def _metrics(run: Path) -> None:
 def test_every_writer_is_explained(tmp_path: Path, small_files: None, write: Callable[[Path], None]) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_00000004"
     checkpoint.mkdir(parents=True)
-    with pytest.raises(DiskError) as raised, full_disk_explained(tmp_path):
+    with (
+        pytest.raises(DiskError) as raised,
+        full_disk_explained(tmp_path, kept=lambda: newest_checkpoint(tmp_path)),
+    ):
         write(tmp_path)
     said = str(raised.value)
     assert len(said.splitlines()) == 1
@@ -71,9 +77,10 @@ def test_every_writer_is_explained(tmp_path: Path, small_files: None, write: Cal
 
 
 def test_a_run_without_a_checkpoint_or_a_folder_is_explained_too(tmp_path: Path) -> None:
+    run = tmp_path / "new" / "run"
     with (
         pytest.raises(DiskError, match="There is no checkpoint yet"),
-        full_disk_explained(tmp_path / "new" / "run"),
+        full_disk_explained(run, kept=lambda: newest_checkpoint(run)),
     ):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
@@ -85,3 +92,31 @@ def test_a_run_without_a_checkpoint_or_a_folder_is_explained_too(tmp_path: Path)
 def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(type(error)), full_disk_explained(tmp_path):
         raise error
+
+
+@pytest.mark.parametrize("folders", [0, 2])
+def test_the_message_names_the_file_or_the_folder_with_the_least_room(
+    tmp_path: Path, small_files: None, monkeypatch: pytest.MonkeyPatch, folders: int
+) -> None:
+    monkeypatch.setattr("megatron_dppo.runtime.full_disk.free_bytes", lambda path: len(path.name))
+    written = tmp_path / "samples.jsonl"
+    places = (tmp_path / "roomy", tmp_path / "full")[:folders]
+    with pytest.raises(DiskError) as raised, full_disk_explained(*places):
+        write_jsonl(written, [{"response": "x" * 10_000}])
+    where, free = (written, 13) if not folders else (tmp_path / "full", 4)
+    assert str(raised.value).startswith(f"{where}: found that a file cannot be written (")
+    assert f"'{written}'), with {free} bytes free on its disk; expected room for it. Free" in str(raised.value)
+
+
+def test_any_command_ends_with_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as raised, user_errors():
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/table.json")
+    assert raised.value.exit_code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("DiskError: /somewhere/table.json: found that a file")
+
+
+def test_bytes_are_counted_in_units_that_leave_digits() -> None:
+    assert [byte_count(n) for n in (0, 999, 220_500, 3_200_000, 61_080_000_000)] == [
+        *("0 B", "999 B", "220.50 kB", "3.20 MB", "61.08 GB"),
+    ]

@@ -4,6 +4,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from plan_models import (
     layout_of,
     shape_of,
 )
+from torch.profiler import profile
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import Adapters, Chunk, chunk_tensors, padded_vocab
@@ -39,6 +41,7 @@ from megatron_dppo.plan.settings import as_overrides, with_settings
 from megatron_dppo.plan.stage_activations import LossTokens, chunk_tokens, chunks_in_flight, loss_bytes
 from megatron_dppo.plan.states import optimizer_bytes, rank_states
 from megatron_dppo.plan.units import GIB, parse_bytes
+from megatron_dppo.rollout.embedded.sampling import draw, most_probable, sampling_log_probs
 
 
 @pytest.mark.parametrize(
@@ -421,6 +424,30 @@ def test_the_embedded_engine_keeps_a_copy_of_the_model() -> None:
     engine = engine_memory(job.config, job.shape, layout_of(8), job.machine)
     slots = 64 // 8 * 8
     assert engine.cache == slots * (1024 + 8192) * 2 * 36 * 8 * 128 * 4
+
+
+@pytest.mark.parametrize(("dtype", "top_p"), [("float32", 1.0), ("bfloat16", 1.0), ("bfloat16", 0.9)])
+def test_the_embedded_engine_takes_the_workspace_that_sampling_takes(dtype: str, top_p: float) -> None:
+    settings = {"rollout.engine": "transformers", "rollout.transformers": {"weights": dtype}}
+    settings["rollout.top_p"] = top_p
+    job = job_of(QWEN3_8B, settings)
+    engine = engine_memory(job.config, job.shape, layout_of(8), job.machine)
+    logits = torch.randn(4, 20_000, dtype=getattr(torch, dtype))
+    noise = torch.rand(4, dtype=torch.float64)
+    with profile(profile_memory=True) as profiled:
+        log_probs = sampling_log_probs(logits, 0.7, top_p)
+        draw(log_probs, noise)
+        most_probable(log_probs, 20)
+    found = peak_bytes(profiled) + logits.nbytes
+    slots = 64 // 8 * 8
+    planned = engine.workspace * logits.numel() / (slots * job.shape.sizes.vocab_size)
+    assert found <= planned <= 1.02 * found
+
+
+def peak_bytes(profiled: Any) -> int:
+    """The most bytes that were allocated at once under a profiler."""
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 @pytest.mark.parametrize(("key", "value"), [("tp_size", 0), ("tp_size", 1.5), ("mem_fraction_static", "much")])

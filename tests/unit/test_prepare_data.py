@@ -208,6 +208,19 @@ def test_answers_that_are_texts_are_refused_if_they_are_most(tmp_path: Path, mod
     assert len(counts(out)["doubts"]) == 2
 
 
+@pytest.mark.parametrize("template", ["base", "dapo"])
+def test_answers_that_math_can_match_as_text_only_are_a_warning(
+    tmp_path: Path, model: Path, template: str
+) -> None:
+    rows = [{"question": f"{cell}?", "answer": cell} for cell in ("5", "Tuesday", r"4\text{ to }9", "2, 3")]
+    source, out = write_rows(tmp_path / "s.jsonl", rows), tmp_path / "out.jsonl"
+    result = run(out, "custom", source, model, *("--template", template))
+    assert result.exit_code == 0, result.output
+    found = "warning: 1 of 4 bare answers hold no value that reward 'math' reads, such as "
+    found += r"'4\\text{ to }9' in row 3"
+    assert (found in result.output) == (template == "base")
+
+
 BAD_ROWS: list[Any] = [
     {"question": "a?", "answer": 1.5},
     {"question": ["a?"], "answer": "1"},

@@ -31,6 +31,7 @@ from megatron_dppo.models.megatron_folder import load_weights
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.versions import versions
+from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, TrainBatch
 
@@ -183,7 +184,7 @@ def run(config: Config, question: Question, folder: Path) -> None:
     Raises:
         MegatronDppoError: As `answer` does.
     """
-    with joined_processes(config) as runtime:
+    with joined_processes(config) as runtime, full_disk_explained(folder):
         found = answer(config, question, runtime)
         runtime.on_main(lambda: write(folder, found))
         if runtime.is_main:

@@ -1,9 +1,11 @@
 r"""Finds the final answer in a cell that holds more than an answer, by the markers of published math sets."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from megatron_dppo.rewards import is_matched_as_text
 
 AnswerKind = Literal["bare", "marked", "prose", "with_words"]
 """bare: an answer alone. marked: a text that marks its final answer. prose: a text that marks none.
@@ -72,6 +74,28 @@ def number_of(cell: str) -> str | None:
     """Return the only number of an answer with words; none if it has several."""
     numbers = {number.rstrip(",") for number in _NUMBER.findall(cell)}
     return numbers.pop() if len(numbers) == 1 else None
+
+
+def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where: str = "") -> str | None:
+    """Return a sentence on the answers that `math` matches as the same text only; none if it reads them all.
+
+    Args:
+        answers: Row number and bare answer; all of them, or a sample.
+        num_answers: Bare answers that there are.
+        where: Follows "answers", such as " of prompts.jsonl".
+    """
+    unread = {answer for answer in {answer for _, answer in answers} if is_matched_as_text(answer)}
+    rows = [(number, answer) for number, answer in answers if answer in unread]
+    if not rows:
+        return None
+    sampled = "" if len(answers) == num_answers else f" that were sampled from {num_answers}"
+    number, answer = rows[0]
+    return (
+        f"{len(rows)} of {len(answers)} bare answers{where}{sampled} hold no value that reward 'math' reads, "
+        f"such as {excerpt(answer)} in row {number}: only the same text is right, and the same value in "
+        "another spelling is wrong. Write such answers as one value that it reads (see rewards/README.md), or "
+        "leave these rows out."
+    )
 
 
 def excerpt(cell: str) -> str:

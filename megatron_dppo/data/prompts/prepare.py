@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dppo.data.prompts.final_answer import KINDS, AnswerKind, answer_kind, excerpt
+from megatron_dppo.data.prompts.final_answer import (
+    KINDS,
+    AnswerKind,
+    answer_kind,
+    excerpt,
+    text_only_doubt,
+)
 from megatron_dppo.data.prompts.messages import READ_COLUMNS, TEMPLATE_ARGUMENTS, TOOLS
 from megatron_dppo.data.prompts.problems import (
     OPTION_KEYS,
@@ -26,6 +32,7 @@ from megatron_dppo.data.prompts.rows import fault
 from megatron_dppo.data.prompts.schemas import PROBLEM_SCHEMAS, Schema, detect, has, spellings
 from megatron_dppo.data.prompts.sources import Row, Source
 from megatron_dppo.data.prompts.special_tokens import SpecialTokens
+from megatron_dppo.data.prompts.survey import NUM_BARE
 from megatron_dppo.data.prompts.templates import TEMPLATES, asked_form, require_tokenizer
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import AnswerForm, Prompt
@@ -110,6 +117,8 @@ def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress
         action = "Loosen --language, --max-prompt-tokens or --limit, or check --source."
         raise fault(source.name, f"no prompt left ({shown(counts)})", "at least one", action)
     forms: set[AnswerForm | None] = {asked_form(each.prompt, options.template) for each in tokenized}
+    if forms == {"boxed"}:
+        answer_doubts += _doubts_of_labels([each.question for each in tokenized])
     return Prepared(
         rows=[_row(each.prompt, options.template) for each in tokenized],
         schema=schema,
@@ -185,6 +194,14 @@ def _doubts_of_answers(where: str, questions: Sequence[Question]) -> Iterator[st
             first = odd[kind][0]
             cell = f"{excerpt(first.answer)} in row {first.row}"
             yield f"{share}, such as {cell}: a response with a bare right answer may earn nothing."
+
+
+def _doubts_of_labels(questions: Sequence[Question]) -> Iterator[str]:
+    """Yield a doubt about bare answers that `math` matches as text; at most NUM_BARE of them are tried."""
+    bare = [(each.row, each.answer) for each in questions if answer_kind(each.answer) == "bare"]
+    doubt = text_only_doubt(bare[:: -(-len(bare) // NUM_BARE) or 1], len(bare))
+    if doubt is not None:
+        yield doubt
 
 
 def _doubts_of_tokens(tokenizer: Any, tokenized: Sequence[_Tokenized], template: str) -> Iterator[str]:

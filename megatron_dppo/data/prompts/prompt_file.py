@@ -15,7 +15,7 @@ from megatron_dppo.data.prompts.final_answer import excerpt
 from megatron_dppo.data.prompts.prepare import Options, Prepared, prepare
 from megatron_dppo.data.prompts.sources import Source, open_source
 from megatron_dppo.errors import DataError, Problem
-from megatron_dppo.runtime.jsonl import write_jsonl
+from megatron_dppo.runtime.jsonl import write_jsonl, write_whole
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,7 @@ def _write(out: Path, prepared: Prepared, asked: dict[str, Any]) -> None:
         "longest_prompt_tokens": prepared.longest_prompt_tokens,
         "sha256": sha256_of(out),
     }
-    temporary = counts_file(out).with_suffix(".tmp")
-    temporary.write_text(json.dumps(asked | found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(counts_file(out))
+    write_whole(counts_file(out), [json.dumps(asked | found, indent=2, ensure_ascii=False) + "\n"])
 
 
 def summary(prepared: Prepared) -> str:

@@ -16,6 +16,7 @@ from megatron_dppo.types import AnswerForm, Prompt
 
 NUM_SHOWN = 10  # faults that are kept in words
 NUM_TRIED = 32  # answers of each kind that are kept to be tried
+NUM_BARE = 20_000  # bare answers that are kept at most; of more, every second, fourth, ...
 
 Progress = Callable[[Iterable[PromptRow | DataError]], Iterable[PromptRow | DataError]]
 """Given the rows, yields the same, and shows how far it is."""
@@ -40,6 +41,7 @@ class Survey:
     unread_columns: tuple[str, ...]  # that some row has, and nothing reads
     num_answers: Mapping[AnswerKind, int]
     odd_answers: Mapping[AnswerKind, Sequence[PromptRow]]  # the first NUM_TRIED of each kind but bare
+    bare_answers: Sequence[tuple[int, str]]  # row number and answer; see NUM_BARE
 
     @property
     def num_prompts(self) -> int:
@@ -101,6 +103,8 @@ class _Counted:
     unread: dict[str, None] = field(default_factory=dict[str, None])
     answers: Counter[AnswerKind] = field(default_factory=Counter[AnswerKind])
     odd_answers: dict[AnswerKind, list[PromptRow]] = field(default_factory=dict[AnswerKind, list[PromptRow]])
+    bare_answers: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    distance: int = 1  # of the bare answers that are kept
 
     def add_fault(self, fault: str) -> None:
         """Count a row that cannot be used."""
@@ -125,6 +129,10 @@ class _Counted:
             self.oddities.update(self.special.oddities(tokens, may_be_text=is_chat))
             self.prompts["closed thoughts"] += self.special.closes_thought(tokens)
         kind = answer_kind(row.prompt.answer)
+        if kind == "bare" and self.answers[kind] % self.distance == 0:
+            self.bare_answers.append((row.number, row.prompt.answer))
+        if len(self.bare_answers) > NUM_BARE:
+            self.bare_answers, self.distance = self.bare_answers[::2], 2 * self.distance
         self.answers[kind] += 1
         if kind != "bare" and len(kept := self.odd_answers.setdefault(kind, [])) < NUM_TRIED:
             kept.append(row)
@@ -147,6 +155,7 @@ class _Counted:
             unread_columns=tuple(self.unread),
             num_answers=self.answers,
             odd_answers=self.odd_answers,
+            bare_answers=self.bare_answers,
         )
 
 

@@ -4,10 +4,11 @@ import math
 import re
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.answer_bounds import MAX_LENGTH, is_small
-from megatron_dppo.rewards.answer_text import integer, spelled_out, tidy, without_spaces
-from megatron_dppo.rewards.answer_tree import NotUnderstoodError
-from megatron_dppo.rewards.answer_words import (
+from megatron_dppo.rewards.base import RewardResult, register
+from megatron_dppo.rewards.math.bounds import MAX_LENGTH, is_small
+from megatron_dppo.rewards.math.text import integer, spelled_out, tidy, without_spaces
+from megatron_dppo.rewards.math.tree import NotUnderstoodError
+from megatron_dppo.rewards.math.words import (
     Parts,
     are_compatible,
     are_same_words,
@@ -15,15 +16,14 @@ from megatron_dppo.rewards.answer_words import (
     is_same_text,
     split_words,
 )
-from megatron_dppo.rewards.base import RewardResult, register
-from megatron_dppo.rewards.boxed import last_boxed
 from megatron_dppo.types import FinishReason, Prompt
 
+_PIECE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
 _RATIO = re.compile(r"[0-9.]+(?: ?: ?[0-9.]+)+")
 _CLOCK = re.compile(r"0?([0-9]|1[0-9]|2[0-4]):([0-9]{2})")
 
 
-@register("math", loads="megatron_dppo.rewards.math_compare", reads="boxed")
+@register("math", loads="megatron_dppo.rewards.math.compare", reads="boxed")
 def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
     r"""Return 1.0 if the last whole `\boxed{...}` equals `prompt.answer`, and otherwise 0.0.
 
@@ -46,9 +46,35 @@ def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
     return RewardResult(float(is_right), info)
 
 
+def is_matched_as_text(answer: str) -> bool:
+    """Return whether a reference answer holds no value that `math` reads, so that only the same text is right.
+
+    Words and letters of a choice are read as such. Takes about 0.2 ms, and never more than a few.
+    """
+    from megatron_dppo.rewards.math.parser import parsed
+
+    boxed = last_boxed(answer)
+    reference = tidy(answer if boxed is None else boxed)
+    if integer(reference) is not None or are_same_words(reference, reference):
+        return False
+    try:
+        parts = split_words(as_value(reference))
+        value = spelled_out(parts.value)
+        if not value:
+            return not (parts.words or parts.unit or parts.letter)
+        if _CLOCK.fullmatch(value) or _ratio(value) is not None:
+            return False
+        if not is_small(value):
+            return True
+        parsed(value)
+    except NotUnderstoodError:
+        return True
+    return False
+
+
 def _compared(reference: str, answer: str) -> tuple[bool, bool]:
     """Return whether an answer is right, and whether it is too hard to compare."""
-    from megatron_dppo.rewards.math_compare import TooHardError
+    from megatron_dppo.rewards.math.compare import TooHardError
 
     if len(answer) > MAX_LENGTH + len(reference):
         return False, True
@@ -87,7 +113,7 @@ def _has_value(parts: Parts) -> bool:
 
 
 def _are_equal_values(reference: Parts, answer: Parts) -> bool:
-    from megatron_dppo.rewards.math_compare import TooHardError, are_equal
+    from megatron_dppo.rewards.math.compare import TooHardError, are_equal
 
     values = spelled_out(reference.value), spelled_out(answer.value)
     if not all(values):
@@ -117,3 +143,23 @@ def _ratio(text: str) -> tuple[int, ...] | None:
     numbers = [int(number) for number in text.split(":")]
     divisor = math.gcd(*numbers) or 1
     return tuple(number // divisor for number in numbers)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the closed `\boxed{...}` or `\fbox{...}` that opens last; none if there is none.
+
+    One pass over the text, whatever it is: braces pair as TeX pairs them, `\{` and `\}` are text, and a brace
+    without a partner outside of the box does not matter. Of boxes within boxes it is the innermost.
+    """
+    open_since: list[int | None] = []  # where the content of each open brace starts; none where it is no box
+    found: tuple[int, int] | None = None
+    for piece in _PIECE.finditer(text):
+        if piece.group().startswith(("\\boxed", "\\fbox")):
+            open_since.append(piece.end())
+        elif piece.group() == "{":
+            open_since.append(None)
+        elif piece.group() == "}" and open_since:
+            start = open_since.pop()
+            if start is not None and (found is None or start > found[0]):
+                found = (start, piece.start())
+    return None if found is None else text[slice(*found)]

@@ -2,8 +2,10 @@
 
 A value comes with a bound of its error, so two values are found to differ for certain. Values that still agree
 when far more digits are computed than the largest and the smallest number in them has are equal.
+A decimal number of six places or more stands for what it rounds.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -12,13 +14,69 @@ from typing import Any
 
 from mpmath import MPContext  # pyright: ignore[reportMissingTypeStubs]
 
-from megatron_dppo.rewards.answer_exact import TooLargeError, UndefinedError, rational
-from megatron_dppo.rewards.answer_tree import CONSTANTS, FUNCTIONS, Name, Node, Number, Tree, names
+from megatron_dppo.rewards.math.exact import TooLargeError, UndefinedError, rational
+from megatron_dppo.rewards.math.tree import CONSTANTS, FUNCTIONS, SETS, Name, Node, Number, Tree, names
 
 _MAX_PRECISION = 60_000  # bits
 _FIRST_PRECISION = 200
 _NUM_POINTS = 8
 _NUM_PRECISE_POINTS = 3
+INFINITY = r"\infty"
+_NO_NUMBERS = frozenset({INFINITY, r"\dots", *SETS})
+_FEWEST_PLACES = 6  # and as few digits after leading zeros
+_MOST_PLACES = 100
+
+
+def are_equal_leaves(reference: Node, answer: Node) -> bool:
+    """Return whether two numbers or expressions are equal, whatever their variables are.
+
+    Raises:
+        TooLargeError: A number is too large to compute.
+    """
+    try:
+        signs = infinity_sign(reference), infinity_sign(answer)
+        if signs != (None, None):
+            return signs[0] == signs[1]
+        if (names(reference) | names(answer)) & _NO_NUMBERS:
+            return False
+        for decimal, other in ((reference, answer), (answer, reference)):
+            if isinstance(decimal, Number) and _is_precise(decimal) and _rounds_to(other, decimal):
+                return True
+        return are_equal_values(reference, answer)
+    except UndefinedError:
+        return False
+
+
+def infinity_sign(node: Node) -> int | None:
+    """Return 1 or -1 if a tree is infinity with that sign; else none."""
+    if node == Name(INFINITY):
+        return 1
+    return -1 if node == Tree("-", (Name(INFINITY),)) else None
+
+
+def _is_precise(number: Number) -> bool:
+    """Whether a decimal has so many places and digits that it may be a rounded one."""
+    if number.places is None or not _FEWEST_PLACES <= number.places <= _MOST_PLACES:
+        return False
+    return abs(number.value) * 10**number.places >= 10 ** (_FEWEST_PLACES - 1)
+
+
+def _rounds_to(node: Node, decimal: Number) -> bool:
+    """Whether a value, rounded or cut off after as many places, is the decimal."""
+    if names(node):
+        return False
+    places = decimal.places or 0
+    if isinstance(node, Number) and node.places is not None and node.places < places:
+        return node.value == decimal.value
+    value = rational(node)
+    if value is None:
+        value = numeric(node)
+    if value is None or (value < 0) != (decimal.value < 0):
+        return False
+    shifted = abs(value) * 10**places
+    rounded = math.floor(shifted + Fraction(1, 2))
+    cut_off = rounded if isinstance(node, Number) else math.floor(shifted)
+    return abs(decimal.value) * 10**places in (rounded, cut_off)
 
 
 def are_equal_values(first: Node, second: Node) -> bool:

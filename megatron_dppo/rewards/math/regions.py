@@ -5,10 +5,9 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_dppo.rewards.answer_exact import UndefinedError, rational
-from megatron_dppo.rewards.answer_leaves import INFINITY, are_equal_leaves, infinity_sign
-from megatron_dppo.rewards.answer_tree import BRACKETS, Name, Node, Tree, is_group, is_relation, names
-from megatron_dppo.rewards.answer_value import numeric
+from megatron_dppo.rewards.math.exact import UndefinedError, rational
+from megatron_dppo.rewards.math.tree import BRACKETS, Name, Node, Tree, is_group, is_relation, names
+from megatron_dppo.rewards.math.value import INFINITY, are_equal_leaves, infinity_sign, numeric
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from megatron_dppo.rewards.answer_tree import Name, Node, Number
+from megatron_dppo.rewards.math.tree import Name, Node, Number
 
 MAX_BITS = 1 << 17  # of a rational number
 _MAX_COUNT = 20_000  # of factors in a factorial or a number of combinations

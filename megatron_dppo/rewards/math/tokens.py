@@ -2,7 +2,7 @@
 
 import re
 
-from megatron_dppo.rewards.answer_tree import NotUnderstoodError
+from megatron_dppo.rewards.math.tree import NotUnderstoodError
 
 _TOKEN = re.compile(r"\s+|\\\\|\\[a-zA-Z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]|.", re.DOTALL)
 _NUMBER = r"(?:\{([0-9]+)\}|([0-9]))"

@@ -7,9 +7,9 @@ number means may not, and two answers with different words differ.
 import re
 from dataclasses import dataclass
 
-from megatron_dppo.rewards.answer_text import WRAPPED, without_spaces
-from megatron_dppo.rewards.answer_tree import NotUnderstoodError
-from megatron_dppo.rewards.answer_vocabulary import (
+from megatron_dppo.rewards.math.text import WRAPPED, without_spaces
+from megatron_dppo.rewards.math.tree import NotUnderstoodError
+from megatron_dppo.rewards.math.vocabulary import (
     CHANGING,
     CURRENCIES,
     NEUTRAL,

@@ -4,10 +4,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from megatron_dppo.rewards.answer_exact import UndefinedError
-from megatron_dppo.rewards.answer_leaves import INFINITY, are_equal_leaves
-from megatron_dppo.rewards.answer_regions import are_equal_regions, region
-from megatron_dppo.rewards.answer_tree import (
+from megatron_dppo.rewards.math.exact import UndefinedError
+from megatron_dppo.rewards.math.regions import are_equal_regions, region
+from megatron_dppo.rewards.math.tree import (
     GROUPS,
     LISTS,
     SETS,
@@ -20,7 +19,7 @@ from megatron_dppo.rewards.answer_tree import (
     is_relation,
     names,
 )
-from megatron_dppo.rewards.answer_value import is_zero, numeric, sign_of
+from megatron_dppo.rewards.math.value import INFINITY, are_equal_leaves, is_zero, numeric, sign_of
 
 _MAX_ITEMS = 60
 

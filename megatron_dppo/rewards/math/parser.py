@@ -1,13 +1,13 @@
 """Parses the LaTeX of an answer into a tree, strictly: text that it does not understand is no tree.
 
 A parser that drops or guesses would judge a wrong answer right. Words, units and spellings are gone before:
-see `answer_text` and `answer_words`.
+see `text.py` and `words.py`.
 """
 
 from fractions import Fraction
 
-from megatron_dppo.rewards.answer_tokens import Tokens
-from megatron_dppo.rewards.answer_tree import (
+from megatron_dppo.rewards.math.tokens import Tokens
+from megatron_dppo.rewards.math.tree import (
     ACCENTS,
     EMPTY,
     FUNCTIONS,

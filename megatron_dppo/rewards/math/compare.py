@@ -4,11 +4,11 @@ import threading
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_dppo.rewards.answer_equality import are_equal_trees
-from megatron_dppo.rewards.answer_exact import TooLargeError, UndefinedError, rational
-from megatron_dppo.rewards.answer_parser import parsed
-from megatron_dppo.rewards.answer_tree import Node, NotUnderstoodError, Number, Tree
-from megatron_dppo.rewards.time_limit import OutOfTimeError, within
+from megatron_dppo.rewards.math.equality import are_equal_trees
+from megatron_dppo.rewards.math.exact import TooLargeError, UndefinedError, rational
+from megatron_dppo.rewards.math.parser import parsed
+from megatron_dppo.rewards.math.time_limit import OutOfTimeError, within
+from megatron_dppo.rewards.math.tree import Node, NotUnderstoodError, Number, Tree
 
 _MAX_CPU_S = 1.0
 _ONE_AT_A_TIME = threading.Lock()  # of the threads: mpmath keeps numbers that it computed

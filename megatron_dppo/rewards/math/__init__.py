@@ -1,0 +1,1 @@
+"""The reward `math`: `reward.py` judges a response, `compare.py` and below compare two values."""

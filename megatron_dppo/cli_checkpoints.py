@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from tqdm import tqdm
 
 from megatron_dppo.cli_options import show_table, user_errors
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.plan.units import parse_bytes
 from megatron_dppo.rollout.embedded.weight_formats import WeightFormat
 from megatron_dppo.runtime import process as runtime
@@ -67,7 +69,9 @@ def to_megatron(
         from megatron_dppo.conversion.unfinished import refuse_existing
 
         refuse_existing(out)
-        config, source = read_convertible_config(hf), HuggingFaceSource(HFWeights(hf, 2 * writers))
+        with _named("--hf"):
+            config = read_convertible_config(hf)
+        source = HuggingFaceSource(HFWeights(hf, 2 * writers))
         if source.weights.ignored:
             logger.info("not read: %s", ", ".join(source.weights.ignored))
         if source.weights.left_out:
@@ -88,7 +92,8 @@ def to_hf(
     ],
     out: Out,
     hf_template: Annotated[
-        Path | None, typer.Option(help="Folder to take config and tokenizer from. [default: MEGATRON/hf]")
+        Path | None,
+        typer.Option(help="Folder, of either kind, to take config and tokenizer from. [default: MEGATRON]"),
     ] = None,
     dtype: Dtype = None,
     shard_size: ShardSize = "4GiB",
@@ -96,14 +101,15 @@ def to_hf(
 ) -> None:
     """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it; LoRA is merged."""
     with _process() as this:
-        from megatron_dppo.conversion.description import read_convertible_config
+        from megatron_dppo.conversion.description import description_of
         from megatron_dppo.conversion.sources import MegatronSource, base_of
         from megatron_dppo.conversion.to_hf import write_hf
         from megatron_dppo.conversion.unfinished import refuse_existing
 
         refuse_existing(out)
-        template = hf_template or megatron / "hf"
-        source = MegatronSource(megatron, read_convertible_config(hf_template or megatron))
+        with _named("--megatron" if hf_template is None else "--hf-template"):
+            hf, template = description_of(hf_template or megatron)
+        source = MegatronSource(megatron, hf)
         base = base_of(megatron, source) if dtype is not None else None
         with _options(source, this, dtype, shard_size, writers, base) as options:
             write_hf(source, template, out, options, this)
@@ -149,7 +155,8 @@ def merge_adapter(
         from megatron_dppo.conversion.unfinished import refuse_existing
 
         refuse_existing(out)
-        read_convertible_config(hf)
+        with _named("--hf"):
+            read_convertible_config(hf)
         source = MergedSource(HFWeights(hf, 2 * writers), adapter)
         with _options(source, this, dtype, shard_size, writers) as options:
             write_hf(source, hf, out, options, this)
@@ -162,7 +169,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
 ) -> None:
     """Show what a checkpoint is and holds; no tensor is read."""
-    with user_errors():
+    with user_errors(), _named("FOLDER"):
         from megatron_dppo.conversion.contents import contents_of
 
         for line in contents_of(folder, is_listing=tensors):
@@ -235,7 +242,8 @@ def quantize(
 
         refuse_existing(out)
         questions = load_prompts(prompts, prompt_column, answer_column)
-        quantization = plan(hf, weight_format, exclude or ())
+        with _named("--hf"):
+            quantization = plan(hf, weight_format, exclude or ())
         tokens = tokenized(hf, questions, num_prompts, max_tokens)
         place = torch.device(device) if device else this.device
         found = write_quantized(
@@ -278,6 +286,18 @@ def _process() -> Iterator[runtime.Runtime]:
             yield this
         finally:
             runtime.stop()
+
+
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Let problems with a model folder, which call it model.load, name the option that gave it."""
+    try:
+        yield
+    except ConfigError as error:
+        if not error.problems:
+            raise
+        named = [replace(p, where=option) if p.where == "model.load" else p for p in error.problems]
+        raise ConfigError(named) from None
 
 
 @contextmanager

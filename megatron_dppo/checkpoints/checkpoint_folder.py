@@ -79,6 +79,24 @@ def is_megatron_checkpoint(folder: Path) -> bool:
     return (folder / WEIGHTS / "metadata.json").is_file()
 
 
+def require_megatron_checkpoint(folder: Path) -> None:
+    """Refuse a folder that is no complete Megatron checkpoint, and name a Hugging Face folder as such.
+
+    Raises:
+        CheckpointError: The folder has no `megatron/metadata.json`.
+    """
+    if is_megatron_checkpoint(folder):
+        return
+    found, action = f"no {WEIGHTS}/metadata.json", "Check the path."
+    if (folder / "config.json").is_file():
+        found = f"a Hugging Face folder, which has {found}"
+        action = "Use that folder as it is, or name a checkpoint of a run."
+    raise CheckpointError(
+        f"{folder}: found {found}; expected a Megatron checkpoint, from megatron-dppo convert to-megatron or "
+        f"from a run's checkpoints/. {action}"
+    )
+
+
 def name_of(step: int) -> str:
     """Return the folder name of the checkpoint after so many gradient steps."""
     return f"step_{step:08d}"

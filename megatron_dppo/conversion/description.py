@@ -11,7 +11,7 @@ import torch
 from megatron_dppo.architectures.published_names import BLOCK
 from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, of_dequantized
 from megatron_dppo.architectures.registry import family_of, variant_problems
-from megatron_dppo.architectures.sizes import read_model_config
+from megatron_dppo.architectures.sizes import config_file, read_model_config
 from megatron_dppo.checkpoints.model_files import copy_model_files, name_dtype
 from megatron_dppo.errors import ConfigError, ConversionError
 
@@ -33,6 +33,23 @@ def read_convertible_config(folder: Path) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return hf
+
+
+def description_of(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Read the config to convert with, and find the folder of the files beside it.
+
+    Args:
+        folder: A Hugging Face folder or a Megatron checkpoint.
+
+    Returns:
+        The config as `read_convertible_config` does, and the folder that holds config.json and tokenizer.
+
+    Raises:
+        ConfigError: As `read_convertible_config` does.
+    """
+    hf, path = read_convertible_config(folder), config_file(folder)
+    assert path is not None, "it was read"
+    return hf, path.parent
 
 
 def write_description(template: Path, out: Path, dtype: torch.dtype | None = None) -> None:

@@ -12,7 +12,11 @@ from torch import Tensor
 from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.sizes import HFConfig, config_file
 from megatron_dppo.architectures.weight_map import ADAPTER_SUFFIX
-from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
+from megatron_dppo.checkpoints.checkpoint_folder import (
+    WEIGHTS,
+    is_megatron_checkpoint,
+    require_megatron_checkpoint,
+)
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.conversion.pieces import Piece, pieces_of
 from megatron_dppo.conversion.stored_tensors import StoredTensors
@@ -104,11 +108,7 @@ class MegatronSource:
             CheckpointError: It is torn, of another model, or holds code.
             ConfigError: The config is of no supported model.
         """
-        if not is_megatron_checkpoint(folder):
-            raise CheckpointError(
-                f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from "
-                "megatron-dppo convert or from a run's checkpoints/; check the path."
-            )
+        require_megatron_checkpoint(folder)
         self.folder = folder
         self.hf = hf if hf is not None else read_hf_config(folder)
         self.stored = StoredTensors(folder / WEIGHTS)

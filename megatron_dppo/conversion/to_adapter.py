@@ -5,8 +5,9 @@ from pathlib import Path
 
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import read_hf_config
+from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
 from megatron_dppo.conversion.sources import trained_from
-from megatron_dppo.errors import ConversionError
+from megatron_dppo.errors import ConfigError, ConversionError, Problem
 from megatron_dppo.mcore import cpu, fixes
 from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
 from megatron_dppo.models.build import build_model, transformer_config
@@ -27,22 +28,31 @@ def write_peft_adapter(megatron: Path, out: Path, base: str) -> None:
 
     Raises:
         ConversionError: The checkpoint holds no adapters.
+        ConfigError: The base model is a Megatron checkpoint, which peft cannot load.
     """
     dtype, hf = stored_dtype(megatron), read_hf_config(megatron)
     options = stored_lora(megatron)
+    if options is None:
+        raise ConversionError(f"{megatron} holds no LoRA adapters. Use to-hf for its weights.")
+    named = _base_name(megatron, base)
     cpu.install()
     fixes.apply()
     layout = Layout(world_size=1)
     initialize_groups(layout, seed=0)
     model = build_model(hf, transformer_config(hf, dtype, megatron_sizes(layout), {}))
-    if options is not None:
-        add_lora(model, hf, options, seed=0)
+    add_lora(model, hf, options, seed=0)
     logger.info("reading %s", megatron)
     load_weights(model, megatron, hf)
-    if options is None:
-        raise ConversionError(f"{megatron} holds no LoRA adapters. Use to-hf for its weights.")
-    trained = trained_from(megatron)
-    named = base or str(trained or "")
+    write_adapter(adapter_tensors(model), options, out, named)
+
+
+def _base_name(megatron: Path, base: str) -> str:
+    named = base or str(trained_from(megatron) or "")
     if not named:
         logger.warning("%s is in no run's folder; --base would name the base model in the adapter", megatron)
-    write_adapter(adapter_tensors(model), options, out, named)
+    elif is_megatron_checkpoint(Path(named)):
+        found = f"{named}, a Megatron checkpoint" + ("" if base else ", as the run's model.load")
+        expected = "the name or folder of a Hugging Face model, which peft loads below the adapter"
+        action = "Give the folder that it was converted from, or one that convert to-hf writes, as --base."
+        raise ConfigError(Problem("--base", found, expected, action))
+    return named

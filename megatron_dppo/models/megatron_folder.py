@@ -23,7 +23,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import is_adapter, is_weight_buffer
-from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
+from megatron_dppo.checkpoints.checkpoint_folder import (
+    WEIGHTS,
+    is_megatron_checkpoint,
+    require_megatron_checkpoint,
+)
 from megatron_dppo.checkpoints.hf_folder import HFWeights, whole_folder
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.untrusted import refuse_code
@@ -311,11 +315,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     Raises:
         CheckpointError: The folder is no checkpoint, or its weights are of several types.
     """
-    if not is_megatron_checkpoint(folder):
-        raise CheckpointError(
-            f"{folder} has no {WEIGHTS}/metadata.json. Expected a checkpoint from megatron-dppo convert "
-            "or from a run's checkpoints/; check the path."
-        )
+    require_megatron_checkpoint(folder)
     own = ((key, tensor) for key, tensor in _stored_tensors(folder).items() if not key.startswith("optimizer."))
     weights = (tensor for key, tensor in own if not is_weight_buffer(key))
     dtypes = {tensor.dtype for tensor in weights if tensor.dtype.is_floating_point}

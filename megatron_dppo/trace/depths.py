@@ -128,6 +128,10 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
     if plan.memory is None:
         action = "Solve what the plan says first."
         raise ConfigError(Problem("--trace", "a run that train refuses", "one that it admits", action))
+    if job.config.model.dtype == "float32" and job.shape.sizes.num_experts:
+        found = "model.dtype = 'float32' of a model with experts, whose products torch shapes in bfloat16 alone"
+        action = "Add --set model.dtype=bfloat16. The plan itself counts float32."
+        raise ConfigError(Problem("--trace", found, "bfloat16", action))
     _refuse_other_layers(job)
     layout, stage = job.layout, plan.memory.worst.stage
     shallow, deep = _depths(job, layout, stage, num_layers)

@@ -198,14 +198,16 @@ def write_a_run(runtime: Runtime, folder: Path, stops: dict[int, int]) -> list[s
             logger.add_values(row | ({"engine/busy_in_training": 0.99} if rollout >= 9 else {}))
             logger.write_rollout(rollout, SECONDS | ({"paired_forward": 0.5} if rollout % 4 == 1 else {}))
 
-    begin, offset, opened, found = 0, 0, dict[str, float](), list[float | None]()
+    begin, offset, found = 0, 0, list[float | None]()
+    opened: OpenRollout | None = None
     for stop, ahead in [*stops.items(), (14 * 3, 0)]:
         with RunLogger.open(config, runtime) as logger:
             logger.start_at(offset, opened)
             found.append(logger.latest("reward/mean"))
             for number in events(logger, begin):
                 if number == stop:
-                    begin, offset, opened = stop, logger.offset(), logger.rollout_metrics
+                    begin, offset = stop, logger.offset()
+                    opened = OpenRollout((), 0, logger.rollout_metrics, {})
                     kept = len(messages)
                 if number == stop + ahead and stop < 14 * 3:
                     break

@@ -1,6 +1,7 @@
 """`megatron-dppo measure-mismatch` with the embedded engine: equal weights in float32 are no distance apart."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,79 @@ def test_the_command_writes_what_it_shows(task: Path, tmp_path: Path) -> None:
     assert found["config"]["rollout"]["prompts_per_rollout"] == 8
     for words in (f"{live['kl_k3']:.3e}", f"{replayed['ratio_max']:.6g}", "layer 1", "routes lowers the KL"):
         assert words in done.stdout, words
+    _require_table(done.stdout, {"live": live, "replayed": replayed})
+    _require_names(rows, task / "model", {"live": live, "replayed": replayed})
     again = _run_tool(task, rounded, *flags)
     assert again.returncode != 0
     assert "--out: found" in again.stderr and "Give another folder with -o" in again.stderr
+
+
+SHOWN = {
+    "|pi - mu| of a token, mean": ("abs_prob_diff_mean", "{:.3e}"),
+    "|pi - mu| of a token, 99.9th percentile": ("tv_p999", "{:.3e}"),
+    "|pi - mu| of a token, largest": ("tv_max", "{:.3e}"),
+    "TV over the rollout's top-K, mean": ("topk_tv_mean", "{:.3e}"),
+    "TV over the rollout's top-K, largest": ("topk_tv_max", "{:.3e}"),
+    "KL(mu || pi), k1": ("kl_k1", "{:+.3e}"),
+    "KL(mu || pi), k3": ("kl_k3", "{:.3e}"),
+    "|log pi - log mu|, mean": ("log_prob_diff_mean", "{:.3e}"),
+    "|log pi - log mu|, largest": ("log_prob_diff_max", "{:.3e}"),
+    "pi / mu, smallest": ("ratio_min", "{:.6g}"),
+    "pi / mu, 0.1th percentile": ("ratio_p001", "{:.6g}"),
+    "pi / mu, 1st percentile": ("ratio_p01", "{:.6g}"),
+    "pi / mu, median": ("ratio_p50", "{:.6g}"),
+    "pi / mu, 99th percentile": ("ratio_p99", "{:.6g}"),
+    "pi / mu, 99.9th percentile": ("ratio_p999", "{:.6g}"),
+    "pi / mu, largest": ("ratio_max", "{:.6g}"),
+    "experts agreed on, all layers": ("agreement_mean", "{:.4%}"),
+    "experts agreed on, layer 0": ("agreement_layer_0", "{:.4%}"),
+    "experts agreed on, layer 1": ("agreement_layer_1", "{:.4%}"),
+}
+"""The statistic and its form, by the label of a row; an indented label continues the one above it."""
+
+
+def _require_table(printed: str, statistics: dict[str, Any]) -> None:
+    """Each row of the table shows the statistic that it names, each column the routes that it names."""
+    lines = printed[printed.index("live routes  replayed routes") :].partition("\n\n")[0].splitlines()[1:]
+    shown: dict[str, list[str]] = {}
+    head = ""
+    for line in lines:
+        label, *cells = re.split(r"\s{2,}", line.strip())
+        if not line.startswith(" "):
+            head = label.rpartition(", ")[0]
+        shown[label if not line.startswith(" ") else f"{head}, {label}"] = cells
+    assert shown == {
+        label: [form.format(statistics[routes][name]) for routes in ("live", "replayed")]
+        for label, (name, form) in SHOWN.items()
+    }
+    assert all(len(set(cells)) == 2 for label, cells in shown.items() if "layer 0" not in label)
+
+
+def _require_names(rows: list[dict[str, Any]], model: Path, statistics: dict[str, Any]) -> None:
+    """The statistics are of the columns of tokens.jsonl; live log-probs are the trainer's, by transformers."""
+    mu = torch.tensor([value for row in rows for value in row["rollout_log_probs"]], dtype=torch.float64)
+    for routes, found in statistics.items():
+        pi = torch.tensor([x for row in rows for x in row[f"{routes}_log_probs"]], dtype=torch.float64)
+        expected = {
+            "abs_prob_diff_mean": (pi.exp() - mu.exp()).abs().mean(),
+            "kl_k1": (mu - pi).mean(),
+            "ratio_min": (pi - mu).min().exp(),
+            "ratio_max": (pi - mu).max().exp(),
+        }
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(float(value), rel=1e-3, abs=1e-6), (routes, name)
+    assert statistics["replayed"]["agreement_layer_1"] > statistics["live"]["agreement_layer_1"]
+    assert statistics["replayed"]["agreement_layer_0"] == statistics["live"]["agreement_layer_0"]
+    reference = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    own, engines = list[float](), list[float]()
+    for row in rows:
+        tokens, start = torch.tensor([row["prompt"] + row["tokens"]]), len(row["prompt"])
+        with torch.no_grad():
+            logits = reference(tokens).logits[0, start - 1 : -1].log_softmax(-1)
+        expected_ = logits.gather(1, tokens[0, start:, None])[:, 0]
+        own += (torch.tensor(row["live_log_probs"]) - expected_).abs().tolist()
+        engines += (torch.tensor(row["rollout_log_probs"]) - expected_).abs().tolist()
+    assert torch.tensor(own).median() < 1e-4 < 1e-2 < torch.tensor(engines).median()
 
 
 def test_a_model_without_experts_is_forwarded_once(task: Path, tmp_path: Path) -> None:

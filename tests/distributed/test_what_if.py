@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         algorithm={"preset": "dppo_topk_tv", "top_k": 8, "delta": 0.001, "minibatches_per_rollout": 1},
         optimizer={"warmup_steps": 0, "lr": 1e-3},
         checkpoint={"every": 1},
-        tracking={"batches_every": 1},
+        tracking={"batches_every": 1, "paired_routing_every": 1},
     )
     (task / "run.toml").write_text(tomli_w.dumps(tables))
     done = command("train", task / "run.toml", processes=2)
@@ -60,8 +60,12 @@ def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path
     found = json.loads((tmp_path / "alone" / "what_if.json").read_text())
     measured, step = rows_of(run, "rollout")[1], rows_of(run, "step")[1]  # of the second one
     assert found["rollouts"] == [2]
-    for name, value in found["mismatch"]["replayed"].items():
-        assert value == pytest.approx(measured[f"mismatch/{name}"], rel=1e-4), name
+    for routes, values in found["mismatch"].items():
+        for name, value in values.items():
+            assert value == pytest.approx(measured[f"mismatch_{routes}/{name}"], rel=1e-4, abs=1e-9), name
+    live, replayed = (found["mismatch"][routes]["kl_k3"] for routes in ("live", "replayed"))
+    assert live != pytest.approx(replayed, rel=1e-2), "a swap of the two is seen"
+    assert found["trained_routes"] == "replayed"
     own = next(row for row in found["rows"] if row["routes"] == "replayed")
     for sign in ("positive", "negative"):
         expected = step[f"trust_region/masked_fraction_{sign}"]
@@ -137,6 +141,20 @@ def test_all_presets_on_all_rollouts(run: Path, tmp_path: Path) -> None:
     of_gspo = next(row for row in found["rows"] if row["preset"] == "gspo")
     assert 0 < of_gspo["masked_fraction"] < 1
     assert [each["rollout"] for each in of_gspo["by_rollout"]] == [1, 2]
+    for number in (1, 2):  # forwarded alone, by another number of processes
+        of_one = command("what-if", run, "--rollout", number, "-o", tmp_path / f"{number}")
+        assert of_one.returncode == 0, of_one.stderr
+        alone = json.loads((tmp_path / f"{number}" / "what_if.json").read_text())
+        assert alone["rollouts"] == [number]
+        for row in alone["rows"]:
+            both = next(
+                r for r in found["rows"] if (r["variant"], r["routes"]) == (row["variant"], row["routes"])
+            )
+            of_rollout = both["by_rollout"][number - 1]
+            for name in ("masked_fraction", "gradient_mass_kept", "cosine_unmasked"):
+                assert of_rollout[name] == pytest.approx(row[name], rel=1e-4), (name, number)
+    own_row = next(row for row in found["rows"] if row["routes"] == "replayed")
+    assert len({each["masked_fraction"] for each in own_row["by_rollout"]}) == 2, "a swap of the two is seen"
     assert "standard deviation over rollouts" in done.stdout
     own, same = found["variants"].index(f"{OWN} delta=0.15"), found["variants"].index("dppo_binary_tv")
     assert found["agreement"]["replayed"]["same_decision"][own][same] == 1.0

@@ -17,7 +17,12 @@ TIMEOUT_S = 300
 
 def train(arguments: list[str], folder: Path, log: Path) -> int:
     """The exit status of `megatron-dppo train`, started in `folder`; what it prints goes to `log`."""
-    return forked(_train, arguments, folder, log)
+    return command(["train", *arguments], folder, log)
+
+
+def command(words: list[str], folder: Path, log: Path) -> int:
+    """The exit status of `megatron-dppo WORDS`, started in `folder`; what it prints goes to `log`."""
+    return forked(_run, words, folder, log)
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> int:
@@ -34,10 +39,10 @@ def forked(function: Callable[..., Any], *arguments: Any) -> int:
     return process.exitcode
 
 
-def _train(arguments: list[str], folder: Path, log: Path) -> None:
+def _run(words: list[str], folder: Path, log: Path) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.stdout = sys.stderr = log.open("w")
     for descriptor in (1, 2):  # what other languages and processes print
         os.dup2(sys.stdout.fileno(), descriptor)
-    app(["train", *arguments])
+    app(words)

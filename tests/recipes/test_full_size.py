@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         model = save(r1_tokenizer() if "R1-Distill" in name else qwen3_tokenizer(), folder / "models" / name)
         (model / "config.json").write_text(json.dumps(content))
         (model / "model.safetensors").touch()
+        as_converted(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(Facts, "free_bytes", 10**15)
@@ -53,6 +55,14 @@ def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         row = {"id": "1", "prompt": "What is 1 + 1?", "answer": "2"}
         Path("data/gem.jsonl").write_text(json.dumps(row) + "\n")
         yield
+
+
+def as_converted(model: Path) -> None:
+    """Write `NAME-megatron`, as `convert to-megatron` does, without weights."""
+    folder = model.with_name(f"{model.name}-megatron")
+    shutil.copytree(model, folder / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "megatron").mkdir()
+    (folder / "megatron" / "metadata.json").write_text("{}")
 
 
 def preparations() -> list[list[str]]:
@@ -72,6 +82,10 @@ def test_check_finds_no_fault(algorithm: Algorithm) -> None:
     config = load(*algorithm.layers)
     assert check(config, fewest, needs=BEFORE_LOADING) == []
     assert check(config, max(fewest, 16), needs=AT_ONCE) == []
+    converted = load_config(
+        [ROOT / layer for layer in algorithm.layers], [f"model.load={config.model.load}-megatron"]
+    )
+    assert check(converted, max(fewest, 16), needs=AT_ONCE) == []
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -290,6 +304,10 @@ def require_plan(trace: Trace, config: Config) -> None:
     [
         (["dense_base", "8", "--trace-layers", "1"], "--trace-layers: found 1 over 1 pipeline stages"),
         (["moe_base", "24", "--trace"], "--trace: found a run that train refuses"),
+        (
+            ["moe_base", "64", "--trace", "--set", "model.dtype=float32"],
+            "--trace: found model.dtype = 'float32' of a model with experts",
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_refused(arguments: list[str], message: str) -> None:

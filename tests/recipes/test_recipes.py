@@ -2,19 +2,24 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import ALGORITHMS, ROOT, Algorithm, tiny_family
-from forked_process import forked, train
+from experiments import ALGORITHMS, EXPERIMENTS, ROOT, Algorithm, tiny_family
+from forked_process import command, forked, train
 
 from examples.make_tiny import write_tiny
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
+from megatron_dppo.cli import app
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.runtime.jsonl import write_jsonl
+
+CONVERTED = "-megatron"  # the end of the name of a converted folder
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "examples").symlink_to(ROOT / "examples")
     assert forked(write_tiny, folder / "runs" / "tiny") == 0
+    assert forked(convert_all, folder / "runs" / "tiny") == 0
     return folder
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-def test_the_recipe_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -> None:
-    run = _train(folder, algorithm)
+def convert_all(folder: Path) -> None:
+    """Convert each model in a folder; the result's name ends with `CONVERTED`."""
+    for model in [path.parent for path in folder.glob("*/config.json")]:
+        app(
+            ["convert", "to-megatron", "--hf", str(model), "--out", f"{model}{CONVERTED}"],
+            standalone_mode=False,
+        )
+
+
+def _kinds() -> list[tuple[Algorithm, str]]:
+    """Return each algorithm with the end of its model folder's name, so that an experiment has both kinds."""
+    found: list[tuple[Algorithm, str]] = []
+    for experiment in EXPERIMENTS:
+        own = [each for each in ALGORITHMS if each.experiment == experiment]
+        found += [(algorithm, ("", CONVERTED)[number % 2]) for number, algorithm in enumerate(own)]
+        if len(own) == 1:
+            found.append((own[0], CONVERTED))
+    return found
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), _kinds(), ids=str)
+def test_the_recipe_of_an_algorithm_trains(folder: Path, algorithm: Algorithm, kind: str) -> None:
+    run = _train(folder, algorithm, kind)
     assert [row["step"] for row in run.steps] == list(range(4 * run.config.algorithm.epochs_per_rollout))
     assert all(f"eval/{name}/avg_at_2" in row for row in run.evaluations for name in run.config.evaluation.sets)
     assert [row["rollout"] for row in run.evaluations] == [0, 2]
@@ -63,10 +89,10 @@ def test_the_recipe_of_an_algorithm_trains(folder: Path, algorithm: Algorithm) -
     assert all((row["rollout/num_turns_mean"] > 1) == has_turns for row in run.rollouts)
 
 
-def _train(folder: Path, algorithm: Algorithm) -> TinyRun:
-    run = Path("runs") / "recipes" / algorithm.experiment / algorithm.name
-    log = folder / f"{algorithm}.log"
-    settings = [f"run.folder='{run}'", f"model.load=runs/tiny/{tiny_family(algorithm)}"]
+def _train(folder: Path, algorithm: Algorithm, kind: str) -> TinyRun:
+    run = Path("runs") / "recipes" / algorithm.experiment / f"{algorithm.name}{kind}"
+    log = folder / f"{algorithm}{kind}.log"
+    settings = [f"run.folder='{run}'", f"model.load=runs/tiny/{tiny_family(algorithm)}{kind}"]
     arguments = [*map(str, algorithm.tiny_layers), *(word for each in settings for word in ("--set", each))]
     assert train(arguments, folder, log) == 0, log.read_text()[-3000:]
     rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
@@ -74,6 +100,38 @@ def _train(folder: Path, algorithm: Algorithm) -> TinyRun:
     rollouts, steps, evaluations = ([row for row in rows if row["kind"] == kind] for kind in kinds)
     full_size = load_config([ROOT / layer for layer in algorithm.layers])
     return TinyRun(full_size, load_config([folder / run / "config.toml"]), rollouts, steps, evaluations)
+
+
+SMALL = (
+    ("quickstart/base", "quickstart/measure"),
+    ("quickstart/base", "quickstart/replay"),
+    ("sudoku/base",),
+    ("miniature_study/base",),
+)
+"""Configs of the examples without a job script."""
+
+
+def test_the_small_examples_are_all_of_them() -> None:
+    others = {path.parent.name for path in (ROOT / "examples").glob("*/base.toml")} - set(EXPERIMENTS)
+    assert {layer.partition("/")[0] for layers in SMALL for layer in layers} == others
+
+
+@pytest.mark.parametrize("layers", SMALL, ids=lambda layers: layers[-1])
+def test_a_small_example_is_checked_alike_with_both_kinds_of_folder(
+    folder: Path, layers: tuple[str, ...]
+) -> None:
+    rows = [{"id": f"{n}", "prompt": f"{n % 10} + 1 =", "answer": f"{1 + n % 3}"} for n in range(64)]
+    write_jsonl(folder / "small.jsonl", rows)
+    files = [f"examples/{layer}.toml" for layer in layers]
+    printed: list[str] = []
+    for kind in ("", CONVERTED):
+        model, log = f"runs/tiny/qwen3_moe{kind}", folder / f"{layers[-1].replace('/', '_')}{kind}.log"
+        options = ["--world-size", "2", "--set", "data.prompts=small.jsonl", "--set", f"model.load={model}"]
+        status = command(["check", *files, *options], folder, log)
+        assert status == 0, log.read_text()
+        text = re.sub(r"[\d.]+ GiB free", "FREE", log.read_text())  # others write to the disk meanwhile
+        printed.append(text.replace(model, "MODEL"))
+    assert printed[0] == printed[1]
 
 
 def _acts_as(objective: Objective, steps: list[dict[str, Any]]) -> bool:

@@ -1,6 +1,7 @@
 """`megatron-dppo serve`, started as a user would, and what becomes of its server."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, VERSION, Served, served_config
+from converting import converted
+from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, VERSION, Served, served_config, write_served_model
 
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.rollout.engine import Request, SamplingParams
@@ -156,6 +158,18 @@ def test_a_table_becomes_a_command_line(tmp_path: Path) -> None:
         '{"a": 1}',
     ]
     assert arguments(table, options) == line
+
+
+def test_a_converted_folder_is_served_without_weights_until_a_push(tmp_path: Path) -> None:
+    """And a Hugging Face folder with its own, as version 0."""
+    model = write_served_model(tmp_path / "model")
+    converted("to-megatron", "--hf", model, "--out", tmp_path / "megatron")
+    expected = {"model": (model, "0", None), "megatron": (tmp_path / "megatron" / "hf", "-1", "dummy")}
+    for name, (served, version, load_format) in expected.items():
+        line = plan_launch(served_config(tmp_path / name, tmp_path / "run")).command
+        given = dict(itertools.pairwise(line))
+        assert given["--model-path"] == str(served)
+        assert (given["--weight-version"], given.get("--load-format")) == (version, load_format)
 
 
 def test_what_cannot_be_launched_is_refused(served: Served, tmp_path: Path) -> None:

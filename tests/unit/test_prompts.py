@@ -258,6 +258,17 @@ def test_what_was_taken_out_of_turn_does_not_come_again() -> None:
     assert stream.cursor == {"epoch": 2, "index": 2}
 
 
+@pytest.mark.parametrize("places", [[4], [9, 0], [2, 2, 7]])
+def test_a_place_that_has_passed_cannot_be_passed_over(places: list[int]) -> None:
+    stream = PromptStream(many(5), 0, True, {"epoch": 1, "index": 3, "again": [2, 6]})
+    assert stream.next(1) and stream.upcoming == (8, (6,))
+    with pytest.raises(
+        DataError, match=r"given before; expected places from 8 on, or of \[6\], which come again"
+    ):
+        stream.pass_over(places)
+    assert stream.upcoming == (8, (6,)), "the stream stays as it was"
+
+
 def test_open_places_come_once_more_before_all_others() -> None:
     stream = PromptStream(many(5), 0, True)
     first = stream.draw(7)

@@ -156,3 +156,123 @@ def test_runs_without_seconds_say_so_and_many_are_not_drawn(tmp_path: Path) -> N
     html, figures = _report(*many)
     assert "time-line" not in figures
     assert html.count("The trainer spent") == MOST_RUNS + 1
+
+
+def _uneven(start: float, num_rollouts: int) -> list[dict[str, float]]:
+    """Rows in which no two numbers are equal, of one rollout or of several."""
+    rows: list[dict[str, float]] = []
+    for rollout in range(num_rollouts):
+        rollout_s, batch_s, paired_s, train_s, push_s, other_s = (
+            start * base + rollout * more
+            for base, more in ((7, 0.5), (0.3, 0.07), (0.9, 0.11), (5, 0.9), (2, 0.3), (1.3, 0.2))
+        )
+        rows.append(
+            {
+                "time/rollout_s": rollout_s,
+                "time/batch_s": batch_s,
+                "time/paired_forward_s": paired_s,
+                "time/train_s": train_s,
+                "time/sync_s": push_s,
+                "time/total_s": rollout_s + batch_s + paired_s + train_s + push_s + other_s,
+                "time/save_s": 0.4 * start + 0.05 * rollout,
+                "sync/hold_s": 0.6 * push_s,
+                "engine/busy_in_training": 0.9 - 0.2 * rollout - 0.1 * start,
+                "engine/requests_in_training": 20 * start + 3 * rollout,
+                "rollout/staleness_mean": 0.2 + 0.3 * rollout + 0.05 * start,
+                "rollout/staleness_max": 1 + 2 * rollout + start,
+            }
+        )
+    return rows
+
+
+def _write_uneven(path: Path, rows: list[dict[str, float]], max_staleness: int) -> Path:
+    """A run of these rows, evaluated before rollout 1 and after the last, each time for longer."""
+    config = {"rollout": {"max_staleness": max_staleness}, "checkpoint": {"every_steps": 0}}
+    with RunFolder.open(path, config, resume=False) as folder:
+        for rollout, row in enumerate(rows):
+            if rollout == 1:
+                folder.write_evaluation(rollout, {"time/evaluation_s": 1.7})
+            folder.write_rollout(rollout, row, num_rollouts=len(rows))
+        folder.write_evaluation(len(rows), {"time/evaluation_s": 2.9})
+    return path
+
+
+def _expected(rows: list[dict[str, float]]) -> dict[str, list[tuple[float, float, int]]]:
+    """(start, seconds, rollout from 1) of each phase, added up by hand."""
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    now = 0.0
+    for number, row in enumerate(rows, start=1):
+        trained = row["time/batch_s"] + row["time/paired_forward_s"] + row["time/train_s"]
+        rest = row["time/total_s"] - row["time/rollout_s"] - trained - row["time/sync_s"]
+        for name, seconds in (
+            ("evaluating", 1.7 if number == 2 else 0.0),
+            ("saving a checkpoint", row["time/save_s"]),
+            ("waiting for a rollout", row["time/rollout_s"]),
+            ("training", trained),
+            ("other work", rest),
+            ("pushing weights", row["time/sync_s"]),
+        ):
+            if seconds:
+                found.setdefault(name, []).append((now, seconds, number))
+            now += seconds
+    found["evaluating"].append((now, 2.9, len(rows) + 1))
+    return found
+
+
+PHASES = {
+    "evaluating": "evaluation",
+    "saving a checkpoint": "checkpoint",
+    "waiting for a rollout": "rollout",
+    "training": "train",
+    "other work": "other",
+    "pushing weights": "push",
+}
+"""The colour of each phase, by its words."""
+
+
+def test_each_run_and_rollout_and_phase_has_its_own_seconds(tmp_path: Path) -> None:
+    """Two runs of another length each, in which no two numbers are equal."""
+    runs = {"slow": _uneven(2.0, 3), "fast": _uneven(0.8, 2)}
+    html, figures = _report(*(_write_uneven(tmp_path / name, rows, 2) for name, rows in runs.items()))
+    figure = figures["time-line"]
+    titles = [note["text"] for note in figure["layout"]["annotations"]]
+    for index, (name, rows) in enumerate(runs.items()):
+        assert [f"{name}: last {len(rows) + 1} rollouts" in title for title in titles].index(True) == 2 * index
+        lanes, of_shares = 2 * index, 2 * index + 1
+        expected = _expected(rows)
+        whole = sum(seconds for bars in expected.values() for _, seconds, _ in bars)
+        by_rollout = [
+            sum(seconds for bars in expected.values() for _, seconds, at in bars if at == number)
+            for number in range(1, len(rows) + 2)
+        ]
+        for words, bars in expected.items():
+            drawn = _bars(figure, words, lanes, index)
+            assert drawn["base"] == pytest.approx([start for start, _, _ in bars], rel=1e-4)
+            assert drawn["x"] == pytest.approx([seconds for _, seconds, _ in bars], rel=1e-4)
+            assert [each[0] for each in drawn["customdata"]] == [number for _, _, number in bars]
+            assert drawn["legendgroup"] == f"phase-{PHASES[words]}"
+            assert f"{words}, %{{customdata[2]}} s" in drawn["hovertemplate"]
+            stacked = _bars(figure, words, of_shares, index)
+            seconds = {number: each for _, each, number in bars}
+            assert stacked["y"] == pytest.approx(
+                [100 * seconds.get(n, 0.0) / total for n, total in enumerate(by_rollout, start=1)], rel=1e-4
+            )
+            assert stacked["legendgroup"] == f"phase-{PHASES[words]}"
+            share = 100 * sum(seconds.values()) / whole
+            said = f"{share:.1f} %" if share < 9.95 else f"{share:.0f} %"
+            (sentence_,) = re.findall(rf"{name}: (The trainer spent .*?)</", html)
+            assert re.search(rf"{re.escape(said)} (of its time )?(on )?{words}", sentence_), (words, said)
+        beside = _bars(figure, "sampling beside training", lanes, index)
+        busy = [row["engine/busy_in_training"] for row in rows]
+        assert beside["width"] == pytest.approx([0.8 * share for share in busy], rel=1e-4)
+        requests = [f"{row['engine/requests_in_training']:.3g} requests" for row in rows]
+        assert [each[1].partition(", ")[2] for each in beside["customdata"]] == requests
+        (line,) = (t for t in figure["data"] if t["name"] == "servers busy" and t["meta"] == index)
+        assert line["y"][: len(rows)] == pytest.approx([100 * share for share in busy], rel=1e-4)
+        mean = sum(row["rollout/staleness_mean"] for row in rows) / len(rows)
+        largest = max(row["rollout/staleness_max"] for row in rows)
+        assert f"Tokens were {mean:.2g} versions old in the mean, {largest:.0f} at most." in sentence_
+        hold = 100 * sum(row["sync/hold_s"] for row in rows) / whole
+        assert f"({hold:.1f} % until nothing was on its way)" in sentence_
+    legend = re.findall(r"var\(--phase-(\w+)\)\"></i>([^<]*)<", html)
+    assert {text: colour for colour, text in legend if text in PHASES} == PHASES

@@ -141,5 +141,11 @@ def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Name weights with --checkpoint"):
         ask()
     assert kept_rollouts(tmp_path / "batches") == [3]
+    for folder, found in (
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path, "has no config.json and no hf/"),
+    ):
+        with pytest.raises(ConfigError, match=f"--checkpoint: found {folder}, which {found}"):
+            question_of(Asked(tmp_path, tmp_path, checkpoint=folder), world_size=1)
     with pytest.raises(DataError, match=r"found group_1_of_2\.safetensors; .* counted from 1: 4\."):
         group_files(tmp_path / "batches", 3)

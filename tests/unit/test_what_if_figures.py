@@ -11,13 +11,19 @@ import torch
 from test_what_if import of_two_rollouts, tokens
 
 from megatron_dppo.algorithms import PRESETS, PolicyLossInputs, preset
-from megatron_dppo.analysis.what_if.measures import PROB_EDGES, PolicyTokens, evaluate_variants
+from megatron_dppo.analysis.what_if.measures import (
+    PROB_EDGES,
+    PolicyTokens,
+    evaluate_variants,
+    mismatch_by_routes,
+)
 from megatron_dppo.analysis.what_if.page import page
 from megatron_dppo.analysis.what_if.question import parse_options, parse_sweeps, rollouts_of
 from megatron_dppo.analysis.what_if.table import as_text
 from megatron_dppo.analysis.what_if.thresholds import described_threshold, with_scaled_threshold
 from megatron_dppo.analysis.what_if.variants import Variant, require_own_rules, variants
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.metrics.token_mismatch import Routes
 
 CLOSE = 1e-9
 
@@ -121,6 +127,13 @@ def test_figures_are_those_of_plain_loops(name: str) -> None:
     (row,), _ = evaluate_variants([Variant(name, fields)], {"live": kept})
     for figure, value in expected_figures(name, batch, delta).items():
         assert row[figure] == pytest.approx(value, rel=CLOSE), figure
+    for sign, factor in (("positive", 1), ("negative", -1)):
+        weights = [weight_of(name, t, delta) for t in batch if factor * t.advantage > 0]
+        assert row[f"masked_fraction_{sign}"] == pytest.approx(sum(w == 0 for w in weights) / len(weights))
+        assert row[f"weight_mean_{sign}"] == pytest.approx(sum(weights) / len(weights), rel=CLOSE)
+    masked = [t.mu for t in batch if t.advantage != 0 and weight_of(name, t, delta) == 0]
+    if masked:
+        assert row["rollout_prob_masked"] == pytest.approx(sum(masked) / len(masked), rel=CLOSE)
     for each in row["by_prob"]:
         is_last = each["prob_high"] == PROB_EDGES[-1]
         inside = [
@@ -142,6 +155,58 @@ def test_figures_are_those_of_plain_loops(name: str) -> None:
     for each, part in zip(row["by_rollout"], (batch[:60], batch[60:]), strict=True):
         of_part = expected_figures(name, part, delta)
         assert {**of_part, "rollout": each["rollout"]} == pytest.approx(each, rel=CLOSE)
+
+
+def test_each_way_of_routing_has_its_own_figures() -> None:
+    """The first half of the tokens with live routes, the second with replayed ones."""
+    kept, batch = small_batch()
+    of_routes: dict[Routes, PolicyTokens] = {
+        "live": tokens_at(kept, slice(0, 40)),
+        "replayed": tokens_at(kept, slice(40, 120)),
+    }
+    parts: dict[Routes, list[Token]] = {"live": batch[:40], "replayed": batch[40:]}
+    asked = [Variant("dppo_binary_tv"), Variant("ipo", {"delta": 0.1})]
+    rows, pairs = evaluate_variants(asked, of_routes)
+    assert [(row["routes"], row["preset"]) for row in rows] == [
+        (routes, variant.preset) for routes in ("live", "replayed") for variant in asked
+    ]
+    found = mismatch_by_routes(of_routes)
+    for routes, part in parts.items():
+        own, other = (row for row in rows if row["routes"] == routes)
+        for row, delta in ((own, 0.15), (other, 0.1)):
+            value = expected_figures(row["preset"], part, delta)["masked_fraction"]
+            assert row["masked_fraction"] == pytest.approx(value)
+        acting = [t for t in part if t.advantage != 0]
+        pair = [weight_of("dppo_binary_tv", t, 0.15) == weight_of("ipo", t, 0.1) for t in acting]
+        assert pairs[routes]["same_decision"][0][1] == pytest.approx(sum(pair) / len(pair))
+        assert other["agreement"] == pytest.approx(sum(pair) / len(pair))
+        tv = sum(abs(t.pi - t.mu) for t in part) / len(part)
+        assert found[routes]["abs_prob_diff_mean"] == pytest.approx(tv, rel=1e-6)
+        k1 = sum(math.log(t.mu) - math.log(t.pi) for t in part) / len(part)
+        assert found[routes]["kl_k1"] == pytest.approx(k1, rel=1e-6)
+        assert found[routes]["ratio_max"] == pytest.approx(max(t.ratio for t in part), rel=1e-6)
+        assert found[routes]["ratio_min"] == pytest.approx(min(t.ratio for t in part), rel=1e-6)
+
+
+def tokens_at(kept: PolicyTokens, places: slice) -> PolicyTokens:
+    """Some of the tokens, without their responses."""
+    inputs = kept.inputs
+    some = PolicyLossInputs(
+        log_probs=inputs.log_probs[places],
+        rollout_log_probs=inputs.rollout_log_probs[places],
+        advantages=inputs.advantages[places],
+    )
+    return PolicyTokens(some, kept.score_norms[places], kept.rollouts[places])
+
+
+@pytest.mark.filterwarnings("error")
+def test_tokens_without_an_advantage_are_no_share_of_anything() -> None:
+    kept, _ = small_batch()
+    still = replace(kept.inputs, advantages=torch.zeros_like(kept.inputs.advantages))
+    asked = [Variant("dppo_binary_tv"), Variant("grpo")]
+    rows, pairs = evaluate_variants(asked, {"live": replace(kept, inputs=still)})
+    assert all(math.isnan(row[name]) for row in rows for name in ("masked_fraction", "agreement"))
+    assert all(math.isnan(x) for table in pairs["live"].values() for values in table for x in values)
 
 
 def test_agreement_is_counted_over_tokens_with_an_advantage() -> None:

@@ -244,12 +244,15 @@ def agreement(weights: Sequence[Tensor], acts: Tensor) -> dict[str, Any]:
 
     Returns:
         `same_decision`: share of tokens that both mask or both keep, a row for each variant.
-        `weight_correlation`: Pearson's, of their weights M; NaN where one of them is constant.
+        `weight_correlation`: Pearson's, of their weights M; NaN if one of them is constant.
     """
     own = torch.stack([weight[acts] for weight in weights])
     kept = own != 0
     same = [[float((a == b).double().mean()) for b in kept] for a in kept]
-    return {"same_decision": same, "weight_correlation": own.corrcoef().reshape(len(weights), -1).tolist()}
+    correlation = own.new_full((len(weights), len(weights)), torch.nan)
+    if own.shape[1] > 1:
+        correlation = own.corrcoef().reshape(len(weights), -1)
+    return {"same_decision": same, "weight_correlation": correlation.tolist()}
 
 
 def mismatch_by_routes(tokens: TokensByRoutes) -> dict[Routes, dict[str, float]]:

@@ -17,6 +17,7 @@ from megatron_dppo.analysis.what_if.variants import (
     require_own_rules,
     variants,
 )
+from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.checkpoints.checkpoint_folder import complete
 from megatron_dppo.checks import RULES, check
 from megatron_dppo.config.load import load_config
@@ -93,8 +94,8 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
     found, left_out = _variants(asked, config, num_columns, has_old or before is not None)
     question = Question(run, rollouts, tuple(found), before, left_out)
     problems = check(config, world_size, {name: RULES[name] for name in _RULES})
-    if before is not None and not before.is_dir():
-        problems.append(Problem("--before", f"no folder {before}", "a checkpoint", "Check the path."))
+    if before is not None:
+        problems += _problems_with_weights("--before", before)
     if problems:
         raise ConfigError(problems)
     with writing_to("--out", asked.out):
@@ -155,11 +156,21 @@ def _config_of(run: Path, checkpoint: Path | None, overrides: Sequence[str], wor
             action = "Name weights with --checkpoint; model.load of the run are those it began with."
             raise ConfigError(Problem("--checkpoint", f"no checkpoint in {run}", "one", action))
         checkpoint = whole[-1]
+    elif problems := _problems_with_weights("--checkpoint", checkpoint):
+        raise ConfigError(problems)
     config = load_config([run / "config.toml"], [f"model.load={checkpoint}", *overrides])
     if world_size > 1:
         return config
     alone = ParallelConfig(max_tokens_per_microbatch=config.parallel.max_tokens_per_microbatch)
     return config.model_copy(update={"parallel": alone})
+
+
+def _problems_with_weights(option: str, folder: Path) -> list[Problem]:
+    if config_file(folder) is not None:
+        return []
+    what = "has no config.json and no hf/config.json" if folder.exists() else "does not exist"
+    expected = "a checkpoint of the run, or a model folder of either kind"
+    return [Problem(option, f"{folder}, which {what}", expected, "Check the path.")]
 
 
 def parse_options(text: str) -> dict[str, Value]:

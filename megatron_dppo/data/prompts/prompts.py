@@ -255,8 +255,18 @@ class PromptStream:
         return self.at(self._again[distance] if distance < num_again else self._next + distance - num_again)
 
     def pass_over(self, places: Iterable[int]) -> None:
-        """Skip the places that any rank took with `ahead`; the others come in their order."""
+        """Skip the places that any rank took with `ahead`; the others come in their order.
+
+        Raises:
+            DataError: A place was given before. The stream stays as it was.
+        """
         missing, passed = set(places), list[int]()
+        given = sorted(place for place in missing if place < self._next and place not in self._again)
+        if given:
+            found = f"places {given} of the stream, which were given before"
+            expected = f"places from {self._next} on, or of {list(self._again)}, which come again"
+            action = "Resume the run from its last checkpoint, and report this as a fault of the program."
+            raise fault("prompts taken out of turn", found, expected, action)
         while missing:
             place = self._take()
             if place in missing:

@@ -175,6 +175,7 @@ def write_a_run(runtime: Runtime, folder: Path, stops: dict[int, int]) -> list[s
     from megatron_dppo.config.schema import Config
     from megatron_dppo.metrics.metrics import Metrics
     from megatron_dppo.run.logger import RunLogger
+    from megatron_dppo.types import OpenRollout
 
     messages: list[str] = []
     handler = logging.Handler()

@@ -16,6 +16,7 @@ class Material:
 
     experiments: Sequence[Experiment]
     tokens: Sequence[TokenPairs]
+    is_mu_logarithmic: bool = False  # the axis of mu of single tokens
 
     @property
     def lines(self) -> list[Line]:
@@ -33,10 +34,10 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the paper's figures."""
+    """One of the paper's figures, or one that completes them."""
 
     name: str
-    paper: str  # its numbers, as captions say them
+    paper: str  # its numbers, as captions say them; empty without a counterpart
     draw: Callable[[Kind, Material], list[Drawing] | Lacking]
     needs_runs: bool = True  # or can be drawn of formulas alone
 

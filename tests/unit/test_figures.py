@@ -588,8 +588,9 @@ def test_far_tokens_do_not_flatten_figure_2_and_are_counted() -> None:
     assert [axes.get_xscale() for axes in (left, right)] == ["linear", "linear"]
     assert left.get_xlim() == right.get_xlim() == (0.0, 1.0)
     caption = " ".join(drawing.caption)
-    assert "live routes: π / μ of 1 tokens is beyond the axis from 0.6 to 1.4" in caption
-    assert "it is from 0.95 to 100." in caption and "|π − μ| of 1 tokens" in caption
+    assert "live routes: 1 of 20,000 tokens outside the axis of π / μ, which is from 0.6 to 1.4;" in caption
+    assert "all are from 0.95 to 100." in caption
+    assert "1 of 20,000 tokens outside the axis of |π − μ|, which is from 0 to 0.1;" in caption
     log = build(two_engines([token_pairs(mu, ratio)], is_log=True)).axes
     assert [axes.get_xscale() for axes in log] == ["log", "log"]
     assert log[0].get_ylim() == (0.6, 1.4)
@@ -609,7 +610,7 @@ def test_engines_that_differ_more_than_the_paper_s_have_axes_that_hold_19_of_20_
     assert 0.95 <= np.mean((together >= low) & (together <= high)) < 1
     assert low <= 0.6 and 1.4 < high < 1.9
     caption = " ".join(drawing.caption)
-    assert caption.count("is beyond the axis") == 2, "of the second row alone"
+    assert caption.count("outside the axis") == 2, "of the second row alone"
 
 
 def labels(*settings: dict[str, str]) -> list[str]:

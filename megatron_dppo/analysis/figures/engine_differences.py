@@ -63,8 +63,8 @@ def _caption(folder: str, of: list[TokenPairs]) -> list[str]:
             outside = values[(values < low) | (values > high)]
             if outside.size:
                 said.append(
-                    f"{pairs.source}: {name} of {outside.size:,} tokens is beyond the axis from {low:.3g} to "
-                    f"{high:.3g}; of all tokens it is from {values.min():.3g} to {values.max():.3g}."
+                    f"{pairs.source}: {outside.size:,} of {size:,} tokens outside the axis of {name}, which is "
+                    f"from {low:.3g} to {high:.3g}; all are from {values.min():.3g} to {values.max():.3g}."
                 )
     return said
 

@@ -277,7 +277,7 @@ def test_the_largest_and_smallest_difference_are_two_curves_about_a_line_at_0(ru
             and line.get_linestyle() == largest[label].get_linestyle()
             and np.allclose(np.asarray(line.get_ydata()), expected(algorithm, MIN)[1])
         ]
-        assert own.get_xdata()[0] == 1
+        assert np.asarray(own.get_xdata())[0] == 1
     low, high = axes.get_ylim()
     assert low < 0 < high
     entries = [text.get_text() for text in figure.legends[0].get_texts()]

@@ -20,7 +20,7 @@ from megatron_dppo.analysis.figures.mask_regions import is_drawable, kept, regio
 from megatron_dppo.analysis.figures.material import Lacking, Material
 from megatron_dppo.analysis.figures.runs import experiments_of, objective_of, read_curves
 from megatron_dppo.analysis.figures.style import LOOKS, NAMES, look
-from megatron_dppo.analysis.figures.titles import labels_of
+from megatron_dppo.analysis.figures.titles import labels_of, without_paths
 from megatron_dppo.analysis.figures.tokens import TokenPairs, read_token_pairs
 from megatron_dppo.analysis.report.smoothing import smoothed
 from megatron_dppo.cli import app
@@ -552,7 +552,7 @@ def test_two_measurements_of_one_folder_s_name_have_two_titles(tmp_path: Path) -
     (kind,) = (kind for kind in KINDS if kind.name == "02_engine_differences")
     answer = kind.draw(kind, Material([], [pairs for folder in folders for pairs in read_token_pairs(folder)]))
     assert isinstance(answer, list)
-    titles = [f"Two engines, the same weights: {name}/mismatch" for name in ("b", "a")]
+    titles = [f"Two engines, the same weights: {name}" for name in ("b", "a")]
     assert [drawing.title for drawing in answer] == titles
     for drawing, mu in zip(answer, (np.exp(-1.0), np.exp(-2.0)), strict=True):
         offsets = np.asarray(build(drawing).axes[0].collections[0].get_offsets())
@@ -630,6 +630,12 @@ def test_a_title_names_the_shortest_setting_that_tells_apart_and_no_path(place: 
     expected = ["environment gem:game:Sudoku-v0-easy", "environment gem:rg:acre", "model hf"]
     turned = tasks[place:] + tasks[:place]
     assert labels(*turned) == expected[place:] + expected[:place]
+
+
+def test_paths_are_told_apart_by_one_part_or_by_words() -> None:
+    assert without_paths(["/a/x/hf", "/b/y/hf"]) == {"/a/x/hf": "x", "/b/y/hf": "y"}
+    assert without_paths(["a/x", "b/x", "a/y"]) == {"a/x": "a x", "b/x": "b x", "a/y": "a y"}
+    assert without_paths(["1e-06", "0.5"]) == {"1e-06": "1e-06", "0.5": "0.5"}
 
 
 def test_titles_of_two_models_are_unequal_whatever_their_paths() -> None:

@@ -286,12 +286,17 @@ def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:
     assert drawn == (tmp_path / "b.svg").read_text()
     assert "R3 lowered the KL" in drawn and "replayed routes (R3 on)" in drawn
     kl, reward = picture.panels(runs, ["off", "on"])
-    x, live = over_rollouts(runs[0], "mismatch_live/kl_k3")
-    assert [line.label for line in kl.lines] == ["live routes (R3 off)", "replayed routes (R3 on)"]
-    assert list(curve_of(kl.lines[0], kl).raw) == live and list(curve_of(kl.lines[0], kl).x) == x
-    assert list(curve_of(kl.lines[1], kl).raw) == over_rollouts(runs[0], "mismatch_replayed/kl_k3")[1] != live
-    for line, run in zip(reward.lines, runs, strict=True):
-        assert list(curve_of(line, reward).raw) == over_rollouts(run, "reward/mean")[1]
+    expected = [
+        (kl, "live routes (R3 off)", runs[0], "mismatch_live/kl_k3"),
+        (kl, "replayed routes (R3 on)", runs[0], "mismatch_replayed/kl_k3"),
+        (reward, "off", runs[0], "reward/mean"),
+        (reward, "on", runs[1], "reward/mean"),
+    ]
+    shown = [(panel, line) for panel in (kl, reward) for line in panel.lines]
+    for (panel, line), (of, label, run, metric) in zip(shown, expected, strict=True):
+        curve = curve_of(line, panel)
+        assert curve is not None and panel is of and line.label == label
+        assert (curve.x.tolist(), curve.raw.tolist()) == over_rollouts(run, metric)
     assert (file.parent / "r3_off_and_on.svg").stat().st_size <= 60_000
 
 

@@ -155,7 +155,7 @@ def _material(folders: Sequence[Path], *, is_mu_logarithmic: bool) -> Material:
     of_runs = [folder for folder in folders if not (folder / TOKENS).is_file()]
     runs = read_curves(of_runs)
     tokens = [pairs for folder in folders for pairs in read_token_pairs(folder)]
-    return Material(experiments_of(runs) if runs else [], tokens, is_mu_logarithmic)
+    return Material(experiments_of(runs) if runs else [], tokens, is_mu_logarithmic=is_mu_logarithmic)
 
 
 def _write(drawing: Drawing, out: Path, formats: Sequence[Format], title: str) -> Picture:

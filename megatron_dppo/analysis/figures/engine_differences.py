@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
 from megatron_dppo.analysis.figures.style import LOOKS, plain_log_ticks
+from megatron_dppo.analysis.figures.titles import without_paths
 from megatron_dppo.analysis.figures.tokens import TokenPairs
-from megatron_dppo.analysis.report.text import distinct_folders
 
 MOST_TOKENS = 20_000  # drawn; more would only hide each other
 _SEED = 0
@@ -30,19 +30,17 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             "name a folder that megatron-dppo measure-mismatch wrote, too; or a run with "
             'tracking.batches_every whose algorithm.anchor is "recomputed"',
         )
-    names = dict(
-        zip(folders := list(dict.fromkeys(p.folder for p in known)), distinct_folders(folders), strict=True)
-    )
+    names = without_paths([str(pairs.folder.resolve()) for pairs in known])
     by_folder: dict[str, list[TokenPairs]] = {}
     for pairs in known:
-        by_folder.setdefault(str(pairs.folder), []).append(pairs)
+        by_folder.setdefault(str(pairs.folder.resolve()), []).append(pairs)
     return [
         Drawing(
             name=kind.name if len(by_folder) == 1 else f"{kind.name}_{number}",
             paper=kind.paper,
-            title="Two engines, the same weights" + ("" if len(by_folder) == 1 else f": {names[of[0].folder]}"),
+            title="Two engines, the same weights" + ("" if len(by_folder) == 1 else f": {names[folder]}"),
             panels=_panels(of, is_mu_logarithmic=material.is_mu_logarithmic),
-            caption=_caption(folder, of),
+            caption=_caption(str(of[0].folder), of),
             columns=2,
         )
         for number, (folder, of) in enumerate(by_folder.items(), 1)

@@ -50,22 +50,28 @@ def _texts(settings: Sequence[Settings], differing: Sequence[str]) -> list[dict[
         name = key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2]
         name = "model" if key == "model.load" else name
         values = [shown(own.get(key)) for own in settings]
-        brief = _brief(values)
+        brief = without_paths(values)
         for own, value in zip(found, values, strict=True):
             own[key] = f"{name} {brief[value]}"
     return found
 
 
-def _brief(values: Sequence[str]) -> dict[str, str]:
-    """Return paths as the last of their parts that all of them differ in; other values as they are."""
-    parts = {value: value.rstrip("/").split("/") for value in dict.fromkeys(values)}
-    if all(len(of) == 1 for of in parts.values()):
-        return {value: value for value in parts}
-    for depth in range(1, max(map(len, parts.values())) + 1):
+def without_paths(values: Sequence[str]) -> dict[str, str]:
+    """Return paths as the one part, near their end, in which all of them differ; other values as they are.
+
+    Paths that no single part tells apart keep as many words of their end as do.
+    """
+    parts = {value: value.strip("/").split("/") for value in dict.fromkeys(values)}
+    deepest = max(map(len, parts.values()), default=0)
+    for depth in range(1, deepest + 1):
         names = {value: of[max(-depth, -len(of))] for value, of in parts.items()}
-        if len(set(names.values())) == len(names) and all(names.values()):
+        if len(set(names.values())) == len(names):
             return names
-    return {value: " ".join(filter(None, of)) for value, of in parts.items()}
+    for depth in range(2, deepest + 1):
+        names = {value: " ".join(of[-depth:]) for value, of in parts.items()}
+        if len(set(names.values())) == len(names):
+            return names
+    return {value: " ".join(of) for value, of in parts.items()}
 
 
 def _unusual(

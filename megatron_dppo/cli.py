@@ -16,6 +16,7 @@ from megatron_dppo.checks import (
     folder_remarks,
     gather_facts,
     not_checked,
+    period_remarks,
     problems_of,
     remarks,
     require_evaluable,
@@ -167,7 +168,8 @@ def check(
         typer.echo(f"not checked: {note}", err=True)
     for note in untested(config):
         typer.echo(f"untested version: {note}", err=True)
-    for remark in [*remarks(config), *doubts(config, facts), *folder_remarks(config)]:
+    noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
+    for remark in noted:
         typer.echo(f"note: {remark}", err=True)
     if problems:
         _exit_with_problems(problems)

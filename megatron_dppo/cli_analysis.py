@@ -10,6 +10,16 @@ from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings,
 
 app = typer.Typer()
 
+TokensAt = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-at",
+        min=1,
+        metavar="ROLLOUT",
+        help="Show masked tokens of this rollout, from 1. [default: the last that all runs list]",
+    ),
+]
+
 
 @app.command()
 def compare(
@@ -19,6 +29,7 @@ def compare(
         bool, typer.Option("--watch", help="Rewrite the report until the runs have ended, or Ctrl-C.")
     ] = False,
     every: Annotated[float, typer.Option(min=1.0, help="Seconds between two looks of --watch.")] = 10.0,
+    tokens_at: TokensAt = None,
 ) -> None:
     """Overlay several runs in one HTML report.
 
@@ -30,12 +41,20 @@ def compare(
         megatron-dppo compare runs/no_replay runs/replay --watch
 
     With --watch the page in the browser reloads itself, and stays where it was scrolled to.
+
+    Runs with tracking.clipped_tokens_every also show the tokens that their masks dropped most often, in one
+    rollout:
+
+        megatron-dppo compare runs/clipped_tokens/grpo_clip_higher --tokens-at 50
     """
     with user_errors():
         from megatron_dppo.analysis.report.report import compare as write_report
         from megatron_dppo.analysis.report.watch import watch as write_reports
 
-        found = write_reports(runs, out, every, typer.echo) if watch else write_report(runs, out)
+        if watch:
+            found = write_reports(runs, out, every, typer.echo, tokens_at=tokens_at)
+        else:
+            found = write_report(runs, out, tokens_at=tokens_at)
     for sentence in found:
         typer.echo(f"- {sentence}")
     typer.echo(f"wrote {out}")
@@ -53,6 +72,7 @@ def figures(
         list[str] | None, typer.Option("--format", metavar="png|svg", help="Many times. [default: both]")
     ] = None,
     title: Annotated[str, typer.Option(help="Is written over every figure and over the gallery.")] = "",
+    tokens_at: TokensAt = None,
     mu_axis: Annotated[
         Literal["linear", "log"], typer.Option(help="Of 02_engine_differences; linear in the paper.")
     ] = "linear",
@@ -73,7 +93,8 @@ def figures(
         from megatron_dppo.analysis.figures.command import draw_figures, formats_of
 
         is_log = mu_axis == "log"
-        written = draw_figures(folders, out, formats_of(formats or ()), title, is_mu_logarithmic=is_log)
+        known = formats_of(formats or ())
+        written = draw_figures(folders, out, known, title, tokens_at, is_mu_logarithmic=is_log)
     if written.not_drawn:
         names = ", ".join(sentence.partition(" ")[0] for sentence in written.not_drawn)
         typer.echo(f"not drawn, for want of data: {names} (index.html says what to set)", err=True)
@@ -92,7 +113,7 @@ def what_if(
     ] = None,
     rollouts: Annotated[
         list[str] | None,
-        typer.Option("--rollout", metavar="N|all", help="Of those kept; many times. [default: the last]"),
+        typer.Option("--rollout", metavar="N|all", help="Kept rollouts, from 1. [default: the last]"),
     ] = None,
     presets: Annotated[
         list[str] | None,

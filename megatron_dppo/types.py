@@ -219,6 +219,7 @@ class OpenRollout:
     num_done: int  # gradient steps taken
     metrics: Mapping[str, float]  # of the rollout's row so far, over all ranks
     seconds: Mapping[str, float]  # spent in its phases so far, and "total"
+    listed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # masked tokens of its steps so far
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.means import add_token_means
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import (
+    add_clipped,
     add_mismatch,
     add_mismatch_by_age,
     add_noise,
+    add_prob_diff_extremes,
     add_ref_kl,
     add_shadow_masks,
     add_topk_tv,
@@ -85,10 +87,18 @@ class Observer:
             old_log_probs=m.old_log_probs,
         )
         add_trust_region(metrics, counts)
+        values: dict[str, Tensor] = dict(
+            log_probs=out.log_probs,
+            rollout_log_probs=m.rollout_log_probs,
+            advantages=m.advantages,
+            loss_mask=m.loss_mask,
+        )
+        add_clipped(metrics, out.mask, entropy=out.entropy, **values)
         add_token_means(metrics, out, m)
         if m.ref_log_probs is not None:
             add_ref_kl(metrics, out.log_probs, m.ref_log_probs, m.loss_mask)
         add_bound_of_tokens(metrics, out.log_probs, m.rollout_log_probs, m.advantages, m.loss_mask)
+        add_prob_diff_extremes(metrics, out.log_probs, m.rollout_log_probs, m.loss_mask)
         measured = m.loss_mask if m.is_measured is None else m.loss_mask & m.is_measured
         add_mismatch(metrics, out.log_probs, m.rollout_log_probs, measured, prefix="drift")
         topk = _topk_of(out, m)
@@ -102,27 +112,11 @@ class Observer:
                 tokens = (out.log_probs, m.rollout_log_probs, measured, m.weight_versions)
                 add_mismatch_by_age(metrics, *tokens, weight_version)
         masks = self._shadow_masks(out, m)
-        add_shadow_masks(
-            metrics,
-            self.shadows,
-            masks,
-            out.mask,
-            log_probs=out.log_probs,
-            rollout_log_probs=m.rollout_log_probs,
-            advantages=m.advantages,
-            loss_mask=m.loss_mask,
-        )
+        add_shadow_masks(metrics, self.shadows, masks, out.mask, **values)
         if lists is not None:
             lists.masked.add(m, mask=out.mask, divergence=out.divergence, log_probs=out.log_probs)
-            lists.clipped.add(
-                {ACTIVE: out.mask, **masks},
-                targets=m.targets,
-                log_probs=out.log_probs,
-                rollout_log_probs=m.rollout_log_probs,
-                entropy=out.entropy,
-                advantages=m.advantages,
-                loss_mask=m.loss_mask,
-            )
+            named = {ACTIVE: out.mask, **masks}
+            lists.clipped.add(named, targets=m.targets, entropy=out.entropy, **values)
 
     def observe_whole(self, metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
         """Add the statistics of whole micro-batches; one rank of each data-parallel group calls this."""

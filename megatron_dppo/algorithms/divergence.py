@@ -121,8 +121,8 @@ def topk_partition(
 ) -> tuple[Tensor, Tensor]:
     """Log-masses (policy, rollout) of the Top-K outcomes, each [T, outcomes]; -inf for those a row lacks.
 
-    The outcomes are A' = the first `top_k` ids of mu and the sampled token, whose mass always comes from
-    `log_probs` and `rollout_log_probs`. Where it is not among those ids, "union" adds it (App. C: up to K+1
+    The outcomes are A' = the first `top_k` ids of mu and the sampled token (section 4.4), whose mass always
+    comes from `log_probs` and `rollout_log_probs`. If it is not among those ids, "union" adds it (up to K+1
     outcomes) and "replace" puts it in the place of the last of them (the authors' code: always K).
     `include_other` adds the rest of the vocabulary as one more outcome, as App. C partitions it and Eq. 16 sums
     it; Eq. 15 as printed leaves it out. The sampled token has the last column, or the last before 'other'.

@@ -15,7 +15,7 @@ from megatron_dppo.algorithms.ref_kl import ref_kl_term
 from megatron_dppo.algorithms.rules import trust_region_weight
 from megatron_dppo.algorithms.trust_region import TrustRegionTokens
 
-BAD_UPDATE = 0.5  # mu - pi of a negative token from which section 5.3 calls its update bad
+BAD_UPDATE = 0.5  # mu - pi of a negative token from which its update is bad (section 5.3, the formula: >=)
 
 
 @dataclass(frozen=True, eq=False)

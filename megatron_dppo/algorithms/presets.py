@@ -88,7 +88,10 @@ PRESETS: Mapping[str, Objective] = MappingProxyType(
 )
 
 PAPER: tuple[str, ...] = tuple(name for name in PRESETS if name not in {objective.name for objective in FIELD})
-"""Names of the presets of the paper's own comparison."""
+"""Names of the presets from the paper and its authors' code.
+
+The paper runs them all but `dppo_binary_tv_decoupled`, which only the code has.
+"""
 
 
 _OF_A_PRESET = ("name", "rule", "divergence", "relax", "importance", "own")

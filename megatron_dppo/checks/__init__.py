@@ -29,6 +29,7 @@ from megatron_dppo.checks.disk_rules import folder_remarks
 from megatron_dppo.checks.doubts import doubts
 from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
 from megatron_dppo.checks.registry import RULES, Need, Rule
+from megatron_dppo.checks.run_rules import period_remarks
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, Problem
 from megatron_dppo.rollout.sglang.options import installed_version, interpreter, read_options
@@ -57,6 +58,7 @@ __all__ = [
     "model_facts",
     "model_rules",
     "not_checked",
+    "period_remarks",
     "problems_of",
     "reference_rules",
     "remarks",

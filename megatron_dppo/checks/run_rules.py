@@ -16,6 +16,25 @@ from megatron_dppo.data.prompts.prompts import detected_schema, read_columns
 from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.rollout.evaluation import evaluation_sets
 
+_WRITTEN = {
+    "samples_every": "no samples are written",
+    "batches_every": "no mini-batches are kept",
+    "paired_routing_every": "no mini-batch is forwarded with both routes",
+    "clipped_tokens_every": "no masked tokens are listed",
+}
+
+
+def period_remarks(config: Config) -> list[str]:
+    """Return the periods of [tracking] that are longer than the run and never act, as sentences."""
+    last = config.run.num_rollouts
+    periods = {name: getattr(config.tracking, name) for name in _WRITTEN}
+    return [
+        f"tracking.{name} is {every} and run.num_rollouts {last}: it acts in rollouts {every}, {2 * every}, "
+        f"{3 * every}, ..., so {_WRITTEN[name]}. Set it to at most {last}, or to 0."
+        for name, every in periods.items()
+        if every > last
+    ]
+
 
 @rule("same_experiment", needs="machine")
 def _same_experiment(config: Config, facts: Facts) -> Iterator[Problem]:

@@ -11,6 +11,16 @@ from megatron_dppo.config.section import RewardSetting, Section
 ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]
 
 
+def is_due(every: int, rollout: int) -> bool:
+    """Whether a period acts in a rollout.
+
+    Args:
+        every: The period: N acts in the rollouts N, 2N, 3N, ..., counted from 1; 0 never acts.
+        rollout: Index of the rollout, from 0.
+    """
+    return every > 0 and (rollout + 1) % every == 0
+
+
 class EvaluationSetConfig(Section):
     """[evaluation.sets.<name>]: one set of held-out prompts; a field that is none is as in [evaluation]."""
 
@@ -58,11 +68,11 @@ class TrackingConfig(Section):
     backends: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Trackers to feed beside metrics.jsonl (extra `track`)."""
     samples_every: NonNegativeInt = 10
-    """Write the rollout's samples as text after this many rollouts; 0 never."""
+    """Write the samples of the rollouts N, 2N, 3N, ... (from 1) as text; 0 never."""
     batches_every: NonNegativeInt = 0
-    """Keep the rollout's mini-batches as tensors after this many rollouts, for what-if; 0 never."""
+    """Keep the mini-batches of the rollouts N, 2N, 3N, ... (from 1) as tensors, for what-if; 0 never."""
     paired_routing_every: NonNegativeInt = 0
-    """Every so many rollouts, forward one mini-batch with live and with replayed routes; 0 never."""
+    """In the rollouts N, 2N, 3N, ... (from 1), forward one mini-batch with both kinds of routes; 0 never."""
     mismatch_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the samples that this forward takes, and that drift and age are measured on; chosen by id."""
     alarms: Literal["log", "stop", "roll_back", "off"] = "log"
@@ -72,7 +82,7 @@ class TrackingConfig(Section):
     max_roll_backs: PositiveInt = 3
     """The run ends at the alarm after so many."""
     clipped_tokens_every: NonNegativeInt = 0
-    """Every so many rollouts, at each gradient step list tokens that masks drop, also in context; 0 never."""
+    """In the rollouts N, 2N, 3N, ... (from 1), list the tokens that masks drop, also in context; 0 never."""
     shadow: bool = True
     """Beside each gradient step, evaluate other presets on its tokens: what they would have masked."""
     shadow_presets: tuple[str, ...] = ()

@@ -277,7 +277,7 @@ class AlgorithmConfig(Section):
     aggregation: Literal[
         "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
     ] = "token_mean"
-    """How token losses become one number; counts are global over the mini-batch."""
+    """How token losses become one number; counts are global. The authors recommend seq_mean_token_sum_norm."""
     normalize_advantage_std: bool = False
     """Divide group advantages by their standard deviation."""
     minibatches_per_rollout: PositiveInt = 4

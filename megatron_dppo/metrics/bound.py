@@ -1,12 +1,15 @@
 """Estimates the paper's performance bound from a run's batches: the surrogate and the error terms.
 
-`tests/unit/exact_bounds.py` computes the same terms exactly where every response can be enumerated. Here a
-mini-batch stands for the expectation over mu, advantages for rewards (a baseline changes no term of Theorem
+`tests/unit/exact_bounds.py` computes the same terms exactly on problems whose responses can be enumerated. Here
+a mini-batch stands for the expectation over mu, advantages for rewards (a baseline changes no term of Theorem
 3.1; a group's own mean scales the surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms),
-the largest |A| of the mini-batch for xi, its longest response for T, and Binary-TV of the sampled token for
-the total variation over the vocabulary. Binary-TV is never larger than that, and a mini-batch's maximum never
-larger than the maximum over all prefixes: but for chance both terms are too small, and nothing here is a
-guarantee.
+the largest |A| of the mini-batch for xi, and its longest response for T.
+
+The linear term needs the mean of the total variation. |r - 1| / 2 of the sampled token estimates that without
+bias (Eq. 10), if mu can sample every token. Binary-TV, |pi - mu| of the sampled token, has less noise and a
+mean that is too small. The quadratic term needs the maximum of the total variation, which no single token
+estimates. It takes the largest Binary-TV, |A| and length of the mini-batch. Each is at most the true maximum,
+so the term is too small, and the smaller of both terms may be. Nothing here is a guarantee.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +22,7 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import LOG_RATIO_LIMIT
 from megatron_dppo.types import Microbatch
 
-_PER_RESPONSE = ("theory/surrogate", "theory/sum_tv")
+_PER_RESPONSE = ("theory/surrogate", "theory/sum_tv", "theory/sum_tv_ratio")
 
 
 @torch.no_grad()
@@ -35,11 +38,11 @@ def add_bound_of_tokens(
     if rows.numel() == 0:
         return
     log_pi, log_mu, advantages = (x[rows].double() for x in (log_probs, rollout_log_probs, advantages))
-    gains = advantages * torch.expm1((log_pi - log_mu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio_less_1 = torch.expm1((log_pi - log_mu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     tv = (log_pi.exp() - log_mu.exp()).abs()
-    statistics = torch.stack([gains.sum(), tv.sum(), tv.max(), advantages.abs().max()])
-    surrogate, sum_tv, max_tv, max_advantage = statistics.tolist()
-    for name, total in zip(_PER_RESPONSE, (surrogate, sum_tv), strict=True):
+    per_response = [(advantages * ratio_less_1).sum(), tv.sum(), ratio_less_1.abs().sum() / 2]
+    *totals, max_tv, max_advantage = torch.stack([*per_response, tv.max(), advantages.abs().max()]).tolist()
+    for name, total in zip(_PER_RESPONSE, totals, strict=True):
         metrics.add_mean(name, total, 0)
     metrics.add_max("theory/max_tv", max_tv)
     metrics.add_max("theory/max_advantage", max_advantage)
@@ -58,15 +61,18 @@ def add_bound_of_responses(metrics: Metrics, microbatches: Sequence[Microbatch])
 
 
 def bound_terms(merged: Mapping[str, float]) -> dict[str, float]:
-    """Return `theory/linear_term` and `theory/quadratic_term` from a step's metrics over all ranks.
+    """Return `theory/linear_term`, `quadratic_term` and `composite_term` from a step's metrics over all ranks.
 
-    4 xi times the mean over responses of the sum of TV (App. B.3), and 2 xi T (T - 1) max TV^2 (Theorem 3.2);
-    none where no token learnt.
+    4 xi times the mean over responses of the sum of TV (App. B.3), 2 xi T (T - 1) max TV^2 (Theorem 3.2), and
+    the smaller of both (App. B.3); nothing if no token learnt.
     """
-    if "theory/sum_tv" not in merged or "theory/max_tv" not in merged:
+    if "theory/sum_tv_ratio" not in merged or "theory/max_tv" not in merged:
         return {}
     horizon, max_reward = merged["theory/longest_response"], merged["theory/max_advantage"]
+    linear = 4 * max_reward * merged["theory/sum_tv_ratio"]
+    quadratic = 2 * max_reward * horizon * (horizon - 1) * merged["theory/max_tv"] ** 2
     return {
-        "theory/linear_term": 4 * max_reward * merged["theory/sum_tv"],
-        "theory/quadratic_term": 2 * max_reward * horizon * (horizon - 1) * merged["theory/max_tv"] ** 2,
+        "theory/linear_term": linear,
+        "theory/quadratic_term": quadratic,
+        "theory/composite_term": min(linear, quadratic),
     }

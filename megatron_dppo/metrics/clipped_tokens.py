@@ -57,6 +57,21 @@ class ClippedTokens:
                 self._add(key, of_ids.items())
         return self
 
+    def to_json(self) -> list[list[Any]]:
+        """Return [preset, sign, rows of an id and its sums] of each preset and sign, as JSON has them."""
+        return [
+            [*key, [[token_id, *sums] for token_id, sums in of_ids.items()]]
+            for key, of_ids in self._sums.items()
+        ]
+
+    @classmethod
+    def from_json(cls, content: Iterable[Any]) -> ClippedTokens:
+        """Return the sums that `to_json` gave."""
+        found = cls()
+        for preset, sign, rows in content:
+            found._add((preset, sign), ((int(token_id), sums) for token_id, *sums in rows))
+        return found
+
     def rows(self, decode: Callable[[list[int]], str], top: int = TOP) -> Iterator[dict[str, Any]]:
         """Yield the tokens most often masked, for each preset and sign, most frequent first.
 

@@ -51,6 +51,38 @@ def add_mismatch(
     metrics.add_log_ratios(f"{prefix}/ratio", log_ratio)
 
 
+@torch.no_grad()
+def add_prob_diff_extremes(
+    metrics: Metrics,
+    log_probs: Tensor,  # [T] log pi(y_t) of the trainer
+    rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
+    loss_mask: Tensor,  # [T] bool
+) -> None:
+    """Add `drift/prob_diff_max` and `_min`: the largest and the smallest pi - mu of the learning tokens."""
+    rows = loss_mask.nonzero()[:, 0]
+    if rows.numel() == 0:
+        return
+    difference = log_probs[rows].double().exp() - rollout_log_probs[rows].double().exp()
+    smallest, largest = torch.stack(torch.aminmax(difference)).tolist()
+    metrics.add_min("drift/prob_diff_min", smallest)
+    metrics.add_max("drift/prob_diff_max", largest)
+
+
+def prob_diff_so_far(of_rollout: Mapping[str, float], of_step: Mapping[str, float]) -> dict[str, float]:
+    """Return `mismatch/prob_diff_max` and `_min` over a rollout's gradient steps up to this one.
+
+    Args:
+        of_rollout: The rollout's metrics so far; a checkpoint keeps them between two gradient steps.
+        of_step: The metrics of its next gradient step, with `drift/prob_diff_*` unless no token learnt.
+    """
+    extremes = Metrics()
+    for values, area in ((of_rollout, "mismatch"), (of_step, "drift")):
+        if f"{area}/prob_diff_max" in values:
+            extremes.add_max("mismatch/prob_diff_max", values[f"{area}/prob_diff_max"])
+            extremes.add_min("mismatch/prob_diff_min", values[f"{area}/prob_diff_min"])
+    return extremes.values()
+
+
 def add_topk_tv(
     metrics: Metrics,
     topk: TopKLogProbs,  # [T, K]
@@ -135,6 +167,34 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
         add("trust_region/weight_positive", counts["sum_weight_positive"], num_positive)
         add("trust_region/weight_negative", counts["sum_weight_negative"], num_negative)
     add("policy/clamped_log_probs_fraction", counts.get("num_clamped_log_probs", 0), num_tokens)
+
+
+@torch.no_grad()
+def add_clipped(
+    metrics: Metrics,
+    mask: Tensor,  # [T] bool: M
+    *,
+    log_probs: Tensor,  # [T] log pi(y_t)
+    rollout_log_probs: Tensor,  # [T] log mu(y_t)
+    entropy: Tensor,  # [T] nats, of pi
+    advantages: Tensor,  # [T]
+    loss_mask: Tensor,  # [T] bool
+) -> None:
+    """Add `clipped/*`: by sign of A, how many learning tokens M masks, and their mean mu, pi and entropy.
+
+    Every masked token counts once. The lists of clipped tokens hold the most frequent token ids alone, so means
+    over those lists are of other tokens.
+    """
+    rows = (loss_mask.bool() & ~mask.bool() & (advantages != 0)).nonzero()[:, 0]
+    pi, mu = log_probs[rows].double().exp(), rollout_log_probs[rows].double().exp()
+    seen = torch.stack([torch.ones_like(pi), mu, pi, entropy[rows].double()])  # [4, masked tokens]
+    is_positive = advantages[rows] > 0
+    of_signs = [torch.where(of_sign, seen, 0.0).sum(1) for of_sign in (is_positive, ~is_positive)]
+    for sign, sums in zip(("positive", "negative"), torch.stack(of_signs).tolist(), strict=True):
+        num_tokens, *totals = sums
+        metrics.add_sum(f"clipped/num_tokens_{sign}", num_tokens)
+        for name, total in zip(("mu", "pi", "entropy"), totals, strict=True):
+            metrics.add_mean(f"clipped/{name}_mean_{sign}", total, num_tokens)
 
 
 def add_noise(

@@ -37,6 +37,7 @@ class StepTime:
     data: float  # gradients and parameters of data parallelism
     optimizer: float  # its states from the host and back, where they are kept there
     reference: float  # its forward, and its weights from the host and back; algorithm.ref_kl_coef
+    anchor: float  # the forward that recomputes log-probs; algorithm.anchor
 
     @property
     def total(self) -> float:
@@ -97,13 +98,19 @@ def step_time(job: Job, layout: Layout) -> StepTime:
         data=data,
         optimizer=optimizer,
         reference=_reference(job, layout, tokens, num * (1 + losses)) if job.has_reference else 0.0,
+        anchor=_forward(job, layout, tokens, num * (1 + losses)) if job.recomputes_log_probs else 0.0,
     )
+
+
+def _forward(job: Job, layout: Layout, tokens: float, num: float) -> float:
+    """Return the seconds of one step's forward, without backward."""
+    one = _slowest_stage(job, layout, tokens, passes=1).total
+    return (num + (layout.pipeline - 1) / layout.virtual_pipeline) * one
 
 
 def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
     """Return the seconds of one step's forward by the reference, and its share of exchanging the weights."""
-    one = _slowest_stage(job, layout, tokens, passes=1).total
-    forward = (num + (layout.pipeline - 1) / layout.virtual_pipeline) * one
+    forward = _forward(job, layout, tokens, num)
     if not job.has_reference_weights:
         return forward
     largest = max(part.weights for part in job.partition(layout)) * job.workload.dtype_bytes

@@ -6,6 +6,7 @@ Those are bounds: every prompt and response is as long as allowed.
 import math
 from dataclasses import dataclass, replace
 
+from megatron_dppo.algorithms import PRESETS
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import Adapters, ModelShape, model_shape
 from megatron_dppo.checks import Facts, check_run
@@ -126,6 +127,14 @@ class Job:
     def has_reference(self) -> bool:
         """Whether the loss has a KL from a reference policy, which forwards each rollout once."""
         return bool(self.config.algorithm.ref_kl_coef)
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether the trust region's anchor is recomputed, which forwards each gradient step once more."""
+        algorithm = self.config.algorithm
+        preset = PRESETS.get(algorithm.preset)  # none of a user's own rule, whose anchor is the rollout policy
+        default = "rollout" if preset is None else preset.anchor
+        return (algorithm.anchor or default) == "recomputed"
 
     @property
     def has_reference_weights(self) -> bool:

@@ -58,6 +58,9 @@ def _conclusion(plan: Plan) -> Iterator[str]:
         steps, seconds = steps_per_rollout(plan.job), plan.time.total
         of_rollout = f"{counted(steps, 'step')} to a rollout, {in_seconds(steps * seconds)}"
         yield f"A gradient step: about {in_seconds(seconds)}; {of_rollout}. Sampling is not estimated."
+        if anchor := plan.time.anchor:
+            share = f"{in_seconds(anchor)}, {anchor / seconds:.0%} of it"
+            yield f"Recomputing log-probs takes {share}; algorithm.anchor = 'rollout' has no such forward."
         yield from _ASSUMED_OF_TIMES
 
 

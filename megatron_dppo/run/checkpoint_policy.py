@@ -50,7 +50,7 @@ class CheckpointPolicy:
                 "the prompts is lost. Restore the file, or start a new run.folder from a checkpoint's weights."
             )
         self._state.restore(point.state, point.opened, point.queue)
-        self._logger.start_at(point.metrics_offset, point.opened.metrics if point.opened else {})
+        self._logger.start_at(point.metrics_offset, point.opened)
         self._logger.write_changes(point.state.rollout, point.config)
         if self._state.is_over and self._runtime.is_main:
             log.info(
@@ -82,7 +82,7 @@ class CheckpointPolicy:
         if self._checkpoints.holds(state.run_state):
             return
         if opened is not None:
-            opened = replace(opened, metrics=self._logger.rollout_metrics, seconds=state.timer.stop())
+            opened = self._logger.with_row(replace(opened, seconds=state.timer.stop()))
         offset = self._logger.offset()
         digest, settings = self._prompts_digest, self._settings
         point = RunPoint(state.run_state, offset, digest, opened, score, settings, state.queue)

@@ -5,15 +5,14 @@ import logging
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-from transformers import AutoTokenizer
+from typing import TypeVar
 
 from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import config_file
 from megatron_dppo.architectures.spec_choice import choose_layer_spec
+from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.resuming import experiment_changes
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import BatchReport
@@ -26,21 +25,20 @@ from megatron_dppo.metrics.bound import bound_terms
 from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.means import add_group_means
 from megatron_dppo.metrics.metrics import Metrics
-from megatron_dppo.metrics.mismatch import without_lone_age
+from megatron_dppo.metrics.mismatch import prob_diff_so_far, without_lone_age
 from megatron_dppo.metrics.sampling_advice import AdviceWatch, Limits
 from megatron_dppo.metrics.staleness import add_staleness
-from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.evaluation import evaluation_sets, merge_responses, responses_file
 from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.rollout.scores import PromptScore, over_ranks
 from megatron_dppo.rollout.scoring import Tokenizer
+from megatron_dppo.run.token_lists import OpenTokenLists, remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.lock import locked
 from megatron_dppo.run_folder.reader import read_run
-from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime, gpu_libraries
-from megatron_dppo.types import SampledRollout, SampleGroup, TrainBatch
+from megatron_dppo.types import OpenRollout, SampledRollout, SampleGroup, TrainBatch
 
 T = TypeVar("T")
 
@@ -77,6 +75,7 @@ class RunLogger:
         self._before_updates: list[Mapping[str, float]] = []  # what was measured then, a row of each rollout
         self._alarms = AlarmWatch()
         self._advice = _advice_watch(config)
+        self._lists = OpenTokenLists(config.run.folder, config.model.load)
 
     @classmethod
     @contextlib.contextmanager
@@ -104,18 +103,25 @@ class RunLogger:
             runtime.on_main(open_folder)
             yield cls(config, runtime, folders[0] if folders else None)
 
-    def start_at(self, metrics_offset: int, rollout_metrics: Mapping[str, float]) -> None:
+    def start_at(self, metrics_offset: int, opened: OpenRollout | None = None) -> None:
         """Cut metrics.jsonl to the rows that belong to the checkpoint that the run resumes from.
+
+        Lists of masked tokens that belong to other rows are removed.
 
         Args:
             metrics_offset: Bytes that stay.
-            rollout_metrics: The part of an open rollout's row that the checkpoint kept.
+            opened: The rollout that the checkpoint kept open, with the part of its row and its list.
         """
-        self._on_main(lambda folder: folder.truncate(metrics_offset))
-        self._rollout_metrics = dict(rollout_metrics)
-        if metrics_offset:
-            rows = self._on_main(lambda folder: [dict(row.values) for row in read_run(folder.path).rollouts])
-            self._alarms, self._before_updates = AlarmWatch(rows), list[Mapping[str, float]](rows)
+
+        def cut(folder: RunFolder) -> list[dict[str, float]]:
+            folder.truncate(metrics_offset)
+            remove_undone(run := read_run(folder.path))
+            return [dict(row.values) for row in run.rollouts]
+
+        rows = self._on_main(cut)
+        self._rollout_metrics = {} if opened is None else dict(opened.metrics)
+        self._lists.restore({} if opened is None else opened.listed)
+        self._alarms, self._before_updates = AlarmWatch(rows), list[Mapping[str, float]](rows)
 
     def write_changes(self, rollout: int, trained_with: str) -> None:
         """Append a row for each setting that makes another experiment of what was trained so far.
@@ -137,6 +143,10 @@ class RunLogger:
         """Metrics of the current rollout so far, over all ranks."""
         return dict(self._rollout_metrics)
 
+    def with_row(self, opened: OpenRollout) -> OpenRollout:
+        """Return the open rollout with what it adds to its row and to its list so far, for a checkpoint."""
+        return replace(opened, metrics=self.rollout_metrics, listed=self._lists.kept)
+
     @property
     def evaluations(self) -> Path:
         """Folder of the responses of evaluations."""
@@ -156,7 +166,7 @@ class RunLogger:
         values = without_lone_age(self._merged(metrics))
         values |= bound_terms(values)
         of_rollout = {name: value for name, value in values.items() if name.startswith(_OF_THE_ROLLOUT)}
-        self._rollout_metrics |= of_rollout
+        self._rollout_metrics |= of_rollout | prob_diff_so_far(self._rollout_metrics, values)
         self._warn_of_noise(of_rollout)
         self._alarms.add_step(values)
         if self._advice is not None:
@@ -176,22 +186,13 @@ class RunLogger:
                 log.warning("%s", warning)
 
     def write_token_lists(self, rollout: int, step: int, lists: TokenLists) -> None:
-        """Write a gradient step's masked tokens, from each rank's lists.
+        """Add a gradient step's masked tokens to its rollout's list, from each rank's lists.
 
-        `clipped_tokens/step_<n>.jsonl` has those that each mask dropped most often, `masked_tokens/` those that
-        lay farthest out, each in its response.
+        The tokens that lay farthest out are written at once, each in its response.
         """
         merged = TokenLists().merge(self._runtime.all_gather(lists.state()))
-
-        def write(folder: RunFolder) -> None:
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                hf_files(self._config.model.load), trust_remote_code=False
-            )
-            name = f"step_{step:06d}.jsonl"
-            write_jsonl(folder.path / "clipped_tokens" / name, merged.clipped.rows(tokenizer.decode))
-            write_jsonl(folder.path / "masked_tokens" / name, merged.masked.rows(tokenizer.decode, rollout))
-
-        self._on_main(write)
+        self._lists.add_step(merged)
+        self._on_main(lambda _: self._lists.write_farthest(rollout, step, merged))
 
     def add_values(self, values: Mapping[str, float]) -> None:
         """Add values that every rank knows alike to the row of the current rollout."""
@@ -249,17 +250,15 @@ class RunLogger:
         self.add_to_rollout(metrics)
 
     def write_samples(self, rollout: int, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
-        """Write rank 0's samples as text, every `tracking.samples_every` rollouts."""
-        every = self._config.tracking.samples_every
-        if every and rollout % every == 0:
+        """Write rank 0's samples as text if `tracking.samples_every` acts in this rollout, an index from 0."""
+        if is_due(self._config.tracking.samples_every, rollout):
             self._on_main(
                 lambda folder: write_samples(folder.samples / f"rollout_{rollout:06d}.jsonl", groups, tokenizer)
             )
 
     def keep_batches(self, rollout: int, steps: Sequence[TrainBatch]) -> None:
-        """Write this data-parallel group's gradient steps, every `tracking.batches_every` rollouts."""
-        every = self._config.tracking.batches_every
-        if every and rollout % every == 0 and speaks_for_its_group():
+        """Write this data-parallel group's gradient steps if `tracking.batches_every` acts in this rollout."""
+        if is_due(self._config.tracking.batches_every, rollout) and speaks_for_its_group():
             write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
     def add_save_pause(self, seconds: float, *, is_between_rollouts: bool) -> None:
@@ -293,6 +292,8 @@ class RunLogger:
         self._latest = dict(row)
         row["throughput/tokens_per_s"] = row["rollout/num_response_tokens"] / (row["time/total_s"] + between_s)
         num_rollouts = self._config.run.num_rollouts
+        self._on_main(lambda _: self._lists.write_rollout(rollout))
+        self._lists.restore({})
         self._on_main(lambda folder: folder.write_rollout(rollout, row, num_rollouts=num_rollouts))
         self._log_cost_of_paired_forward(row)
         self._log_advice(rollout, row)
@@ -342,7 +343,7 @@ class RunLogger:
         """Cut metrics.jsonl as `start_at` does; the cut rows stay in `evidence/rolled_back_<rollout>.jsonl`."""
         kept = self._config.run.folder / "evidence" / f"rolled_back_rollout_{rollout:06d}.jsonl"
         self._on_main(lambda folder: folder.copy_rows(metrics_offset, kept))
-        self.start_at(metrics_offset, {})
+        self.start_at(metrics_offset)
 
     def write_evaluation(
         self, rollout: int, scores: Mapping[str, Sequence[PromptScore]], seconds: float

@@ -63,7 +63,7 @@ class RunParts:
             with state.timer.time("paired_forward"):
                 self.logger.add_to_rollout(self.actor.paired_mismatch(steps[0]))
         if self.actor.objective.anchor == "recomputed":
-            with state.timer.time("train"):
+            with state.timer.time("train"), state.timer.time("anchor"):
                 steps = [self.actor.with_old_log_probs(batch) for batch in steps]
         if self.reference is not None and steps:
             with state.timer.time("train"):

@@ -42,6 +42,7 @@ class RunPoint:
                 "num_done": opened.num_done,
                 "metrics": dict(opened.metrics),
                 "seconds": dict(opened.seconds),
+                "listed": dict(opened.listed),
             }
         content = {
             "state": asdict(self.state),

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_dppo.config.measuring import is_due
 from megatron_dppo.config.schema import Config
 from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import DataCursor, OpenRollout, RunState, SampledRollout, TrainBatch
@@ -67,14 +68,12 @@ class TrainingState:
     @property
     def is_paired_forward_due(self) -> bool:
         """Whether this rollout's first mini-batch is to be forwarded with live and with replayed routes."""
-        every = self._config.tracking.paired_routing_every
-        return every > 0 and self.rollout % every == 0
+        return is_due(self._config.tracking.paired_routing_every, self.rollout)
 
     @property
     def lists_clipped_tokens(self) -> bool:
         """Whether the gradient steps of this rollout list the tokens that are masked."""
-        every = self._config.tracking.clipped_tokens_every
-        return every > 0 and self.rollout % every == 0
+        return is_due(self._config.tracking.clipped_tokens_every, self.rollout)
 
     def restore(
         self, run_state: RunState, open_rollout: OpenRollout | None, queue: Sequence[SampledRollout] = ()

@@ -108,7 +108,7 @@ class RunFolder:
         line = rollout_line(rollout, num_rollouts, _with_step_means(metrics, steps), seconds, seconds_left)
         log.info("%s", line)
         for backend in self._backends:
-            backend.log(metrics, "rollout", rollout)
+            backend.log(metrics, "rollout", rollout + 1)
 
     def write_evaluation(self, rollout: int, metrics: Mapping[str, float]) -> None:
         """Append the row of one evaluation; `rollout` is the number of rollouts finished before it."""

@@ -1,6 +1,7 @@
 """Feeds TensorBoard, Trackio and wandb beside metrics.jsonl, where `tracking.backends` asks for them.
 
-Rollout rows are drawn over the rollout, step rows as `step/<name>` over the gradient step.
+Rollout rows are drawn over the rollout, counted from 1 as in the log, evaluations over the number of rollouts
+before them, step rows as `step/<name>` over the gradient step, an index as in metrics.jsonl.
 """
 
 import importlib
@@ -18,7 +19,7 @@ class Backend(Protocol):
     """A metrics backend beside metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
-        """Log the metrics of one rollout or one gradient step."""
+        """Log the metrics of one rollout, evaluation or gradient step at this place of the axis."""
         ...
 
     def close(self) -> None:

@@ -44,10 +44,10 @@ def called(values: list[Any]) -> bool:
 
 
 def every(setting: str) -> Callable[[Config], list[int]]:
-    """The rollouts in which something happens that a setting makes periodic."""
+    """Indices of the rollouts N, 2N, 3N, ... (counted from 1), in which a period N acts."""
 
     def rollouts(config: Config) -> list[int]:
-        return [n for n in range(config.run.num_rollouts) if n % setting_of(config, setting) == 0]
+        return [n for n in range(config.run.num_rollouts) if (n + 1) % setting_of(config, setting) == 0]
 
     return rollouts
 

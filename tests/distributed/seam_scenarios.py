@@ -222,6 +222,7 @@ def turns(task: Path) -> dict[str, Any]:
             "loss_from": "logits",
         },
         model={"reference": task / "before"},
+        tracking={"samples_every": 1},
     )
 
 

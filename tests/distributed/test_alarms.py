@@ -27,7 +27,7 @@ def write_rows(runtime: Runtime, folder: str, mode: str, num_usual: int, offset:
     config = Config.model_validate(tables)
     offsets, error = list[int](), None
     with RunLogger.open(config, runtime) as logger:
-        logger.start_at(offset, {})
+        logger.start_at(offset)
         first = 10 if offset else 0
         for rollout in range(first, first + num_usual + 1):
             is_last = rollout == first + num_usual
@@ -84,7 +84,7 @@ def describe_batches(runtime: Runtime, folder: Path) -> dict[str, float]:
         imbalance=1.25, num_samples=40, num_moved=10, num_tokens=300, num_padding_tokens=30, max_bytes=4096
     )
     with RunLogger.open(Config.model_validate({"run": {"folder": folder}}), runtime) as logger:
-        logger.start_at(0, {})
+        logger.start_at(0)
         logger.add_values(logger.describe_batches(report) | USUAL)
         logger.write_rollout(0, SECONDS)
     return json.loads((folder / "metrics.jsonl").read_text())
@@ -123,7 +123,7 @@ def raise_each(runtime: Runtime, folder: Path) -> dict[str, tuple[int, str]]:
     for name, (_, rollout_row, first, second) in TROUBLES.items():
         config = Config.model_validate({"run": {"folder": folder / name}, "tracking": {"alarms": "stop"}})
         with RunLogger.open(config, runtime) as logger:
-            logger.start_at(0, {})
+            logger.start_at(0)
             for rollout in range(18):
                 is_bad = rollout >= 12
                 for number, changes in enumerate((first, second)):

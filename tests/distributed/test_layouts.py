@@ -99,6 +99,10 @@ def write_references(runtime: Runtime, models: str, folder: str) -> None:
     for case in references():
         result = step(runtime, models, case)
         assert result["num_microbatches"] > 2, "packing must be part of what is compared"
+        masks = "pg_is" not in case.reference
+        assert (result["metrics"]["clipped/num_tokens_negative"] > 0) == masks, (
+            "masked tokens are compared, too"
+        )
         name = Path(folder, case.reference)
         save_file({n: t.contiguous() for n, t in result["gradients"].items()}, f"{name}.gradients")
         save_file({n: t.contiguous() for n, t in result["updates"].items()}, f"{name}.updates")

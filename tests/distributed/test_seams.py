@@ -146,6 +146,12 @@ METRICS_ELSEWHERE = {
     "staleness/<n>": "unit/test_metrics.py",
     "loss/router_z": "distributed/test_actor_parity.py",
     "loss/router_balance": "distributed/test_actor_parity.py",
+    "clipped/mu_mean_positive": "unit/test_metrics.py",
+    "clipped/mu_mean_negative": "unit/test_metrics.py",
+    "clipped/pi_mean_positive": "unit/test_metrics.py",
+    "clipped/pi_mean_negative": "unit/test_metrics.py",
+    "clipped/entropy_mean_positive": "unit/test_metrics.py",
+    "clipped/entropy_mean_negative": "unit/test_metrics.py",
     "trust_region/weight_positive": "distributed/test_rule_runs.py",
     "trust_region/weight_negative": "distributed/test_rule_runs.py",
 }
@@ -196,7 +202,10 @@ def test_each_metric_is_documented_and_each_documented_metric_is_written(played:
 
 
 def test_periods_count_rollouts(played: Played) -> None:
-    """Each period is above 1 and another, so that neither the first nor all rollouts look right."""
+    """Each period is above 1 and another, so that neither the first nor all rollouts look right.
+
+    Evaluations and checkpoints come after rollout N, 2N, ..., evaluations also before the first.
+    """
     played("whole")
     config, folder = played.config("whole"), played.task / "whole"
     rows = [json.loads(line) for line in lines_of(folder / "metrics.jsonl")]
@@ -207,16 +216,17 @@ def test_periods_count_rollouts(played: Played) -> None:
         return {int(re.findall(r"\d+", path.stem)[-1]) for path in folder.glob(pattern)}
 
     def due(every: int) -> set[int]:
-        return {number for number in numbers if number % every == 0}
+        return {number for number in numbers if (number + 1) % every == 0}
 
     assert seen("samples/*") == due(tracking.samples_every)
     assert seen("batches/*") == due(tracking.batches_every)
-    assert {step // steps for step in seen("clipped_tokens/*")} == due(tracking.clipped_tokens_every)
+    assert seen("clipped_tokens/*") == due(tracking.clipped_tokens_every)
+    assert {step // steps for step in seen("masked_tokens/*")} == due(tracking.clipped_tokens_every)
     assert min(row["memory/rollout_bytes"] for row in rows if row["kind"] == "rollout") > 6 * 3 * 9
     paired = {row["rollout"] for row in rows if "mismatch_live/kl_k3" in row}
     assert paired == due(tracking.paired_routing_every)
     evaluated = {row["rollout"] for row in rows if row["kind"] == "evaluation"}
-    assert evaluated == due(config.evaluation.every) | {config.run.num_rollouts}
+    assert evaluated == {0, 6, config.run.num_rollouts} and config.evaluation.every == 6
     saved = {step for step in range(1, config.num_gradient_steps) if step % config.checkpoint.every_steps == 0}
     saved |= {steps * number for number in numbers if number and number % config.checkpoint.every == 0}
     assert seen("checkpoints/step_*") == saved | {config.num_gradient_steps}

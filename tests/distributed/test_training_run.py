@@ -112,7 +112,7 @@ def require_paired_names(rows: list[dict[str, Any]], *, trained_with: str, every
     other = {"live": "replayed", "replayed": "live"}[trained_with]
     for row in rows:
         names = [name.partition("/")[2] for name in row if name.startswith(f"mismatch_{trained_with}/")]
-        assert bool(names) == (row["rollout"] % every == 0)
+        assert bool(names) == ((row["rollout"] + 1) % every == 0)
         for name in names:
             same = row[f"mismatch_{trained_with}/{name}"]
             assert same == pytest.approx(row[f"mismatch/{name}"], rel=1e-4, abs=1e-7), name
@@ -175,6 +175,10 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
         assert min(later[1:]) > 1e-4
         assert first < 1e-9 or "routing_replay" not in rollout
     assert without_clocks(lines(task / halved_name)) == without_clocks(rows)
+    for row in (row for row in rows if row["kind"] == "rollout"):
+        own = [step for step in rows if step["kind"] == "step" and step["rollout"] == row["rollout"]]
+        assert row["mismatch/prob_diff_max"] == max(step["drift/prob_diff_max"] for step in own)
+        assert row["mismatch/prob_diff_min"] == min(step["drift/prob_diff_min"] for step in own)
     replaced = [row["rollout/replaced_groups"] for row in rows if row["kind"] == "rollout"]
     assert (
         any(replaced[:2]) == any(replaced[2:]) == ("refill_zero_variance" in rollout)
@@ -279,7 +283,8 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     task: Path, tmp_path: Path, lag: int
 ) -> None:
     """And trained on in its order, whatever moments the run is stopped at."""
-    changes: Any = {"rollout": {"lag": lag}, "tracking": {"samples_every": 1, "paired_routing_every": 3}}
+    tracking = {"samples_every": 1, "paired_routing_every": 2, "clipped_tokens_every": 2}
+    changes: Any = {"rollout": {"lag": lag}, "tracking": tracking}
     whole, stopped = (with_data(task, f"{name}_lag_{lag}", **changes) for name in ("whole", "stopped"))
     kept = run_ranks(train_and_sample_again, 1, tmp_path, whole)[0]
     assert kept["sampled"] == kept["expected"] and list(kept["sampled"]) == [0, 1, 2, 3]
@@ -287,7 +292,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     rows = [row for row in lines(task / f"whole_lag_{lag}") if row["kind"] == "rollout"]
     assert [row["rollout/staleness_mean"] for row in rows] == [min(r, lag) for r in range(4)]
     assert [row["rollout/staleness_max"] for row in rows] == [min(r, lag) for r in range(4)]
-    require_paired_names(rows, trained_with="replayed", every=3)
+    require_paired_names(rows, trained_with="replayed", every=2)
     for number, row in enumerate(rows):
         rewards = [reward for *_, reward in kept["sampled"][number].values()]
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
@@ -307,6 +312,11 @@ def test_a_rollout_is_sampled_by_the_weights_of_lag_versions_before(
     assert without_clocks(lines(folders[0])) == without_clocks(lines(folders[1]))
     texts = [[file.read_text() for file in sorted(folder.glob("samples/*"))] for folder in folders]
     assert texts[0] == texts[1] and len(texts[0]) == 4
+    lists = [files_of(folder / "clipped_tokens") | files_of(folder / "masked_tokens") for folder in folders]
+    of_steps = [f"step_{step:06d}.jsonl" for step in (2, 3, 6, 7)]
+    assert sorted(lists[0]) == ["rollout_000001.jsonl", "rollout_000003.jsonl", *of_steps]
+    assert lists[0] == lists[1], "a stop between the steps of a listed rollout loses none of them"
+    assert all(b'"num_steps": 2, "preset": "active"' in lists[1][name] for name in sorted(lists[1])[:2])
 
 
 def test_a_trainer_that_leaves_while_responses_are_sampled_trains_the_same(task: Path, tmp_path: Path) -> None:
@@ -384,9 +394,17 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
     for metric in (*reported, *paired, "trust_region/noise_masked_fraction"):
         # equal engines: k1 is a mean of the last bits of float32 log-probs
         assert first[0][metric] == pytest.approx(first[1][metric], rel=1e-4, abs=1e-6), metric
+    for metric in ("mismatch/prob_diff_max", "mismatch/prob_diff_min"):  # of the second gradient step
+        assert first[0][metric] == pytest.approx(first[1][metric], rel=0.02) and abs(first[0][metric]) > 1e-5
     steps = [next(r for r in lines(task / run) if r["kind"] == "step") for run in ("one", split)]
-    of_every_token = [name for name in steps[0] if name.startswith(("shadow/", "theory/", "drift/"))]
+    extremes = [abs(steps[0][f"drift/prob_diff_{name}"]) for name in ("max", "min")]
+    assert max(extremes) == pytest.approx(first[0]["mismatch/tv_max"], rel=1e-9), (
+        "of all tokens, not of a share"
+    )
+    areas = ("shadow/", "theory/", "drift/", "clipped/")
+    of_every_token = [name for name in steps[0] if name.startswith(areas)]
     known = {"shadow/dppo_topk_kl/agreement", "theory/linear_term", "drift/tv_p99", "drift/ratio_p001"}
+    known |= {"theory/sum_tv_ratio", "drift/prob_diff_max", "clipped/num_tokens_positive"}
     assert known <= set(of_every_token)
     for metric in of_every_token:
         assert steps[0][metric] == pytest.approx(steps[1][metric], rel=1e-3, abs=1e-6), metric
@@ -402,7 +420,8 @@ def test_two_processes_train_as_one(task: Path, tmp_path: Path, one: dict[str, A
 def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     task: Path, tmp_path: Path, preset: str, extra: bool
 ) -> None:
-    tables = with_data(task, preset, run={"num_rollouts": 1}, tracking={"clipped_tokens_every": 1})
+    tracking = {"clipped_tokens_every": 1, "samples_every": 1}
+    tables = with_data(task, preset, run={"num_rollouts": 1}, tracking=tracking)
     tables["algorithm"] = {"preset": preset, "delta": 1e-6, "minibatches_per_rollout": 2}
     forwards = run_ranks(train, 1, tmp_path, tables)[0]["forwards"]
     trained = sum(forwards)
@@ -416,10 +435,20 @@ def test_old_log_probs_cost_a_forward_only_where_the_anchor_needs_them(
     warnings = (tmp_path / "rank0.log").read_text().count("sits inside the engines' noise")
     files = sorted((task / preset / "clipped_tokens").iterdir())
     rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
-    assert [file.name for file in files] == ["step_000000.jsonl", "step_000001.jsonl"]
+    assert [file.name for file in files] == ["rollout_000000.jsonl"]
+    assert {(row["rollout"], row["num_steps"]) for row in rows} == {(0, 2)}
     of_active = [row for row in rows if row["preset"] == "active"]
     assert of_active and {row["preset"] for row in rows} <= {"active", *PRESETS}
     assert all(row["token"] and row["count"] >= 1 and 0 <= row["mean_tv"] <= 1 for row in rows)
+    for sign, name in (("+", "positive"), ("-", "negative")):  # fewer token ids than a list has room for
+        listed = [row for row in of_active if row["sign"] == sign]
+        num_tokens = sum(row["count"] for row in listed)
+        assert of_steps[-1][f"clipped/num_tokens_{name}"] == num_tokens > 0
+        for value in ("mu", "pi", "entropy"):
+            mean = sum(row["count"] * row[f"mean_{value}"] for row in listed) / num_tokens
+            assert of_steps[-1][f"clipped/{value}_mean_{name}"] == pytest.approx(mean), (sign, value)
+    assert ("time/anchor_s" in of_rollout) == extra
+    assert 0 <= of_rollout.get("time/anchor_s", 0) < of_rollout["time/train_s"], "it is a part of that"
     samples = {row["id"]: row for _, row in read_jsonl(task / preset / "samples" / "rollout_000000.jsonl")}
     for file in sorted((task / preset / "masked_tokens").iterdir()):
         for row in map(json.loads, file.read_text().splitlines()):
@@ -466,6 +495,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
         prompts = "{task / "held_out.jsonl"}"
         [tracking]
         paired_routing_every = 1
+        samples_every = 2
         """
     )
     command = ["-m", "megatron_dppo", "train", toml, "--set", "optimizer.lr=2e-6"]
@@ -475,7 +505,7 @@ def test_the_command_line_trains_and_compares(task: Path) -> None:
     kinds = [row["kind"] for row in lines(task / "cli")]
     assert kinds == ["evaluation", "step", "step", "rollout", "step", "step", "rollout", "evaluation"]
     require_paired_names([row for row in lines(task / "cli") if row["kind"] == "rollout"], trained_with="live")
-    assert list((task / "cli" / "samples").iterdir())
+    assert [file.name for file in (task / "cli" / "samples").iterdir()] == ["rollout_000001.jsonl"]
     assert "resuming" not in done.stderr
     again = python(*command, "--set", "run.num_rollouts=1")
     assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr

@@ -53,12 +53,13 @@ def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path: Path) -> None:
     before = run / "checkpoints" / "step_00000001"
-    asked = ["what-if", run, "--checkpoint", before, "--rollout", 1, "--sweep", "delta=0.001,0.05,10.0"]
+    asked = ["what-if", run, "--checkpoint", before, "--rollout", 2, "--sweep", "delta=0.001,0.05,10.0"]
     asked += ["--sweep", "top_k=2", "-o", tmp_path / "alone"]
     done = command(*asked)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "alone" / "what_if.json").read_text())
-    measured, step = rows_of(run, "rollout")[1], rows_of(run, "step")[1]
+    measured, step = rows_of(run, "rollout")[1], rows_of(run, "step")[1]  # of the second one
+    assert found["rollouts"] == [2]
     for name, value in found["mismatch"]["replayed"].items():
         assert value == pytest.approx(measured[f"mismatch/{name}"], rel=1e-4), name
     own = next(row for row in found["rows"] if row["routes"] == "replayed")
@@ -89,7 +90,7 @@ def test_the_weights_that_sampled_give_what_the_run_measured(run: Path, tmp_path
 def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_path: Path) -> None:
     asked = Asked(run, tmp_path, rollouts=("all",), is_all=True)
     _, question = question_of(asked, world_size=1)
-    assert question.rollouts == (0, 1)
+    assert question.rollouts == (1, 2)
     lacking = {"dppo_topk_tv", "dppo_topk_kl", "minirl", "gspo"}
     assert question.left_out.keys() & lacking == {"dppo_topk_tv", "dppo_topk_kl", "minirl"}
     assert "uses 20 columns of the rollout's top-K; expected at most the 8" in question.left_out["dppo_topk_kl"]
@@ -116,7 +117,8 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_pa
             Asked(run, tmp_path, rule_options="delta=0.2"),
             "--rule-options: found delta=0.2; expected a rule of one's own",
         ),
-        (Asked(run, tmp_path, rollouts=("7",)), "Rollouts kept in .*: 0, 1. Name one of them"),
+        (Asked(run, tmp_path, rollouts=("7",)), "--rollout: found '7'; expected the number .* Kept are 1, 2."),
+        (Asked(run, tmp_path, rollouts=("0",)), "--rollout: found '0'; expected the number .* Kept are 1, 2."),
     ):
         with pytest.raises(MegatronDppoError, match=message):
             question_of(asked, world_size=1)
@@ -134,7 +136,7 @@ def test_all_presets_on_all_rollouts(run: Path, tmp_path: Path) -> None:
     assert all(0 < row["weight_mean"] < 2 for row in found["rows"] if row["preset"] in soft)
     of_gspo = next(row for row in found["rows"] if row["preset"] == "gspo")
     assert 0 < of_gspo["masked_fraction"] < 1
-    assert [each["rollout"] for each in of_gspo["by_rollout"]] == [0, 1]
+    assert [each["rollout"] for each in of_gspo["by_rollout"]] == [1, 2]
     assert "standard deviation over rollouts" in done.stdout
     own, same = found["variants"].index(f"{OWN} delta=0.15"), found["variants"].index("dppo_binary_tv")
     assert found["agreement"]["replayed"]["same_decision"][own][same] == 1.0

@@ -29,8 +29,6 @@ HOST_BYTES = 2000 * GB
 _ON_16 = ("moe_base", "moe_base_r3", "moe_base_async", "moe_thinking", "topk_ablation")
 FEWEST_GPUS = dict.fromkeys(EXPERIMENTS, 8) | dict.fromkeys(_ON_16, 16) | {"glm_air": 48}
 """Of 80 GB each, on nodes of eight, on which an experiment fits as it stands."""
-DIVIDED_AMONG_16 = ("gem_tasks",)
-"""Their layout is one that fits 16 GPUs too, where a faster one for 8 does not."""
 NUM_PROBLEMS = {"math-sanity": 1460}  # of the published set; the sets of AIME have as many as the others here
 
 
@@ -83,7 +81,7 @@ def test_plan_says_that_it_fits_and_which_layout_to_take(experiment: str) -> Non
     for num_gpus in {fewest, max(fewest, 16)}:
         plan = make_plan(config, Machine(num_gpus, 80 * GB, HOST_BYTES))
         assert plan.fits, plan.conclusion
-        if num_gpus == fewest and experiment not in DIVIDED_AMONG_16:
+        if num_gpus == fewest:
             assert plan.found is not None and plan.time is not None
             roomy = [each for each in plan.found.proposals if each.memory.peak <= 0.9 * 80 * GB]
             assert plan.time.total <= 1.05 * min(each.time.total for each in roomy)
@@ -96,13 +94,31 @@ def test_readmes_quote_the_plan(experiment: str) -> None:
     text = (ROOT / "examples" / experiment / "README.md").read_text().replace("\n", " ")
     numbers = r"for (\d+) GPUs of 80 GB: (\S+) GiB at the peak of a GPU, (\S+) GiB of a host's memory, (\S+ s) "
     quoted = re.search(numbers, text)
+    length = re.search(r"Its (\d+) rollouts are (\S+) h of training, (\d+) GPU hours, at worst", text)
     assert quoted
+    assert length
     machine = Machine(int(quoted.group(1)), 80 * GB)
-    plan = make_plan(load(Path("examples") / experiment / "base.toml"), machine)
+    config = load(Path("examples") / experiment / "base.toml")
+    plan = make_plan(config, machine)
     assert plan.memory is not None
     assert plan.time is not None
     per_node = f"{plan.memory.host.per_node / 2**30:.0f}"
     assert quoted.groups()[1:] == (f"{plan.memory.peak / 2**30:.1f}", per_node, in_seconds(plan.time.total))
+    hours = plan.time.total * config.num_gradient_steps / 3600
+    assert length.groups() == (
+        str(config.run.num_rollouts),
+        f"{hours:.1f}",
+        f"{hours * machine.num_gpus:.0f}",
+    )
+
+
+def test_the_readme_of_gem_tasks_quotes_the_plan_of_sudoku() -> None:
+    text = (ROOT / "examples" / "gem_tasks" / "README.md").read_text()
+    overlays = [each for each in ALGORITHMS if each.name.startswith("sudoku")]
+    plans = [make_plan(load(*each.layers), Machine(8, 80 * GB)) for each in overlays]
+    assert len(plans) == 2 and all(plan.fits and plan.time is not None for plan in plans)
+    quoted = re.findall(r"Sudoku's conversations are longer: (\S+ s) for a gradient step", text)
+    assert {in_seconds(plan.time.total) for plan in plans if plan.time is not None} == set(quoted)
 
 
 def test_the_guide_of_clusters_quotes_check_and_plan() -> None:

@@ -1,12 +1,16 @@
-"""The experiments are those of the paper's Table 1 and Appendices F and G, typed here from the paper.
+"""The experiments have the paper's numbers, typed here from its sections 5 to 7, Table 1 and Appendices D to G.
 
-The sizes of Appendix G.3 are those of the standard scripts of Oat and Gem, which it names.
+The sizes of Appendix G.3 are from the standard scripts of Oat and Gem, which it names. The lengths of runs are
+the ends of the axes in the authors' images of Figures 1 and 3. test_numbers.py holds every other number.
 """
 
+import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import ALGORITHMS, Algorithm, model_of
+from experiments import ALGORITHMS, EXPERIMENTS, Algorithm, model_of
 
 from megatron_dppo.algorithms import Objective, preset
 from megatron_dppo.algorithms.presets import overrides_in
@@ -45,11 +49,53 @@ APPENDIX_G_2: dict[str, dict[str, Any]] = {
 }
 APPENDIX_G_3: dict[str, dict[str, Any]] = {
     "other_families": {"episodes": 128 * 8, "responses": 8, "steps": 8, "max response length": 4096},
-    "gem_tasks": {"episodes": 128, "passes": 2},
+    "gem_tasks": {"episodes": 128, "passes": 2, "steps": 2},
 }
-TV_OF_G_3 = 0.2
+ROLLOUTS_OF_G_3 = {"other_families": 20 * 12_000 // 128, "gem_tasks": -(-65_000 // 128)}
+SUDOKU_OF_G_3 = {"turns": 15, "tokens of a turn": 4096, "tokens of all": 12_800}
+TV_OF_G_3, CLIP_OF_G_3, BETA_2_OF_G_3 = 0.2, 0.2, 0.95
+_CLIP_HIGHER = {"rule": "ratio", "eps_low": 0.2, "eps_high": 0.28, "relax": "none"}
+_SECTION_5 = {"rule": "negative", "delta_low": 0.5}
+APPENDIX_D: dict[str, dict[str, Any]] = {
+    "pg_is": {"rule": "none"},
+    "pg_tis": {"rule": "none", "ratio_cap": 3.0},
+    "grpo_clip_higher": _CLIP_HIGHER,
+    "minirl": _CLIP_HIGHER | {"anchor": "recomputed"},
+    "minirl_tis": _CLIP_HIGHER | {"anchor": "recomputed", "ratio_cap": 3.0},
+    "dppo_binary_tv": {"divergence": "binary_tv", "delta_low": 0.15, "delta_high": 0.15},
+    "dppo_binary_kl": {"divergence": "binary_kl", "delta_low": 0.05, "delta_high": 0.05},
+    "dppo_binary_kl_decoupled": {
+        "divergence": "binary_kl",
+        "delta_low": 0.05,
+        "delta_high": 0.05,
+        "anchor": "recomputed",
+    },
+    "negative_mask_0.5": _SECTION_5,
+    "negative_mask_0.8": _SECTION_5 | {"delta_low": 0.8},
+    "negative_mask_0.5_recomputed": _SECTION_5 | {"anchor": "recomputed"},
+}
+"""With section 5.3's masks. Where it gives no anchor or cap, they are the rollout policy and none."""
+SIZES_OF_D = {"prompts": 64, "responses": 8, "steps": 4, "context": 8000, "evaluated responses": 32}
+SECTION_6: dict[str, dict[str, Any]] = {"grpo_clip_higher": _CLIP_HIGHER} | {
+    f"relax_{side}_0.1": _CLIP_HIGHER | {"relax": side, "alpha": 0.1} for side in ("high", "low", "both")
+}
+ALPHAS_OF_OURS = {f"relax_both_{alpha}": alpha for alpha in (0.01, 0.05, 0.3)}
+APPENDIX_E: dict[str, dict[str, Any]] = {"grpo_clip_higher": _CLIP_HIGHER}
+STEP_OF_E = 50
+OTHERS = {
+    "stability": ("DeepSeek-R1-Distill-Qwen-1.5B", APPENDIX_D),
+    "efficiency": (
+        "Qwen3-1.7B-Base",
+        SECTION_6 | {name: _CLIP_HIGHER | {"relax": "both", "alpha": a} for name, a in ALPHAS_OF_OURS.items()},
+    ),
+    "clipped_tokens": ("Qwen3-4B-Base", APPENDIX_E),
+}
+"""Model and objectives, by folder."""
+LAST_ROLLOUT_OF_FIGURES = {"stability": 3600, "moe_base": 210, "moe_base_r3": 210}
+APART_IN_FIGURE_3 = 50
 SCALING = [algorithm for algorithm in ALGORITHMS if algorithm.experiment in COLUMNS]
 TOPK = [algorithm for algorithm in ALGORITHMS if algorithm.experiment == "topk_ablation"]
+UNSCALED = [algorithm for algorithm in ALGORITHMS if algorithm.experiment in OTHERS]
 FAMILIES_AND_TASKS = [algorithm for algorithm in ALGORITHMS if algorithm.experiment in APPENDIX_G_3]
 
 
@@ -129,7 +175,80 @@ def test_other_families_and_tasks_have_the_sizes_of_appendix_g_3(algorithm: Algo
     }
     expected = APPENDIX_G_3[algorithm.experiment]
     assert {name: sizes[name] for name in expected} == expected
+    assert config.run.num_rollouts == ROLLOUTS_OF_G_3[algorithm.experiment]
+    assert config.optimizer.beta2 == BETA_2_OF_G_3
     objective = _objective(algorithm)
     assert objective.name in ("grpo", "dppo_binary_tv")
     if objective.name == "dppo_binary_tv":
         assert (objective.delta_low, objective.delta_high) == (TV_OF_G_3, TV_OF_G_3)
+    else:
+        assert (objective.eps_low, objective.eps_high) == (CLIP_OF_G_3, CLIP_OF_G_3)
+    assert (objective.anchor, objective.ratio_cap) == ("rollout", math.inf)
+
+
+@pytest.mark.parametrize("algorithm", [each for each in FAMILIES_AND_TASKS if "sudoku" in each.name], ids=str)
+def test_sudoku_has_the_limits_of_gem(algorithm: Algorithm) -> None:
+    config = load_config(algorithm.layers)
+    assert {
+        "turns": config.rollout.max_turns,
+        "tokens of a turn": config.rollout.max_turn_tokens,
+        "tokens of all": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+    } == SUDOKU_OF_G_3
+
+
+def test_the_folders_of_sections_5_and_6_and_appendix_e_have_all_algorithms() -> None:
+    found = {(each.experiment, each.name) for each in UNSCALED}
+    assert found == {(folder, name) for folder, (_, objectives) in OTHERS.items() for name in objectives}
+
+
+@pytest.mark.parametrize("algorithm", UNSCALED, ids=str)
+def test_an_algorithm_is_the_one_of_sections_5_and_6_and_appendix_e(algorithm: Algorithm) -> None:
+    model, objectives = OTHERS[algorithm.experiment]
+    expected = {"anchor": "rollout", "ratio_cap": math.inf} | objectives[algorithm.name]
+    objective = _objective(algorithm)
+    assert {field: getattr(objective, field) for field in expected} == expected
+    assert model_of(algorithm.experiment) == model
+
+
+def test_stability_has_the_sizes_of_appendix_d() -> None:
+    config = load_config([Path("examples/stability/base.toml")])
+    assert {
+        "prompts": config.rollout.prompts_per_rollout,
+        "responses": config.rollout.samples_per_prompt,
+        "steps": config.algorithm.minibatches_per_rollout * config.algorithm.epochs_per_rollout,
+        "context": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        "evaluated responses": config.evaluation.samples_per_prompt,
+    } == SIZES_OF_D
+    assert (config.model.dtype, config.optimizer.lr) == ("bfloat16", 1e-6)
+    assert config.evaluation.every == APART_IN_FIGURE_3
+
+
+def test_the_tokens_of_appendix_e_are_listed_at_its_step() -> None:
+    config = load_config([Path("examples/clipped_tokens/base.toml")])
+    assert config.run.num_rollouts >= STEP_OF_E
+    assert STEP_OF_E % config.tracking.clipped_tokens_every == 0
+
+
+@pytest.mark.parametrize("folder", LAST_ROLLOUT_OF_FIGURES)
+def test_a_run_reaches_the_end_of_its_figure(folder: str) -> None:
+    """At a constant learning rate, so that a longer run repeats a shorter one."""
+    config = load_config([Path("examples") / folder / "base.toml"])
+    assert config.run.num_rollouts == LAST_ROLLOUT_OF_FIGURES[folder]
+    assert config.optimizer.schedule == "constant"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_an_overlay_is_named_after_its_preset_and_replay(algorithm: Algorithm) -> None:
+    config = load_config(algorithm.layers)
+    assert config.algorithm.preset in re.sub(r"_[\d.]+(?=_|$)", "", algorithm.name)
+    assert (config.rollout.routing_replay == "replay") == ("_r3" in str(algorithm))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_has_the_authors_aggregation_and_reward(experiment: str) -> None:
+    config = load_config([Path("examples") / experiment / "base.toml"])
+    assert config.algorithm.aggregation == "seq_mean_token_sum_norm"
+    assert not config.algorithm.normalize_advantage_std
+    assert config.optimizer.weight_decay == 0
+    if "dapo" in (config.data.prompts or Path()).name:
+        assert (config.data.reward, config.data.reward_values) == ("dapo", (-1.0, 1.0))

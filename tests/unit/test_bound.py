@@ -39,21 +39,26 @@ def _microbatch(log_pi: Tensor, log_mu: Tensor, advantages: Tensor) -> tuple[Ten
     return packed(log_pi), microbatch
 
 
-@pytest.mark.parametrize("sizes", [[8], [1, 0, 7], [3, 5]])
-def test_a_batch_that_is_the_expectation_gives_the_theorem_s_terms(sizes: list[int]) -> None:
-    """Two tokens, mu uniform: every response once is E_mu, and Binary-TV is the whole total variation."""
-    generator = torch.Generator().manual_seed(3)
-    pi = [torch.randn(2**t, 2, generator=generator, dtype=torch.float64).softmax(-1) for t in range(HORIZON)]
-    mu = [torch.full_like(level, 0.5) for level in pi]
-    rewards = torch.randn(2**HORIZON, generator=generator, dtype=torch.float64)
-    exact = performance_bound(pi, mu, rewards)
-    log_pi = torch.zeros(2**HORIZON, HORIZON, dtype=torch.float64)
-    for row, response in enumerate(itertools.product(range(2), repeat=HORIZON)):
-        prefix = 0
-        for t, token in enumerate(response):
-            log_pi[row, t] = pi[t][prefix, token].log()
-            prefix = 2 * prefix + token
-    log_mu = torch.full_like(log_pi, math.log(0.5))
+def _all_responses(pi: list[Tensor], mu: list[Tensor], rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log pi and log mu [N, T] and rewards [N]: each response as often as mu, in 16ths, samples it."""
+    log_pi, log_mu, scores = list[list[float]](), list[list[float]](), list[float]()
+    vocab_size = mu[0].shape[1]
+    for number, response in enumerate(itertools.product(range(vocab_size), repeat=len(mu))):
+        prefix, of_pi, of_mu = 0, list[float](), list[float]()
+        for level, token in enumerate(response):
+            of_pi.append(float(pi[level][prefix, token].log()))
+            of_mu.append(float(mu[level][prefix, token].log()))
+            prefix = vocab_size * prefix + token
+        count = round(16 ** len(mu) * math.exp(sum(of_mu)))
+        log_pi += [of_pi] * count
+        log_mu += [of_mu] * count
+        scores += [float(rewards[number])] * count
+    pi_of_all, mu_of_all, of_scores = (torch.tensor(x, dtype=torch.float64) for x in (log_pi, log_mu, scores))
+    return pi_of_all, mu_of_all, of_scores
+
+
+def _in_ranks(sizes: list[int], log_pi: Tensor, log_mu: Tensor, rewards: Tensor) -> dict[str, float]:
+    """Return the metrics of a batch whose responses are split over ranks."""
     states = []
     for of_rank in zip(log_pi.split(sizes), log_mu.split(sizes), rewards.split(sizes), strict=True):
         rank = Metrics()
@@ -63,11 +68,60 @@ def test_a_batch_that_is_the_expectation_gives_the_theorem_s_terms(sizes: list[i
             add_bound_of_responses(rank, [m])
         states.append(rank.state())
     merged = Metrics().merge(states).values()
-    assert merged["theory/surrogate"] == pytest.approx(exact.surrogate, rel=1e-12)
-    assert merged["theory/sum_tv"] == pytest.approx(exact.expected_sum_tv, rel=1e-12)
-    terms = bound_terms(merged)
-    assert terms["theory/linear_term"] == pytest.approx(exact.linear_term, rel=1e-12)
-    assert terms["theory/quadratic_term"] == pytest.approx(exact.quadratic_term, rel=1e-12)
+    return merged | bound_terms(merged)
+
+
+@pytest.mark.parametrize("shares", [[0, 1, 7], [3, 5], [8]])
+@pytest.mark.parametrize(
+    "of_mu",
+    [
+        pytest.param([[8, 8], [8, 8], [8, 8]], id="two tokens, mu uniform"),
+        pytest.param([[2, 4, 10], [13, 2, 1]], id="three tokens"),
+        pytest.param([[1, 1, 6, 8], [16, 0, 0, 0]], id="four tokens, then one that is sure"),
+    ],
+)
+def test_a_batch_that_is_the_expectation_gives_the_theorem_s_terms(
+    of_mu: list[list[int]], shares: list[int]
+) -> None:
+    """Each response comes as often as mu samples it: Eq. 10 gives the total variation, Binary-TV less."""
+    generator = torch.Generator().manual_seed(3)
+    mu = [
+        torch.tensor([row], dtype=torch.float64).expand(len(row) ** depth, -1) / 16
+        for depth, row in enumerate(of_mu)
+    ]
+    noise = [torch.randn(level.shape, generator=generator, dtype=torch.float64) for level in mu]
+    pi = [(level.log() + values).softmax(-1) for level, values in zip(mu, noise, strict=True)]
+    rewards = torch.randn(mu[0].shape[1] ** len(mu), generator=generator, dtype=torch.float64)
+    exact = performance_bound(pi, mu, rewards)
+    whole = _all_responses(pi, mu, rewards)
+    sizes = [len(whole[0]) // 8 * share for share in shares]
+    found = _in_ranks(sizes, *whole)
+    assert found["theory/surrogate"] == pytest.approx(exact.surrogate, rel=1e-11)
+    assert found["theory/sum_tv_ratio"] == pytest.approx(exact.expected_sum_tv, rel=1e-11)
+    assert found["theory/linear_term"] == pytest.approx(
+        exact.linear_term * found["theory/max_advantage"] / exact.max_reward, rel=1e-11
+    )
+    if len(of_mu[0]) == 2:  # Binary-TV is the whole total variation
+        assert found["theory/sum_tv"] == pytest.approx(exact.expected_sum_tv, rel=1e-11)
+        assert found["theory/quadratic_term"] == pytest.approx(exact.quadratic_term, rel=1e-11)
+        assert found["theory/composite_term"] == pytest.approx(exact.composite_term, rel=1e-11)
+    else:
+        assert found["theory/sum_tv"] < 0.95 * exact.expected_sum_tv
+        assert found["theory/max_tv"] <= exact.max_tv + 1e-15
+        assert found["theory/quadratic_term"] <= exact.quadratic_term + 1e-15
+    terms = found["theory/linear_term"], found["theory/quadratic_term"]
+    assert found["theory/composite_term"] == min(terms)
+
+
+def test_both_terms_can_be_the_smaller_one() -> None:
+    few = {
+        "theory/longest_response": 2,
+        "theory/max_advantage": 1,
+        "theory/max_tv": 0.1,
+        "theory/sum_tv_ratio": 0.1,
+    }
+    assert bound_terms(few)["theory/composite_term"] == pytest.approx(2 * 2 * 0.1**2)
+    assert bound_terms(few | {"theory/longest_response": 90})["theory/composite_term"] == pytest.approx(0.4)
 
 
 def test_no_learning_token_gives_no_term() -> None:

@@ -33,6 +33,7 @@ from megatron_dppo.checks import (
     megatron_rules,
     model_facts,
     not_checked,
+    period_remarks,
     remarks,
     require_evaluable,
     require_valid,
@@ -41,6 +42,7 @@ from megatron_dppo.checks.facts import TRAINING, prompt_files
 from megatron_dppo.checks.registry import Need
 from megatron_dppo.cli import app
 from megatron_dppo.config import Config, dump_config, load_config
+from megatron_dppo.config.measuring import is_due
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.evaluation import evaluation_sets
 from megatron_dppo.run.state import TrainingState
@@ -883,6 +885,22 @@ def test_another_aggregation_than_the_papers_is_remarked_on(world: Path) -> None
     assert remarks(_config({"algorithm.preset": "trm"})) == []
     own = {"algorithm.preset": "gspo", "algorithm.aggregation": "seq_mean_token_mean"}
     assert remarks(_config(own)) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["samples_every", "batches_every", "paired_routing_every", "clipped_tokens_every"]
+)
+def test_a_period_acts_in_its_multiples_and_one_beyond_the_run_is_remarked_on(world: Path, name: str) -> None:
+    assert [rollout + 1 for rollout in range(25) if is_due(10, rollout)] == [10, 20]
+    assert [rollout + 1 for rollout in range(7) if is_due(3, rollout)] == [3, 6]
+    assert not any(is_due(0, rollout) for rollout in range(25))
+    off = {"tracking.samples_every": 0, "run.num_rollouts": 4}
+    assert period_remarks(_config({**off, f"tracking.{name}": 4})) == []
+    (remark,) = period_remarks(_config({**off, f"tracking.{name}": 5}))
+    assert remark.startswith(f"tracking.{name} is 5 and run.num_rollouts 4: it acts in rollouts 5, 10, 15, ...")
+    Path("config.toml").write_text(dump_config(_config({"run.num_rollouts": 9})))
+    shown = CliRunner().invoke(app, ["check", "config.toml"])
+    assert "note: tracking.samples_every is 10 and run.num_rollouts 9: it acts in rollouts 10" in shown.output
 
 
 _SMALL = {"model.dtype": "float32", "optimizer.lr": 1e-5}

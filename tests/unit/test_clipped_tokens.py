@@ -1,11 +1,18 @@
 """Clipped tokens: counted where they are masked, whoever held them, most frequent first."""
 
+import json
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import qwen3_tokenizer, save
 
-from megatron_dppo.metrics.clipped_tokens import ClippedTokens
+from megatron_dppo.metrics.clipped_tokens import ACTIVE, TOP, ClippedTokens
+from megatron_dppo.metrics.masked_tokens import TokenLists
+from megatron_dppo.run.token_lists import OpenTokenLists
+from megatron_dppo.runtime.jsonl import read_jsonl
 
 NUM_TOKENS = 400
 
@@ -75,3 +82,45 @@ def test_only_the_most_frequent_are_listed() -> None:
     rows = _rows(_counted(_tokens(2)), top=2)
     assert len(rows) == 8 and _rows(ClippedTokens()) == []
     assert rows[0]["count"] >= rows[1]["count"]
+
+
+def _of_ids(counts: dict[int, int], sign: int) -> ClippedTokens:
+    """Masked tokens of one gradient step: ids, each so many times."""
+    targets = torch.tensor([token for token, count in counts.items() for _ in range(count)])
+    counted, ones = ClippedTokens(), torch.ones(len(targets))
+    counted.add(
+        {ACTIVE: ones == 0},
+        targets=targets,
+        log_probs=-0.3 * ones,
+        rollout_log_probs=-0.7 * ones,
+        entropy=ones,
+        advantages=sign * ones,
+        loss_mask=ones == 1,
+    )
+    return counted
+
+
+@pytest.mark.parametrize("stops_after", [None, 0, 1])
+def test_steps_are_merged_before_the_list_is_cut(tmp_path: Path, stops_after: int | None) -> None:
+    """Token 200 is among the 50 of no step, and the first of the rollout; a stop between steps loses none."""
+    steps = [_of_ids({**{60 * step + id: 3 for id in range(TOP)}, 200: 2}, +1) for step in range(3)]
+    steps[1].merge([_of_ids({3: 5, 4: 1}, -1).state()])
+    save(qwen3_tokenizer(), tmp_path / "model")
+    lists = OpenTokenLists(tmp_path, tmp_path / "model")
+    assert lists.kept == {}
+    for number, clipped in enumerate(steps):
+        lists.add_step(TokenLists(clipped))
+        if number == stops_after:
+            kept = json.loads(json.dumps(lists.kept))
+            lists = OpenTokenLists(tmp_path, tmp_path / "model")
+            lists.restore(kept)
+    lists.write_rollout(4)
+    rows: list[Any] = [row for _, row in read_jsonl(tmp_path / "clipped_tokens" / "rollout_000004.jsonl")]
+    assert {(row["rollout"], row["num_steps"], row["preset"]) for row in rows} == {(4, 3, ACTIVE)}
+    found = [(row["sign"], row["token_id"], row["count"]) for row in rows]
+    frequent = [("+", id, 3) for step in range(3) for id in range(60 * step, 60 * step + TOP)]
+    assert found == [("+", 200, 6), *frequent[: TOP - 1], ("-", 3, 5), ("-", 4, 1)]
+    assert rows[0]["share"] == pytest.approx(6 / (9 * TOP + 6)) and rows[-1]["share"] == pytest.approx(1 / 6)
+    lists.restore({})
+    lists.write_rollout(5)
+    assert [file.name for file in (tmp_path / "clipped_tokens").iterdir()] == ["rollout_000004.jsonl"]

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.patches import Rectangle
 from typer.testing import CliRunner
 
 from megatron_dppo.algorithms import PRESETS, preset
@@ -27,6 +28,7 @@ from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.run_folder.folder import RunFolder
+from megatron_dppo.runtime.jsonl import write_jsonl
 
 NUM_ROLLOUTS = 12
 Tables = dict[str, dict[str, Any]]
@@ -73,10 +75,10 @@ def algorithm(name: str, **fields: Any) -> Tables:
     return {"algorithm": {"preset": name, **fields}}
 
 
-def drawn(name: str, folders: list[Path]) -> list[Drawing] | Lacking:
+def drawn(name: str, folders: list[Path], tokens_at: int | None = None) -> list[Drawing] | Lacking:
     """What a kind of figure makes of these runs."""
     (kind,) = (kind for kind in KINDS if kind.name == name)
-    return kind.draw(kind, Material(experiments_of(read_curves(folders)), []))
+    return kind.draw(kind, Material(experiments_of(read_curves(folders)), [], tokens_at))
 
 
 def only(answer: list[Drawing] | Lacking) -> Drawing:
@@ -278,11 +280,69 @@ def test_clipped_tokens_of_both_signs_and_all_gradient_steps_weigh_by_count(tmp_
     assert list(np.asarray(line.get_ydata())) == pytest.approx([(4000 * 0.001 + 0.4 + 999 * 0.15) / 5000])
 
 
+def write_list(run: Path, rollout: int, positive: list[int], negative: list[int]) -> None:
+    """A list of a rollout, counted from 1, with tokens named by sign and place and these counts."""
+    of_all = {"preset": "active", "num_steps": 2, "mean_mu": 0.1, "mean_pi": 0.3, "mean_entropy": 1.0}
+    rows = [
+        {**of_all, "sign": sign, "token": f"{sign}{place}", "token_id": place, "count": count, "mean_tv": 0.2}
+        | {"share": count / sum(counts), "rollout": rollout - 1}
+        for sign, counts in (("+", positive), ("-", negative))
+        for place, count in enumerate(counts)
+    ]
+    write_jsonl(run / "clipped_tokens" / f"rollout_{rollout - 1:06d}.jsonl", rows)
+
+
+def bars_of(drawing: Drawing) -> dict[str, list[tuple[str, float]]]:
+    """Tokens and counts of each panel, from the top down, by its title."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for axes in build(drawing).axes:
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        widths = [patch.get_width() for patch in axes.patches if isinstance(patch, Rectangle)]
+        found[axes.get_title()] = list(zip(names, widths, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_lists_are_of_one_rollout_that_every_run_has(tmp_path: Path, order: tuple[int, int]) -> None:
+    """Fifty tokens of each sign, each run its own, in any order of the runs."""
+    names = ("grpo_clip_higher", "cispo")
+    folders = [write_run(tmp_path / name, algorithm(name)) for name in names]
+    fifty = list(range(150, 100, -1))
+    for rollout in (3, 6, 9):
+        write_list(folders[0], rollout, fifty, [20 + rollout, 4])
+    for rollout in (2, 6, 12):
+        write_list(folders[1], rollout, [10 + rollout], [70 + rollout, 8, 2])
+    drawings = drawn("clipped_tokens", [folders[place] for place in order])
+    assert isinstance(drawings, list)
+    by_name = {drawing.name: drawing for drawing in drawings}
+    assert by_name.keys() == {f"clipped_tokens_{name}" for name in names}
+    first, second = (by_name[f"clipped_tokens_{name}"] for name in names)
+    assert first.title == "Most frequently masked tokens of rollout 6: GRPO-ClipHigher"
+    assert second.title == "Most frequently masked tokens of rollout 6: CISPO"
+    assert "rollout 6: the tokens (at most 50)" in first.caption[0]
+    assert "Listed rollouts: 3, 6, 9." in first.caption[0]
+    assert bars_of(first) == {
+        "tokens with A > 0": [(f"'+{place}'", count) for place, count in enumerate(fifty)],
+        "tokens with A < 0": [("'-0'", 26), ("'-1'", 4)],
+    }
+    assert bars_of(second) == {
+        "tokens with A > 0": [("'+0'", 16)],
+        "tokens with A < 0": [("'-0'", 76), ("'-1'", 8), ("'-2'", 2)],
+    }
+    asked = ["figures", *map(str, folders), "-o", str(tmp_path / "out"), "--tokens-at", "3"]
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 2 and not (tmp_path / "out").exists()
+    assert "found 3, but " in refused.output and "Name 6." in refused.output
+    assert "grpo_clip_higher lists 3, 6, 9" in refused.output and "cispo lists 2, 6, 12" in refused.output
+    alone = only(drawn("clipped_tokens", folders[:1], tokens_at=9))
+    assert bars_of(alone)["tokens with A < 0"] == [("'-0'", 29), ("'-1'", 4)]
+
+
 def test_a_damaged_list_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "clipped_tokens").mkdir()
-    (run / "clipped_tokens" / "step_000001.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"step_000001.jsonl, line 1: not a row of clipped tokens"):
+    (run / "clipped_tokens" / "rollout_000001.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"rollout_000001.jsonl, line 1: not a row of clipped tokens"):
         drawn("clipped_tokens", [run])
 
 

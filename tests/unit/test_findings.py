@@ -118,6 +118,18 @@ def test_the_paired_forward(means: tuple[float, float], num_rollouts: int, verdi
     assert found[0] == verdict and words in found[1]
 
 
+def test_the_share_of_a_recomputed_anchor() -> None:
+    """Over all rollouts together, the last of which has no such seconds; the other run says nothing."""
+    seconds = {"time/anchor_s": 1.0, "time/train_s": 5.0, "time/total_s": 10.0}
+    slow = {"time/anchor_s": 5.0, "time/train_s": 15.0, "time/total_s": 20.0}
+    values = [seconds, slow, {name: seconds[name] for name in ("time/train_s", "time/total_s")}]
+    rollouts = tuple(MetricsRow(n, None, {"reward/mean": 0.5, **each}) for n, each in enumerate(values))
+    said = _said(replace(_run("recomputed"), rollouts=rollouts), _run("rollout", num_rollouts=3))
+    ((verdict, text),) = said["speed"]
+    shares = "recomputing log-probs took 20 % of a rollout's time and 30 % of its training; algorithm.anchor"
+    assert verdict == "note" and shares in text and "about 25 % less cost without it (section 5.2)" in text
+
+
 def test_no_mismatch_is_no_finding() -> None:
     """A float32 engine has KL 0: there is no share to speak of."""
     assert "mismatch" not in _said(_run("m", paired=(0.0, 0.0)))

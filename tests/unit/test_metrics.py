@@ -19,10 +19,13 @@ from megatron_dppo.metrics.metrics import BINS_PER_DECADE, Metrics
 from megatron_dppo.metrics.mismatch import (
     LOG_RATIO_LIMIT,
     OLDEST_AGE,
+    add_clipped,
     add_mismatch,
     add_mismatch_by_age,
+    add_prob_diff_extremes,
     add_topk_tv,
     add_trust_region,
+    prob_diff_so_far,
     without_lone_age,
 )
 from megatron_dppo.metrics.staleness import add_ages
@@ -373,6 +376,69 @@ def test_each_extreme_has_its_own_name() -> None:
     for name, value in exact.items():
         assert values[name] == pytest.approx(float(value), rel=0.035), name
     assert values["mismatch/tv_max"] == pytest.approx(float(tv.max()), rel=1e-12)
+
+
+def test_extremes_of_a_rollout_have_signs_and_are_of_all_its_steps() -> None:
+    """Each extreme comes from another step and another rank; a token that does not learn is in none."""
+    log_mu = torch.tensor([0.5, 0.5, 0.5, 0.5]).log()
+    learns = torch.tensor([True, True, True, False])
+
+    def step(*pi_of_ranks: tuple[float, ...]) -> dict[str, float]:
+        ranks = [Metrics() for _ in pi_of_ranks]
+        for rank, pi in zip(ranks, pi_of_ranks, strict=True):
+            add_prob_diff_extremes(rank, torch.tensor(pi).log(), log_mu, learns)
+        add_prob_diff_extremes(ranks[0], log_mu, log_mu, torch.zeros(4, dtype=torch.bool))  # no token learns
+        return Metrics().merge(ranks).values()
+
+    first, second = step((0.6, 0.55, 0.7, 1.0), (0.75, 0.8, 0.5, 1.0)), step((0.4, 0.1, 0.3, 1e-9))
+    assert first == pytest.approx({"drift/prob_diff_max": 0.3, "drift/prob_diff_min": 0.0}, abs=1e-6)
+    assert second == pytest.approx({"drift/prob_diff_max": -0.1, "drift/prob_diff_min": -0.4}, abs=1e-6)
+    expected = {"mismatch/prob_diff_max": 0.3, "mismatch/prob_diff_min": -0.4}
+    for steps in ([first, second], [second, first], [first, {"loss/policy": 1.0}, second, second]):
+        row = {"mismatch/tv_max": 0.9}
+        for each in steps:
+            row |= prob_diff_so_far(row, each)
+        assert row == pytest.approx(row | expected, abs=1e-6), steps
+    assert prob_diff_so_far({}, {"loss/policy": 1.0}) == {}, "a step in which no token learnt has no extremes"
+    broken = prob_diff_so_far(expected, {"drift/prob_diff_max": math.nan, "drift/prob_diff_min": math.nan})
+    assert all(map(math.isnan, broken.values())), "a NaN is reported"
+
+
+def test_means_of_clipped_tokens_are_over_every_token_by_sign() -> None:
+    """Micro-batches weigh as much as their tokens, and a sign without a masked token has no mean."""
+    mu = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    pi = torch.tensor([0.3, 0.6, 0.1, 0.2, 0.9, 0.9, 0.9])
+    entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan, math.nan, math.nan])
+    advantages = torch.tensor([1.0, 0.5, -1.0, 2.0, -1.0, 0.0, -3.0])
+    masked = torch.tensor([True, True, True, True, False, True, True])
+    learns = torch.tensor([True, True, True, True, True, True, False])  # four are masked: + + - +
+    metrics = Metrics()
+    for rows in (slice(0, 1), slice(1, 7)):
+        values = dict(log_probs=pi[rows].log(), rollout_log_probs=mu[rows].log(), entropy=entropy[rows])
+        add_clipped(metrics, ~masked[rows], **values, advantages=advantages[rows], loss_mask=learns[rows])
+    assert metrics.values() == pytest.approx(
+        {
+            "clipped/num_tokens_positive": 3,
+            "clipped/num_tokens_negative": 1,
+            "clipped/mu_mean_positive": 0.7 / 3,
+            "clipped/mu_mean_negative": 0.3,
+            "clipped/pi_mean_positive": 1.1 / 3,
+            "clipped/pi_mean_negative": 0.1,
+            "clipped/entropy_mean_positive": 7 / 3,
+            "clipped/entropy_mean_negative": 3,
+        }
+    )
+    nothing = Metrics()
+    add_clipped(
+        nothing,
+        torch.ones(7, dtype=torch.bool),
+        log_probs=pi.log(),
+        rollout_log_probs=mu.log(),
+        entropy=entropy,
+        advantages=advantages,
+        loss_mask=learns,
+    )
+    assert nothing.values() == {"clipped/num_tokens_positive": 0, "clipped/num_tokens_negative": 0}
 
 
 def test_extremes_of_the_bound_are_of_the_learning_tokens() -> None:

@@ -395,6 +395,24 @@ def test_a_reference_takes_host_memory_and_one_more_forward() -> None:
     assert other.host.per_rank["reference"] == other.worst.moments["loss"]["parameters"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_recomputed"),
+    [
+        ({"algorithm.preset": "minirl"}, True),
+        ({"algorithm.preset": "minirl", "algorithm.anchor": "rollout"}, False),
+        ({"algorithm.preset": "dppo_binary_kl", "algorithm.anchor": "recomputed"}, True),
+        ({"algorithm.preset": "my_rules:mine", "algorithm.anchor": "recomputed"}, True),
+        ({"algorithm.preset": "my_rules:mine"}, False),
+    ],
+)
+def test_a_recomputed_anchor_costs_one_more_forward(settings: dict[str, Any], is_recomputed: bool) -> None:
+    layout = layout_of(8, expert=8)
+    before, time = step_time(job_of(QWEN3_30B), layout), step_time(job_of(QWEN3_30B, settings), layout)
+    assert replace(time, anchor=0.0) == before
+    one_pass = before.compute / 3 + before.expert / 2
+    assert time.anchor == (pytest.approx(one_pass, rel=1e-9) if is_recomputed else 0.0)
+
+
 def test_the_embedded_engine_keeps_a_copy_of_the_model() -> None:
     job = job_of(QWEN3_8B, {"rollout.engine": "transformers", "rollout.transformers": {"weights": "float32"}})
     moments = memory_of(job, layout_of(8)).worst.moments

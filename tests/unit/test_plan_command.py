@@ -103,6 +103,11 @@ def test_the_step_time_comes_with_what_it_assumes(base: Path) -> None:
         "Times are estimates that no GPU has confirmed: responses of full length, H100s at",
         "50% of 989 TFLOP/s, transfers at 70% of 450 GB/s in a node and 50 GB/s between.",
     ]
+    recomputed = _plan(base, *GPUS, "--set", "algorithm.anchor=recomputed").stdout.splitlines()
+    said = (
+        r"Recomputing log-probs takes (\d+) s, 2\d% of it; algorithm\.anchor = 'rollout' has no such forward\."
+    )
+    assert re.fullmatch(said, recomputed[2]) and recomputed[3:5] == lines[2:4]
     content = json.loads(_plan(base, *GPUS, "--json").stdout)
     seconds = content["configured_step_s"]["total"]
     assert content["steps_per_rollout"] == 8

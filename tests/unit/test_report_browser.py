@@ -71,10 +71,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _list_masked_tokens(run: Path) -> None:
-    """As if the run's first gradient step had listed what it masked."""
+    """As if the run's first rollout had listed what it masked."""
     means = {f"mean_{name}": 0.25 for name in ("mu", "pi", "entropy", "tv")}
     token = {"preset": "active", "sign": "-", "token": " wait<b>", "token_id": 7, "count": 1200, "share": 0.5}
-    write_jsonl(run / "clipped_tokens" / "step_000000.jsonl", [token | means])
+    write_jsonl(run / "clipped_tokens" / "rollout_000000.jsonl", [token | means])
     place = {"sign": "-", "rollout": 0, "sample": "a", "position": 3, "before": "so\n", "after": ", <i>"}
     numbers = {"mu": 0.9, "pi": 0.1, "divergence": 0.8, "advantage": -1.0}
     write_jsonl(run / "masked_tokens" / "step_000000.jsonl", [place | {"token": " wait"} | numbers])

@@ -1,4 +1,4 @@
-"""Masked tokens in the report: summed over the listed steps, whatever their text is."""
+"""Masked tokens in the report: of one rollout, each run its own, whatever their text is."""
 
 import json
 import re
@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from megatron_dppo.analysis.report.context import farthest
 from megatron_dppo.analysis.report.report import compare
 from megatron_dppo.analysis.report.tokens import token_lists, visible
-from megatron_dppo.errors import DataError
+from megatron_dppo.cli import app
+from megatron_dppo.errors import ConfigError, DataError
+from megatron_dppo.run.token_lists import remove_undone
 from megatron_dppo.run_folder.folder import RunFolder
 from megatron_dppo.run_folder.reader import Run, read_run
 from megatron_dppo.runtime.jsonl import write_jsonl
@@ -24,43 +27,157 @@ def _clipped(preset: str, sign: str, token: str, token_id: int, count: int, tota
     return {**named, "count": count, "share": count / total, **means}
 
 
-def write_listed_run(path: Path, steps: list[list[dict[str, Any]]]) -> Path:
-    """A run of as many gradient steps, each with its list."""
-    with RunFolder.open(path, {"algorithm": {"preset": "grpo"}}, resume=False) as folder:
-        for step, rows in enumerate(steps):
-            folder.write_step(0, step, {"policy/entropy": 0.5})
-            write_jsonl(path / "clipped_tokens" / f"step_{step:06d}.jsonl", rows)
-        folder.write_rollout(0, {"reward/mean": 0.5}, num_rollouts=1)
+def write_listed_run(
+    path: Path, lists: dict[int, list[dict[str, Any]]], *, preset: str = "grpo", num_rollouts: int = 1
+) -> Path:
+    """A run of two gradient steps in each rollout, with the lists of some rollouts, counted from 1."""
+    with RunFolder.open(path, {"algorithm": {"preset": preset}}, resume=False) as folder:
+        for rollout in range(num_rollouts):
+            for step in (2 * rollout, 2 * rollout + 1):
+                folder.write_step(rollout, step, {"policy/entropy": 0.5})
+            folder.write_rollout(rollout, {"reward/mean": 0.5}, num_rollouts=num_rollouts)
+    for number, rows in lists.items():
+        of_all = {"rollout": number - 1, "num_steps": 2}
+        file = path / "clipped_tokens" / f"rollout_{number - 1:06d}.jsonl"
+        write_jsonl(file, [of_all | row for row in rows])
     return path
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two steps, one hostile token, and a shadow."""
+    """One rollout, one hostile token, and a shadow."""
+    rows = [
+        _clipped("active", "+", " wait", 7, 3, total=4),
+        _clipped("active", "-", HOSTILE, 9, 1, total=1),
+        _clipped("minirl", "+", "\n", 8, 2, total=2),
+    ]
+    return write_listed_run(tmp_path / "run", {1: rows})
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    """Runs of two presets that list other rollouts, other numbers of tokens, and other counts of each sign."""
+    lists: list[dict[int, list[dict[str, Any]]]] = [{}, {}]
+    for index, rollouts in enumerate(((2, 4, 6), (3, 6))):
+        for number in rollouts:
+            # a count says whose it is: run, rollout, sign, and whether the preset trained
+            counts = {
+                ("active", "+"): [1000 * (index + 1) + 100 * number + 7, 5],
+                ("active", "-"): [1000 * (index + 1) + 100 * number + 3],
+                ("minirl", "-"): [1000 * (index + 1) + 100 * number + 1, 4, 2],
+            }
+            lists[index][number] = [
+                _clipped(preset, sign, f"{preset}{sign}{index}", token, count, total=2 * sum(of_sign))
+                for (preset, sign), of_sign in counts.items()
+                for token, count in enumerate(of_sign)
+            ]
+    names = ("first", "second")
+    presets = ("grpo", "cispo")
+    return [
+        write_listed_run(tmp_path / name, of, preset=preset, num_rollouts=6)
+        for name, of, preset in zip(names, lists, presets, strict=True)
+    ]
+
+
+def counts_of(listed: dict[str, Any]) -> dict[str, list[tuple[str, int]]]:
+    """Tokens and counts of one run's lists, by preset and sign."""
+    return {
+        f"{preset['name']} {sign}": [(row[0], row[2]) for row in preset[sign]]
+        for preset in listed["presets"]
+        for sign in ("positive", "negative")
+    }
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_run_shows_its_own_list_of_the_rollout(two: list[Path], order: tuple[int, int]) -> None:
+    """Neither runs nor signs nor presets nor rollouts are taken for each other, in any order of the runs."""
+    names = [("first", "second")[place] for place in order]
+    found = token_lists([read_run(two[place]) for place in order], names)
+    assert [(each["run"], each["name"], each["rollout"]) for each in found] == [
+        (0, names[0], 6),
+        (1, names[1], 6),
+    ]
+    first, second = (found[order.index(place)] for place in (0, 1))
+    assert counts_of(first) == {
+        "grpo (trained) positive": [("active+0", 1607), ("active+0", 5)],
+        "grpo (trained) negative": [("active-0", 1603)],
+        "minirl (shadow) positive": [],
+        "minirl (shadow) negative": [("minirl-0", 1601), ("minirl-0", 4), ("minirl-0", 2)],
+    }
+    assert counts_of(second) == {
+        "cispo (trained) positive": [("active+1", 2607), ("active+1", 5)],
+        "cispo (trained) negative": [("active-1", 2603)],
+        "minirl (shadow) positive": [],
+        "minirl (shadow) negative": [("minirl-1", 2601), ("minirl-1", 4), ("minirl-1", 2)],
+    }
+    totals = [(of["num_positive"], of["num_negative"]) for of in second["presets"]]
+    assert totals == [(2 * 2612, 2 * 2603), (0, 2 * 2607)]
+    assert (first["rollouts"], second["rollouts"]) == ([2, 4, 6], [3, 6])
+
+
+def test_the_rollout_is_chosen(two: list[Path], tmp_path: Path) -> None:
+    runs = [read_run(path) for path in two]
+    ((only),) = token_lists(runs[:1], ["first"], tokens_at=4)
+    assert (only["rollout"], counts_of(only)["grpo (trained) positive"][0]) == (4, ("active+0", 1407))
+    with pytest.raises(ConfigError, match=r"found 4, but first lists 2, 4, 6; second lists 3, 6") as error:
+        token_lists(runs, ["first", "second"], tokens_at=4)
+    assert "Name 6." in str(error.value)
+    with pytest.raises(ConfigError, match="and no run that lists masked tokens"):
+        token_lists([read_run(write_listed_run(tmp_path / "none", {}))], ["none"], tokens_at=1)
+    (two[1] / "clipped_tokens" / "rollout_000005.jsonl").unlink()
+    found = token_lists([*runs, read_run(write_listed_run(tmp_path / "no_lists", {}))], ["a", "b", "c"])
+    assert [(each["name"], each["rollout"]) for each in found] == [("a", 6), ("b", 3)], "they share none"
+
+
+def test_the_command_shows_the_rollout(two: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    asked = ["compare", *map(str, two), "-o", str(out), "--tokens-at"]
+    assert CliRunner().invoke(app, [*asked, "6"]).exit_code == 0
+    html = out.read_text()
+    for place, name in enumerate(("grpo", "cispo")):
+        part = html[html.index(f'data-tokens="{place}"') :]
+        assert f"<summary>{name}, rollout 6</summary>" in part[:200]
+    refused = CliRunner().invoke(app, [*asked, "5"])
+    assert refused.exit_code == 2 and "cispo lists 3, 6" in refused.output
+
+
+def test_lists_of_gradient_steps_are_merged(tmp_path: Path) -> None:
+    """As earlier versions wrote them: counts and totals add up, and means are weighted by counts."""
+    run = write_listed_run(tmp_path / "run", {})
     first = [
         _clipped("active", "+", " wait", 7, 3, total=4),
         _clipped("active", "-", HOSTILE, 9, 1, total=1),
         _clipped("minirl", "+", "\n", 8, 2, total=2),
     ]
     second = [_clipped("active", "+", "hm", 5, 4, total=6), _clipped("active", "+", " wait", 7, 2, total=6)]
-    return write_listed_run(tmp_path / "run", [first, second])
-
-
-def test_steps_are_summed(run: Path) -> None:
-    """Counts and totals add up, and means are weighted by counts."""
+    for step, rows in enumerate((first, second)):
+        write_jsonl(run / "clipped_tokens" / f"step_{step:06d}.jsonl", rows)
     ((listed),) = token_lists([read_run(run)], ["run"])
     active, shadow = listed["presets"]
-    assert (listed["num_lists"], active["name"], shadow["name"]) == (2, "grpo (trained)", "minirl (shadow)")
+    assert (listed["rollout"], listed["num_listed"], listed["is_cut"]) == (1, 2, True)
+    assert (active["name"], shadow["name"]) == ("grpo (trained)", "minirl (shadow)")
     assert (active["num_positive"], active["num_negative"], shadow["num_negative"]) == (10, 1, 0)
     mu = round((3 * 0.3 + 2 * 0.2) / 5, 4)
     assert active["positive"][0] == ["␣wait", 7, 5, 0.5, mu, 0.3, 1.5, None]
     assert active["positive"][1][:4] == ["hm", 5, 4, 0.4]
     assert shadow["positive"][0][0] == "↵"
+    compare([run], tmp_path / "report.html")
+    assert "cut each gradient step's at 50 tokens" in " ".join((tmp_path / "report.html").read_text().split())
 
 
 def test_lists_of_a_past_that_was_taken_back_do_not_count(run: Path) -> None:
-    write_jsonl(run / "clipped_tokens" / "step_000002.jsonl", [_clipped("active", "+", "x", 1, 9, total=9)])
-    assert token_lists([read_run(run)], ["run"])[0]["num_lists"] == 2
+    rows = [_clipped("active", "+", "x", 1, 9, total=9)]
+    for name in ("step_000002", "rollout_000001"):
+        write_jsonl(run / "clipped_tokens" / f"{name}.jsonl", rows)
+    ((listed),) = token_lists([read_run(run)], ["run"])
+    assert listed["rollouts"] == [1] and listed["presets"][0]["positive"][0][0] == "␣wait"
+    (run / "masked_tokens").mkdir()
+    stale, kept = (run / "masked_tokens" / f"step_00000{step}.jsonl" for step in (2, 1))
+    stale.touch()
+    kept.touch()
+    remove_undone(read_run(run))
+    assert [file.name for file in (run / "clipped_tokens").iterdir()] == ["rollout_000000.jsonl"]
+    assert kept.exists() and not stale.exists()
 
 
 def test_a_run_without_lists_has_no_section(run: Path, tmp_path: Path) -> None:
@@ -70,7 +187,7 @@ def test_a_run_without_lists_has_no_section(run: Path, tmp_path: Path) -> None:
     assert 'id="masked-tokens"' not in (tmp_path / "plain.html").read_text()
     compare([tmp_path / "plain", run], tmp_path / "both.html")
     assert (
-        'style="--run: var(--run-1)">\n    <summary>grpo, 2 gradient steps'
+        'style="--run: var(--run-1)">\n    <summary>grpo, rollout 1</summary>'
         in (tmp_path / "both.html").read_text()
     )
 
@@ -100,9 +217,9 @@ def test_what_cannot_be_seen_is_named(text: str, shown: str) -> None:
 
 
 def test_a_broken_list_is_named(run: Path) -> None:
-    (run / "clipped_tokens" / "step_000000.jsonl").write_text('{"preset": "active"}\n')
+    (run / "clipped_tokens" / "rollout_000000.jsonl").write_text('{"preset": "active"}\n')
     broken: Run = read_run(run)
-    with pytest.raises(DataError, match=r"step_000000\.jsonl, line 1: not a row of clipped tokens"):
+    with pytest.raises(DataError, match=r"rollout_000000\.jsonl, line 1: not a row of clipped tokens"):
         token_lists([broken], ["run"])
 
 
@@ -129,9 +246,10 @@ def test_the_farthest_out_stand_in_context_with_their_samples_line(run: Path, tm
         {"id": "a", "prompt_length": 3},
     ]
     write_jsonl(run / "samples" / "rollout_000000.jsonl", samples)
-    infinite, largest, negative = farthest(read_run(run), tmp_path / "out")
+    write_jsonl(run / "masked_tokens" / "step_000002.jsonl", [_masked("+", 0.9, "a", rollout=1)])
+    infinite, largest, negative = farthest(read_run(run), tmp_path / "out", 1)
     assert [row["sign"] for row in (infinite, largest, negative)] == ["+", "+", "-"]
-    assert (infinite["divergence"], infinite["step"], "link" in infinite) == (None, 1, False)
+    assert (infinite["divergence"], infinite["step"], "link" in infinite) == (None, 2, False)
     assert (largest["file"], largest["line"], largest["place"]) == ("samples/rollout_000000.jsonl", 3, 58)
     assert (tmp_path / "out" / negative["link"]).resolve() == run / "samples" / "rollout_000000.jsonl"
     assert (negative["line"], negative["place"]) == (2, 50)
@@ -144,4 +262,4 @@ def test_the_farthest_out_stand_in_context_with_their_samples_line(run: Path, tm
 def test_a_broken_context_is_named(run: Path) -> None:
     write_jsonl(run / "masked_tokens" / "step_000000.jsonl", [{"sign": "+"}])
     with pytest.raises(DataError, match=r"step_000000\.jsonl, line 1: not a masked token"):
-        farthest(read_run(run), run.parent)
+        farthest(read_run(run), run.parent, 1)

@@ -37,7 +37,7 @@ def test_tensorboard_is_read_back(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {"step/loss", "reward/mean", "policy/entropy", *EVALUATION}
     found = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in ("step/loss", "reward/mean")}
     assert found["step/loss"] == [(step, pytest.approx(step / 3)) for step in range(4)]
-    assert found["reward/mean"] == [(0, 0.25), (1, 0.5)]
+    assert found["reward/mean"] == [(1, 0.25), (2, 0.5)]
     assert [(e.step, e.value) for e in events.Scalars("eval/aime24/avg_at_32")] == [(2, 0.125)]
     assert math.isnan(events.Scalars("policy/entropy")[0].value)
 
@@ -54,9 +54,9 @@ def test_trackios_files_are_read_back(tmp_path: Path, monkeypatch: pytest.Monkey
     assert runs[0].config["run"]["seed"] == 3
     rows = trackio.SQLiteStorage.get_logs("megatron_dppo", run_id=runs[0].id)
     points = {(name, row["step"]): row[name] for row in rows for name in row.keys() - {"step", "timestamp"}}
-    assert math.isnan(points.pop(("policy/entropy", 1)))
+    assert math.isnan(points.pop(("policy/entropy", 2)))
     steps = {("step/loss", step): metrics["loss"] for step, metrics in STEPS.items()}
-    rollouts = {("reward/mean", 0): 0.25, ("reward/mean", 1): 0.5, ("eval/aime24/avg_at_32", 2): 0.125}
+    rollouts = {("reward/mean", 1): 0.25, ("reward/mean", 2): 0.5, ("eval/aime24/avg_at_32", 2): 0.125}
     assert points == steps | rollouts
 
 
@@ -81,10 +81,10 @@ def test_an_offline_wandb_run_is_read_back(tmp_path: Path, monkeypatch: pytest.M
     assert rows == [
         {"gradient_step": 0, "step/loss": 0},
         {"gradient_step": 1, "step/loss": 1 / 3},
-        {"rollout": 0, "reward/mean": 0.25},
+        {"rollout": 1, "reward/mean": 0.25},
         {"gradient_step": 2, "step/loss": 2 / 3},
         {"gradient_step": 3, "step/loss": 1.0},
-        {"rollout": 1, "reward/mean": 0.5, "policy/entropy": "NaN"},
+        {"rollout": 2, "reward/mean": 0.5, "policy/entropy": "NaN"},
         {"rollout": 2, "eval/aime24/avg_at_32": 0.125},
     ]
     axes = {r["metric"]["name"]: r["metric"].get("step_metric") for r in records if r["type"] == "metric"}

@@ -84,6 +84,7 @@ def draw_figures(
     out: Path,
     formats: Sequence[Format] = FORMATS,
     title: str = "",
+    tokens_at: int | None = None,
     *,
     is_mu_logarithmic: bool = False,
 ) -> Written:
@@ -94,13 +95,16 @@ def draw_figures(
         out: Gets `<name>.png`, `<name>.svg` and `<name>.txt`, its caption, for each figure, and `index.html`.
         formats: Of the files; the gallery has pictures of its own.
         title: Is written over every figure and over the gallery.
+        tokens_at: The rollout, from 1, whose masked tokens are drawn; none: the last that all runs list.
         is_mu_logarithmic: Of `02_engine_differences`, whose axis is linear in the paper.
 
     Raises:
-        ConfigError: No folder was named, one twice, or no figure of their data can be drawn.
+        ConfigError: No folder was named, one twice, no figure of their data can be drawn, or a run that lists
+            masked tokens does not list that rollout.
         DataError: A folder is no run's, or a file of it is damaged.
     """
-    material = _material([Path(folder) for folder in folders], is_mu_logarithmic=is_mu_logarithmic)
+    read = _material([Path(folder) for folder in folders])
+    material = replace(read, tokens_at=tokens_at, is_mu_logarithmic=is_mu_logarithmic)
     answers = [(kind, kind.draw(kind, material)) for kind in KINDS]
     not_drawn = tuple(
         f"{kind.name} ({kind.paper or 'no figure of the paper'}): {answer.found}; {answer.action}."
@@ -147,7 +151,7 @@ def _distinct(drawings: Sequence[Drawing]) -> list[Drawing]:
     return found
 
 
-def _material(folders: Sequence[Path], *, is_mu_logarithmic: bool) -> Material:
+def _material(folders: Sequence[Path]) -> Material:
     if not folders:
         raise ConfigError("figures: found no folder; expected one or more. Name the folders of runs.")
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -155,7 +159,7 @@ def _material(folders: Sequence[Path], *, is_mu_logarithmic: bool) -> Material:
     of_runs = [folder for folder in folders if not (folder / TOKENS).is_file()]
     runs = read_curves(of_runs)
     tokens = [pairs for folder in folders for pairs in read_token_pairs(folder)]
-    return Material(experiments_of(runs) if runs else [], tokens, is_mu_logarithmic=is_mu_logarithmic)
+    return Material(experiments_of(runs) if runs else [], tokens)
 
 
 def _write(drawing: Drawing, out: Path, formats: Sequence[Format], title: str) -> Picture:

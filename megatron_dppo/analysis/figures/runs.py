@@ -17,7 +17,7 @@ from megatron_dppo.analysis.figures.style import LOOKS, objective_label
 from megatron_dppo.analysis.figures.titles import labels_of
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
 from megatron_dppo.analysis.report.text import distinct_names, places_of_equal, settings_of
-from megatron_dppo.analysis.token_files import step_files
+from megatron_dppo.analysis.token_files import listed_rollouts
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run, read_run
 
@@ -49,7 +49,7 @@ class RunCurves:
     name: str
     objective: Objective
     curves: Mapping[str, Points]  # by metric: rollouts, and values as metrics.jsonl has them
-    clipped: Mapping[int, Path]  # by gradient step, in order: lists of clipped tokens
+    clipped: Mapping[int, tuple[Path, ...]]  # by rollout from 1, in order: its list of clipped tokens
 
     @property
     def seed(self) -> str:
@@ -97,10 +97,9 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
         scores = {name for row in run.evaluations for name in row.values if SCORE.fullmatch(name)}
         points = {metric: over_rollouts(run, metric) for metric in (*METRICS, *sorted(scores))}
         points |= {curve: over_clipped_tokens(run, name) for curve, name in CLIPPED.items()}
-        clipped = step_files(run, "clipped_tokens")
         bare = replace(run, steps=(), rollouts=(), evaluations=())
         curves = {metric: known for metric, known in points.items() if known[0]}
-        found.append(RunCurves(bare, path.name, objective_of(run), curves, clipped))
+        found.append(RunCurves(bare, path.name, objective_of(run), curves, listed_rollouts(run)))
     names = distinct_names([each.run for each in found])
     return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
 

@@ -15,21 +15,25 @@ from megatron_dppo.metrics.masked_tokens import FARTHEST, SIGNS, TOKENS_BEFORE
 from megatron_dppo.run_folder.reader import Run
 from megatron_dppo.runtime.jsonl import read_jsonl
 
-_PLACE = ("step", "rollout", "sample", "position")
 _NUMBERS = ("mu", "pi", "divergence", "advantage")
 
 
-def farthest(run: Run, beside: Path) -> list[dict[str, Any]]:
-    """Return the masked tokens of largest divergence by sign, over all listed steps, as plain values.
+def farthest(run: Run, beside: Path, rollout: int) -> list[dict[str, Any]]:
+    """Return the masked tokens of largest divergence in one rollout, by sign, as plain values.
+
+    `rollout` of a row counts from 1, and so does `step`, the place of the gradient step in the rollout.
 
     Args:
         run: Which ran with `tracking.clipped_tokens_every`; of others there are none.
         beside: The folder that the report lies in, for links to samples.
+        rollout: Counted from 1.
 
     Raises:
         DataError: A file is not what a run writes.
     """
-    found = [row for step, file in step_files(run, "masked_tokens").items() for row in _rows(step, file)]
+    files = step_files(run, "masked_tokens")
+    steps = [row.step for row in run.steps if row.rollout == rollout - 1 and row.step is not None]
+    found = [row for place, step in enumerate(steps, 1) if step in files for row in _rows(place, files[step])]
     found.sort(key=lambda row: (-float(row["divergence"]), row["step"], row["sample"], row["position"]))
     kept = [row for sign in SIGNS for row in [row for row in found if row["sign"] == sign][:FARTHEST]]
     samples = _Samples(run.path / "samples", beside)
@@ -58,7 +62,9 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         "before": ("… " if row["position"] > TOKENS_BEFORE else "") + readable(row["before"]),
         "token": visible(row["token"]),
         "after": readable(row["after"]),
-        **{name: row[name] for name in _PLACE},
+        **{name: row[name] for name in ("sample", "position")},
+        "step": row["step"],
+        "rollout": row["rollout"] + 1,
         **{name: rounded(row[name]) for name in _NUMBERS},
     }
 

@@ -19,7 +19,7 @@ from megatron_dppo.analysis.contrasts import contrast, pooled_change
 from megatron_dppo.analysis.report.advice import sampling_advice
 from megatron_dppo.analysis.report.names import R3, changed_keys, places_of_settings, setting_names
 from megatron_dppo.analysis.report.plots import finite_mean, over_rollouts
-from megatron_dppo.analysis.report.speed import why_not_comparable
+from megatron_dppo.analysis.report.speed import anchor_cost, why_not_comparable
 from megatron_dppo.analysis.report.stability import (
     Alarm,
     alarms_of,
@@ -82,7 +82,7 @@ def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
         *([*replay, *answers] if R3 in changed_keys(finished) else [*answers, *replay]),
         *_warnings(finished, labels),
         *_stability(finished, labels),
-        *_sampling(finished, labels),
+        *_speed(finished, labels),
         *_unfinished(finished, labels),
     ]
 
@@ -293,10 +293,10 @@ def _warnings(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
         yield from (Finding("warning", f"{name}: {text.rstrip('.')}.", "warning") for text in warnings_of(run))
 
 
-def _sampling(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
+def _speed(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Finding]:
     for run, name in zip(runs, names, strict=True):
-        if text := sampling_advice(run):
-            yield Finding("speed", f"{name}: {text}", "note")
+        texts = (sampling_advice(run), anchor_cost(run))
+        yield from (Finding("speed", f"{name}: {text}", "note") for text in texts if text)
 
 
 def _places(raised: Sequence[Alarm]) -> str:

@@ -55,16 +55,17 @@ __all__ = ["compare", "summary"]
 FEW = 4  # runs that are each named in the title, and toggled one by one
 
 
-def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0) -> list[str]:
+def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: int | None = None) -> list[str]:
     """Write one self-contained HTML report on the runs, in their order, to `out`; return its findings.
 
     Args:
         runs: Run folders.
         out: The file.
         refresh_s: Seconds after which the page reloads itself; 0 never.
+        tokens_at: The rollout, from 1, whose masked tokens are shown; none: the last that all runs list.
 
     Raises:
-        ConfigError: No run was named, one twice, or `out` cannot be written.
+        ConfigError: No run was named, one twice, `out` cannot be written, or a run does not list that rollout.
         DataError: A folder is no run's.
     """
     if not runs:
@@ -79,13 +80,13 @@ def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0) -> list[str]:
     with writing_to("--out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
     read = [read_run(Path(path)) for path in runs]
-    html = render(read, out.parent, refresh_s)
+    html = render(read, out.parent, refresh_s, tokens_at)
     with writing_to("--out", out):
         write_whole(out, [html])
     return sentences(findings(read, run_names(read)))
 
 
-def render(runs: Sequence[Run], folder: Path, refresh_s: float = 0) -> str:
+def render(runs: Sequence[Run], folder: Path, refresh_s: float = 0, tokens_at: int | None = None) -> str:
     """Return the report's HTML, which reloads itself every `refresh_s`; links are relative to `folder`."""
     names = run_names(runs)
     shown = sections(runs)
@@ -94,7 +95,8 @@ def render(runs: Sequence[Run], folder: Path, refresh_s: float = 0) -> str:
     line = time_line(runs, names)
     if line is not None:
         figures[TIME_LINE.id] = line.pop("figure")
-    listed = [of | {"farthest": farthest(runs[of["run"]], folder)} for of in token_lists(runs, names)]
+    listed = token_lists(runs, names, tokens_at)
+    listed = [of | {"farthest": farthest(runs[of["run"]], folder, of["rollout"])} for of in listed]
     return (
         page_templates("megatron_dppo.analysis.report")
         .get_template("report.html.j2")

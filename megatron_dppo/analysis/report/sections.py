@@ -128,8 +128,8 @@ BOUND = Section(
     "bound",
     "Surrogate and bound",
     "What the step promises on its own batch, in units of the advantage, and how far the promise may be off: "
-    "both terms are estimated from below, and where the smaller one exceeds the surrogate, the theorems "
-    "promise nothing.",
+    "if the smaller term exceeds the surrogate, the theorems promise nothing. The quadratic term is estimated "
+    "from below, and the linear one without bias.",
     (
         Panel("surrogate", ("theory/surrogate",)),
         Panel("linear term", ("theory/linear_term",), log=True),

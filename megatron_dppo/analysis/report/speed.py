@@ -1,5 +1,6 @@
-"""Decides whether the seconds of runs may be compared."""
+"""Decides whether the seconds of runs may be compared, and finds what a recomputed anchor costs."""
 
+import math
 from collections.abc import Sequence
 
 from megatron_dppo.analysis.report.names import experiment_of
@@ -8,6 +9,22 @@ from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run
 
 MIN_REPEATS = 6  # runs of each setting, as many as seeds that decide
+_ANCHOR = ("time/anchor_s", "time/train_s", "time/total_s")
+
+
+def anchor_cost(run: Run) -> str | None:
+    """Return a sentence on the time in which log-probs are recomputed; none if the run does not do that."""
+    rows = [
+        row.values for row in run.rollouts if all(math.isfinite(row.values.get(k, math.nan)) for k in _ANCHOR)
+    ]
+    anchor, training, total = (math.fsum(values[name] for values in rows) for name in _ANCHOR)
+    if not rows or min(anchor, training, total) <= 0:
+        return None
+    shares = f"{anchor / total:.0%} of a rollout's time and {anchor / training:.0%} of its training"
+    return (
+        f"recomputing log-probs took {shares}; algorithm.anchor = 'rollout' has no such forward, and the paper "
+        "reports about 25% less cost without it (section 5.2)."
+    ).replace("%", " %")
 
 
 def why_not_comparable(runs: Sequence[Run]) -> str:

@@ -4,83 +4,85 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_dppo.algorithms import PRESETS
-from megatron_dppo.analysis.token_files import read_clipped, step_files
-from megatron_dppo.metrics.clipped_tokens import ACTIVE, MEANS, TOP
+from megatron_dppo.analysis.token_files import (
+    ClippedRow,
+    TokenList,
+    listed_rollouts,
+    read_list,
+    rollouts_to_show,
+)
+from megatron_dppo.metrics.clipped_tokens import ACTIVE, MEANS
 from megatron_dppo.run_folder.reader import Run
 
 _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
-@dataclass
-class _Masked:
-    """Tokens of one sign that one preset masked, over the listed gradient steps."""
-
-    total: float = 0.0  # masked tokens, those of no list included
-    tokens: dict[int, str] = field(default_factory=dict[int, str])
-    sums: dict[int, list[float]] = field(default_factory=dict[int, list[float]])  # a count, then MEANS's sums
-
-
-def token_lists(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+def token_lists(
+    runs: Sequence[Run], names: Sequence[str], tokens_at: int | None = None
+) -> list[dict[str, Any]]:
     """Return the page's data for each run that listed its masked tokens, as plain values.
 
     A preset has `positive` and `negative`: rows of token, id, count, share, and means of mu, pi, entropy and
     |pi - mu|, the last five None where they are not finite.
 
+    Args:
+        runs: Of the report.
+        names: Of the runs.
+        tokens_at: The rollout, from 1, whose lists are shown; none: the last that all of these runs list.
+
     Raises:
+        ConfigError: A run that has lists has none of that rollout.
         DataError: A file of the list is not what a run writes.
     """
     shown: list[dict[str, Any]] = []
+    listed = {name: listed_rollouts(run) for run, name in zip(runs, names, strict=True)}
+    rollouts = rollouts_to_show(listed, tokens_at)
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        files = step_files(run, "clipped_tokens").values()
-        if files:
-            presets = list(_presets(run, files))
-            shown.append({"run": index, "name": name, "num_lists": len(files), "presets": presets})
+        if name not in rollouts:
+            continue
+        rollout = rollouts[name]
+        files = listed[name][rollout]
+        found = read_list(files)
+        shown.append(
+            {
+                "run": index,
+                "name": name,
+                "rollout": rollout,
+                "rollouts": list(listed[name]),
+                "num_listed": found.num_steps,
+                "num_steps": sum(row.rollout == rollout - 1 for row in run.steps),
+                "is_cut": len(files) > 1,
+                "presets": list(_presets(run, found)),
+            }
+        )
     return shown
 
 
-def _presets(run: Run, files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    masked: dict[tuple[str, str], _Masked] = {}
-    for file in files:
-        _add_file(masked, file)
+def _presets(run: Run, found: TokenList) -> Iterator[dict[str, Any]]:
     order = [ACTIVE, *PRESETS]
-    named = {preset for preset, _ in masked}
+    named = {row.preset for row in found.rows}
     for preset in sorted(named, key=lambda name: (order.index(name) if name in order else len(order), name)):
-        signs = {"positive": masked.get((preset, "+")), "negative": masked.get((preset, "-"))}
+        signs = {"positive": found.of(preset, "+"), "negative": found.of(preset, "-")}
         trained = f"{run.option('algorithm.preset') or 'preset not set'} (trained)"
         yield {
             "name": trained if preset == ACTIVE else f"{preset} (shadow)",
-            **{sign: [] if found is None else _rows(found) for sign, found in signs.items()},
-            **{f"num_{sign}": 0 if found is None else round(found.total) for sign, found in signs.items()},
+            **{sign: [_shown(row) for row in rows] for sign, rows in signs.items()},
+            **{f"num_{sign}": _total(rows) for sign, rows in signs.items()},
         }
 
 
-def _add_file(masked: dict[tuple[str, str], _Masked], file: Path) -> None:
-    totals: dict[tuple[str, str], float] = {}
-    for row in read_clipped(file):
-        key = row.preset, row.sign
-        totals[key] = row.count / row.share
-        of_key = masked.setdefault(key, _Masked())
-        of_key.tokens[row.token_id] = visible(row.token)
-        sums = of_key.sums.setdefault(row.token_id, [0.0] * (1 + len(MEANS)))
-        for place, value in enumerate((1.0, *row.means.values())):
-            sums[place] += row.count * value
-    for key, total in totals.items():
-        masked[key].total += total
+def _total(rows: Sequence[ClippedRow]) -> int:
+    """Return the number of all masked tokens of a preset and sign, in its list or not."""
+    return round(rows[0].count / rows[0].share) if rows else 0
 
 
-def _rows(masked: _Masked) -> list[list[Any]]:
-    ranked = sorted(masked.sums.items(), key=lambda item: (-item[1][0], item[0]))
-    rows: list[list[Any]] = []
-    for token_id, (count, *sums) in ranked[:TOP]:
-        means = [rounded(total / count) for total in sums]
-        rows.append([masked.tokens[token_id], token_id, round(count), rounded(count / masked.total), *means])
-    return rows
+def _shown(row: ClippedRow) -> list[Any]:
+    means = [rounded(row.means[name]) for name in MEANS]
+    return [visible(row.token), row.token_id, row.count, rounded(row.share), *means]
 
 
 def rounded(value: float) -> float | None:

@@ -20,6 +20,7 @@ def watch(
     every_s: float,
     say: Callable[[str], None],
     wait: Callable[[float], None] = time.sleep,
+    tokens_at: int | None = None,
 ) -> list[str]:
     """Rewrite the report when a run has written, until all have ended or the user interrupts.
 
@@ -31,6 +32,7 @@ def watch(
         every_s: Seconds between two looks.
         say: Gets a sentence for each report written, and one on the end.
         wait: Waits so many seconds.
+        tokens_at: As `compare`.
 
     Returns:
         The findings of the last report.
@@ -51,7 +53,7 @@ def watch(
                     say("all runs have ended")
                     break
                 if sizes != seen:
-                    compare(runs, out, refresh_s=every_s)
+                    compare(runs, out, every_s, tokens_at)
                     say(f"wrote {out}: {progress(runs)}")
                 seen, faults = sizes, 0
             except DataError:
@@ -61,7 +63,7 @@ def watch(
             wait(every_s)
     except KeyboardInterrupt:
         say("stopped watching; the runs go on")
-    return compare(runs, out)
+    return compare(runs, out, tokens_at=tokens_at)
 
 
 def is_going(run: Run) -> bool:

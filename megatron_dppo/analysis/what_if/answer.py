@@ -54,7 +54,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
     load = question.before or config.model.load
     actor = Actor(config.model_copy(update={"model": config.model.model_copy(update={"load": load})}), runtime)
     place = data_parallel_place()
-    by_rollout = {number: read_share(question.batches, number, place) for number in question.rollouts}
+    by_rollout = {number: read_share(question.batches, number - 1, place) for number in question.rollouts}
     steps = [step for own in by_rollout.values() for step in own]
     numbers = [number for number, own in by_rollout.items() for step in own for _ in step.microbatches]
     has_routes = any(m.routed_experts is not None for step in steps for m in step.microbatches)

@@ -44,7 +44,7 @@ class Asked:
     out: Path  # will hold the answer
     checkpoint: Path | None = None  # weights to evaluate; none: the run's newest checkpoint
     before: Path | None = None  # weights that the rollouts were sampled with
-    rollouts: Sequence[str] = ()  # numbers of those kept, or "all"; none: the last
+    rollouts: Sequence[str] = ()  # kept rollouts, counted from 1, or "all"; none: the last
     presets: Sequence[str] = ()  # beside the run's own; none: that one swept
     is_all: bool = False  # all presets as well, but those whose inputs were not kept
     sweeps: Sequence[str] = ()  # "field=value,value"
@@ -57,7 +57,7 @@ class Question:
     """Rollouts, variants and weights of a what-if question."""
 
     run: Path
-    rollouts: tuple[int, ...]
+    rollouts: tuple[int, ...]  # counted from 1
     variants: tuple[Variant, ...]  # the run's own first
     before: Path | None = None  # weights that the rollouts were sampled with, for "recomputed" anchors
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])  # variants of --all, and what they lack
@@ -77,7 +77,7 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
 
     Raises:
         ConfigError: With every problem of what was given.
-        DataError: A rollout was not kept.
+        DataError: A rollout was not kept whole.
     """
     run, before = asked.run, asked.before
     if not (run / "config.toml").is_file():
@@ -87,8 +87,8 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
         action = "Run with tracking.batches_every, say 10: it keeps the rollout's mini-batches as tensors."
         raise ConfigError(Problem("RUN", f"no mini-batches in {run / 'batches'}", "some rollout's", action))
     config = _config_of(run, asked.checkpoint, asked.overrides, world_size)
-    rollouts = rollouts_of(asked.rollouts, kept)
-    files = [file for rollout in rollouts for file in group_files(run / "batches", rollout)]
+    rollouts = rollouts_of(asked.rollouts, [index + 1 for index in kept])
+    files = [file for rollout in rollouts for file in group_files(run / "batches", rollout - 1)]
     num_columns, has_old = kept_inputs(files)
     found, left_out = _variants(asked, config, num_columns, has_old or before is not None)
     question = Question(run, rollouts, tuple(found), before, left_out)
@@ -105,15 +105,19 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
 def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
     """Return the rollouts that are meant, each once: of numbers, "all" of those kept, or none for the last.
 
+    Args:
+        asked: Numbers of rollouts, or "all".
+        kept: Numbers of the rollouts that were kept. Both count from 1, as logs and reports do.
+
     Raises:
-        ConfigError: One is neither a number nor "all".
+        ConfigError: One is neither the number of a kept rollout nor "all".
     """
     numbers: list[int] = []
     for word in asked:
-        if word != "all" and not word.isdecimal():
-            there = ", ".join(map(str, kept))
-            action = f"Kept are {there}."
-            raise ConfigError(Problem("--rollout", repr(word), "the number of a kept rollout, or all", action))
+        if word != "all" and not (word.isdecimal() and int(word) in kept):
+            action = f"Kept are {', '.join(map(str, kept))}. tracking.batches_every keeps more."
+            expected = "the number of a kept rollout, counted from 1, or all"
+            raise ConfigError(Problem("--rollout", repr(word), expected, action))
         numbers += kept if word == "all" else [int(word)]
     return tuple(dict.fromkeys(numbers)) or (kept[-1],)
 

@@ -17,7 +17,7 @@ def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Seque
 
     Args:
         folder: The run's `batches/`.
-        rollout: Its number.
+        rollout: Its index, from 0.
         place: (rank, size) of the group among the data-parallel groups.
         steps: What the group trains on.
     """
@@ -47,10 +47,10 @@ def group_files(folder: Path, rollout: int) -> list[Path]:
     sizes = {size for _, size in places}
     if len(sizes) != 1 or {rank for rank, _ in places} != set(range(*sizes)):
         kept = ", ".join(path.name for path in names) or "nothing"
-        there = ", ".join(map(str, kept_rollouts(folder))) or "none"
+        there = ", ".join(str(index + 1) for index in kept_rollouts(folder)) or "none"
         raise DataError(
             f"{of_rollout}: found {kept}; expected group_<n>_of_<size>.safetensors of each data-parallel group "
-            f"of one job. Rollouts kept in {folder}: {there}. Name one of them, or run with "
+            f"of one job. Rollouts kept in {folder}, counted from 1: {there}. Name one of them, or run with "
             "tracking.batches_every."
         )
     return [places[place] for place in sorted(places)]
@@ -61,7 +61,7 @@ def read_share(folder: Path, rollout: int, place: tuple[int, int]) -> list[Train
 
     Args:
         folder: The run's `batches/`.
-        rollout: Its number.
+        rollout: Its index, from 0.
         place: (rank, size) of the reader among the data-parallel groups of its own job.
 
     Raises:

@@ -39,9 +39,9 @@
     add(text, "mark", token.token, isPositive ? "positive" : "negative");
     text.append(token.after);
     const [mu, pi, divergence, advantage] = [token.mu, token.pi, token.divergence, token.advantage].map(number);
-    const facts = add(item, "p", `${isPositive ? "A > 0" : "A < 0"}: μ ${mu}, π ${pi}, divergence ${divergence}, advantage ${advantage}; gradient step ${token.step}, `, "facts");
+    const facts = add(item, "p", `${isPositive ? "A > 0" : "A < 0"}: μ ${mu}, π ${pi}, divergence ${divergence}, advantage ${advantage}; gradient step ${token.step} of rollout ${token.rollout}, `, "facts");
     if (token.link === undefined) {
-      facts.append(`rollout ${token.rollout}, sample ${token.sample}, its token ${token.position + 1}`);
+      facts.append(`sample ${token.sample}, its token ${token.position + 1}`);
     } else {
       facts.append(`token ${token.place} of the response in `);
       add(facts, "a", `${token.file}, line ${token.line}`).href = token.link;

@@ -71,8 +71,11 @@ def figures(
     formats: Annotated[
         list[str] | None, typer.Option("--format", metavar="png|svg", help="Many times. [default: both]")
     ] = None,
-    title: Annotated[str, typer.Option(help="Stands over every figure and over the gallery.")] = "",
+    title: Annotated[str, typer.Option(help="Is written over every figure and over the gallery.")] = "",
     tokens_at: TokensAt = None,
+    mu_axis: Annotated[
+        Literal["linear", "log"], typer.Option(help="Of 02_engine_differences; linear in the paper.")
+    ] = "linear",
 ) -> None:
     """Draw the paper's figures of runs, with captions, and a gallery of them.
 
@@ -89,7 +92,9 @@ def figures(
     with user_errors():
         from megatron_dppo.analysis.figures.command import draw_figures, formats_of
 
-        written = draw_figures(folders, out, formats_of(formats or ()), title, tokens_at)
+        is_log = mu_axis == "log"
+        known = formats_of(formats or ())
+        written = draw_figures(folders, out, known, title, tokens_at, is_mu_logarithmic=is_log)
     if written.not_drawn:
         names = ", ".join(sentence.partition(" ")[0] for sentence in written.not_drawn)
         typer.echo(f"not drawn, for want of data: {names} (index.html says what to set)", err=True)

@@ -1,27 +1,27 @@
 """Draws what came out of the quickstart: KL of the same tokens with and without R3, and reward.
 
-It is drawn of runs/quickstart, after run.py:
+It is drawn of runs/quickstart, after run.py, with the panels of `megatron-dppo figures`:
 
     python examples/quickstart/picture.py    # writes examples/quickstart/r3_off_and_on.svg
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from megatron_dppo.analysis.figures.style import RC, plain_log_ticks
+from megatron_dppo.analysis.figures.canvas import Drawing, build, render
+from megatron_dppo.analysis.figures.curves import CurvePanel, curve_panels
+from megatron_dppo.analysis.figures.runs import Line, RunCurves, objective_of
 from megatron_dppo.analysis.report.findings import findings
 from megatron_dppo.analysis.report.names import run_names
 from megatron_dppo.analysis.report.plots import over_rollouts
-from megatron_dppo.analysis.report.smoothing import smoothed
 from megatron_dppo.run_folder.reader import Run, read_run
 
 HERE = Path(__file__).parent
 RUNS = [Path("runs/quickstart/measure"), Path("runs/quickstart/replay")]
-COLOURS = ("#0072b2", "#d55e00")  # R3 off, R3 on
+CURVE = "curve"  # of a line: whatever its panel shows
 
 
 def main() -> None:
@@ -36,34 +36,40 @@ def main() -> None:
     print(f"wrote {options.out}")
 
 
-def draw(runs: list[Run], out: Path) -> None:
-    """Write an SVG of 7 x 2.6 inches; the same runs give the same file."""
+def draw(runs: Sequence[Run], out: Path) -> None:
+    """Write an SVG of a page's width; the same runs give the same file."""
     names = run_names(runs)
-    with matplotlib.rc_context({**RC, "svg.fonttype": "none"}):
-        picture = Figure(figsize=(7.0, 2.6), layout="constrained")
-        kl, reward = picture.subplots(1, 2)
-        routes = ("live routes (R3 off)", "replayed routes (R3 on)")
-        for metric, colour, label in zip(("mismatch_live", "mismatch_replayed"), COLOURS, routes, strict=True):
-            curve(kl, runs[0], f"{metric}/kl_k3", colour, label, log=True)
-        kl.set_yscale("log")
-        plain_log_ticks(kl.yaxis)
-        kl.set_ylim(top=4 * kl.get_ylim()[1])  # room for the legend
-        kl.set_title(f"k3 KL of the same tokens ({names[0]})")
-        for run, colour, label in zip(runs, COLOURS, names, strict=False):
-            curve(reward, run, "reward/mean", colour, label)
-        reward.set_title("reward")
-        for axes in (kl, reward):
-            axes.set_xlabel("rollout")
-            axes.legend(loc="upper right" if axes is kl else "lower right")
-        picture.suptitle(findings(runs, names)[0].text.replace(" (", "\n(", 1))
-        picture.savefig(out, format="svg", metadata={"Date": None})
+    drawing = Drawing(
+        name=out.stem,
+        paper="",
+        title=findings(runs, names)[0].text,
+        panels=curve_panels(panels(runs, names)),
+        caption=[],
+        columns=2,
+    )
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text: a smaller file
+        out.write_bytes(render(build(drawing), "svg"))
 
 
-def curve(axes: Axes, run: Run, metric: str, colour: str, label: str, *, log: bool = False) -> None:
-    """Draw a metric over the rollouts, and its smoothed curve in front."""
-    x, y = over_rollouts(run, metric)
-    axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.3)
-    axes.plot(x, smoothed(y, x, log=log), color=colour, label=label)
+def panels(runs: Sequence[Run], names: Sequence[str]) -> list[CurvePanel]:
+    """Return the KL of the first run's tokens with both kinds of routes, and the reward of both runs."""
+    routes = [
+        line(runs[0], "live routes (R3 off)", "mismatch_live/kl_k3", is_replayed=False),
+        line(runs[0], "replayed routes (R3 on)", "mismatch_replayed/kl_k3", is_replayed=True),
+    ]
+    rewards = [
+        line(run, name, "reward/mean", is_replayed=run is not runs[0])
+        for run, name in zip(runs, names, strict=True)
+    ]
+    title = f"k3 KL of the same tokens ({names[0]})"
+    return [CurvePanel(title, CURVE, routes, is_logarithmic=True), CurvePanel("reward", CURVE, rewards)]
+
+
+def line(run: Run, label: str, metric: str, *, is_replayed: bool) -> Line:
+    """Return one metric of a run as a line; its colour is that of R3 on or off."""
+    objective = objective_of(run)
+    curves = RunCurves(run, label, objective, {CURVE: over_rollouts(run, metric)}, clipped={})
+    return Line(label, objective, is_replayed, (curves,), shade=0)
 
 
 if __name__ == "__main__":

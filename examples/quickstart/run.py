@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.analysis.figures.command import draw_figures
 from megatron_dppo.analysis.report.findings import MIN_FORWARDS
 from megatron_dppo.analysis.report.report import compare, summary
 from megatron_dppo.analysis.report.summary import LAST
@@ -47,7 +48,7 @@ def main() -> None:
     os.chdir(ROOT)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
-    for name in ("megatron", "trained", *RUNS):
+    for name in ("megatron", "trained", "figures", *RUNS):
         shutil.rmtree(OUT / name, ignore_errors=True)
 
     model = OUT / ("model_short" if options.short else "model")
@@ -74,6 +75,7 @@ def main() -> None:
         python("-m", "megatron_dppo", "convert", "to-hf", "--megatron", last, "--out", OUT / "trained")
     with step(seconds, "report", "5/5  report"):
         compare([OUT / name for name in RUNS], OUT / "report.html")
+        draw_figures([OUT / name for name in RUNS], OUT / "figures")
     seconds["total"] = time.perf_counter() - started
     results = {name: summary(OUT / name) for name in RUNS}
     content = {"seed": options.seed, "short": options.short, "seconds": seconds, "runs": results}
@@ -161,13 +163,14 @@ def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
         log.info("%-30s%22s%22s", title, *(shown(key, value) for value in values))
     log.info("\n%s", closing(results))
     log.info(
-        "\ndone in %.0f s. Look at %s in a browser; the figures are in %s, the trained model in %s.\n"
+        "\ndone in %.0f s. Look at %s and %s in a browser; the numbers are in %s, the trained model in %s.\n"
         "Try next:\n"
         "  python examples/quickstart/run.py --seed 1           how far one seed goes\n"
         "  python examples/quickstart/run.py --set algorithm.preset=grpo_clip_higher\n"
         "  megatron-dppo check examples/quickstart/base.toml examples/quickstart/replay.toml --world-size 2",
         total_s,
         OUT / "report.html",
+        OUT / "figures" / "index.html",
         OUT / "summary.json",
         OUT / "trained",
     )

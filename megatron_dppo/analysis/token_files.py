@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
-from megatron_dppo.analysis.report.plots import Points
 from megatron_dppo.errors import ConfigError, DataError, Problem
 from megatron_dppo.metrics.clipped_tokens import ACTIVE, MEANS, TOP
 from megatron_dppo.run_folder.reader import Run
 from megatron_dppo.runtime.jsonl import read_jsonl
 
-CURVES = {"clipped/rollout_prob": "mu", "clipped/entropy": "entropy"}  # metric -> mean of a row
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 _ROLLOUT_FILE = re.compile(r"rollout_(\d+)\.jsonl")
 
@@ -146,25 +143,6 @@ def own_rows(file: Path) -> list[ClippedRow]:
         DataError: The file is no list of clipped tokens.
     """
     return [row for row in read_clipped(file) if row.preset == ACTIVE]
-
-
-def clipped_curves(files: Mapping[int, Path], rollout_of: Mapping[int, int]) -> dict[str, Points]:
-    """Return mean mu and entropy of masked tokens over rollouts, each listed occurrence counting once.
-
-    Args:
-        files: Gradient step -> list.
-        rollout_of: Gradient step -> rollout.
-    """
-    found: dict[str, dict[int, list[float]]] = {metric: {} for metric in CURVES}
-    for step, file in files.items():
-        if not (rows := own_rows(file)):
-            continue
-        for metric, name in CURVES.items():
-            found[metric].setdefault(rollout_of[step], []).append(_mean(rows, name))
-    return {
-        metric: ([float(rollout) for rollout in of], [fmean(values) for values in of.values()])
-        for metric, of in found.items()
-    }
 
 
 def _mean(rows: Sequence[ClippedRow], name: str) -> float:

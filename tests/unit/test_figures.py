@@ -21,6 +21,7 @@ from megatron_dppo.analysis.figures.mask_regions import is_drawable, kept, regio
 from megatron_dppo.analysis.figures.material import Lacking, Material
 from megatron_dppo.analysis.figures.runs import experiments_of, objective_of, read_curves
 from megatron_dppo.analysis.figures.style import LOOKS, NAMES, look
+from megatron_dppo.analysis.figures.titles import labels_of, without_paths
 from megatron_dppo.analysis.figures.tokens import TokenPairs, read_token_pairs
 from megatron_dppo.analysis.report.smoothing import smoothed
 from megatron_dppo.cli import app
@@ -144,7 +145,7 @@ def test_a_caption_names_runs_seeds_and_smoothing(runs: list[Path]) -> None:
     assert "DPPO-Binary-TV: seeds 0, 1, 2 (runs: tv_0, tv_1, tv_2)." in caption
     assert "GRPO-ClipHigher: seed 0 (runs: grpo)." in caption
     assert (
-        "Smoothed by a local line (Gaussian of 2 points), the raw mean behind: mean |π − μ|; reward." in caption
+        "Smoothed by a local line (Gaussian of 2 points), the raw mean behind: reward; mean |π − μ|." in caption
     )
     assert "Not smoothed: aime24, avg@4." in caption
     assert "to the last rollout that all of a line's seeds have" in caption
@@ -228,10 +229,15 @@ def test_a_mask_keeps_the_token_on_its_edge() -> None:
 
 def test_anchors_are_paired_with_their_twins(tmp_path: Path) -> None:
     names = ("dppo_binary_kl", "dppo_binary_kl_decoupled", "grpo", "minirl", "pg_is")
-    folders = [write_run(tmp_path / name, algorithm(name)) for name in names]
+    folders = [write_run(tmp_path / "pairs" / name, algorithm(name)) for name in names]
     axes = build(only(drawn("04_anchor", folders))).axes[0]
     labels = {line.get_label() for line in axes.lines if line.get_gid() != "raw"}
-    assert labels == {"DPPO-Binary-KL", "DPPO-Binary-KL, recomputed"}, "MiniRL's clip is not that of grpo"
+    assert labels == {"DPPO-Binary-KL", "DPPO-Binary-KL-Recompute"}, "MiniRL's clip is not that of grpo"
+    clips = [write_run(tmp_path / name, algorithm(name)) for name in ("minirl", "grpo_clip_higher", "cispo")]
+    of_clips = only(drawn("04_anchor", clips))
+    assert lines_of(of_clips, "reward").keys() == {"MiniRL", "GRPO-ClipHigher"}
+    assert "not among these runs" in " ".join(of_clips.caption)
+    assert lines_of(only(drawn("04_anchor", [*clips, *folders])), "reward").keys() == labels
 
 
 def test_bad_updates_are_percents_of_minimal_masks_where_there_are_any(tmp_path: Path) -> None:
@@ -240,30 +246,38 @@ def test_bad_updates_are_percents_of_minimal_masks_where_there_are_any(tmp_path:
     drawing = only(drawn("05_bad_updates", folders))
     axes = build(drawing).axes[1]
     lines = {str(line.get_label()): line for line in axes.lines if line.get_gid() != "raw"}
-    assert lines.keys() == {"PG-IS", "Mask"}
-    np.testing.assert_allclose(np.asarray(lines["Mask"].get_ydata()), 0.1)
+    assert lines.keys() == {"PG-IS", "Mask-0.5-Rollout"}
+    np.testing.assert_allclose(np.asarray(lines["Mask-0.5-Rollout"].get_ydata()), 0.1)
     assert "bad updates" in " ".join(drawing.caption).lower()
     alone = only(drawn("05_bad_updates", folders[2:]))
     assert "are not among these runs" in " ".join(alone.caption)
 
 
-def test_clipped_tokens_are_the_run_s_own_and_weigh_by_count(tmp_path: Path) -> None:
+def test_clipped_tokens_of_both_signs_and_all_gradient_steps_weigh_by_count(tmp_path: Path) -> None:
+    """The two steps of the third rollout, of unequal counts; the lists of the 50 most frequent play no part."""
     folders = [write_run(tmp_path / name, algorithm(name)) for name in ("grpo_clip_higher", "relax_both")]
     drawing = only(drawn("06_relaxation_threshold", folders))
-    assert "set tracking.clipped_tokens_every" in " ".join(drawing.caption)
-    write_clipped(folders[0], 2, [("active", "+", 3, 0.1), ("active", "-", 1, 0.5), ("pg_is", "+", 9, 0.9)])
-    write_clipped(folders[0], 3, [("active", "+", 1, 0.4)])
-    write_clipped(folders[0], 99, [("active", "+", 1, 0.4)])  # of a step that metrics.jsonl has not
+    assert "these runs have no clipped/num_tokens_*" in " ".join(drawing.caption)
+    of_steps = {
+        4: {"num_tokens_positive": 4000, "mu_mean_positive": 0.001, "num_tokens_negative": 0},
+        5: {
+            "num_tokens_positive": 1,
+            "mu_mean_positive": 0.4,
+            "num_tokens_negative": 999,
+            "mu_mean_negative": 0.15,
+        },
+    }
+    file = folders[0] / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row |= {f"clipped/{name}": value for name, value in of_steps.get(row.get("step"), {}).items()}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_clipped(folders[0], 4, [("active", "+", 20, 0.9)])
     figure = build(only(drawn("06_relaxation_threshold", folders)))
-    (axes,) = [axes for axes in figure.axes if axes.get_title() == "μ of clipped tokens"]
-    (line,) = axes.lines
-    assert list(np.asarray(line.get_xdata())) == [2.0]
-    assert list(np.asarray(line.get_ydata())) == pytest.approx([((3 * 0.1 + 0.5) / 4 + 0.4) / 2])
-    write_clipped(folders[0], 4, [("pg_is", "+", 9, 0.9)])  # a step at which the run's own mask dropped none
-    answer = drawn("clipped_tokens", folders)
-    assert isinstance(answer, Lacking) and "dropped a token in rollout 3" in answer.found
-    bars = build(only(drawn("clipped_tokens", folders, tokens_at=2))).axes[0]
-    assert [label.get_text() for label in bars.get_yticklabels()] == ["'$x'"]
+    assert [axes.get_title() for axes in figure.axes] == ["reward", "μ of clipped tokens"]
+    (line,) = figure.axes[1].lines
+    assert list(np.asarray(line.get_xdata())) == [3.0]
+    assert list(np.asarray(line.get_ydata())) == pytest.approx([(4000 * 0.001 + 0.4 + 999 * 0.15) / 5000])
 
 
 def write_list(run: Path, rollout: int, positive: list[int], negative: list[int]) -> None:
@@ -339,9 +353,9 @@ def test_replay_and_its_absence_share_a_panel_in_two_colours(tmp_path: Path) -> 
         for name in ("grpo", "dppo_binary_tv")
         for mode in modes
     ]
-    alone = build(only(drawn("08_replay", folders[:2]))).axes
+    alone = build(only(drawn("replay_by_algorithm", folders[:2]))).axes
     assert [axes.get_title() for axes in alone] == ["aime24, avg@4"]
-    both = build(only(drawn("08_replay", folders))).axes
+    both = build(only(drawn("replay_by_algorithm", folders))).axes
     assert {axes.get_title() for axes in both} == {"aime24, avg@4, GRPO", "aime24, avg@4, DPPO-Binary-TV"}
     assert both[0].get_ylim() == both[1].get_ylim()
     for axes in (*alone, *both):
@@ -353,7 +367,11 @@ def test_replay_and_its_absence_share_a_panel_in_two_colours(tmp_path: Path) -> 
         low, high = axes.get_ylim()
         assert high - low > 0.099 * max(abs(low), abs(high)), "noise does not fill an axis"
     assert {len({str(line.get_color()) for line in axes.lines}) for axes in metrics} == {2}
-    assert isinstance(drawn("08_replay", folders[1:3]), Lacking), "no algorithm has both"
+    assert isinstance(drawn("replay_by_algorithm", folders[1:3]), Lacking), "no algorithm has both"
+    crossed = build(only(drawn("08_replay", folders[1:3]))).axes
+    labels = [[str(line.get_label()) for line in axes.lines] for axes in crossed]
+    assert labels == [["DPPO-Binary-TV"], ["GRPO + R3"]], "DPPO without R3 and GRPO with it can be compared"
+    assert isinstance(drawn("01_overview", folders[:3]), Lacking), "DPPO is there on one side alone"
 
 
 def test_a_panel_has_at_most_four_bands(tmp_path: Path) -> None:
@@ -420,7 +438,13 @@ def test_files_are_images_with_captions(written: tuple[Path, Written]) -> None:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert ElementTree.fromstring((out / f"{name}.svg").read_text()).tag.endswith("svg")
         caption = (out / f"{name}.txt").read_text()
-        assert caption.startswith("tiny model.\n") and "After arXiv 2602.04879, " in caption
+        is_of_paper = name != "01_mask_regions"
+        words = (
+            "After arXiv 2602.04879, "
+            if is_of_paper
+            else "no counterpart among the figures of arXiv 2602.04879"
+        )
+        assert caption.startswith("tiny model.\n") and words in caption
     assert {path.name.split(".")[0] for path in out.iterdir()} == {*said.names, "index"}
 
 
@@ -473,7 +497,7 @@ def test_the_command_writes_the_formats_asked_for(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["figures", str(tmp_path), "-o", str(out), "--format", "svg"])
     assert result.exit_code == 0, result.output
     assert not list(out.glob("*.png")) and (out / "02_engine_differences.svg").is_file()
-    assert "not drawn, for want of data: 01_mask_regions, 03_stability, 04_anchor, " in result.output
+    assert "for want of data: 01_overview, 01_mask_regions, 03_stability, 04_anchor, " in result.output
     refused = CliRunner().invoke(app, ["figures", str(tmp_path), "-o", str(out), "--format", "pdf"])
     assert refused.exit_code == 2 and "--format" in refused.output
 
@@ -588,7 +612,7 @@ def test_two_measurements_of_one_folder_s_name_have_two_titles(tmp_path: Path) -
     (kind,) = (kind for kind in KINDS if kind.name == "02_engine_differences")
     answer = kind.draw(kind, Material([], [pairs for folder in folders for pairs in read_token_pairs(folder)]))
     assert isinstance(answer, list)
-    titles = [f"Two engines, the same weights: {name}/mismatch" for name in ("b", "a")]
+    titles = [f"Two engines, the same weights: {name}" for name in ("b", "a")]
     assert [drawing.title for drawing in answer] == titles
     for drawing, mu in zip(answer, (np.exp(-1.0), np.exp(-2.0)), strict=True):
         offsets = np.asarray(build(drawing).axes[0].collections[0].get_offsets())
@@ -602,3 +626,84 @@ def test_what_a_line_lacks_is_said(tmp_path: Path) -> None:
     (folders[1] / "metrics.jsonl").write_text("\n".join(kept) + "\n")
     caption = " ".join(only(drawn("03_stability", folders)).caption)
     assert "Without aime24, avg@4, which was not measured: GRPO." in caption
+
+
+def two_engines(pairs: list[TokenPairs], *, is_log: bool = False) -> Drawing:
+    (kind,) = (kind for kind in KINDS if kind.name == "02_engine_differences")
+    return only(kind.draw(kind, Material([], pairs, is_mu_logarithmic=is_log)))
+
+
+def token_pairs(mu: np.ndarray, ratio: np.ndarray, source: str = "live routes") -> TokenPairs:
+    return TokenPairs(Path("run"), source, np.log(mu), np.log(mu * ratio))
+
+
+def test_far_tokens_do_not_flatten_figure_2_and_are_counted() -> None:
+    """Of 20,000 tokens one has ratio 100: the axes are the paper's."""
+    noise = np.random.default_rng(1)
+    mu, ratio = noise.uniform(0.005, 0.99, 20_000), noise.uniform(0.95, 1.05, 20_000)
+    mu[7], ratio[7] = 0.009, 100.0
+    drawing = two_engines([token_pairs(mu, ratio)])
+    left, right = build(drawing).axes
+    assert (left.get_ylim(), right.get_ylim()) == ((0.6, 1.4), (0.0, 0.1))
+    assert [axes.get_xscale() for axes in (left, right)] == ["linear", "linear"]
+    assert left.get_xlim() == right.get_xlim() == (0.0, 1.0)
+    caption = " ".join(drawing.caption)
+    assert "live routes: 1 of 20,000 tokens outside the axis of π / μ, which is from 0.6 to 1.4;" in caption
+    assert "all are from 0.95 to 100." in caption
+    assert "1 of 20,000 tokens outside the axis of |π − μ|, which is from 0 to 0.1;" in caption
+    log = build(two_engines([token_pairs(mu, ratio)], is_log=True)).axes
+    assert [axes.get_xscale() for axes in log] == ["log", "log"]
+    assert log[0].get_ylim() == (0.6, 1.4)
+
+
+def test_engines_that_differ_more_than_the_paper_s_have_axes_that_hold_19_of_20_tokens() -> None:
+    """Rows have one axis, and far tokens of one row do not decide it."""
+    mu = np.full(1000, 0.5)
+    near, far = np.linspace(0.9, 1.1, 1000), np.linspace(0.5, 1.9, 1000)
+    far[:5] = 2.0
+    drawing = two_engines([token_pairs(mu, near), token_pairs(mu, far, "replayed routes (R3)")])
+    axes = build(drawing).axes
+    limits = [each.get_ylim() for each in axes]
+    assert limits[0] == limits[2] and limits[1] == limits[3]
+    together = np.concatenate([near, far])
+    low, high = limits[0]
+    assert 0.95 <= np.mean((together >= low) & (together <= high)) < 1
+    assert low <= 0.6 and 1.4 < high < 1.9
+    caption = " ".join(drawing.caption)
+    assert caption.count("outside the axis") == 2, "of the second row alone"
+
+
+def labels(*settings: dict[str, str]) -> list[str]:
+    return [label for label, _ in labels_of(settings)]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_title_names_the_shortest_setting_that_tells_apart_and_no_path(place: int) -> None:
+    """Many settings differ; whichever experiment comes first."""
+    common = {f"optimizer.setting_{letter}": "1" for letter in "abcdefgh"}
+    tasks = [
+        common | {"rollout.environment": "gem:game:Sudoku-v0-easy", "rollout.max_turns": "16"},
+        dict.fromkeys(common, "22222") | {"rollout.environment": "gem:rg:acre"},
+        dict.fromkeys(common, "333")
+        | {"model.load": "/data/models/A/hf", "rollout.environment": "single_turn"},
+    ]
+    expected = ["environment gem:game:Sudoku-v0-easy", "environment gem:rg:acre", "model hf"]
+    turned = tasks[place:] + tasks[:place]
+    assert labels(*turned) == expected[place:] + expected[:place]
+
+
+def test_paths_are_told_apart_by_one_part_or_by_words() -> None:
+    assert without_paths(["/a/x/hf", "/b/y/hf"]) == {"/a/x/hf": "x", "/b/y/hf": "y"}
+    assert without_paths(["a/x", "b/x", "a/y"]) == {"a/x": "a x", "b/x": "b x", "a/y": "a y"}
+    assert without_paths(["1e-06", "0.5"]) == {"1e-06": "1e-06", "0.5": "0.5"}
+
+
+def test_titles_of_two_models_are_unequal_whatever_their_paths() -> None:
+    many = {f"parallel.setting_{letter}": "1" for letter in "abcdefgh"}
+    other = dict.fromkeys(many, "2")
+    paths = ("/mnt/a/Qwen3-4B/final", "/mnt/a/Qwen3-8B/final")
+    first, second = (own | {"model.load": path} for own, path in zip((many, other), paths, strict=True))
+    assert labels(first, second) == ["model Qwen3-4B", "model Qwen3-8B"]
+    third = other | {"model.load": paths[0]}
+    found = labels(first, second, third)
+    assert len(set(found)) == 3 and not any("/" in label for label in found)

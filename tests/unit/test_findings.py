@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_dppo.analysis.contrasts import pooled_change
+from megatron_dppo.analysis.figures.curves import curve_of
 from megatron_dppo.analysis.report.findings import MIN_SEEDS, Finding, findings
 from megatron_dppo.analysis.report.names import run_names
+from megatron_dppo.analysis.report.plots import over_rollouts
 from megatron_dppo.analysis.report.report import summary_table, toggles
 from megatron_dppo.analysis.report.seeds import seed_tables
 from megatron_dppo.analysis.report.speed import why_not_comparable
@@ -289,12 +291,24 @@ def test_the_quickstart_s_picture_is_drawn_of_its_runs(tmp_path: Path) -> None:
     assert spec and spec.loader
     picture = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(picture)
-    runs = [_run("m", paired=(1e-3, 4e-4)), _run("r", REPLAY, paired=(1e-3, 4e-4))]
+    runs = [_run("m", paired=(1e-3, 4e-4)), _run("r", REPLAY, paired=(1e-3, 4e-4), reward=0.7)]
     for name in ("a.svg", "b.svg"):
         picture.draw(runs, tmp_path / name)
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
     assert "R3 lowered the KL" in drawn and "replayed routes (R3 on)" in drawn
+    kl, reward = picture.panels(runs, ["off", "on"])
+    expected = [
+        (kl, "live routes (R3 off)", runs[0], "mismatch_live/kl_k3"),
+        (kl, "replayed routes (R3 on)", runs[0], "mismatch_replayed/kl_k3"),
+        (reward, "off", runs[0], "reward/mean"),
+        (reward, "on", runs[1], "reward/mean"),
+    ]
+    shown = [(panel, line) for panel in (kl, reward) for line in panel.lines]
+    for (panel, line), (of, label, run, metric) in zip(shown, expected, strict=True):
+        curve = curve_of(line, panel)
+        assert curve is not None and panel is of and line.label == label
+        assert (curve.x.tolist(), curve.raw.tolist()) == over_rollouts(run, metric)
     assert (file.parent / "r3_off_and_on.svg").stat().st_size <= 60_000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from megatron_dppo.algorithms import Objective
 from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.curves import MOST_BANDS, CurvePanel, on_one_scale
 from megatron_dppo.analysis.figures.experiment_figures import (
@@ -14,42 +15,109 @@ from megatron_dppo.analysis.figures.experiment_figures import (
     per_experiment,
     plain,
     score_notes,
+    score_of_paper,
     scores,
     six,
 )
 from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
 from megatron_dppo.analysis.figures.runs import Experiment, Line
 
+_NO_PAIR = Lacking(
+    "no algorithm was trained with R3 and without it",
+    'train one with rollout.routing_replay = "replay", and with "measure" or "off"',
+)
+_SIDES = {False: "w/o R3", True: "w/ R3"}
+
+
+def draw_overview(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Draw the right of Figure 1: a clipped ratio and DPPO, each without R3 and with it, in one panel."""
+    experiments = [replace(e, lines=_overview(e.lines)) for e in material.experiments]
+    if not (experiments := [e for e in experiments if e.lines]):
+        return Lacking(
+            "no experiment has a clipped ratio and DPPO, each with R3 and without it",
+            'train grpo_clip_higher and dppo_binary_tv, with rollout.routing_replay = "replay" and without',
+        )
+    return per_experiment(
+        kind,
+        experiments,
+        "GRPO and DPPO, without and with R3",
+        lambda e: score_of_paper(e.lines) or plain(e.lines, REWARD),
+        score_notes(experiments),
+    )
+
+
+def _overview(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Return the lines of one clipped ratio and one divergence that have R3 and lack it; none unless both.
+
+    Binary-TV is the paper's divergence here, and comes before others.
+    """
+    both = [line.objective for line in lines if not line.is_replayed and _twin(line, lines)]
+    clipped = [o for o in both if _is_plain_clip(o)]
+    divergences = [o for o in both if o.rule == "divergence" and o.anchor == "rollout"]
+    divergences.sort(key=lambda o: o.divergence != "binary_tv")
+    if not clipped or not divergences:
+        return ()
+    return tuple(line for line in lines if line.objective in (clipped[0], divergences[0]))
+
 
 def draw_replay(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figure 8 (and the right of Figure 1): scores with and without R3, a panel for each algorithm."""
-    experiments = [e for e in material.experiments if _has_both(e)]
+    """Draw Figure 8: all algorithms in each panel, a panel for each score without R3 and with it.
+
+    Top-K divergences are left out unless one was trained with R3: Figure 10 shows them.
+    """
+    experiments = [e for e in material.experiments if len({line.is_replayed for line in e.lines}) > 1]
     if not experiments:
-        return Lacking(
-            "no two runs differ in R3",
-            'train with rollout.routing_replay = "replay", and with "measure" or "off"',
-        )
+        return _NO_PAIR
+    experiments = [replace(e, lines=_of_replay(e.lines)) for e in experiments]
+
+    def panels(experiment: Experiment) -> list[CurvePanel]:
+        return [
+            side
+            for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
+            for side in on_one_scale([_of_side(panel, is_replayed=is_replayed) for is_replayed in _SIDES])
+        ]
+
+    return per_experiment(kind, experiments, "Routing replay (R3)", panels, score_notes(experiments), columns=4)
+
+
+def _of_side(panel: CurvePanel, *, is_replayed: bool) -> CurvePanel:
+    lines = [line for line in panel.lines if line.is_replayed == is_replayed]
+    return replace(panel, title=f"{panel.title} {_SIDES[is_replayed]}", lines=lines)
+
+
+def _of_replay(lines: Sequence[Line]) -> tuple[Line, ...]:
+    has_topk = any(line.objective.needs_topk and line.is_replayed for line in lines)
+    return tuple(line for line in lines if has_topk or not line.objective.needs_topk)
+
+
+def draw_replay_by_algorithm(kind: Kind, material: Material) -> list[Drawing] | Lacking:
+    """Draw scores with R3 and without it, a panel for each algorithm and score: no figure of the paper."""
+    experiments = [
+        replace(e, lines=paired)
+        for e in material.experiments
+        if (paired := tuple(line for line in e.lines if _twin(line, e.lines)))
+    ]
+    if not experiments:
+        return _NO_PAIR
 
     def panels(experiment: Experiment) -> list[CurvePanel]:
         algorithms = dict.fromkeys(line.objective for line in experiment.lines)
         of_each = [[line for line in experiment.lines if line.objective == own] for own in algorithms]
-        both = [lines for lines in of_each if len({line.is_replayed for line in lines}) > 1]
         return [
             side
             for panel in scores(experiment.lines) or plain(experiment.lines, REWARD)
             for side in on_one_scale(
-                [replace(panel, title=_title(panel.title, lines, both), lines=lines) for lines in both]
+                [replace(panel, title=_title(panel.title, lines, of_each), lines=lines) for lines in of_each]
             )
         ]
 
     notes = score_notes(experiments)
-    return per_experiment(kind, experiments, "Routing replay (R3)", panels, notes, columns=4)
+    return per_experiment(kind, experiments, "Routing replay (R3), by algorithm", panels, notes, columns=4)
 
 
-def _has_both(experiment: Experiment) -> bool:
-    """Whether some algorithm was trained with R3 and without."""
-    sides = {(line.objective, line.is_replayed) for line in experiment.lines}
-    return any((objective, not is_replayed) in sides for objective, is_replayed in sides)
+def _twin(line: Line, among: Sequence[Line]) -> bool:
+    """Whether the same algorithm is there with R3, if this line is without, or the other way round."""
+    return any(o.objective == line.objective and o.is_replayed != line.is_replayed for o in among)
 
 
 def _title(title: str, lines: Sequence[Line], among: Sequence[Sequence[Line]]) -> str:
@@ -103,12 +171,14 @@ def _with_topk(experiments: Iterable[Experiment]) -> list[Experiment]:
 def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     """Draw Figures 11 to 15: reward, scores, mismatch, length and entropy of an experiment's algorithms.
 
-    Lines with and without R3 stand together where they are few, else in a figure each.
+    Lines with R3 and without it share a figure if they are few. Top-K divergences are left out if there are
+    others: Figure 16 has the same panels with them.
     """
-    few = [e for e in material.experiments if len(e.lines) <= MOST_BANDS]
+    known = [replace(e, lines=_without_topk(e.lines)) for e in material.experiments]
+    few = [e for e in known if len(e.lines) <= MOST_BANDS]
     split = few + [
         replace(e, label=", ".join(filter(None, [e.label, words])), lines=lines)
-        for e in material.experiments
+        for e in known
         if e not in few
         for words, is_replayed in (("", False), ("with R3", True))
         if (lines := tuple(x for x in e.lines if x.is_replayed == is_replayed))
@@ -116,10 +186,17 @@ def draw_metrics(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     return per_experiment(kind, split, "Evolution of metrics", six)
 
 
+def _without_topk(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    return tuple(line for line in lines if not line.objective.needs_topk) or lines
+
+
 def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figure 17: PPO's clip against DPPO-Binary-TV on several tasks and models."""
-    kept = [replace(e, lines=tuple(filter(_is_clip_or_binary_tv, e.lines))) for e in material.experiments]
-    kept = [e for e in kept if {line.objective.rule for line in e.lines} == {"ratio", "divergence"}]
+    """Draw Figure 17: PPO's clip against DPPO-Binary-TV on several tasks and models.
+
+    The clip is the paper's symmetric one. Where no experiment has it, any other takes its place.
+    """
+    both = [replace(e, lines=tuple(filter(_is_clip_or_binary_tv, e.lines))) for e in material.experiments]
+    kept = [e for e in both if _has_clip(e, is_symmetric=True)] or [e for e in both if _has_clip(e)]
     if not kept:
         return Lacking(
             "no experiment has both a clipped ratio and Binary-TV",
@@ -135,11 +212,21 @@ def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
     return one_figure(kind, kept, f"Training reward of {' against '.join(sides)}", panels, notes, columns=4)
 
 
+def _has_clip(experiment: Experiment, *, is_symmetric: bool = False) -> bool:
+    """Whether an experiment of clipped ratios and Binary-TV has both."""
+    of_clip = [line.objective for line in experiment.lines if line.objective.rule == "ratio"]
+    is_there = any(own.eps_low == own.eps_high or not is_symmetric for own in of_clip)
+    return is_there and len(of_clip) < len(experiment.lines)
+
+
+def _is_plain_clip(own: Objective) -> bool:
+    return own.rule == "ratio" and own.relax == "none" and own.anchor == "rollout"
+
+
 def _is_clip_or_binary_tv(line: Line) -> bool:
     own = line.objective
-    is_clip = own.rule == "ratio" and own.relax == "none"
-    is_tv = own.rule == "divergence" and own.divergence == "binary_tv"
-    return (is_clip or is_tv) and own.anchor == "rollout" and not line.is_replayed
+    is_tv = own.rule == "divergence" and own.divergence == "binary_tv" and own.anchor == "rollout"
+    return (_is_plain_clip(own) or is_tv) and not line.is_replayed
 
 
 def draw_sensitivity(kind: Kind, material: Material) -> list[Drawing] | Lacking:

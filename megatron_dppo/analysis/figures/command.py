@@ -25,14 +25,16 @@ from megatron_dppo.errors import ConfigError, Problem, writing_to
 FORMATS: tuple[Format, ...] = ("png", "svg")
 
 KINDS: tuple[Kind, ...] = (
-    Kind("01_mask_regions", "the left of Figure 1", mask_regions.draw, needs_runs=False),
+    Kind("01_overview", "the right of Figure 1", broader.draw_overview),
+    Kind("01_mask_regions", "", mask_regions.draw, needs_runs=False),
     Kind("02_engine_differences", "Figure 2", engine_differences.draw),
     Kind("03_stability", "Figure 3", stability.draw_stability),
     Kind("04_anchor", "Figure 4", stability.draw_anchor),
     Kind("05_bad_updates", "Figure 5", stability.draw_bad_updates),
     Kind("06_relaxation_threshold", "Figure 6", stability.draw_relaxation_threshold),
     Kind("07_relaxation_side", "Figure 7", stability.draw_relaxation_side),
-    Kind("08_replay", "Figure 8, and the right of Figure 1", broader.draw_replay),
+    Kind("08_replay", "Figure 8", broader.draw_replay),
+    Kind("replay_by_algorithm", "", broader.draw_replay_by_algorithm),
     Kind("09_models", "Figure 9", broader.draw_models),
     Kind("10_topk_scores", "Figure 10 (11 since version 3)", broader.draw_topk_scores),
     Kind("11_metrics", "Figures 11 to 15 (13 to 17 since version 3)", broader.draw_metrics),
@@ -42,6 +44,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("clipped_tokens", "the lists of Appendix E (D since version 3)", clipped_list.draw),
 )
 """All figures. Numbers are those of arXiv 2602.04879: README.md says where they are established."""
+
+
+NO_COUNTERPART = "It has no counterpart among the figures of arXiv 2602.04879."
 
 
 def formats_of(names: Sequence[str]) -> tuple[Format, ...]:
@@ -80,6 +85,8 @@ def draw_figures(
     formats: Sequence[Format] = FORMATS,
     title: str = "",
     tokens_at: int | None = None,
+    *,
+    is_mu_logarithmic: bool = False,
 ) -> Written:
     """Draw all figures for which the folders suffice.
 
@@ -87,18 +94,20 @@ def draw_figures(
         folders: Of runs, finished or not, and of megatron-dppo measure-mismatch.
         out: Gets `<name>.png`, `<name>.svg` and `<name>.txt`, its caption, for each figure, and `index.html`.
         formats: Of the files; the gallery has pictures of its own.
-        title: Stands over every figure and over the gallery.
+        title: Is written over every figure and over the gallery.
         tokens_at: The rollout, from 1, whose masked tokens are drawn; none: the last that all runs list.
+        is_mu_logarithmic: Of `02_engine_differences`, whose axis is linear in the paper.
 
     Raises:
         ConfigError: No folder was named, one twice, no figure of their data can be drawn, or a run that lists
             masked tokens does not list that rollout.
         DataError: A folder is no run's, or a file of it is damaged.
     """
-    material = _material([Path(folder) for folder in folders], tokens_at)
+    read = _material([Path(folder) for folder in folders])
+    material = replace(read, tokens_at=tokens_at, is_mu_logarithmic=is_mu_logarithmic)
     answers = [(kind, kind.draw(kind, material)) for kind in KINDS]
     not_drawn = tuple(
-        f"{kind.name} ({kind.paper}): {answer.found}; {answer.action}."
+        f"{kind.name} ({kind.paper or 'no figure of the paper'}): {answer.found}; {answer.action}."
         for kind, answer in answers
         if isinstance(answer, Lacking)
     )
@@ -142,7 +151,7 @@ def _distinct(drawings: Sequence[Drawing]) -> list[Drawing]:
     return found
 
 
-def _material(folders: Sequence[Path], tokens_at: int | None) -> Material:
+def _material(folders: Sequence[Path]) -> Material:
     if not folders:
         raise ConfigError("figures: found no folder; expected one or more. Name the folders of runs.")
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -150,7 +159,7 @@ def _material(folders: Sequence[Path], tokens_at: int | None) -> Material:
     of_runs = [folder for folder in folders if not (folder / TOKENS).is_file()]
     runs = read_curves(of_runs)
     tokens = [pairs for folder in folders for pairs in read_token_pairs(folder)]
-    return Material(experiments_of(runs) if runs else [], tokens, tokens_at)
+    return Material(experiments_of(runs) if runs else [], tokens)
 
 
 def _write(drawing: Drawing, out: Path, formats: Sequence[Format], title: str) -> Picture:
@@ -168,7 +177,8 @@ def caption_lines(drawing: Drawing, title: str = "") -> Iterator[str]:
     """Yield the caption, a sentence or two to a line."""
     if title:
         yield f"{title}."
-    yield f"{drawing.title}. After arXiv 2602.04879, {drawing.paper}."
+    of_paper = f"After arXiv 2602.04879, {drawing.paper}." if drawing.paper else NO_COUNTERPART
+    yield f"{drawing.title}. {of_paper}"
     yield from drawing.caption
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from megatron_dppo.analysis.contrasts import NUM_RESAMPLES
 from megatron_dppo.analysis.figures.runs import Line
-from megatron_dppo.analysis.figures.style import look
+from megatron_dppo.analysis.figures.style import look, plain_log_ticks
 from megatron_dppo.analysis.report.smoothing import MIN_POINTS, smoothed
 from megatron_dppo.analysis.report.text import changes_of
 
@@ -22,6 +22,8 @@ _SEED = 0
 _MARGIN = 0.05  # of the values' range
 _FEW_POINTS = 15  # of which each one is marked
 _LEAST_RANGE = 0.1  # of the largest value: noise does not fill an axis
+_LOG_TICKS, _MOST_LOG_TICKS = (1.0, 2.0, 5.0), 12  # less than a decade has labels, too
+_LEVEL_COLOUR = "#cc0000"
 MOST_BANDS = 4  # in a panel; of more, the interval of the last rollout alone is drawn
 
 
@@ -48,11 +50,26 @@ class CurvePanel:
     can_be_smoothed: bool = True
     factor: float = 1.0
     y_range: tuple[float, float] | None = None  # none: its own
+    also: tuple[str, ...] = ()  # further metrics of the same lines, in the same looks
+    level: tuple[float, str] | None = None  # a horizontal line, and its entry in the legend
+    is_logarithmic: bool = False  # the y axis
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All metrics that it draws."""
+        return (self.metric, *self.also)
 
 
-def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
-    """Return the line's curve over the rollouts that all its seeds have; none where no seed has the metric."""
-    known = [run.curves[panel.metric] for run in line.runs if panel.metric in run.curves]
+def curve_of(line: Line, panel: CurvePanel, metric: str = "") -> Curve | None:
+    """Return the line's curve over the rollouts that all its seeds have; none if no seed has the metric.
+
+    Args:
+        line: Of the panel.
+        panel: Says how the values are scaled and smoothed.
+        metric: One of the panel's; the first by default.
+    """
+    metric = metric or panel.metric
+    known = [run.curves[metric] for run in line.runs if metric in run.curves]
     if not known:
         return None
     shared = sorted(set.intersection(*(set(x) for x, _ in known)))
@@ -62,7 +79,8 @@ def curve_of(line: Line, panel: CurvePanel) -> Curve | None:
     values = panel.factor * np.asarray([[of[x] for x in shared] for of in by_rollout], dtype=np.float64)
     values[~np.isfinite(values)] = np.nan  # a gap
     is_smoothed = panel.can_be_smoothed and len(shared) >= MIN_POINTS
-    seen = np.asarray([smoothed(row.tolist(), shared) for row in values]) if is_smoothed else values
+    log = panel.is_logarithmic and bool((values > 0).all())
+    seen = np.asarray([smoothed(row.tolist(), shared, log=log) for row in values]) if is_smoothed else values
     low, high = mean_intervals(seen) if len(known) > 1 else (None, None)
     x = np.asarray(shared)
     return Curve(x, values.mean(axis=0), seen.mean(axis=0), low, high, len(known), is_smoothed)
@@ -79,15 +97,23 @@ def mean_intervals(values: Floats) -> tuple[Floats, Floats]:
 
 def curve_panels(panels: Sequence[CurvePanel]) -> list[Callable[[Axes], None]]:
     """Return the functions that draw the panels, without panels for which no line has a value."""
-    made = [(panel, [(line, curve_of(line, panel)) for line in panel.lines]) for panel in panels]
+    made = [(panel, _curves(panel)) for panel in panels]
+    return [_drawer(panel, curves) for panel, curves in made if curves]
+
+
+def _curves(panel: CurvePanel) -> list[tuple[Line, str, Curve]]:
+    """Return the panel's curves with their lines and metrics, a line's metrics one after the other."""
     return [
-        _drawer(panel, [(a, b) for a, b in of if b is not None]) for panel, of in made if any(b for _, b in of)
+        (line, metric, curve)
+        for line in panel.lines
+        for metric in panel.metrics
+        if (curve := curve_of(line, panel, metric)) is not None
     ]
 
 
 def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
     """Return the same panels with one y axis, so that neighbours can be compared."""
-    curves = [c for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None]
+    curves = [curve for panel in panels for _, _, curve in _curves(panel)]
     shown = [part for c in curves for part in (c.raw, c.mean, c.low, c.high) if part is not None]
     known = np.concatenate([part[np.isfinite(part)] for part in shown]) if shown else np.zeros(0)
     if not known.size:
@@ -97,12 +123,13 @@ def on_one_scale(panels: Sequence[CurvePanel]) -> list[CurvePanel]:
     return [replace(panel, y_range=y_range) for panel in panels]
 
 
-def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable[[Axes], None]:
+def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, str, Curve]]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
-        num_bands = sum(curve.low is not None for _, curve in curves)
-        sides = {(line.objective, line.is_replayed) for line, _ in curves}
+        num_bands = sum(curve.low is not None for _, _, curve in curves)
+        sides = {(line.objective, line.is_replayed) for line, _, _ in curves}
         is_of_one = len({objective for objective, _ in sides}) == 1 < len(sides)
-        for place, (line, curve) in enumerate(curves):
+        labelled: set[str] = set()
+        for place, (line, metric, curve) in enumerate(curves):
             own = look(
                 line.objective,
                 line.shade,
@@ -110,13 +137,23 @@ def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable
                 is_alone=is_of_one,
                 own_place=line.own_place,
             )
-            _draw_curve(axes, line.label, curve, own, has_band=num_bands <= MOST_BANDS)
+            named = {"gid": metric} if line.label in labelled else {"label": line.label}
+            labelled.add(line.label)
+            _draw_curve(axes, curve, {**own, **named}, has_band=num_bands <= MOST_BANDS)
             if num_bands > MOST_BANDS:
                 _draw_last_interval(axes, curve, own, place)
+        if panel.level is not None:
+            value, label = panel.level
+            axes.axhline(value, color=_LEVEL_COLOUR, linestyle="--", linewidth=1, label=label, gid="level")
         axes.set_title(panel.title)
         axes.set_xlabel("rollout")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.margins(x=0.02)
+        if panel.is_logarithmic and all((curve.raw > 0).all() for _, _, curve in curves):
+            axes.set_yscale("log")
+            plain_log_ticks(axes.yaxis)
+            axes.yaxis.set_major_locator(LogLocator(subs=_LOG_TICKS, numticks=_MOST_LOG_TICKS))
+            return
         if panel.y_range is not None:
             axes.set_ylim(*panel.y_range)
             return
@@ -127,13 +164,13 @@ def _drawer(panel: CurvePanel, curves: Sequence[tuple[Line, Curve]]) -> Callable
     return draw
 
 
-def _draw_curve(axes: Axes, label: str, curve: Curve, own: Mapping[str, Any], *, has_band: bool) -> None:
+def _draw_curve(axes: Axes, curve: Curve, own: Mapping[str, Any], *, has_band: bool) -> None:
     if curve.is_smoothed:
         axes.plot(curve.x, curve.raw, color=own["color"], linewidth=0.6, alpha=0.25, gid="raw")
     if has_band and curve.low is not None and curve.high is not None:
         axes.fill_between(curve.x, curve.low, curve.high, color=own["color"], alpha=0.15, linewidth=0)
     marker = "o" if curve.x.size <= _FEW_POINTS and not curve.is_smoothed else ""
-    axes.plot(curve.x, curve.mean, marker=marker, label=label, **own)
+    axes.plot(curve.x, curve.mean, marker=marker, **own)
 
 
 def _draw_last_interval(axes: Axes, curve: Curve, own: Mapping[str, Any], place: int) -> None:
@@ -145,8 +182,7 @@ def _draw_last_interval(axes: Axes, curve: Curve, own: Mapping[str, Any], place:
 
 
 def _num_bands(panel: CurvePanel) -> int:
-    curves = [curve_of(line, panel) for line in panel.lines]
-    return sum(curve is not None and curve.low is not None for curve in curves)
+    return sum(curve.low is not None for _, _, curve in _curves(panel))
 
 
 def seeds_said(lines: Sequence[Line]) -> list[str]:
@@ -172,19 +208,17 @@ def _lacking(panels: Sequence[CurvePanel]) -> Iterator[str]:
     for panel in panels:
         without: list[str] = []
         for line in panel.lines:
-            names = [run.name for run in line.runs if panel.metric not in run.curves]
+            names = [run.name for run in line.runs if not all(m in run.curves for m in panel.metrics)]
             if names:
                 which = "" if len(names) == len(line.runs) else f" ({', '.join(names)})"
                 without.append(f"{line.label}{which}")
-        if without and any(curve_of(line, panel) for line in panel.lines):
+        if without and _curves(panel):
             yield f"Without {panel.title}, which was not measured: {', '.join(without)}."
 
 
 def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
     """Return a caption's sentences on means, intervals and smoothing in these panels."""
-    curves = [
-        (panel, c) for panel in panels for line in panel.lines if (c := curve_of(line, panel)) is not None
-    ]
+    curves = [(panel, curve) for panel in panels for _, _, curve in _curves(panel)]
     said: list[str] = [*_lacking(panels)]
     if any(curve.num_seeds > 1 for _, curve in curves):
         said.append(
@@ -193,7 +227,7 @@ def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
         )
     if any(_num_bands(panel) > MOST_BANDS for panel in panels):
         said.append(
-            f"Of more than {MOST_BANDS} lines the interval of the last rollout alone is drawn, to the right."
+            f"Of more than {MOST_BANDS} curves the interval of the last rollout alone is drawn, to the right."
         )
     if any(curve.num_seeds == 1 for _, curve in curves):
         said.append("A line without a shade is a single seed: its distance from another may be chance.")
@@ -201,7 +235,8 @@ def reading_said(panels: Sequence[CurvePanel]) -> list[str]:
     plain = dict.fromkeys(panel.title for panel, curve in curves if not curve.is_smoothed)
     if names:
         said.append(
-            f"Smoothed by a local line (Gaussian of 2 points), the raw mean behind: {'; '.join(names)}."
+            f"Smoothed by a local line (Gaussian of 2 points), the raw mean behind: {'; '.join(names)}. "
+            "The paper's Gaussian filter is a plain average, which bends a curve's ends towards its middle."
         )
     if plain:
         said.append(f"Not smoothed: {'; '.join(plain)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,12 +11,14 @@ from matplotlib.axes import Axes
 from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.material import Kind, Lacking, Material
 from megatron_dppo.analysis.figures.style import LOOKS, plain_log_ticks
+from megatron_dppo.analysis.figures.titles import without_paths
 from megatron_dppo.analysis.figures.tokens import TokenPairs
-from megatron_dppo.analysis.report.text import distinct_folders
 
 MOST_TOKENS = 20_000  # drawn; more would only hide each other
 _SEED = 0
-_MARGIN = 0.05  # of the values' range
+RATIOS, DIFFERENCES = (0.6, 1.4), (0.0, 0.1)  # the paper's y axes
+_LARGEST_LOG_RATIO = 700.0  # of what float64 can hold
+_LEAST_SHOWN = 0.95  # share of the tokens that the paper's axes must hold; else other ones hold as many
 
 
 def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
@@ -27,19 +30,17 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             "name a folder that megatron-dppo measure-mismatch wrote, too; or a run with "
             'tracking.batches_every whose algorithm.anchor is "recomputed"',
         )
-    names = dict(
-        zip(folders := list(dict.fromkeys(p.folder for p in known)), distinct_folders(folders), strict=True)
-    )
+    names = without_paths([str(pairs.folder.resolve()) for pairs in known])
     by_folder: dict[str, list[TokenPairs]] = {}
     for pairs in known:
-        by_folder.setdefault(str(pairs.folder), []).append(pairs)
+        by_folder.setdefault(str(pairs.folder.resolve()), []).append(pairs)
     return [
         Drawing(
             name=kind.name if len(by_folder) == 1 else f"{kind.name}_{number}",
             paper=kind.paper,
-            title="Two engines, the same weights" + ("" if len(by_folder) == 1 else f": {names[of[0].folder]}"),
-            panels=_panels(of),
-            caption=[*_caption(folder, of)],
+            title="Two engines, the same weights" + ("" if len(by_folder) == 1 else f": {names[folder]}"),
+            panels=_panels(of, is_mu_logarithmic=material.is_mu_logarithmic),
+            caption=_caption(str(of[0].folder), of),
             columns=2,
         )
         for number, (folder, of) in enumerate(by_folder.items(), 1)
@@ -56,7 +57,39 @@ def _caption(folder: str, of: list[TokenPairs]) -> list[str]:
         size = pairs.log_mu.size
         drawn = f", of which {MOST_TOKENS:,} drawn at random are shown" if size > MOST_TOKENS else ""
         said.append(f"{pairs.source}: {size:,} tokens{drawn}.")
+        for name, values, (low, high) in zip(("π / μ", "|π − μ|"), _values(pairs), _axes(of), strict=True):
+            outside = values[(values < low) | (values > high)]
+            if outside.size:
+                said.append(
+                    f"{pairs.source}: {outside.size:,} of {size:,} tokens outside the axis of {name}, which is "
+                    f"from {low:.3g} to {high:.3g}; all are from {values.min():.3g} to {values.max():.3g}."
+                )
     return said
+
+
+def _values(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
+    """Return pi / mu and |pi - mu| of all tokens, [T] each."""
+    mu, pi = np.exp(pairs.log_mu), np.exp(pairs.log_pi)
+    return np.exp(np.minimum(pairs.log_pi - pairs.log_mu, _LARGEST_LOG_RATIO)), np.abs(pi - mu)
+
+
+def _axes(of: Sequence[TokenPairs]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the limits of pi / mu and of |pi - mu|, the same for all ways of forwarding."""
+    ratios, differences = (np.concatenate(values) for values in zip(*map(_values, of), strict=True))
+    return limits(ratios, RATIOS), limits(differences, DIFFERENCES)
+
+
+def limits(values: np.ndarray, of_paper: tuple[float, float]) -> tuple[float, float]:
+    """Return the paper's limits, each of them moved to a quantile if they hold too few of the values.
+
+    A few far values must not flatten the others: at most a twentieth is beyond the limits.
+    """
+    low, high = of_paper
+    if np.mean((values >= low) & (values <= high)) >= _LEAST_SHOWN:
+        return of_paper
+    tail = (1 - _LEAST_SHOWN) / 2
+    quantiles = np.quantile(values, [tail, 1 - tail], method="inverted_cdf")
+    return min(low, float(quantiles[0])), max(high, float(quantiles[1]))
 
 
 def drawn_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
@@ -68,33 +101,47 @@ def drawn_tokens(pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
     return pairs.log_mu[chosen], pairs.log_pi[chosen]
 
 
-def _panels(of: Sequence[TokenPairs]) -> list[Callable[[Axes], None]]:
+def _panels(of: Sequence[TokenPairs], *, is_mu_logarithmic: bool) -> list[Callable[[Axes], None]]:
     """Return a row of panels for each way of forwarding; rows have the same axes."""
-    tokens = [drawn_tokens(pairs) for pairs in of]
-    ratios = [np.exp(log_pi - log_mu) for log_mu, log_pi in tokens]
-    differences = [np.abs(np.exp(log_pi) - np.exp(log_mu)) for log_mu, log_pi in tokens]
+    of_ratio, of_difference = _axes(of)
     panels: list[Callable[[Axes], None]] = []
-    for pairs, (log_mu, _), ratio, difference in zip(of, tokens, ratios, differences, strict=True):
-        ends = (min(map(np.min, ratios)), max(map(np.max, ratios)))
-        panels.append(
-            _scatter(f"ratio, {pairs.source}", "π / μ", log_mu, ratio, ends, LOOKS["grpo_clip_higher"][0])
-        )
-        ends = (0.0, max(map(np.max, differences)))
-        title = f"total variation, {pairs.source}"
-        panels.append(_scatter(title, "|π − μ|", log_mu, difference, ends, LOOKS["dppo_binary_tv"][0]))
+    for pairs in of:
+        log_mu, log_pi = drawn_tokens(pairs)
+        ratio, difference = _values(replace(pairs, log_mu=log_mu, log_pi=log_pi))
+        for title, y_label, values, ends, preset in (
+            ("ratio", "π / μ", ratio, of_ratio, "grpo_clip_higher"),
+            ("total variation", "|π − μ|", difference, of_difference, "dppo_binary_tv"),
+        ):
+            panels.append(
+                _scatter(
+                    (f"{title}, {pairs.source}", y_label),
+                    (np.exp(log_mu), values),
+                    ends,
+                    LOOKS[preset][0],
+                    is_mu_logarithmic=is_mu_logarithmic,
+                )
+            )
     return panels
 
 
 def _scatter(
-    title: str, y_label: str, log_mu: np.ndarray, values: np.ndarray, ends: tuple[float, float], colour: str
+    words: tuple[str, str],
+    values: tuple[np.ndarray, np.ndarray],
+    ends: tuple[float, float],
+    colour: str,
+    *,
+    is_mu_logarithmic: bool,
 ) -> Callable[[Axes], None]:
-    margin = _MARGIN * (ends[1] - ends[0]) or _MARGIN
+    title, y_label = words
 
     def panel(axes: Axes) -> None:
-        axes.scatter(np.exp(log_mu), values, s=3, alpha=0.35, color=colour, linewidths=0, rasterized=True)
-        axes.set_xscale("log")
-        plain_log_ticks(axes.xaxis)
-        axes.set_ylim(ends[0] - margin, ends[1] + margin)
+        axes.scatter(*values, s=3, alpha=0.35, color=colour, linewidths=0, rasterized=True)
+        if is_mu_logarithmic:
+            axes.set_xscale("log")
+            plain_log_ticks(axes.xaxis)
+        else:
+            axes.set_xlim(0.0, 1.0)
+        axes.set_ylim(*ends)
         axes.set_title(title)
         axes.set_xlabel("μ, probability in the rollout")
         axes.set_ylabel(y_label)

@@ -13,9 +13,14 @@ from megatron_dppo.analysis.figures.runs import SCORE, Experiment, Line
 
 REWARD = ("reward", "reward/mean")
 MISMATCH = ("mean |π − μ|", "mismatch/abs_prob_diff_mean")
-LARGEST = ("largest |π − μ|", "mismatch/tv_max")
+EXTREMES = ("max and min of π − μ", "mismatch/prob_diff_max", "mismatch/prob_diff_min")
 ENTROPY = ("entropy, nats", "policy/entropy")
 LENGTH = ("response length, tokens", "rollout/response_length_mean")
+_OF_PAPER = re.compile(r"aime[-_ ]?(20)?24", re.IGNORECASE)  # the set of Figures 1 and 3
+_FIRST_STEP = (
+    "mean |π − μ| is measured on a rollout's first mini-batch, before its gradient step: both engines have the "
+    "same weights."
+)
 _NO_SCORES = (
     "No evaluation set was evaluated (evaluation.sets): the panels are training rewards instead of scores."
 )
@@ -35,6 +40,18 @@ def scores(lines: Sequence[Line]) -> list[CurvePanel]:
         assert match is not None, "scores_of gives names of scores"
         found.append(CurvePanel(f"{match[1]}, avg@{match[2]}", metric, lines, can_be_smoothed=False))
     return found
+
+
+def score_of_paper(lines: Sequence[Line]) -> list[CurvePanel]:
+    """Return the panel of AIME24, the one score of Figures 1 and 3; all scores without such a set."""
+    all_scores = scores(lines)
+    return [panel for panel in all_scores if _OF_PAPER.search(panel.metric)][:1] or all_scores
+
+
+def extremes(lines: Sequence[Line]) -> CurvePanel:
+    """Return the panel of the largest and the smallest π − μ, two curves to a line, about zero."""
+    title, largest, smallest = EXTREMES
+    return CurvePanel(title, largest, lines, also=(smallest,), level=(0.0, "no mismatch (π = μ)"))
 
 
 def score_notes(experiments: Iterable[Experiment]) -> list[str]:
@@ -102,6 +119,8 @@ def one_figure(
     if not drawn:
         return NOTHING_YET
     caption = [*notes, *reading_said(panels)]
+    if any(panel.metric == MISMATCH[1] for panel in panels):
+        caption.append(_FIRST_STEP)
     for experiment in experiments:
         if experiment.settings:
             caption.append(f"Settings of {experiment.label}: {experiment.settings}.")

@@ -1,4 +1,7 @@
-"""Draws Figure 1: the surrogate objectives of PPO and DPPO, and the regions where their masks drop tokens."""
+"""Draws the surrogate objectives of PPO and DPPO, and the regions where their masks drop tokens.
+
+The left of the paper's Figure 1 prints these masks as formulas; no figure of it draws them.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ def draw(kind: Kind, material: Material) -> list[Drawing] | Lacking:
                 for objective, label in zip(objectives, labels, strict=True)
             ],
             caption=[
+                "The left of the paper's Figure 1 prints these masks as formulas; the drawing of them is ours.",
                 "Computed from the masks that train, of no run's data; nothing is smoothed.",
                 "Top: the surrogate whose gradient by the ratio is M A, for A = 1 (solid) and A = -1 (dashed); "
                 "it is flat where the mask drops the token.",

@@ -17,6 +17,7 @@ class Material:
     experiments: Sequence[Experiment]
     tokens: Sequence[TokenPairs]
     tokens_at: int | None = None  # rollout, from 1, whose masked tokens are drawn; none: the last listed one
+    is_mu_logarithmic: bool = False  # the axis of mu of single tokens
 
     @property
     def lines(self) -> list[Line]:
@@ -34,10 +35,10 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the paper's figures."""
+    """One of the paper's figures, or one that completes them."""
 
     name: str
-    paper: str  # its numbers, as captions say them
+    paper: str  # its numbers, as captions say them; empty without a counterpart
     draw: Callable[[Kind, Material], list[Drawing] | Lacking]
     needs_runs: bool = True  # or can be drawn of formulas alone
 

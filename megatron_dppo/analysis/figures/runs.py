@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,9 +14,10 @@ from megatron_dppo.algorithms.objective import OWN_FIELDS
 from megatron_dppo.algorithms.own_rule import OwnRule
 from megatron_dppo.algorithms.presets import OVERRIDABLE
 from megatron_dppo.analysis.figures.style import LOOKS, objective_label
+from megatron_dppo.analysis.figures.titles import labels_of
 from megatron_dppo.analysis.report.plots import Points, over_rollouts
-from megatron_dppo.analysis.report.text import differing_keys, distinct_names, places_of_equal, settings_of
-from megatron_dppo.analysis.token_files import clipped_curves, listed_rollouts, step_files
+from megatron_dppo.analysis.report.text import distinct_names, places_of_equal, settings_of
+from megatron_dppo.analysis.token_files import listed_rollouts
 from megatron_dppo.config.settings import shown
 from megatron_dppo.run_folder.reader import Run, read_run
 
@@ -26,9 +26,11 @@ METRICS = (
     "rollout/response_length_mean",
     "policy/entropy",
     "mismatch/abs_prob_diff_mean",
-    "mismatch/tv_max",
+    "mismatch/prob_diff_max",
+    "mismatch/prob_diff_min",
     "trust_region/bad_update_fraction",
 )
+CLIPPED = {"clipped/mu_mean": "mu", "clipped/entropy_mean": "entropy"}  # curve -> mean of a step's row
 SCORE = re.compile(r"eval/([^/]+)/avg_at_(\d+)")
 OBJECTIVE_FIELDS = ("preset", *OVERRIDABLE)
 _OF_OWN_RULES = "algorithm.rule_options."  # before each option
@@ -37,7 +39,6 @@ _NOT_OF_THE_EXPERIMENT = (  # what tells its lines apart, and what is only recor
     "rollout.routing_replay",
     "rollout.num_topk_log_probs",
 )
-_LONGEST_LABEL = 48  # characters; beyond them the name of a folder says more than a list of settings
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,30 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
         run = read_run(path)
         scores = {name for row in run.evaluations for name in row.values if SCORE.fullmatch(name)}
         points = {metric: over_rollouts(run, metric) for metric in (*METRICS, *sorted(scores))}
-        rollout_of = {row.step: row.rollout + 1 for row in run.steps if row.step is not None}
-        points |= clipped_curves(step_files(run, "clipped_tokens"), rollout_of)
+        points |= {curve: over_clipped_tokens(run, name) for curve, name in CLIPPED.items()}
         bare = replace(run, steps=(), rollouts=(), evaluations=())
         curves = {metric: known for metric, known in points.items() if known[0]}
         found.append(RunCurves(bare, path.name, objective_of(run), curves, listed_rollouts(run)))
     names = distinct_names([each.run for each in found])
     return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
+
+
+def over_clipped_tokens(run: Run, name: str) -> Points:
+    """Return the mean of "mu" or "entropy" over all masked tokens of each rollout, of both signs of A.
+
+    Each token of the rollout's gradient steps counts once: `clipped/num_tokens_*` weigh the means of the rows.
+    A rollout without a masked token has no point.
+    """
+    sums: dict[int, float] = {}
+    counts: dict[int, float] = {}
+    for row in run.steps:
+        for sign in ("positive", "negative"):
+            count = row.values.get(f"clipped/num_tokens_{sign}", 0.0)
+            mean = row.values.get(f"clipped/{name}_mean_{sign}")
+            if count and mean is not None:
+                sums[row.rollout] = sums.get(row.rollout, 0.0) + count * mean
+                counts[row.rollout] = counts.get(row.rollout, 0.0) + count
+    return [rollout + 1.0 for rollout in sums], [sums[rollout] / counts[rollout] for rollout in sums]
 
 
 def objective_of(run: Run) -> Objective:
@@ -130,7 +148,7 @@ def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
     settings = [_settings(run) for run in runs]
     own_rules = sorted({run.objective.name for run in runs if run.objective.own is not None})
     members = places_of_equal(settings)
-    labels = _labels([settings[indices[0]] for indices in members], [[runs[i] for i in m] for m in members])
+    labels = labels_of([settings[indices[0]] for indices in members])
     return [
         Experiment(label, words, tuple(_lines([runs[index] for index in indices], own_rules)))
         for indices, (label, words) in zip(members, labels, strict=True)
@@ -147,35 +165,6 @@ def _settings(run: RunCurves) -> dict[str, str]:
         for key, value in settings_of(run.run).items()
         if key not in without and not key.startswith(_OF_OWN_RULES)
     }
-
-
-def _labels(
-    settings: Sequence[Mapping[str, str]], members: Sequence[Sequence[RunCurves]]
-) -> list[tuple[str, str]]:
-    """Return a short label and all differing settings for each experiment."""
-    differing = differing_keys(settings)
-    usual: dict[str, str | None] = {}
-    for key in differing:
-        (value, count), *others = Counter(own.get(key) for own in settings).most_common()
-        usual[key] = value if not others or others[0][1] < count else ""  # "": none, so each one says its own
-    folders = distinct_names([replace(of[0].run, path=_common_folder(of)) for of in members])
-    last = Counter(key.rpartition(".")[2] for key in differing)
-    names = {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in differing}
-    found: list[tuple[str, str]] = []
-    for own, folder in zip(settings, folders, strict=True):
-        said = {key: shown(own.get(key)) for key in differing}
-        unlike = [f"{names[key]} {said[key]}" for key in differing if own.get(key) != usual[key]]
-        label = ", ".join(unlike) or "usual settings"
-        words = ", ".join(f"{key} = {value}" for key, value in said.items())
-        found.append((label if len(label) <= _LONGEST_LABEL else folder, words))
-    return found if len(found) > 1 else [("", "")]
-
-
-def _common_folder(runs: Sequence[RunCurves]) -> Path:
-    first, *others = (each.run.path.resolve().parent for each in runs)
-    while not all(other.is_relative_to(first) for other in others):
-        first = first.parent
-    return first
 
 
 def _place(objective: Objective, is_replayed: bool) -> tuple[object, ...]:

@@ -10,43 +10,82 @@ from megatron_dppo.analysis.figures.canvas import Drawing
 from megatron_dppo.analysis.figures.curves import CurvePanel
 from megatron_dppo.analysis.figures.experiment_figures import (
     ENTROPY,
-    LARGEST,
+    EXTREMES,
     MISMATCH,
     REWARD,
+    extremes,
     narrowed,
     per_experiment,
     plain,
-    scores,
+    score_of_paper,
 )
 from megatron_dppo.analysis.figures.material import Kind, Lacking, Material, has
 from megatron_dppo.analysis.figures.runs import Experiment, Line
 
-_SIGN_LOST = (
-    "The largest difference stands for the paper's signed maximum and minimum, which runs do not record."
+CLIPPED_MU = ("μ of clipped tokens", "clipped/mu_mean")
+CLIPPED_ENTROPY = ("entropy at clipped tokens, nats", "clipped/entropy_mean")
+_NO_EXTREMES = (
+    "Without max and min of π − μ: these runs have no mismatch/prob_diff_max and mismatch/prob_diff_min, which "
+    "older versions did not record."
 )
+_OTHER_PAIRS = "The paper's pair is a divergence with both anchors, which is not among these runs."
 
 
 def draw_stability(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figure 3: mismatch, reward and scores of all algorithms."""
+    """Draw Figure 3: reward, score and mismatch of the algorithms that section 5 compares.
+
+    What Figures 4 to 7 vary is left out: minimal masks, divergences around recomputed log-probs, relaxed clips.
+    """
+    experiments = [
+        replace(e, lines=kept)
+        for e in material.experiments
+        if len(kept := tuple(filter(_is_compared, e.lines))) > 1 or kept == e.lines
+    ]
+    if not experiments:
+        return Lacking(
+            "no two runs of one experiment are among the algorithms of section 5",
+            "train dppo_binary_tv, and pg_is, pg_tis, grpo_clip_higher or minirl",
+        )
 
     def panels(experiment: Experiment) -> list[CurvePanel]:
         lines = experiment.lines
-        return [*plain(lines, MISMATCH, LARGEST, REWARD), *scores(lines)]
+        score = score_of_paper(lines)
+        return [*plain(lines, REWARD), *score, *plain(lines, MISMATCH), extremes(lines)]
 
-    return per_experiment(kind, material.experiments, "Stability", panels, [_SIGN_LOST])
+    known = [line for e in experiments for line in e.lines]
+    notes = [] if any(has(known, metric) for metric in EXTREMES[1:]) else [_NO_EXTREMES]
+    return per_experiment(kind, experiments, "Stability", panels, notes, columns=4)
+
+
+def _is_compared(line: Line) -> bool:
+    own = line.objective
+    is_decoupled = own.rule == "divergence" and own.anchor == "recomputed"
+    return own.rule != "negative" and own.relax == "none" and not is_decoupled
 
 
 def draw_anchor(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figure 4: trust regions that differ in their anchor alone."""
+    """Draw Figure 4: a divergence around the rollout's log-probs and around recomputed ones.
+
+    Without such a pair, pairs of another rule take its place.
+    """
     pairs = [replace(e, lines=_by_anchor(e.lines)) for e in material.experiments]
     if not (pairs := [experiment for experiment in pairs if experiment.lines]):
         return Lacking(
             "no two runs have the same trust region around the rollout's and around recomputed log-probs",
             "train dppo_binary_kl and dppo_binary_kl_decoupled, or grpo_clip_higher and minirl",
         )
+    of_divergence = narrowed(pairs, _is_divergence, _is_divergence)
     return per_experiment(
-        kind, pairs, "The anchor of the trust region", lambda e: plain(e.lines, REWARD, MISMATCH)
+        kind,
+        of_divergence or pairs,
+        "The anchor of the trust region",
+        lambda e: plain(e.lines, REWARD, MISMATCH),
+        [] if of_divergence else [_OTHER_PAIRS],
     )
+
+
+def _is_divergence(line: Line) -> bool:
+    return line.objective.rule == "divergence"
 
 
 def _by_anchor(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -100,21 +139,24 @@ def draw_relaxation_threshold(kind: Kind, material: Material) -> list[Drawing] |
             "no run relaxes both sides of the clip",
             "train grpo_clip_higher, and relax_both with several algorithm.alpha",
         )
-    notes: list[str] = []
-    if not has([line for e in experiments for line in e.lines], "clipped/rollout_prob"):
-        notes.append("Rollout probability and entropy of clipped tokens: set tracking.clipped_tokens_every.")
-    else:
-        notes.append(
-            "Clipped tokens are the 50 most often masked ones of each gradient step and sign that runs list, "
-            "each occurrence counting once."
-        )
-
-    def panels(experiment: Experiment) -> list[CurvePanel]:
-        probability = ("μ of clipped tokens", "clipped/rollout_prob")
-        entropy = ("entropy at clipped tokens, nats", "clipped/entropy")
-        return plain(experiment.lines, REWARD, probability, entropy)
-
-    return per_experiment(kind, experiments, "Relaxing the clip for rare tokens", panels, notes)
+    known = [line for e in experiments for line in e.lines]
+    notes = [
+        "Clipped tokens are all learning tokens that a run's own mask drops, of both signs of the advantage; "
+        "each counts once."
+    ]
+    if not has(known, CLIPPED_MU[1]):
+        notes = [
+            "Without rollout probability and entropy of clipped tokens: these runs have no "
+            "clipped/num_tokens_* and clipped/mu_mean_*, which older versions did not record, or their masks "
+            "dropped no token."
+        ]
+    return per_experiment(
+        kind,
+        experiments,
+        "Relaxing the clip for rare tokens",
+        lambda e: plain(e.lines, REWARD, CLIPPED_MU, CLIPPED_ENTROPY),
+        notes,
+    )
 
 
 def _is_clip_or_relaxed_both(line: Line) -> bool:
@@ -123,17 +165,30 @@ def _is_clip_or_relaxed_both(line: Line) -> bool:
 
 
 def draw_relaxation_side(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figure 7: one side of the clip lifted for rare tokens, or both."""
+    """Draw Figure 7: one side of the clip lifted for rare tokens, or both, with the same alpha."""
 
     def is_clip(line: Line) -> bool:
         return line.objective.rule == "ratio" and line.objective.anchor == "rollout"
 
-    experiments = narrowed(material.experiments, is_clip, lambda line: line.objective.relax in ("high", "low"))
+    def is_one_sided(line: Line) -> bool:
+        return line.objective.relax in ("high", "low")
+
+    experiments = [_of_equal_alpha(e) for e in narrowed(material.experiments, is_clip, is_one_sided)]
     if not experiments:
         return Lacking(
             "no run relaxes one side of the clip",
             "train grpo_clip_higher, relax_high, relax_low and relax_both with the same algorithm.alpha",
         )
-    return per_experiment(
-        kind, experiments, "The side of the clip that is relaxed", lambda e: plain(e.lines, REWARD, ENTROPY)
-    )
+
+    def panels(experiment: Experiment) -> list[CurvePanel]:
+        entropy = [replace(panel, is_logarithmic=True) for panel in plain(experiment.lines, ENTROPY)]
+        return [*plain(experiment.lines, REWARD), *entropy]
+
+    return per_experiment(kind, experiments, "The side of the clip that is relaxed", panels)
+
+
+def _of_equal_alpha(experiment: Experiment) -> Experiment:
+    """Leave out lines that relax both sides with an alpha that no line of one side has."""
+    alphas = {line.objective.alpha for line in experiment.lines if line.objective.relax in ("high", "low")}
+    kept = [e for e in experiment.lines if e.objective.relax != "both" or e.objective.alpha in alphas]
+    return replace(experiment, lines=tuple(kept))

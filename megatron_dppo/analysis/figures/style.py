@@ -85,7 +85,7 @@ LOOKS: Mapping[str, tuple[str, Any]] = MappingProxyType(
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "pg_is": "PG-IS",
-        "pg_tis": "PG-TIS",
+        "pg_tis": "PG-TIS (CISPO)",
         "cispo": "CISPO",
         "grpo": "GRPO",
         "grpo_clip_higher": "GRPO-ClipHigher",
@@ -95,10 +95,10 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "dppo_binary_kl": "DPPO-Binary-KL",
         "dppo_topk_tv": "DPPO-TopK-TV",
         "dppo_topk_kl": "DPPO-TopK-KL",
-        "dppo_binary_tv_decoupled": "DPPO-Binary-TV, recomputed",
-        "dppo_binary_kl_decoupled": "DPPO-Binary-KL, recomputed",
-        "negative_mask": "Mask",
-        "negative_mask_recomputed": "Mask, recomputed",
+        "dppo_binary_tv_decoupled": "DPPO-Binary-TV-Recompute",
+        "dppo_binary_kl_decoupled": "DPPO-Binary-KL-Recompute",
+        "negative_mask": "Mask-Rollout",
+        "negative_mask_recomputed": "Mask-Recompute",
         "relax_both": "Relax-both",
         "relax_high": "Relax-high",
         "relax_low": "Relax-low",
@@ -153,8 +153,12 @@ def objective_label(objective: Objective, alike: Sequence[Objective]) -> str:
     values = {name: own.get(name) for name in names if len({settings.get(name) for settings in known}) > 1}
     if values.keys() >= {"delta_low", "delta_high"} and objective.delta is not None:
         values = {"δ": objective.delta} | {k: v for k, v in values.items() if not k.startswith("delta")}
-    parts = [f"{_SYMBOLS.get(name, name)} {_number(value)}" for name, value in values.items()]
-    return ", ".join([NAMES.get(objective.name, objective.name), *parts])
+    name = NAMES.get(objective.name, objective.name)
+    if objective.rule == "negative":  # the paper names these masks by their threshold
+        name = name.replace("Mask", f"Mask-{_number(objective.delta_low)}")
+        values = {key: value for key, value in values.items() if key not in ("δ", "delta_low", "delta_high")}
+    parts = [f"{_SYMBOLS.get(key, key)} {_number(value)}" for key, value in values.items()]
+    return ", ".join([name, *parts])
 
 
 def _settings(objective: Objective) -> dict[str, Any]:

@@ -87,7 +87,7 @@ setup(
         "megatron_dppo.analysis.figures": ["templates/*"],
         "megatron_dppo.analysis.what_if": ["templates/*"],
         "megatron_dppo.kernels": ["csrc/*"],
-        "megatron_dppo.rollout.sglang": ["arguments_*.json"],
+        "megatron_dppo.engines.sglang": ["arguments_*.json"],
     },
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels},
     python_requires=">=3.11",

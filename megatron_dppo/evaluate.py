@@ -18,6 +18,8 @@ from megatron_dppo.config.effects import evaluated
 from megatron_dppo.config.schema import Config, RolloutConfig
 from megatron_dppo.config.settings import flat
 from megatron_dppo.conversion.stored_weights import StoredWeights
+from megatron_dppo.engines.sglang.own_servers import own_servers
+from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rewards import RewardChoice
@@ -25,7 +27,6 @@ from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluati
 from megatron_dppo.rollout.rollouts import build_engine
 from megatron_dppo.rollout.scores import over_ranks
 from megatron_dppo.rollout.scoring import RewardPools
-from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.lock import locked
@@ -33,7 +34,6 @@ from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.jsonl import write_whole
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.runtime.user_code import source_file
-from megatron_dppo.weight_sync.factory import build_sync
 
 METRICS = "metrics.json"
 _TEXT = (".json", ".jinja", ".model", ".txt")  # tokenizer, chat template and config.json, but no weights

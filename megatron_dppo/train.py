@@ -5,12 +5,12 @@ from typing import Self
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang.own_servers import own_servers
+from megatron_dppo.engines.weight_sync.factory import WeightSync, build_sync, release_servers
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
-from megatron_dppo.rollout.sglang.own_servers import own_servers
 from megatron_dppo.run.sampling import SamplingParts
 from megatron_dppo.run.session import Session, start_session
-from megatron_dppo.weight_sync.factory import WeightSync, build_sync, release_servers
 
 
 def main(config: Config, *, accepts_changes: bool = False) -> None:

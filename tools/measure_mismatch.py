@@ -1,7 +1,7 @@
 """Runs `megatron-dppo measure-mismatch`, with the same options; torchrun may start several of it."""
 
-from megatron_dppo.cli_analysis import measure_mismatch
-from megatron_dppo.cli_options import program
+from megatron_dppo.cli.analysis import measure_mismatch
+from megatron_dppo.cli.options import program
 
 if __name__ == "__main__":
     program(measure_mismatch)()

@@ -31,9 +31,9 @@ from megatron_dppo.checks.facts import Facts, gather_facts, model_facts
 from megatron_dppo.checks.registry import RULES, Need, Rule
 from megatron_dppo.checks.run_rules import period_remarks
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang.options import installed_version, interpreter, read_options
+from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.rollout.sglang.options import installed_version, interpreter, read_options
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS, NEWEST
 from megatron_dppo.runtime.tested_versions import installed_versions, untested_versions
 
 logger = logging.getLogger(__name__)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
-from megatron_dppo.environments import problem_with
-from megatron_dppo.errors import Problem
-from megatron_dppo.rollout.sglang.options import (
+from megatron_dppo.engines.sglang.options import (
     interpreter,
     option_problems,
     read_options,
     shipped_options,
 )
-from megatron_dppo.rollout.sglang.protocol import NEWEST
-from megatron_dppo.rollout.sglang.sampling_settings import argument_problems, variable_problems
+from megatron_dppo.engines.sglang.protocol import NEWEST
+from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
+from megatron_dppo.environments import problem_with
+from megatron_dppo.errors import Problem
 from megatron_dppo.runtime.user_code import problem_with_path
 
 

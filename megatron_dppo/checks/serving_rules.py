@@ -8,10 +8,10 @@ from megatron_dppo.architectures.sizes import read_model_config
 from megatron_dppo.checks.facts import Facts
 from megatron_dppo.checks.registry import rule
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang.model import model_problems, routes_problem
+from megatron_dppo.engines.sglang.options import installed_version, interpreter
+from megatron_dppo.engines.sglang.protocol import NEWEST
 from megatron_dppo.errors import ConfigError, Problem
-from megatron_dppo.rollout.sglang.model import model_problems, routes_problem
-from megatron_dppo.rollout.sglang.options import installed_version, interpreter
-from megatron_dppo.rollout.sglang.protocol import NEWEST
 
 
 @rule("sglang_model")

@@ -22,8 +22,8 @@ from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.conversion.quantized_folder import QUANTIZATION
 from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors
+from megatron_dppo.engines.embedded.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
-from megatron_dppo.rollout.embedded.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
 from megatron_dppo.runtime.tensor_files import make_readable
 
 _OLDER = "hf_quant_config.json"  # says what config.json's quantization_config says

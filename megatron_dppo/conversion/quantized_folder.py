@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.architectures.sizes import read_model_config
+from megatron_dppo.engines.embedded.weight_formats import WeightFormat, dequantize_fp8, dequantize_nvfp4
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.rollout.embedded.weight_formats import WeightFormat, dequantize_fp8, dequantize_nvfp4
 
 QUANTIZATION = "quantization_config"
 _FORMATS: Mapping[str, WeightFormat] = {"FP8": "fp8", "NVFP4": "nvfp4"}

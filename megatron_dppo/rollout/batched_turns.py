@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.conversations import Ask
-from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
 
 @dataclass(frozen=True)

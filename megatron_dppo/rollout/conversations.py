@@ -12,9 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.engine import (
+from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
@@ -22,6 +20,8 @@ from megatron_dppo.rollout.engine import (
     resumed,
     with_observation,
 )
+from megatron_dppo.environments import EnvironmentFault, Environments, Episode, Response, Trajectory, Turn
+from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.scoring import Tokenizer, as_text
 from megatron_dppo.types import FinishReason
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts.prompts import load_prompts
+from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.rewards import RewardChoice
-from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.group_sampling import answers
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.scores import (

@@ -7,9 +7,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.environments import Episode
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.engine import (
+from megatron_dppo.engines.base import (
     Completion,
     HasEnded,
     IsEnough,
@@ -19,6 +17,8 @@ from megatron_dppo.rollout.engine import (
     TrajectoryEngine,
     mask_of,
 )
+from megatron_dppo.environments import Episode
+from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.scoring import Fault, Scorer
 from megatron_dppo.types import Prompt, Sample

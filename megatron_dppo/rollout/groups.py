@@ -11,6 +11,11 @@ from pathlib import Path
 from megatron_dppo.algorithms import have_equal_rewards
 from megatron_dppo.data.prompts.prompts import Drawn
 from megatron_dppo.data.prompts.templates import prompt_tokens
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    aborted,
+)
 from megatron_dppo.environments import (
     EnvironmentFault,
     Environments,
@@ -21,11 +26,6 @@ from megatron_dppo.environments import (
     Trajectory,
 )
 from megatron_dppo.rollout.counts import DROP_REASONS, RolloutCounts
-from megatron_dppo.rollout.engine import (
-    Completion,
-    Request,
-    aborted,
-)
 from megatron_dppo.rollout.scoring import Fault, Tokenizer, as_text
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.types import Prompt, Sample, SampleGroup

@@ -4,11 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from megatron_dppo.environments import Environments
-from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.rollout.batched_turns import BatchedTurns
-from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
-from megatron_dppo.rollout.engine import (
+from megatron_dppo.engines.base import (
     Completion,
     ConcurrentEngine,
     EngineWrapper,
@@ -19,6 +15,10 @@ from megatron_dppo.rollout.engine import (
     SamplingParams,
     Session,
 )
+from megatron_dppo.environments import Environments
+from megatron_dppo.errors import RolloutError, ServerError
+from megatron_dppo.rollout.batched_turns import BatchedTurns
+from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
 from megatron_dppo.rollout.scoring import Tokenizer
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 
@@ -27,7 +27,7 @@ _Turns = Callable[[Callable[[Ask], Awaitable[Completion]]], Awaitable[Completion
 
 
 class MultiTurnEngine(EngineWrapper):
-    """Samples whole trajectories with an engine; implements `rollout.engine.TrajectoryEngine`.
+    """Samples whole trajectories with an engine; implements `engines.base.TrajectoryEngine`.
 
     Each trajectory goes on as soon as it can where the engine samples one response at a time. An engine that
     samples batches is given a turn of all open trajectories at once.

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_dppo.rollout.engine import Completion
+from megatron_dppo.engines.base import Completion
 from megatron_dppo.rollout.groups import PromptGroup
 from megatron_dppo.rollout.scoring import Fault
 from megatron_dppo.rollout.staleness import OpenGroup

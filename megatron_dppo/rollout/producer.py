@@ -17,9 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_dppo.data.prompts.prompts import Drawn
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.conversations import Conversations
-from megatron_dppo.rollout.engine import (
+from megatron_dppo.engines.base import (
     Completion,
     ConcurrentEngine,
     Request,
@@ -29,6 +27,8 @@ from megatron_dppo.rollout.engine import (
     num_tokens_before,
     resumed,
 )
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.rollout.conversations import Conversations
 from megatron_dppo.rollout.group_sampling import scored_response
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.open_groups import OpenedGroup, Places, Produced, ProducerState

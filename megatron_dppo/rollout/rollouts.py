@@ -18,11 +18,15 @@ from megatron_dppo.architectures.registry import read_model_sizes
 from megatron_dppo.architectures.sizes import end_tokens
 from megatron_dppo.config.schema import Config, RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptsDigest, PromptStream, load_prompts
+from megatron_dppo.engines.base import ConcurrentEngine, RolloutEngine, SamplingParams
+from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.model import served_model
+from megatron_dppo.engines.sglang.server import API_KEY, require_registered
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.rollout.ahead import Ahead, AllGather
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.embedded.engine import TransformersEngine
-from megatron_dppo.rollout.engine import ConcurrentEngine, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.evaluation import Evaluation, evaluation_sets, responses_file
 from megatron_dppo.rollout.group_sampling import sample, score_groups
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup, usable_groups
@@ -30,10 +34,6 @@ from megatron_dppo.rollout.open_groups import Places
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scores import PromptScore
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardPools, Scorer, training_reward
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.model import served_model
-from megatron_dppo.rollout.sglang.server import API_KEY, require_registered
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.rollout.trajectories import TrajectorySampler
 from megatron_dppo.routing_replay.capture import validate_routes

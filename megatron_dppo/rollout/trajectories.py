@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_dppo.config.schema import DataConfig, RolloutConfig
+from megatron_dppo.engines.base import Completion, EngineWrapper, Request, RolloutEngine, SamplingParams
 from megatron_dppo.environments import (
     EnvironmentFault,
     EnvironmentPool,
@@ -20,7 +21,6 @@ from megatron_dppo.environments import (
 )
 from megatron_dppo.errors import EnvironmentFailedError, RolloutError
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.engine import Completion, EngineWrapper, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.runtime.user_code import described, imported
 from megatron_dppo.types import FinishReason, Prompt

@@ -1,8 +1,8 @@
 """Lets trainer and engine take turns on the GPU, in the order that `runtime.gpu_ledger` writes down."""
 
 from megatron_dppo.actor.actor import Actor
+from megatron_dppo.engines.weight_sync.factory import WeightSync
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.weight_sync.factory import WeightSync
 
 
 class Turns:

@@ -1,6 +1,6 @@
 """Versions of libraries that this package's tests ran with; others are named where a user looks.
 
-`tests/versions.jsonl` has what passed with each of them. SGLang's versions are in `rollout/sglang/protocol.py`,
+`tests/versions.jsonl` has what passed with each of them. SGLang's versions are in `engines/sglang/protocol.py`,
 and Megatron-Core's are also refused, by `mcore/fixes.py`; the others may well work.
 """
 

@@ -10,7 +10,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.rewards import RewardChoice
 
 ACTOR = "actor.actor:Actor"
-BATCH = "rollout.embedded.continuous_batch"
+BATCH = "engines.embedded.continuous_batch"
 COMBINE = "kernels.linear:combine_statistics"
 
 

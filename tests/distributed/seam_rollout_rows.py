@@ -24,8 +24,8 @@ from megatron_dppo.rewards import RewardChoice
 _ROLLOUTS = "rollout.rollouts"
 _HEAD = "actor.output_head"
 _CHECKPOINTS = "run.checkpoints"
-_SGLANG = "rollout.sglang"
-_SYNC = "weight_sync"
+_SGLANG = "engines.sglang"
+_SYNC = "engines.weight_sync"
 _SERVED: dict[str, Any] = {"scenario": "served"}
 _WORKER = "workers.worker_process:WorkerProcess.__init__"
 _SCORE = "rollout.scoring:Scorer.score_all"

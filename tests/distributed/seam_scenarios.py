@@ -341,11 +341,11 @@ def serve(config: Config, runtime: Runtime) -> None:
 
     Only the servers are not real: SGLang is not installed where this runs.
     """
-    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.engines.base import Request, SamplingParams
+    from megatron_dppo.engines.sglang.own_servers import own_servers
+    from megatron_dppo.engines.weight_sync.factory import build_sync, build_transport, release_servers
+    from megatron_dppo.engines.weight_sync.run_servers import RunServers
     from megatron_dppo.rollout.rollouts import build_engine
-    from megatron_dppo.rollout.sglang.own_servers import own_servers
-    from megatron_dppo.weight_sync.factory import build_sync, build_transport, release_servers
-    from megatron_dppo.weight_sync.run_servers import RunServers
 
     with _servers() as stand_in, own_servers(config, runtime):
         engine: Any = build_engine(config, config.model.load, runtime.device)
@@ -366,8 +366,8 @@ def _servers() -> Iterator[Any]:
     """One that answers for each that is started."""
     from sglang_stand_in import StandIn
 
-    from megatron_dppo.rollout.sglang import server
-    from megatron_dppo.rollout.sglang.options import shipped_options
+    from megatron_dppo.engines.sglang import server
+    from megatron_dppo.engines.sglang.options import shipped_options
 
     def start(self: server.Server, timeout_s: float, ended: threading.Event | None = None) -> None:
         record = server.ServerRecord(self.record.stem, stand_in.url, "here", 1, "0.5.21", "now", 1)

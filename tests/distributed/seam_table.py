@@ -26,8 +26,8 @@ from seams import Seam
 _ROLLOUTS = "rollout.rollouts"
 _HEAD = "actor.output_head"
 _CHECKPOINTS = "run.checkpoints"
-_SGLANG = "rollout.sglang"
-_SYNC = "weight_sync"
+_SGLANG = "engines.sglang"
+_SYNC = "engines.weight_sync"
 _SERVED: dict[str, Any] = {"scenario": "served"}
 _RETENTION = f"{_CHECKPOINTS}:Retention.__init__"
 

@@ -11,7 +11,7 @@ from sglang_stand_in import MODEL, ROUTING, StandIn
 from test_collect import TOKENIZER
 
 from megatron_dppo.data.prompts import sanity_task
-from megatron_dppo.rollout.counts import EngineCounts
+from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.runtime.process import Runtime
 
 NUM_PROMPTS, NUM_SAMPLES, NUM_ROLLOUTS = 4, 3, 2
@@ -20,9 +20,9 @@ NUM_PROMPTS, NUM_SAMPLES, NUM_ROLLOUTS = 4, 3, 2
 def roll_out(runtime: Runtime, tables: dict[str, Any], url: str) -> None:
     """Evaluate and sample, as the loop does, with an engine of this rank's own; nothing is trained."""
     from megatron_dppo.config.schema import Config
+    from megatron_dppo.engines.sglang.client import Patience
+    from megatron_dppo.engines.sglang.engine import SglangEngine
     from megatron_dppo.rollout.rollouts import Rollouts
-    from megatron_dppo.rollout.sglang.client import Patience
-    from megatron_dppo.rollout.sglang.engine import SglangEngine
     from megatron_dppo.run.logger import RunLogger
 
     config = Config.model_validate(tables)

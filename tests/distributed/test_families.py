@@ -124,7 +124,7 @@ def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, d
     """The summed loss and its gradients, one sequence at a time."""
     from megatron_dppo.algorithms import PolicyLossInputs, policy_loss
     from megatron_dppo.architectures.published_names import stays_float32
-    from megatron_dppo.rollout.embedded.engine import checkpoint_targets
+    from megatron_dppo.engines.embedded.engine import checkpoint_targets
 
     total = torch.zeros(())
     for sample in samples:
@@ -165,8 +165,8 @@ def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
 
 def _generation_error(actor: Any, model: Any) -> float:
     """Worst difference of the embedded engine's log-probs from a plain forward's."""
-    from megatron_dppo.rollout.embedded.engine import TransformersEngine
-    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.engines.base import Request, SamplingParams
+    from megatron_dppo.engines.embedded.engine import TransformersEngine
 
     engine = TransformersEngine(model.config, eos_token_ids=(), weights="float32", batch_size=2)
     engine.load_weights(actor.weights(), version=1)

@@ -137,7 +137,7 @@ def randomize(actor: Any) -> None:
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
-    from megatron_dppo.rollout.embedded.engine import checkpoint_targets
+    from megatron_dppo.engines.embedded.engine import checkpoint_targets
 
     return checkpoint_targets(model)
 

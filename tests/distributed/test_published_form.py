@@ -112,8 +112,8 @@ def load(runtime: Runtime, folder: str) -> dict[str, Any]:
     """What a bfloat16 actor holds and its embedded engine receives, straight from the folder."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
+    from megatron_dppo.engines.weight_sync.in_process import InProcessSync
     from megatron_dppo.rollout.rollouts import build_engine
-    from megatron_dppo.weight_sync.in_process import InProcessSync
 
     config = Config.model_validate({"model": {"load": folder, "dtype": "bfloat16"}})
     actor = Actor(config, runtime)

@@ -26,9 +26,9 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
+    from megatron_dppo.engines.weight_sync.in_process import InProcessSync
     from megatron_dppo.rollout.rollouts import build_engine
     from megatron_dppo.routing_replay.replay import replaying, routers
-    from megatron_dppo.weight_sync.in_process import InProcessSync
 
     results: dict[str, Any] = {}
     for mode in ("off", "measure", "replay"):
@@ -69,7 +69,7 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int]) -> dict[str,
 
 def sample(engine: Any, rank: int) -> list[Any]:
     """A few real samples of the engine, with routes, as scored samples."""
-    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.engines.base import Request, SamplingParams
     from megatron_dppo.types import Sample
 
     requests = [Request(f"{rank}/{i}", (5 + i, 7, 11 + rank), (0, 0, 10 * rank + i)) for i in range(6)]

@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from megatron_dppo.architectures.registry import FAMILIES
 from megatron_dppo.conversion.stored_weights import StoredWeights
-from megatron_dppo.rollout.embedded.engine import TransformersEngine
+from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.engines.weight_sync.factory import require_cover
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.weight_sync.factory import require_cover
 
 HERE = Runtime(torch.device("cpu"), 0, 1)
 

@@ -19,7 +19,7 @@ from megatron_dppo.data.batches.batch_file import read_batches
 from megatron_dppo.data.batches.kept_batches import group_files, kept_rollouts
 from megatron_dppo.data.prompts import sanity_task
 from megatron_dppo.data.prompts.prompts import PromptStream, load_prompts
-from megatron_dppo.rollout.sglang.server import ServerRecord
+from megatron_dppo.engines.sglang.server import ServerRecord
 from megatron_dppo.runtime.jsonl import write_jsonl
 
 STALENESS = 2

@@ -18,12 +18,12 @@ from typing import Any
 # Where a fault can strike: (module, attribute, whether before or after the call).
 MOMENTS: dict[str, tuple[str, str, str]] = {
     "start": ("megatron_dppo.actor.actor", "Actor.__init__", "before"),
-    "rollout": ("megatron_dppo.rollout.embedded.continuous_batch", "ContinuousBatch._decode", "after"),
+    "rollout": ("megatron_dppo.engines.embedded.continuous_batch", "ContinuousBatch._decode", "after"),
     "step": ("megatron_dppo.actor.actor", "Actor.train_step", "before"),
     "gradient": ("megatron_dppo.actor.actor", "Actor.accumulate_gradients", "after"),
     "update": ("megatron_dppo.actor.actor", "Actor.train_step", "after"),
     "row": ("megatron_dppo.run_folder.folder", "RunFolder.write_step", "before"),
-    "sync": ("megatron_dppo.weight_sync.in_process", "InProcessSync.push", "before"),
+    "sync": ("megatron_dppo.engines.weight_sync.in_process", "InProcessSync.push", "before"),
     "rollout end": ("megatron_dppo.run.parts", "RunParts.finish_rollout", "before"),
     "save": ("megatron_dppo.run.checkpoints", "Checkpoints.save", "before"),
     "write": (
@@ -38,8 +38,8 @@ MOMENTS: dict[str, tuple[str, str, str]] = {
     # Of runs that sample ahead.
     "wait": ("megatron_dppo.rollout.producer", "Producer.state", "after"),
     "hold": ("megatron_dppo.rollout.producer", "Producer.hold", "before"),
-    "abort": ("megatron_dppo.rollout.sglang.client", "SglangClient.abort", "before"),
-    "updated": ("megatron_dppo.weight_sync.disk", "DiskTransport.send", "after"),
+    "abort": ("megatron_dppo.engines.sglang.client", "SglangClient.abort", "before"),
+    "updated": ("megatron_dppo.engines.weight_sync.disk", "DiskTransport.send", "after"),
     "go on": ("megatron_dppo.rollout.producer", "Producer.go_on", "before"),
     "group": ("megatron_dppo.rollout.groups", "GroupMaker.begin_at_place", "before"),
 }

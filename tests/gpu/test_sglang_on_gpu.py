@@ -11,7 +11,7 @@ from serving import MAX_TOKENS, PYTHON, START_TIMEOUT_S, write_served_model
 from sync_job import push_every_way, release_and_push
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.rollout.sglang.server import Server, plan_launch
+from megatron_dppo.engines.sglang.server import Server, plan_launch
 
 WAYS = ("disk", "tensor")  # NCCL has no two ranks on one GPU
 OPTIONS: dict[str, Any] = {

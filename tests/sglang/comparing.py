@@ -10,12 +10,12 @@ from serving import Served
 from tiny import VOCAB
 from torch import Tensor
 
+from megatron_dppo.engines.base import Completion, IsEnough, Request, SamplingParams
+from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.engine import Completion, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
-from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.types import Prompt
 
 PARITY = 5e-5  # of float32 log-probs

@@ -8,7 +8,7 @@ from comparing import requests_of
 from safetensors.torch import save_file
 from sync_job import WAYS, connect
 
-from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.engines.base import SamplingParams
 from megatron_dppo.runtime.process import Runtime
 
 BUCKETS_OF_ONE = 1  # byte: every tensor has a bucket of its own
@@ -69,8 +69,8 @@ def push_parted(
         `folder`.
     """
     from megatron_dppo.architectures.registry import family_of
+    from megatron_dppo.engines.weight_sync.buckets import Buffer
     from megatron_dppo.errors import WeightSyncError
-    from megatron_dppo.weight_sync.buckets import Buffer
 
     _, actor, engine = connect(runtime, settings)
     sync = sync_of(settings, actor, engine, runtime)
@@ -92,7 +92,7 @@ def push_parted(
 def sync_of(settings: dict[str, Any], actor: Any, engine: Any, runtime: Runtime, **options: Any) -> Any:
     """The sync of a run, with other options of [rollout.sglang]."""
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.weight_sync.factory import build_sync
+    from megatron_dppo.engines.weight_sync.factory import build_sync
 
     rollout = settings["rollout"]
     changed = rollout | {"sglang": rollout["sglang"] | options}

@@ -9,9 +9,9 @@ from typing import Any
 from tiny import EXPERTS, TOP_K, VOCAB, write_model
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.rollout.sglang.client import SglangClient
-from megatron_dppo.rollout.sglang.options import installed_version
-from megatron_dppo.rollout.sglang.protocol import ServedModel
+from megatron_dppo.engines.sglang.client import SglangClient
+from megatron_dppo.engines.sglang.options import installed_version
+from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.types import ModelRouting
 
 ROOT = Path(__file__).resolve().parents[2]

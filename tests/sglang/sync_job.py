@@ -18,8 +18,8 @@ def connect(runtime: Runtime, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(config, actor, engine) of a run whose trainer has weights of its own."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.config.schema import Config
+    from megatron_dppo.engines.sglang.nccl import nccl_settings
     from megatron_dppo.rollout.rollouts import build_engine
-    from megatron_dppo.rollout.sglang.nccl import nccl_settings
 
     config = Config.model_validate(settings)
     os.environ.update(nccl_settings(config))  # as a session does before it joins the job's processes
@@ -38,9 +38,9 @@ def push_every_way(
     runtime: Runtime, settings: dict[str, Any], first_version: int, ways: tuple[str, ...] = WAYS
 ) -> dict[str, Any]:
     """Change the weights and push them, once for each way; the probe must fail before and not after."""
+    from megatron_dppo.engines.base import Request, SamplingParams
+    from megatron_dppo.engines.weight_sync.factory import build_sync
     from megatron_dppo.errors import WeightSyncError
-    from megatron_dppo.rollout.engine import Request, SamplingParams
-    from megatron_dppo.weight_sync.factory import build_sync
 
     config, actor, engine = connect(runtime, settings)
     results: dict[str, Any] = {}
@@ -65,9 +65,9 @@ def push_every_way(
 
 def perturb_each_tensor(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, float]:
     """Give the server one wrong tensor at a time; by name, how far the probe then finds it."""
+    from megatron_dppo.engines.weight_sync.factory import build_sync
+    from megatron_dppo.engines.weight_sync.tensor import TensorTransport
     from megatron_dppo.errors import WeightSyncError
-    from megatron_dppo.weight_sync.factory import build_sync
-    from megatron_dppo.weight_sync.tensor import TensorTransport
 
     config, actor, engine = connect(runtime, settings)
     sync: Any = build_sync(config, actor, engine, runtime)
@@ -102,8 +102,8 @@ def lose_a_server(
     runtime: Runtime, settings: dict[str, Any], way: str, signal_number: int, pid: int
 ) -> dict[str, Any]:
     """Push to two servers, and send one of them (a whole process group) a signal in the middle."""
-    from megatron_dppo.rollout.engine import Request, SamplingParams
-    from megatron_dppo.weight_sync.factory import build_sync
+    from megatron_dppo.engines.base import Request, SamplingParams
+    from megatron_dppo.engines.weight_sync.factory import build_sync
 
     config, actor, engine = connect(runtime, settings)
     sync: Any = build_sync(config, actor, engine, runtime)
@@ -130,7 +130,7 @@ def lose_a_server(
 
 def die_in_the_middle(runtime: Runtime, settings: dict[str, Any]) -> None:
     """End without a word after the first bucket, with the server paused and its update open."""
-    from megatron_dppo.weight_sync.factory import build_sync
+    from megatron_dppo.engines.weight_sync.factory import build_sync
 
     config, actor, engine = connect(runtime, settings)
     sync: Any = build_sync(config, actor, engine, runtime)
@@ -148,7 +148,7 @@ def die_in_the_middle(runtime: Runtime, settings: dict[str, Any]) -> None:
 
 def die_while_sampling(runtime: Runtime, settings: dict[str, Any]) -> None:
     """Be killed while the server works on requests of this process."""
-    from megatron_dppo.rollout.engine import Request, SamplingParams
+    from megatron_dppo.engines.base import Request, SamplingParams
 
     _, _, engine = connect(runtime, settings)
     threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGKILL]).start()
@@ -158,7 +158,7 @@ def die_while_sampling(runtime: Runtime, settings: dict[str, Any]) -> None:
 
 def push_once(runtime: Runtime, settings: dict[str, Any], version: int) -> dict[str, float]:
     """One push of changed weights, with its proof."""
-    from megatron_dppo.weight_sync.factory import build_sync
+    from megatron_dppo.engines.weight_sync.factory import build_sync
 
     config, actor, engine = connect(runtime, settings)
     change(actor, 1.02)
@@ -172,8 +172,8 @@ def release_and_push(runtime: Runtime, settings: dict[str, Any], version: int) -
     which the first died after the release.
     """
     from megatron_dppo.config.schema import Config
+    from megatron_dppo.engines.weight_sync.factory import build_sync, release_servers
     from megatron_dppo.run.turns import Turns
-    from megatron_dppo.weight_sync.factory import build_sync, release_servers
 
     config = Config.model_validate(settings)
 

@@ -19,19 +19,19 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 from megatron_dppo.environments import InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Ask, Conversations, TurnLimits
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.open_groups import Places
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer, as_text
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.staleness import StalenessBound
 from megatron_dppo.types import FinishReason, Prompt, Sample
-from megatron_dppo.weight_sync.fleet import Fleet, Member
 
 pytestmark = pytest.mark.usefixtures("changes_weights")
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from serving import KEY, MAX_TOKENS, MODEL, VERSION, Served
 
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.sglang.client import Patience, SglangClient
+from megatron_dppo.engines.sglang.protocol import Generation, ServerFacts
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.protocol import Generation, ServerFacts
 
 PROMPT = (5, 6, 7, 8, 40, 41)
 PATIENCE = Patience(control_timeout_s=10, generate_timeout_s=60)

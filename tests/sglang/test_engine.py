@@ -14,17 +14,17 @@ from tiny import VOCAB, write_model
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.engines.base import Completion, Request, RolloutEngine, SamplingParams
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.model import served_model
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import ConfigError, RolloutError, ServerError, WeightSyncError
 from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.rollouts import RolloutScheduler, build_engine
 from megatron_dppo.rollout.scoring import Scorer
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.model import served_model
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import Prompt, Sample
 

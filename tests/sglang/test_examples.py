@@ -5,7 +5,7 @@ from experiments import EXPERIMENTS, ROOT
 from serving import PYTHON
 
 from megatron_dppo.config.load import load_config
-from megatron_dppo.rollout.sglang.options import option_problems, read_options
+from megatron_dppo.engines.sglang.options import option_problems, read_options
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from serving import PYTHON, Served, served_config
 from sync_job import push_once
 
-from megatron_dppo.rollout.sglang.nccl import CUMEM, NVLS, nccl_settings
-from megatron_dppo.rollout.sglang.server import registered
+from megatron_dppo.engines.sglang.nccl import CUMEM, NVLS, nccl_settings
+from megatron_dppo.engines.sglang.server import registered
 
 START_UP = f"""
 import json, os, sys

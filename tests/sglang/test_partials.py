@@ -9,10 +9,10 @@ import torch
 from comparing import PARITY, compare, requests_of, sampled_until
 from serving import KEY, MAX_TOKENS, MODEL, Served
 
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.types import WeightVersionSpan
 
 PARAMS = SamplingParams(200, num_topk_log_probs=20, capture_routes=True)

@@ -9,10 +9,10 @@ import pytest
 from comparing import compare
 from serving import KEY, MODEL, VERSION, Served
 
-from megatron_dppo.rollout.engine import Request, SamplingParams
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.weight_sync.fleet import Fleet, Member
+from megatron_dppo.engines.base import Request, SamplingParams
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
 
 LONG = SamplingParams(400, num_topk_log_probs=5, capture_routes=True)
 

@@ -14,11 +14,11 @@ from fault_proxy import Fault, FaultProxy, of_routes
 from serving import KEY, LAYERS, MODEL, Served
 from tiny import EXPERTS, TOP_K
 
+from megatron_dppo.engines.base import SamplingParams
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.routing_replay.agreement import overlap
 from megatron_dppo.routing_replay.capture import validate_routes
 from megatron_dppo.types import Prompt, Sample

@@ -7,9 +7,9 @@ import pytest
 from comparing import PARITY, compare, requests_of
 from serving import KEY, MODEL, START_TIMEOUT_S, TIGHT, Served, served_config
 
-from megatron_dppo.rollout.engine import SamplingParams
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.server import Server, plan_launch
+from megatron_dppo.engines.base import SamplingParams
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.server import Server, plan_launch
 
 PARAMS = SamplingParams(150, num_topk_log_probs=20, capture_routes=True)
 

@@ -18,18 +18,18 @@ import tomli_w
 from converting import converted
 from serving import KEY, MODEL, PYTHON, START_TIMEOUT_S, VERSION, Served, served_config, write_served_model
 
-from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.rollout.engine import Request, SamplingParams
-from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.options import (
+from megatron_dppo.engines.base import Request, SamplingParams
+from megatron_dppo.engines.sglang.client import Patience, SglangClient
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.options import (
     Option,
     arguments,
     option_problems,
     read_options,
     shipped_options,
 )
-from megatron_dppo.rollout.sglang.server import Server, plan_launch, registered
+from megatron_dppo.engines.sglang.server import Server, plan_launch, registered
+from megatron_dppo.errors import ConfigError, ServerError
 
 
 def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:

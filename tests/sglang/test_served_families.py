@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.engines.base import SamplingParams
+from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.rollout.rollouts import build_engine
-from megatron_dppo.rollout.sglang.server import Server, plan_launch
 
 ROLLOUTS = 2
 

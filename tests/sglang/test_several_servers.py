@@ -14,12 +14,12 @@ import pytest
 import torch
 from serving import KEY, MODEL, START_TIMEOUT_S, Served, served_config
 
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.sglang.client import Patience, SglangClient
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.server import Server, plan_launch
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
 from megatron_dppo.rollout.rollouts import build_engine
-from megatron_dppo.rollout.sglang.client import Patience, SglangClient
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.server import Server, plan_launch
 
 PATIENCE = Patience(control_timeout_s=5, generate_timeout_s=120, max_attempts=1)
 LONG = SamplingParams(300, temperature=0.5)

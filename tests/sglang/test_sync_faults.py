@@ -13,7 +13,7 @@ from ranks import run_ranks
 from serving import START_TIMEOUT_S, Served, num_requests, served_config
 from sync_job import die_in_the_middle, die_while_sampling, lose_a_server, push_once
 
-from megatron_dppo.rollout.sglang.server import Server, ServerRecord, plan_launch
+from megatron_dppo.engines.sglang.server import Server, ServerRecord, plan_launch
 
 DROPPED, DROPPED_WITHIN_S = b"Request is disconnected from the client side", 60.0
 

@@ -6,12 +6,12 @@ import torch
 from comparing import PARITY, Letters, compare, requests_of
 from serving import KEY, MODEL, Served
 
+from megatron_dppo.engines.base import SamplingParams
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.environments import InProcess, Observation, Turn
 from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.engine import SamplingParams
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.types import FinishReason, Prompt
 
 PARAMS = SamplingParams(64, num_topk_log_probs=5, capture_routes=True)

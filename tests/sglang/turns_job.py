@@ -25,14 +25,14 @@ class Events(deque[Any]):
 def train_in_turns(runtime: Runtime, tables: dict[str, Any], stop_in_rollout: int | None) -> list[str]:
     """Train, with a server that the run starts; with `stop_in_rollout`, SIGTERM comes while that is sampled."""
     from megatron_dppo.config.schema import Config
-    from megatron_dppo.rollout.sglang.own_servers import own_servers
+    from megatron_dppo.engines.sglang.own_servers import own_servers
+    from megatron_dppo.engines.weight_sync.fleet import Fleet
+    from megatron_dppo.engines.weight_sync.probe import Probe
     from megatron_dppo.run.checkpoints import Checkpoints
     from megatron_dppo.run.logger import RunLogger
     from megatron_dppo.run.preemption import Preempted, StopRequests
     from megatron_dppo.run.session import Session
     from megatron_dppo.train import Training
-    from megatron_dppo.weight_sync.fleet import Fleet
-    from megatron_dppo.weight_sync.probe import Probe
 
     events: list[str] = []
     runtime.gpu_ledger.entries = Events(events)
@@ -78,7 +78,7 @@ def follow(owner: Any, method: str, name: str, events: list[str]) -> None:
 
 def signal_while_sampling(training: Any, rollout: int) -> None:
     """Send this process SIGTERM right after the first request of that rollout is on its way."""
-    from megatron_dppo.rollout.sglang.client import SglangClient
+    from megatron_dppo.engines.sglang.client import SglangClient
 
     following, generate, asked = training.rollouts.next, SglangClient.generate, threading.Event()
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_dppo.engines.base import RolloutEngine, SamplingParams
 from megatron_dppo.environments import Environments, InProcess, SingleTurn
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_dppo.rollout.group_sampling import answers
 from megatron_dppo.rollout.groups import GroupMaker, usable_groups
 from megatron_dppo.rollout.scoring import OverlongShaping, RewardScorer, RouteValidator, Scorer, Tokenizer

@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.embedded.engine import TransformersEngine
-from megatron_dppo.rollout.engine import (
+from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
@@ -25,6 +22,9 @@ from megatron_dppo.rollout.engine import (
     joined,
     num_tokens_before,
 )
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.errors import RolloutError
 from megatron_dppo.types import FinishReason, WeightVersionSpan
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rollout.sglang.protocol import ServedModel
+from megatron_dppo.engines.sglang.protocol import ServedModel
 from megatron_dppo.types import ModelRouting
 
 ROUTING = ModelRouting((0, 1, 2), 8, 2)

@@ -15,13 +15,13 @@ from samples import InProcessScorer
 from test_collect import TOKENIZER
 
 from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.ahead import Ahead
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.counts import RolloutCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.open_groups import Places
 from megatron_dppo.rollout.producer import Producer

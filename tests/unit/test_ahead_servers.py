@@ -11,9 +11,9 @@ from sglang_stand_in import MODEL, LiveStandIn
 from test_ahead import PROMPTS, Rank, place_of
 
 from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.errors import RolloutError, ServerError
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.rollout.staleness import StalenessBound
 
 HOLD_S, NUM_VERSIONS = 1.0, 5

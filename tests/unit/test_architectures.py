@@ -24,8 +24,8 @@ from megatron_dppo.architectures.registry import (
     read_model_sizes,
     variant_problems,
 )
+from megatron_dppo.engines.embedded.engine import checkpoint_targets
 from megatron_dppo.errors import ConfigError, ConversionError
-from megatron_dppo.rollout.embedded.engine import checkpoint_targets
 
 SIZES: dict[str, Any] = dict(
     vocab_size=11,

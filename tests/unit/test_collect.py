@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.data.prompts.sanity_task import VOCABULARY
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.errors import RolloutError, RoutingReplayError
 from megatron_dppo.rewards import RewardResult, arithmetic_reward
-from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, EngineCounts, refuse_if_too_many_dropped
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
+from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, refuse_if_too_many_dropped
 from megatron_dppo.rollout.groups import write_samples
 from megatron_dppo.types import (
     FinishReason,

@@ -13,12 +13,12 @@ from test_multi_turn import ENDS, PARAMS, TOKENIZER, Recorded, Scripted, asked, 
 from test_transformers_engine import engine_of, moe_config, reference_model
 
 from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, resumed
+from megatron_dppo.engines.embedded.engine import TransformersEngine
 from megatron_dppo.environments import EnvironmentFault, Environments, InProcess, SingleTurn, Trajectory, Turn
 from megatron_dppo.errors import RewardError, RolloutError, ServerError
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.embedded.engine import TransformersEngine
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted, resumed
 from megatron_dppo.rollout.group_sampling import sample, score_groups
 from megatron_dppo.rollout.groups import GroupMaker, PromptGroup
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine

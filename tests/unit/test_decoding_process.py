@@ -15,20 +15,20 @@ import pytest
 import torch
 from test_sglang_protocol import MODEL, recorded
 
+from megatron_dppo.engines.base import Completion
+from megatron_dppo.engines.sglang import decoding_process
+from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
+from megatron_dppo.engines.sglang.decoding_wire import SharedMemory
+from megatron_dppo.engines.sglang.protocol import Generation0521
 from megatron_dppo.errors import ReplyError, RolloutError
-from megatron_dppo.rollout.engine import Completion
-from megatron_dppo.rollout.sglang import decoding_process
-from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
-from megatron_dppo.rollout.sglang.decoding_wire import SharedMemory
-from megatron_dppo.rollout.sglang.protocol import Generation0521
 
 LARGE = b" " * (4 << 20)  # behind an answer: more than a pipe holds
 TRAINER = """
 import asyncio, json, sys, time
 from pathlib import Path
 from megatron_dppo.errors import ReplyError
-from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
-from megatron_dppo.rollout.sglang.replies import Expected
+from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
+from megatron_dppo.engines.sglang.replies import Expected
 
 decoding = DecodingProcess(small_bytes=0)
 try:
@@ -216,7 +216,7 @@ def test_small_answers_start_no_process_and_its_program_needs_no_tensor_library(
     decoding = DecodingProcess()
     _read(decoding)
     assert decoding.pid is None
-    imports = "import sys, megatron_dppo.rollout.sglang.decoding_worker as worker; print(*sys.modules)"
+    imports = "import sys, megatron_dppo.engines.sglang.decoding_worker as worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True)
-    assert {"numpy", "megatron_dppo.rollout.sglang.replies"} <= set(done.stdout.split())
+    assert {"numpy", "megatron_dppo.engines.sglang.replies"} <= set(done.stdout.split())
     assert {"torch", "transformers", "pydantic", "aiohttp"}.isdisjoint(done.stdout.split())

@@ -17,9 +17,9 @@ from megatron_dppo.algorithms.presets import PAPER, overrides_in
 from megatron_dppo.checks import check, remarks
 from megatron_dppo.cli import app
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang.options import shipped_options
+from megatron_dppo.engines.sglang.protocol import NEWEST
 from megatron_dppo.metrics.alarms import RULES
-from megatron_dppo.rollout.sglang.options import shipped_options
-from megatron_dppo.rollout.sglang.protocol import NEWEST
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

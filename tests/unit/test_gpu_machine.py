@@ -15,7 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
-from megatron_dppo.cli_options import program
+from megatron_dppo.cli.options import program
 from tools.benchmarks.loss_goals import GOALS
 from tools.gpu_machine import __main__ as gpu_machine
 from tools.gpu_machine.execution import run_step
@@ -152,7 +152,7 @@ def test_stopping_the_program_stops_the_step_that_runs(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     code = (
         "import sys; from pathlib import Path; from tools.gpu_machine import __main__ as program, execution\n"
-        "from tools.gpu_machine.steps import Step; from megatron_dppo.cli_options import program as app\n"
+        "from tools.gpu_machine.steps import Step; from megatron_dppo.cli.options import program as app\n"
         "folder = sys.argv.pop(1); execution.GRACE_S = 0.5\n"
         "step = Step('hangs', ('-c', Path(folder, 'hangs.py').read_text(), folder), 60, 'begun')\n"
         "program.gpu_steps = lambda out, is_rehearsal: [step]; app(program.main)()"

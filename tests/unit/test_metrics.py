@@ -12,6 +12,7 @@ from samples import make_group, make_sample
 
 from megatron_dppo.algorithms import TopKLogProbs
 from megatron_dppo.data.batches.gradient_steps import with_advantages
+from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.kernels import FusedPolicyLoss
 from megatron_dppo.metrics.bound import add_bound_of_tokens
 from megatron_dppo.metrics.means import add_group_means, add_token_means
@@ -29,7 +30,7 @@ from megatron_dppo.metrics.mismatch import (
     without_lone_age,
 )
 from megatron_dppo.metrics.staleness import add_ages
-from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, EngineCounts, RolloutCounts
+from megatron_dppo.rollout.counts import DROP_REASONS, DropReason, RolloutCounts
 from megatron_dppo.types import Microbatch, Sample, WeightVersionSpan
 
 BIN_WIDTH = 10 ** (1 / BINS_PER_DECADE) - 1

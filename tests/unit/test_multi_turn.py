@@ -13,14 +13,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.data.batches.packing import pack
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted
+from megatron_dppo.engines.embedded.engine import TransformersEngine
+from megatron_dppo.engines.embedded.sampling import draw, sampling_noise
 from megatron_dppo.environments import Environment, InProcess, Observation, SingleTurn, Turn
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.rewards import RewardResult
 from megatron_dppo.rollout.batched_turns import BatchedTurns
 from megatron_dppo.rollout.conversations import TurnLimits, TurnTokenizer
-from megatron_dppo.rollout.embedded.engine import TransformersEngine
-from megatron_dppo.rollout.embedded.sampling import draw, sampling_noise
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
 from megatron_dppo.rollout.scoring import OverlongShaping
 from megatron_dppo.runtime.concurrency import run_loop

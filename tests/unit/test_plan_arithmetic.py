@@ -28,6 +28,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import Adapters, Chunk, chunk_tensors, padded_vocab
 from megatron_dppo.config import dump_config, load_config
 from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.kernels.output_layer import CHUNK_BYTES, OutputLayer
 from megatron_dppo.plan.activations import Assumptions, LayerModel, LayerTokens, kept_by_layers
@@ -41,7 +42,6 @@ from megatron_dppo.plan.settings import as_overrides, with_settings
 from megatron_dppo.plan.stage_activations import LossTokens, chunk_tokens, chunks_in_flight, loss_bytes
 from megatron_dppo.plan.states import optimizer_bytes, rank_states
 from megatron_dppo.plan.units import GIB, parse_bytes
-from megatron_dppo.rollout.embedded.sampling import draw, most_probable, sampling_log_probs
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import family_of, model_sizes, variant_problems
 from megatron_dppo.config import ParallelConfig
 from megatron_dppo.conversion.pieces import pieces_of
-from megatron_dppo.rollout.embedded.engine import checkpoint_targets
+from megatron_dppo.engines.embedded.engine import checkpoint_targets
 
 published = pytest.mark.parametrize("name", PUBLISHED)
 

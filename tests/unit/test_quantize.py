@@ -23,8 +23,8 @@ from megatron_dppo.conversion.quantization_mismatch import rounding_inputs
 from megatron_dppo.conversion.quantize import Quantization, calibrated
 from megatron_dppo.conversion.quantized_folder import QuantizedFolder
 from megatron_dppo.conversion.to_quantized import MISMATCH
+from megatron_dppo.engines.embedded.weight_formats import WeightFormat, is_linear, round_linears
 from megatron_dppo.errors import ConversionError
-from megatron_dppo.rollout.embedded.weight_formats import WeightFormat, is_linear, round_linears
 from megatron_dppo.runtime.jsonl import write_jsonl
 
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"

@@ -119,7 +119,7 @@ def test_an_entry_of_a_table_has_a_class(key: str, is_free: bool) -> None:
 
 def test_free_options_are_arguments_of_sglang() -> None:
     """A misspelt or invented name would silently be refused on a resume."""
-    package = ROOT / "megatron_dppo/rollout/sglang"
+    package = ROOT / "megatron_dppo/engines/sglang"
     known = {name for file in package.glob("arguments_*.json") for name in json.loads(file.read_text())}
     own = {key.partition(".")[2] for key in OPTION_MAY_CHANGE if key.startswith("sglang.")}
     assert own - known == {"python"}

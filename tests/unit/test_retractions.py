@@ -12,12 +12,12 @@ from samples import InProcessScorer
 from sglang_stand_in import MODEL, ROUTING, StandIn, answer
 from test_collect import PROMPTS, TOKENIZER, dropped
 
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, with_observation
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.protocol import GENERATIONS
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, with_observation
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS
 from megatron_dppo.routing_replay.capture import validate_routes
 
 PARAMS = SamplingParams(6, capture_routes=True)

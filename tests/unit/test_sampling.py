@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dppo.rollout.embedded.sampling import draw, most_probable, sampling_log_probs, sampling_noise
+from megatron_dppo.engines.embedded.sampling import draw, most_probable, sampling_log_probs, sampling_noise
 
 
 def test_noise_depends_on_the_key_and_the_position_only() -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.sglang.options import shipped_options
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS, NEWEST, generation_of
-from megatron_dppo.rollout.sglang.sampling_settings import (
+from megatron_dppo.engines.sglang.options import shipped_options
+from megatron_dppo.engines.sglang.protocol import GENERATIONS, NEWEST, generation_of
+from megatron_dppo.engines.sglang.sampling_settings import (
     REFUSED_ARGUMENTS,
     SET,
     argument_problems,
     seed_of,
     variable_problems,
 )
+from megatron_dppo.errors import ServerError
 
 REPLIES = Path(__file__).parent / "sglang_replies"
 REFUSED: dict[str, Any] = {

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.prompts.prompts import PromptStream
+from megatron_dppo.engines.base import Completion, HasEnded, IsEnough, Request, SamplingParams
+from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.rewards import Reward, RewardResult
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, HasEnded, IsEnough, Request, SamplingParams
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.rollouts import RolloutScheduler
 from megatron_dppo.rollout.scoring import Scorer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.engines.sglang.server import Launch, Server, supervise
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.sglang.server import Launch, Server, supervise
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.engines.sglang.client import Patience, SglangClient
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.sglang.client import Patience, SglangClient
 
 QUICK = Patience(
     connect_timeout_s=1.0, control_timeout_s=1.0, generate_timeout_s=0.4, max_attempts=3, first_pause_s=0.01

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang import server
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rollout.sglang import server
 
 ROOT = Path(__file__).parents[2]
 

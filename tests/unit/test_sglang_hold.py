@@ -14,14 +14,14 @@ import torch
 from sglang_stand_in import LOG_PROB, MODEL, TOKEN, StandIn, answer
 from test_collect import TOKENIZER
 
+from megatron_dppo.engines.base import Completion, ConcurrentEngine, Request, SamplingParams, Session, aborted
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.sglang.client import Patience
+from megatron_dppo.engines.sglang.engine import SglangEngine
 from megatron_dppo.environments import InProcess, SingleTurn
 from megatron_dppo.errors import RolloutError, ServerError
 from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, ConcurrentEngine, Request, SamplingParams, Session, aborted
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine
-from megatron_dppo.rollout.sglang.client import Patience
-from megatron_dppo.rollout.sglang.engine import SglangEngine
 from megatron_dppo.types import Prompt, WeightVersionSpan
 
 PARAMS = SamplingParams(10)

@@ -10,10 +10,10 @@ import torch
 from sglang_stand_in import MODEL as STAND_IN_MODEL
 from sglang_stand_in import StandIn
 
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted, joined
-from megatron_dppo.rollout.sglang.engine import SglangEngine
-from megatron_dppo.rollout.sglang.protocol import GENERATIONS, ServedModel
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, joined
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.protocol import GENERATIONS, ServedModel
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
 
 MODEL = ServedModel(97, 3, (0,), ModelRouting((0, 1, 2), 8, 2))

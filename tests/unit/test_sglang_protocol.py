@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.sglang.decoding import decode_routes
-from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
-from megatron_dppo.rollout.sglang.protocol import (
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.sglang.decoding import decode_routes
+from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
+from megatron_dppo.engines.sglang.protocol import (
     GENERATIONS,
     Generation,
     Generation0521,
     ServedModel,
     generation_of,
 )
-from megatron_dppo.rollout.sglang.sampling_settings import UNUSED_PARAMETERS, seed_of
+from megatron_dppo.engines.sglang.sampling_settings import UNUSED_PARAMETERS, seed_of
+from megatron_dppo.errors import ReplyError, RoutingReplayError, ServerError
 from megatron_dppo.types import ModelRouting, RoutedExperts, WeightVersionSpan
 
 REPLIES = Path(__file__).parent / "sglang_replies"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.engines.sglang.server import ServerRecord, registered, require_registered
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.sglang.server import ServerRecord, registered, require_registered
 
 
 def record(name: str) -> ServerRecord:

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron_dppo.engines.base import Completion, Request, SamplingParams
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.engines.sglang import session as sessions
+from megatron_dppo.engines.sglang.links import Link
+from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
+from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, ServerError
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams
-from megatron_dppo.rollout.sglang import session as sessions
-from megatron_dppo.rollout.sglang.links import Link
-from megatron_dppo.rollout.sglang.protocol import ServedModel, ServerFacts
-from megatron_dppo.rollout.sglang.session import ServerSession
 from megatron_dppo.types import WeightVersionSpan
 
 MODEL = ServedModel(97, 3, (0,), None)

@@ -13,9 +13,9 @@ from samples import InProcessScorer
 from test_multi_turn import TOKENIZER, WORDS, words_of
 from test_transformers_engine import VOCAB, engine_of, moe_config, reference_model
 
+from megatron_dppo.engines.base import Completion, SamplingParams
 from megatron_dppo.errors import ConfigError, RolloutError
 from megatron_dppo.rewards import RewardResult
-from megatron_dppo.rollout.engine import Completion, SamplingParams
 from megatron_dppo.rollout.trajectories import Generate, UserGenerate
 from megatron_dppo.runtime.user_code import imported
 from megatron_dppo.types import Prompt
@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dppo.environments import Episode
-from megatron_dppo.rollout.engine import with_observation
+from megatron_dppo.engines.base import with_observation
 
 
 def twice(engine, requests, params):

@@ -9,12 +9,12 @@ from test_transformers_engine import checkpoint, moe_config, reference_model, re
 from torch import Tensor
 
 from megatron_dppo.config.schema import EnginePrecision
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.rollout.embedded.engine import (
+from megatron_dppo.engines.base import SamplingParams
+from megatron_dppo.engines.embedded.engine import (
     TransformersEngine,
     checkpoint_targets,
 )
-from megatron_dppo.rollout.embedded.weight_formats import (
+from megatron_dppo.engines.embedded.weight_formats import (
     WeightFormat,
     dequantize_fp8,
     dequantize_nvfp4,
@@ -26,7 +26,7 @@ from megatron_dppo.rollout.embedded.weight_formats import (
     rounded,
     scale_for,
 )
-from megatron_dppo.rollout.engine import SamplingParams
+from megatron_dppo.errors import RolloutError
 
 ENGINE: dict[WeightFormat, EnginePrecision] = {"fp8": "modelopt_fp8", "nvfp4": "modelopt_nvfp4"}
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.engines.checksum import WeightChecksum
+from megatron_dppo.engines.weight_sync.in_process import InProcessSync
+from megatron_dppo.engines.weight_sync.sglang import SglangSync
 from megatron_dppo.errors import WeightSyncError
-from megatron_dppo.rollout.checksum import WeightChecksum
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
-from megatron_dppo.weight_sync.in_process import InProcessSync
-from megatron_dppo.weight_sync.sglang import SglangSync
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 

@@ -31,15 +31,8 @@ import torch
 import typer
 from torch import Tensor
 
-from megatron_dppo.cli_options import show_table
 from megatron_dppo.data.prompts.prompts import PromptStream
-from megatron_dppo.environments import InProcess, SingleTurn
-from megatron_dppo.errors import RolloutError
-from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
-from megatron_dppo.rollout.ahead import Ahead
-from megatron_dppo.rollout.conversations import Conversations, TurnLimits
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import (
+from megatron_dppo.engines.base import (
     Completion,
     Request,
     SamplingParams,
@@ -47,11 +40,18 @@ from megatron_dppo.rollout.engine import (
     joined,
     num_tokens_before,
 )
+from megatron_dppo.engines.counts import EngineCounts
+from megatron_dppo.environments import InProcess, SingleTurn
+from megatron_dppo.errors import RolloutError
+from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
+from megatron_dppo.rollout.ahead import Ahead
+from megatron_dppo.rollout.conversations import Conversations, TurnLimits
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.open_groups import Places
 from megatron_dppo.rollout.producer import Producer
 from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import StalenessBound
+from megatron_dppo.runtime.tables import show_table
 from megatron_dppo.types import FinishReason, Prompt, WeightVersionSpan
 from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, cli, machine, warn_if_busy, write_json
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megatron_dppo.data.prompts.prompts import Drawn
+from megatron_dppo.engines.base import Completion, Request, SamplingParams, aborted, joined
+from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.environments import InProcess, Observation, Trajectory, Turn
 from megatron_dppo.rewards import RewardFault, RewardRequest, RewardResult
 from megatron_dppo.rollout.conversations import TurnLimits
-from megatron_dppo.rollout.counts import EngineCounts
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams, aborted, joined
 from megatron_dppo.rollout.group_sampling import sample, score_groups
 from megatron_dppo.rollout.groups import GroupMaker
 from megatron_dppo.rollout.multi_turn import MultiTurnEngine

@@ -22,10 +22,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from megatron_dppo.cli_options import show_table
-from megatron_dppo.rollout.engine import Request, SamplingParams
-from megatron_dppo.rollout.sglang.decoding_process import DecodingProcess
-from megatron_dppo.rollout.sglang.protocol import (
+from megatron_dppo.engines.base import Request, SamplingParams
+from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
+from megatron_dppo.engines.sglang.protocol import (
     GENERATIONS,
     NEWEST,
     Generation0521,
@@ -33,6 +32,7 @@ from megatron_dppo.rollout.sglang.protocol import (
     ServedModel,
     generation_of,
 )
+from megatron_dppo.runtime.tables import show_table
 from megatron_dppo.types import ModelRouting
 from tools.benchmarks.benchmarking import OUT, OtherPrograms, cli, machine, spread, warn_if_busy, write_json
 

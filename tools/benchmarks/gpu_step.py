@@ -33,13 +33,13 @@ import typer
 
 from megatron_dppo.architectures.spec_choice import LayerSpecName
 from megatron_dppo.checks import model_facts
-from megatron_dppo.cli_options import show_table
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.plan import Machine
 from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.memory import memory_of
 from megatron_dppo.runtime.process import Runtime, gpu_libraries, quiet_library_warnings, start, stop
+from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, write_json
 
 if TYPE_CHECKING:

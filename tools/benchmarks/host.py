@@ -23,9 +23,9 @@ from typing import Annotated, get_args
 
 import typer
 
-from megatron_dppo.cli_options import show_table
 from megatron_dppo.data.batches.memory import rollout_bytes_bound
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
+from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, OtherPrograms, cli, machine, spread, warn_if_busy, write_json
 from tools.benchmarks.decoding import MODEL, PROMPT
 from tools.benchmarks.host_path import HostPath, Rollout, Sizes, Step, Where, children_peak_bytes

@@ -35,7 +35,7 @@ import torch
 import typer
 from tqdm import tqdm
 
-from megatron_dppo.cli_options import show_table
+from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import (
     OUT,
     ROOT,

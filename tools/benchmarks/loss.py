@@ -41,8 +41,8 @@ import torch.distributed as dist
 import typer
 from torch._C._distributed_c10d import HashStore
 
-from megatron_dppo.cli_options import show_table
 from megatron_dppo.runtime.process import quiet_library_warnings
+from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, write_json
 from tools.benchmarks.loss_baselines import baselines
 from tools.benchmarks.loss_cases import SHARDS, Case, Shape

@@ -27,7 +27,7 @@ import httpx2
 import torch
 import typer
 
-from megatron_dppo.cli_options import show_table
+from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import (
     OUT,
     ROOT,
@@ -42,7 +42,7 @@ from tools.benchmarks.benchmarking import (
 sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 
 from megatron_dppo.config.schema import Config  # noqa: E402
-from megatron_dppo.rollout.engine import Completion, Request, SamplingParams  # noqa: E402
+from megatron_dppo.engines.base import Completion, Request, SamplingParams  # noqa: E402
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop  # noqa: E402
 
 WAYS = ("distributed", "disk", "tensor")
@@ -65,8 +65,8 @@ def main(
     runtime, others = start(), OtherPrograms()
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), hidden, python)
-        from megatron_dppo.rollout.sglang.nccl import nccl_settings
-        from megatron_dppo.rollout.sglang.own_servers import own_servers
+        from megatron_dppo.engines.sglang.nccl import nccl_settings
+        from megatron_dppo.engines.sglang.own_servers import own_servers
 
         os.environ.update(nccl_settings(config))
 
@@ -117,8 +117,8 @@ def make_config(folder: Path, hidden: int, python: str) -> Config:
 def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, Any]:
     """Seconds of each way in turn, and of copying as many bytes."""
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.engines.weight_sync.factory import build_sync
     from megatron_dppo.rollout.rollouts import build_engine
-    from megatron_dppo.weight_sync.factory import build_sync
 
     actor = Actor(config, runtime)
     engine = build_engine(config, config.model.load, runtime.device)
@@ -153,10 +153,10 @@ def seconds_of(runtime: Runtime, work: Callable[[], object]) -> float:
 
 def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests: int) -> dict[str, Any]:
     """Seconds of equal requests, through the engine and as plain HTTP, in turn; and bytes of a token."""
-    from megatron_dppo.rollout.sglang.engine import SglangEngine
-    from megatron_dppo.rollout.sglang.model import served_model
-    from megatron_dppo.rollout.sglang.protocol import generation_of
-    from megatron_dppo.rollout.sglang.server import API_KEY, registered
+    from megatron_dppo.engines.sglang.engine import SglangEngine
+    from megatron_dppo.engines.sglang.model import served_model
+    from megatron_dppo.engines.sglang.protocol import generation_of
+    from megatron_dppo.engines.sglang.server import API_KEY, registered
 
     (record,) = registered(config.run.folder / "servers")
     model, key = served_model(config.model.load, ()), os.environ.get(API_KEY)  # no end token: equal lengths

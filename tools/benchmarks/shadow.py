@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_dppo.cli_options import show_table
 from megatron_dppo.runtime.process import Runtime, quiet_library_warnings, start, stop
+from megatron_dppo.runtime.tables import show_table
 from tools.benchmarks.benchmarking import (
     OUT,
     ROOT,

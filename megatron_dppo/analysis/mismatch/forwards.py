@@ -12,6 +12,8 @@ from tqdm import tqdm
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
+from megatron_dppo.engines.base import RolloutEngine
+from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import RolloutError
 from megatron_dppo.mcore.groups import speaks_for_its_group
 from megatron_dppo.metrics.metrics import Metrics
@@ -23,11 +25,9 @@ from megatron_dppo.metrics.token_mismatch import (
 )
 from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
-from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.runtime.process import Runtime, Stopwatch
 from megatron_dppo.types import SampleGroup, TrainBatch
-from megatron_dppo.weight_sync.factory import build_sync
 
 logger = logging.getLogger(__name__)
 

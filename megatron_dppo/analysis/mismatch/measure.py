@@ -14,9 +14,15 @@ import typer
 from megatron_dppo.analysis.mismatch.forwards import Measurement, measure
 from megatron_dppo.analysis.mismatch.settings import FILES
 from megatron_dppo.analysis.report.mismatch_plot import write_plot
-from megatron_dppo.cli_options import show_table
 from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang.client import SglangClient
+from megatron_dppo.engines.sglang.model import served_model
+from megatron_dppo.engines.sglang.own_servers import own_servers
+from megatron_dppo.engines.sglang.protocol import ServerFacts
+from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.weight_sync.factory import served_dtype
+from megatron_dppo.engines.weight_sync.temperature import require_temperature
 from megatron_dppo.errors import ConfigError, Problem, RolloutError
 from megatron_dppo.metrics.token_mismatch import (
     MeasuredResponse,
@@ -26,11 +32,6 @@ from megatron_dppo.metrics.token_mismatch import (
     token_rows,
 )
 from megatron_dppo.models.megatron_folder import hf_files
-from megatron_dppo.rollout.sglang.client import SglangClient
-from megatron_dppo.rollout.sglang.model import served_model
-from megatron_dppo.rollout.sglang.own_servers import own_servers
-from megatron_dppo.rollout.sglang.protocol import ServerFacts
-from megatron_dppo.rollout.sglang.server import API_KEY, registered
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.lock import locked
@@ -38,8 +39,7 @@ from megatron_dppo.run_folder.versions import versions
 from megatron_dppo.runtime.full_disk import full_disk_explained
 from megatron_dppo.runtime.jsonl import write_jsonl
 from megatron_dppo.runtime.process import Runtime
-from megatron_dppo.weight_sync.factory import served_dtype
-from megatron_dppo.weight_sync.temperature import require_temperature
+from megatron_dppo.runtime.tables import show_table
 
 _ROWS: Sequence[tuple[str, str, str]] = (
     ("|pi - mu| of a token, mean", "abs_prob_diff_mean", "{:.3e}"),

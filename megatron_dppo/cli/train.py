@@ -1,0 +1,303 @@
+"""Commands for runs: train, check, plan, serve, evaluate."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from megatron_dppo.checks import (
+    doubts,
+    folder_remarks,
+    gather_facts,
+    not_checked,
+    period_remarks,
+    problems_of,
+    remarks,
+    require_evaluable,
+    require_valid,
+    untested,
+)
+from megatron_dppo.checks.summary import lines_of, summary
+from megatron_dppo.cli.options import (
+    AcceptChanges,
+    Assumptions,
+    Configs,
+    MeasuredRun,
+    Overrides,
+    SplitGpus,
+    user_errors,
+)
+from megatron_dppo.config.load import dump_config, load_config
+from megatron_dppo.errors import ConfigError, Problem
+from megatron_dppo.plan import (
+    Machine,
+    as_json,
+    as_text,
+    divide,
+    make_plan,
+    parse_bytes,
+    split_as_json,
+    split_as_text,
+)
+from megatron_dppo.runtime.process import gpu_libraries, quiet_library_warnings, world_size_from_launcher
+
+app = typer.Typer()
+
+
+@app.command()
+def train(
+    configs: Configs,
+    overrides: Overrides = None,
+    rollout_only: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only sample, and keep the gradient steps in DIR.")
+    ] = None,
+    train_only: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only train, on what --rollout-only kept in DIR.")
+    ] = None,
+    accepts_changes: AcceptChanges = False,
+) -> None:
+    """Train a model, as the config says.
+
+    One process per GPU (or per CPU rank), started by torchrun or srun:
+
+        megatron-dppo train base.toml dppo.toml
+
+        torchrun --nproc-per-node 2 -m megatron_dppo train ep2.toml
+
+    A run folder that holds a checkpoint is resumed, unless checkpoint.resume is false. Settings that would make
+    it another experiment (algorithm, data, reward, model, sampling, learning rate) are refused then, unless
+    you add --accept-changes. SIGTERM and SIGUSR1 save the run and end it with status 75: start the same
+    command again. Errors in what you gave end with 2.
+
+    --rollout-only and --train-only run one half of the loop, to find out which one goes wrong. Give each a
+    run.folder of its own.
+    """
+    with user_errors():
+        config = load_config(configs, overrides or ())
+        if rollout_only is not None and train_only is not None:
+            action = "Run the command twice."
+            raise ConfigError(Problem("--rollout-only", "--train-only too", "one of them", action))
+        require_valid(config, world_size_from_launcher(), accepts_changes=accepts_changes)
+        quiet_library_warnings()
+        gpu_libraries()
+        if rollout_only is not None:
+            from megatron_dppo.single_phase import rollout_only as roll_out
+
+            roll_out(config, rollout_only, accepts_changes=accepts_changes)
+        elif train_only is not None:
+            from megatron_dppo.single_phase import train_only as train_on
+
+            train_on(config, train_only, accepts_changes=accepts_changes)
+        else:
+            from megatron_dppo.train import main as run
+
+            run(config, accepts_changes=accepts_changes)
+
+
+@app.command()
+def check(
+    configs: Configs,
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of processes to check for. [default: WORLD_SIZE, or 1]"),
+    ] = None,
+    accepts_changes: AcceptChanges = False,
+    is_verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every setting first, as TOML.")
+    ] = False,
+) -> None:
+    """Say in a few lines what a run would be, and find all its problems, without loading a model.
+
+        megatron-dppo check base.toml dppo.toml --set optimizer.lr=2e-6
+
+        megatron-dppo check ep2.toml --world-size 2
+
+    It reads every row of the prompt files with the model's tokenizer, tries rewards and environments in
+    processes of their own, writes and removes a folder where the run's will be, and compares the settings with
+    those of a run that would be resumed. Exits with 1 when there is a problem.
+    """
+    try:
+        config = load_config(configs, overrides or ())
+    except ConfigError as error:
+        _exit_with_problems(error.problems)
+    if is_verbose:
+        typer.echo(dump_config(config))
+    facts = gather_facts(config, world_size or world_size_from_launcher(), accepts_changes=accepts_changes)
+    problems = problems_of(config, facts)
+    typer.echo(summary(config, facts))
+    notes = not_checked(config)
+    for note in notes:
+        typer.echo(f"not checked: {note}", err=True)
+    for note in untested(config):
+        typer.echo(f"untested version: {note}", err=True)
+    noted = [*remarks(config), *period_remarks(config), *doubts(config, facts), *folder_remarks(config)]
+    for remark in noted:
+        typer.echo(f"note: {remark}", err=True)
+    if problems:
+        _exit_with_problems(problems)
+    typer.echo(f"no problems found{' in what was checked' if notes else ''}", err=True)
+
+
+@app.command()
+def plan(
+    configs: Configs,
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=1, help="Processes of train, one to a GPU, over all nodes.")
+    ],
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU: 80GB (80e9 bytes), 79.6GiB, ...")
+    ],
+    overrides: Overrides = None,
+    host_memory: Annotated[
+        str | None, typer.Option("--host-memory", metavar="SIZE", help="Of each node. [default: not checked]")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
+    proposals: Annotated[int, typer.Option(min=0, help="Layouts to show of those that fit.")] = 5,
+    is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
+    is_traced: Annotated[
+        bool,
+        typer.Option("--trace", help="Also run the worst rank's gradient step, with tensors without data."),
+    ] = False,
+    trace_layers: Annotated[
+        int | None, typer.Option(min=1, help="Trace with fewer layers, and extrapolate. [default: all]")
+    ] = None,
+    split: SplitGpus = None,
+    measured: MeasuredRun = None,
+    assume: Assumptions = None,
+) -> None:
+    """Say whether train admits a run on so many GPUs, whether it fits, and which layouts do.
+
+    Reads the config and the config.json of model.load; no weights are needed, and no GPU:
+
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB
+
+    What costs memory or saves it are keys of the config, the same as for train: optimizer.offload=true,
+    algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
+
+    Refused: what check says of the config on as many processes, except about files and libraries. Fits, or
+    does not: the worst rank is counted at the loss, in backward, in the optimizer's step, in a rollout and
+    while weights go to the engine. Layouts that fit are listed with the --set that makes them; where none fits,
+    the fewest GPUs that are enough. Times are estimates.
+
+    --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
+    data: a few minutes on a CPU for a model of any size, without weights. It prints what is live at each peak,
+    by source line, beside what is planned, and how often a layer launches a kernel or waits for the GPU:
+
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --trace --trace-layers 8
+
+    --split says how many of so many GPUs should serve and how many train, and what sampling beside training
+    (rollout.max_staleness) would gain, from rates that a run measured, or that you give:
+
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --measured runs/short
+
+        megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --assume serving_rate=2000
+
+    Exits with 0 when the configured run is admitted and fits, with 1 when not, and with 2 for errors in what
+    you gave. Neither a trace that finds other than the plan nor a split changes the status.
+    """
+    with user_errors():
+        config = load_config(configs, overrides or ())
+        host_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+        machine = Machine(gpus, parse_bytes(gpu_memory, "--gpu-memory"), host_bytes, gpus_per_node)
+        made = make_plan(config, machine)
+        shown, text = as_json(made, proposals), as_text(made, proposals)
+        if split is not None:
+            found = divide(made.job, split, measured, assume or ())
+            shown, text = shown | {"split": split_as_json(found)}, f"{text}\n{split_as_text(found)}"
+        elif measured is not None or assume:
+            given = "--assume" if measured is None else "--measured"
+            raise ConfigError(Problem(given, "no --split", "one", "Add --split 32, the number of all GPUs."))
+        if is_traced or trace_layers is not None:
+            quiet_library_warnings()
+            from megatron_dppo import trace
+
+            traced = trace.trace_run(made, lambda line: typer.echo(f"trace: {line}", err=True), trace_layers)
+            shown, text = shown | {"trace": trace.as_json(traced)}, f"{text}\n{trace.as_text(traced)}"
+    typer.echo(json.dumps(shown, indent=2) if is_json else text, nl=is_json)
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    configs: Configs,
+    overrides: Overrides = None,
+    name: Annotated[str, typer.Option(help="Of the server, among those of the run.")] = "server",
+) -> None:
+    """Start an SGLang server for a run, keep it running, and register it in run.folder/servers.
+
+    It serves model.load with the arguments of [sglang], until SIGTERM or SIGINT:
+
+        megatron-dppo serve base.toml --set sglang.python=.venv-sglang/bin/python
+
+    A server that ends by itself is started again, rollout.sglang.max_restarts times; its log is
+    servers/NAME.log. Clients must know the key in $MEGATRON_DPPO_SGLANG_API_KEY, where there is one.
+    """
+    with user_errors():
+        config = load_config(configs, overrides or ())
+        from megatron_dppo.engines.sglang.server import Server, plan_launch, supervise
+
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        options = config.rollout.sglang
+        server = Server(plan_launch(config), config.run.folder / "servers", name)
+        supervise(server, ended, start_timeout_s=options.start_timeout_s, max_restarts=options.max_restarts)
+
+
+@app.command()
+def evaluate(
+    configs: Configs,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of a run: RUN/checkpoints/step_... [default: model.load]"),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Another Hugging Face folder or Megatron checkpoint.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="DIR", help="Gets metrics.json and every response.")
+    ] = Path("evaluation"),
+) -> None:
+    """Evaluate a model or a checkpoint on the config's evaluation sets, without training.
+
+        megatron-dppo evaluate base.toml -o base_model
+
+        megatron-dppo evaluate base.toml --checkpoint runs/dppo/checkpoints/step_00000320 -o step_320
+
+    It needs the config's [model], [rollout], [data] and [evaluation], and no data.prompts; under torchrun the
+    prompts are spread over the processes. Of a checkpoint it draws what the run draws in its evaluation after
+    as many rollouts. Started again, it keeps the sets that were finished, unless weights or settings differ.
+    """
+    with user_errors():
+        if checkpoint is not None and model is not None:
+            raise ConfigError(Problem("--checkpoint", "--model too", "one of them", "Run the command twice."))
+        if checkpoint is not None and not checkpoint.exists():
+            found, action = f"{checkpoint}, which does not exist", "Name one: RUN/checkpoints/step_..."
+            raise ConfigError(Problem("--checkpoint", found, "a checkpoint of a run", action))
+        folder = checkpoint or model
+        load = [] if folder is None else [f"model.load={json.dumps(str(folder))}"]
+        # 0 turns off the evaluation of training; this command was asked to evaluate.
+        config = load_config(configs, [*(overrides or ()), *load, "evaluation.every=1"])
+        require_evaluable(config, world_size_from_launcher())
+        quiet_library_warnings()
+        gpu_libraries()
+        from megatron_dppo.evaluate import as_table, finished_rollouts
+        from megatron_dppo.evaluate import evaluate as run
+
+        results = run(config, out, finished_rollouts(checkpoint) if checkpoint is not None else 0)
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(as_table(results))
+
+
+def _exit_with_problems(problems: Sequence[Problem]) -> NoReturn:
+    for line in lines_of(problems):
+        typer.echo(line, err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Engines that generate responses, and the weights that they are sent."""

@@ -1,0 +1,104 @@
+"""Reads the sizes that servers and clients need from a config.json; refuses what SGLang would serve wrongly."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.architectures.refusals import QUANTIZED, is_block_fp8, rope_kind
+from megatron_dppo.architectures.registry import FAMILIES, family_of, read_model_sizes
+from megatron_dppo.architectures.sizes import ModelSizes, read_model_config
+from megatron_dppo.engines.sglang.protocol import ServedModel
+from megatron_dppo.errors import ConfigError, Problem
+
+_NUM_DENSE = "first_k_dense_replace"
+
+
+def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
+    """Read the model in `folder`, and check that SGLang serves it as it is.
+
+    Raises:
+        ConfigError: There is no config.json, or see `model_problems`.
+    """
+    sizes = read_model_sizes(folder)
+    problems = list(model_problems(folder, read_model_config(folder)[1], sizes))
+    if problems:
+        raise ConfigError(problems)
+    return ServedModel(sizes.vocab_size, sizes.num_layers, tuple(end_tokens), sizes.routing)
+
+
+def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:
+    """Yield what keeps SGLang from serving a model as it is trained.
+
+    That are weights in 8 bits, which the trainer's could not replace, heads and rotary frequencies that SGLang
+    has not, dense layers where it builds sparse ones, and keys that it reads of config.json and does not find.
+
+    Args:
+        folder: model.load.
+        hf: Its config.json.
+        sizes: The model's.
+    """
+    if is_block_fp8(hf.get(QUANTIZED)):
+        action = f"Run megatron-dppo convert to-megatron --hf {folder} --out NEW, and name NEW as model.load."
+        found = f"{folder}, whose weights are 8-bit floats in blocks"
+        expected = "weights in bfloat16: a server of these would drop what the trainer sends"
+        yield Problem("model.load", found, expected, action)
+    yield from _attention_problems(folder, hf, sizes)
+    facts = FAMILIES[sizes.architecture].sglang
+    keys = dict(facts.config_keys)
+    dense = sorted(set(range(sizes.num_layers)) - set(sizes.moe_layers)) if sizes.num_experts else []
+    is_in_front = dense == list(range(len(dense)))
+    if dense and not (facts.has_dense_layers and is_in_front):
+        action = "Use rollout.engine = 'transformers' for this model."
+        found = f"{folder}, whose layers {dense[:8]} are dense"
+        expected = "experts in every layer: SGLang takes all layers of this architecture as sparse"
+        if facts.has_dense_layers:
+            expected = "dense layers in front of all others: SGLang builds them nowhere else"
+        yield Problem("model.load", found, expected, action)
+    elif facts.has_dense_layers:
+        keys[_NUM_DENSE] = len(dense)
+    other = {key: value for key, value in keys.items() if hf.get(key) != value}
+    if other:
+        found = ", ".join(f"{key} = {hf[key]!r}" if key in hf else f"no {key}" for key in other)
+        expected = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in other.items())
+        action = "Write them there: publishers do, transformers may leave them out of what it saves."
+        yield Problem(
+            "model.load", f"{found} in config.json of {folder}", f"{expected}, which SGLang reads", action
+        )
+
+
+def _attention_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:
+    facts = FAMILIES[sizes.architecture].sglang
+    action = "Use rollout.engine = 'transformers' for this model."
+    derived = sizes.hidden_size // sizes.num_attention_heads
+    if facts.derives_head_dim and sizes.head_dim != derived:
+        found = f"{folder}, whose heads have {sizes.head_dim} dimensions"
+        expected = f"{derived}, hidden_size / num_attention_heads: SGLang derives it for {sizes.architecture}"
+        yield Problem("model.load", found, expected, action)
+    if facts.has_plain_rotary and rope_kind(hf) != "default":
+        found = f"{folder}, whose rotary frequencies are {rope_kind(hf)}'s"
+        expected = f"plain ones: SGLang computes no others for {sizes.architecture}"
+        yield Problem("model.load", found, expected, action)
+
+
+def has_own_output(hf: Mapping[str, Any]) -> bool:
+    """Return whether a server builds an output layer that no checkpoint of this tied model fills.
+
+    Its weights are random until a push sends the embedding under the name of the output layer.
+
+    Args:
+        hf: The model's config.json.
+    """
+    family = family_of(hf)
+    return family.sglang.has_own_output and family.sizes_of(hf).is_tied
+
+
+def routes_problem(architecture: str, version: str) -> Problem | None:
+    """Return the problem with routes from a version of SGLang; none where it returns them."""
+    if version not in FAMILIES[architecture].sglang.lacks_routes:
+        return None
+    found = f"a model of {architecture} with SGLang {version}"
+    expected = (
+        "'off': routers of that model do not say there of which layer they are, and its servers would end"
+    )
+    action = "Set rollout.routing_replay = 'off', use a later SGLang, or rollout.engine = 'transformers'."
+    return Problem("rollout.routing_replay", found, expected, action)

@@ -1,0 +1,187 @@
+"""Checks the `[sglang]` table against the arguments of SGLang's server, and builds the command line from it.
+
+The arguments are read in a process of the interpreter that owns SGLang, and kept per version of it. Where there
+is no SGLang, those of the version that this package was tested with stand in.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines import sglang
+from megatron_dppo.engines.sglang.sampling_settings import SET, SET_VARIABLES
+from megatron_dppo.errors import Problem, did_you_mean
+from megatron_dppo.runtime.cache import cache_folder, write_json
+
+PYTHON = "python"
+"""The one key of [sglang] that is no argument of the server: the interpreter that SGLang is installed in."""
+DEFAULT_PYTHON = ".venv-sglang/bin/python"
+
+_PRINT_VERSION = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
+_PRINT_OPTIONS = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps({action.dest: dict(
+    flag=action.option_strings[0],
+    kind="switch" if "StoreTrue" in type(action).__name__ else
+         "either" if "Boolean" in type(action).__name__ else
+         "many" if action.nargs in ("*", "+") else "one",
+    type=getattr(action.type, "__name__", "str"),
+    choices=None if action.choices is None else [str(choice) for choice in action.choices],
+) for action in parser._actions if action.dest != "help"}))
+"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of the server."""
+
+    flag: str  # "--tp-size"
+    kind: str  # "switch": given or not; "either": --x or --no-x; "many": several values; "one"
+    type: str  # name of what reads the value: "int", "float", "str", or a function of SGLang's
+    choices: list[str] | None
+
+
+def interpreter(config: Config) -> Path:
+    """Return the Python interpreter that SGLang is installed in."""
+    named = str(config.sglang.get(PYTHON, DEFAULT_PYTHON))
+    return Path(shutil.which(named) or named).absolute()  # unresolved: a link is what makes an environment
+
+
+def installed_version(python: Path) -> str | None:
+    """Return SGLang's version; none where the interpreter or SGLang is missing."""
+    lines = _run(python, _PRINT_VERSION, timeout_s=60)
+    return lines[-1] if lines else None
+
+
+def is_for_cpu(python: Path) -> bool:
+    """Return whether the interpreter's environment was made for CPUs, which lacks most kernels."""
+    return any(python.parents[1].glob("lib/python3*/site-packages/sglang_on_cpu.pth"))
+
+
+def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] | None:
+    """Read the server's arguments by their names in Python; none where SGLang is absent or does not import.
+
+    Args:
+        python: The interpreter that SGLang is installed in.
+        cache: Folder of what was read before. [default: the user's cache]
+    """
+    version = installed_version(python)
+    if version is None:
+        return None
+    file = (cache or cache_folder()) / f"sglang-{version}-arguments.json"
+    try:
+        return {name: Option(**option) for name, option in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        lines = _run(python, _PRINT_OPTIONS, timeout_s=300)
+    if not lines:
+        return None
+    options = {name: Option(**option) for name, option in json.loads(lines[-1]).items()}
+    write_json(file, {name: asdict(option) for name, option in options.items()})
+    return options
+
+
+def shipped_options(version: str) -> dict[str, Option]:
+    """Return the arguments of a known version of SGLang, for machines that have none.
+
+    The file is what `read_options` gave for it; tests/sglang compares them.
+    """
+    text = resources.files(sglang).joinpath(f"arguments_{version}.json").read_text(encoding="utf-8")
+    return {name: Option(**option) for name, option in json.loads(text).items()}
+
+
+def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> Iterator[Problem]:
+    """Yield the problems of an `[sglang]` table: names, types and choices; see also `argument_problems`."""
+    for name, value in table.items():
+        where = f"sglang.{name}"
+        if name == PYTHON or name in SET:
+            continue
+        if name not in options:
+            action = did_you_mean(name, sorted(options.keys() - SET.keys()), "Remove it.", "sglang.{}".format)
+            yield Problem(where, name, "an argument of SGLang's server", action)
+        elif (expected := _expected(value, options[name])) is not None:
+            yield Problem(where, repr(value), expected, f"It becomes {options[name].flag} of the server.")
+
+
+def _expected(value: Any, option: Option) -> str | None:
+    """Return a description of the expected value; none where the value is valid."""
+    if option.kind in ("switch", "either"):
+        return None if isinstance(value, bool) else "true or false"
+    if option.kind == "many":
+        return None if isinstance(value, list) else "a list"
+    if isinstance(value, bool | list):
+        return "one value"
+    if option.choices is not None and str(value) not in option.choices:
+        return "one of " + ", ".join(option.choices)
+    if option.type == "int" and not isinstance(value, int):
+        return "a whole number"
+    if option.type == "float" and not isinstance(value, int | float):
+        return "a number"
+    return None
+
+
+def arguments(table: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
+    """Return the command line of a table that has no problems."""
+    line: list[str] = []
+    for name, value in table.items():
+        if name == PYTHON:
+            continue
+        option = options[name]
+        if option.kind == "switch":
+            line += [option.flag] if value else []
+        elif option.kind == "either":
+            line.append(option.flag if value else "--no-" + option.flag.removeprefix("--"))
+        elif option.kind == "many":
+            line += [option.flag, *(_text(item) for item in value)]
+        else:
+            line += [option.flag, _text(value)]
+    return line
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _run(python: Path, program: str, timeout_s: float) -> list[str]:
+    """Run a program and return the lines that it prints; none where it fails."""
+    environment = server_environment(is_on_cpu=True)
+    try:
+        result = subprocess.run(
+            [str(python), "-W", "ignore", "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+            env=environment,
+        )
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return result.stdout.splitlines()
+
+
+def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
+    """Return this process's environment, without our PYTHONPATH and the launcher's variables."""
+    launcher = (
+        "PYTHONPATH",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launcher and not name.startswith(("TORCHELASTIC_", "GROUP_"))
+    }
+    return inherited | dict(SET_VARIABLES) | ({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})

@@ -1,0 +1,301 @@
+"""Protocol of an SGLang server: requests and answers, one adapter per generation of servers.
+
+An adapter is chosen by the version that a server reports; one that was never run against is refused. Answers
+are checked against what was asked for before anything is made of them, in a process of their own where they are
+large (`decoding_process`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dppo.engines.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    aborted,
+    first_route_row,
+    input_tokens,
+    joined,
+    num_tokens_left,
+)
+from megatron_dppo.engines.sglang.decoding import field, weight_version
+from megatron_dppo.engines.sglang.decoding_process import DecodingProcess
+from megatron_dppo.engines.sglang.replies import Expected, PromptScores, Reply
+from megatron_dppo.engines.sglang.sampling_settings import (
+    UNUSED_SINCE_0522,
+    reported_problems,
+    sampling_parameters,
+    seed_of,
+)
+from megatron_dppo.errors import ReplyError, ServerError
+from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
+
+_BEYOND_LONGEST_PROMPT = 4  # SGLang cuts a response, without a word, that goes further beyond max_req_input_len
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Sizes of a model that requests and answers depend on."""
+
+    vocab_size: int
+    num_layers: int  # routes come for all of them, dense ones included
+    end_tokens: tuple[int, ...]  # sampling any of these ends a response; may be empty
+    routing: ModelRouting | None  # none for a model without experts
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Version, model and limits that a server reports of itself."""
+
+    version: str
+    model_path: str
+    weight_version: int
+    max_prompt_tokens: int
+    max_tokens: int  # of prompt and response together
+    captures_routes: bool
+    max_running_requests: int
+    num_ranks: int  # processes that hold a part of the weights each
+
+
+class Generation(Protocol):
+    """Protocol adapter for servers of some versions."""
+
+    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+        """Return the JSON of one POST to /generate."""
+        ...
+
+    async def read_reply(
+        self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
+    ) -> Completion:
+        """Parse the body of a 200 from /generate; the tokens of a partial come before those of the body.
+
+        Raises:
+            ReplyError: Anything but the answer to this request, whole and consistent; also one that the
+                decoding process ended at. Faults of the routes alone cost the completion its routes, and
+                become its `routes_fault`.
+            RolloutError: No decoding process can be kept.
+        """
+        ...
+
+    def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
+        """Return the JSON of one POST to /generate that asks for the log-probs of a prompt's own tokens."""
+        ...
+
+    async def read_scores(
+        self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
+    ) -> tuple[Tensor, RoutedExperts | None]:
+        """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
+
+        Raises:
+            ReplyError: Anything but that.
+            RolloutError: No decoding process can be kept.
+            RoutingReplayError: Routes were asked for, and are faulty.
+        """
+        ...
+
+    def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
+        """Parse the answers to GET /server_info and GET /model_info.
+
+        Raises:
+            ServerError: The server was started with options that change what is sampled behind our back.
+            ReplyError: Something is absent.
+        """
+        ...
+
+    def read_load(self, body: object) -> int:
+        """Parse the number of requests that run or wait from the answer to GET /v1/loads.
+
+        Raises:
+            ReplyError: It says something else.
+        """
+        ...
+
+
+class Generation0521:
+    """Adapter for SGLang 0.5.21."""
+
+    _reply_reader = "reply 0.5.21"
+    _more_parameters: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, decoding: DecodingProcess) -> None:
+        """Keep the process that decodes large answers."""
+        self._decoding = decoding
+
+    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+        """See `Generation.generate_body`. Every sampling parameter is named: none is left to the server."""
+        sampling = sampling_parameters(
+            num_tokens=num_tokens_left(request, params),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            end_tokens=model.end_tokens,
+            seed=seed_of(request.noise_key),
+        )
+        return {
+            "rid": request.id,
+            "input_ids": input_tokens(request),
+            "sampling_params": sampling | dict(self._more_parameters),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": params.num_topk_log_probs,
+            "return_routed_experts": params.capture_routes,
+            "routed_experts_start_len": first_route_row(request),
+            "stream": False,
+        }
+
+    async def read_reply(
+        self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
+    ) -> Completion:
+        """See `Generation.read_reply`."""
+        assert model.routing is not None or not params.capture_routes, "routes are asked of experts only"
+        partial = request.partial
+        expected = Expected(
+            where=f"answer to {request.id}",
+            request_id=request.id,
+            num_prompt_tokens=len(input_tokens(request)),
+            limit=num_tokens_left(request, params),
+            num_topk=params.num_topk_log_probs,
+            vocab_size=model.vocab_size,
+            end_tokens=model.end_tokens,
+            num_layers=model.num_layers,
+            routing=model.routing if params.capture_routes else None,
+            first_route_row=first_route_row(request),
+            lacks_earlier_routes=partial is not None and partial.routed_experts is None,
+        )
+        reply = await self._decoding.read(self._reply_reader, content, expected)
+        assert isinstance(reply, Reply), "the reader's kind of answer"
+        if not reply.tokens.size:
+            return aborted(request)
+        completion = _completion(request.id, reply, model.routing)
+        return joined(partial, completion) if partial else completion
+
+    def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
+        """See `Generation.score_body`. From position 0, the prompt is computed anew whatever is cached."""
+        sampling = sampling_parameters(num_tokens=1, temperature=1.0, top_p=1.0, end_tokens=(), seed=0)
+        return {
+            "rid": rid,
+            "input_ids": list(tokens),
+            "sampling_params": sampling | dict(self._more_parameters),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_routed_experts": with_routes,
+            "stream": False,
+        }
+
+    async def read_scores(
+        self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
+    ) -> tuple[Tensor, RoutedExperts | None]:
+        """See `Generation.read_scores`."""
+        assert model.routing is not None or not with_routes, "routes are asked of experts only"
+        expected = Expected(
+            where="log-probs of a prompt",
+            input_tokens=tuple(tokens),
+            num_layers=model.num_layers,
+            routing=model.routing if with_routes else None,
+        )
+        scores = await self._decoding.read("scores 0.5.21", content, expected)
+        assert isinstance(scores, PromptScores), "the reader's kind of answer"
+        return torch.from_numpy(scores.log_probs), _routed(scores.routes, model.routing)
+
+    def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
+        """See `Generation.read_facts`."""
+        where = "/server_info"
+        problems = list(reported_problems(server_info))
+        if problems:
+            raise ServerError("\n".join(map(str, problems)))
+        longest = field(server_info, "max_req_input_len", int, where)
+        return ServerFacts(
+            version=field(server_info, "version", str, where),
+            model_path=field(model_info, "model_path", str, "/model_info"),
+            weight_version=weight_version(model_info.get("weight_version"), "/model_info"),
+            max_prompt_tokens=longest - 1,
+            max_tokens=longest + _BEYOND_LONGEST_PROMPT,
+            captures_routes=server_info.get("enable_return_routed_experts") is True,
+            max_running_requests=field(server_info, "max_running_requests", int, where),
+            num_ranks=field(server_info, "tp_size", int, where),
+        )
+
+    def read_load(self, body: object) -> int:
+        """See `Generation.read_load`."""
+        where = "/v1/loads"
+        if not isinstance(body, Mapping):
+            raise ReplyError(f"{where}: found {type(body).__name__}; expected one JSON object")
+        parts = [part for part in field(body, "loads", list, where) if isinstance(part, Mapping)]
+        return sum(
+            field(part, name, int, where) for part in parts for name in ("num_running_reqs", "num_waiting_reqs")
+        )
+
+
+class Generation0522(Generation0521):
+    """Adapter for SGLang 0.5.22 and 0.5.23, which answer with the top-K in two flat arrays."""
+
+    _reply_reader = "reply 0.5.22"
+    _more_parameters = UNUSED_SINCE_0522
+
+    def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+        """See `Generation.generate_body`."""
+        body = super().generate_body(request, params, model)
+        if params.num_topk_log_probs:
+            body["return_flat_raw_output_top_logprobs"] = body["return_flat_raw_top_logprobs_b64"] = True
+        return body
+
+
+_DECODING = DecodingProcess()
+GENERATIONS: Mapping[str, Generation0521] = MappingProxyType(
+    {
+        "0.5.21": Generation0521(_DECODING),
+        "0.5.22": Generation0522(_DECODING),
+        "0.5.23": Generation0522(_DECODING),
+    }
+)
+"""Adapters by the version that a server reports, oldest first.
+
+One is added after it was run against such a server. All engines of this process share the decoding process,
+which starts with the first large answer.
+"""
+NEWEST = next(reversed(GENERATIONS))
+"""The version that `make sglang-venv` installs."""
+
+
+def generation_of(version: object) -> Generation0521:
+    """Return the adapter for servers that report this version.
+
+    Raises:
+        ServerError: It was never run against.
+    """
+    generation = GENERATIONS.get(version) if isinstance(version, str) else None
+    if generation is None:
+        raise ServerError(
+            f"found an SGLang server of version {version!r}; expected one of {', '.join(GENERATIONS)}, which "
+            "the protocol was tested with. Install one of them for sglang.python (make sglang-venv)."
+        )
+    return generation
+
+
+def _completion(request_id: str, reply: Reply, routing: ModelRouting | None) -> Completion:
+    topk = None
+    if reply.topk_ids is not None and reply.topk_log_probs is not None:
+        topk = RolloutTopK(torch.from_numpy(reply.topk_ids), torch.from_numpy(reply.topk_log_probs))
+    return Completion(
+        request_id,
+        torch.from_numpy(reply.tokens),
+        torch.from_numpy(reply.log_probs),
+        reply.finish_reason,
+        topk,
+        _routed(reply.routes, routing),
+        tuple(WeightVersionSpan(*span) for span in reply.weight_versions),
+        num_retractions=reply.num_retractions,
+        num_cached_tokens=reply.num_cached_tokens,
+        routes_fault=reply.routes_fault,
+    )
+
+
+def _routed(routes: np.ndarray | None, routing: ModelRouting | None) -> RoutedExperts | None:
+    if routes is None or routing is None:
+        return None
+    return RoutedExperts(torch.from_numpy(routes), routing.layer_numbers, routing.num_experts)

@@ -1,0 +1,351 @@
+"""Runs SGLang servers as children of this process: start, wait for health, register, restart, stop.
+
+A server that answers is registered as run/servers/<name>.json; whoever looks for servers reads that folder.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.architectures.registry import family_of
+from megatron_dppo.architectures.sizes import read_model_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.sglang.client import Patience, SglangClient
+from megatron_dppo.engines.sglang.model import has_own_output, routes_problem, served_model
+from megatron_dppo.engines.sglang.nccl import nccl_settings
+from megatron_dppo.engines.sglang.options import (
+    arguments,
+    installed_version,
+    interpreter,
+    is_for_cpu,
+    option_problems,
+    read_options,
+    server_environment,
+)
+from megatron_dppo.engines.sglang.protocol import generation_of
+from megatron_dppo.engines.sglang.sampling_settings import argument_problems, variable_problems
+from megatron_dppo.errors import ConfigError, Problem, ServerError
+from megatron_dppo.runtime.jsonl import write_jsonl
+
+logger = logging.getLogger(__name__)
+
+API_KEY = "MEGATRON_DPPO_SGLANG_API_KEY"
+"""Environment variable with the key that servers ask for and clients send; unset: none."""
+_ENTRY = f"""
+import os, runpy, signal, sys, threading, time
+
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+if os.environ.get({API_KEY!r}):
+    sys.argv[1:1] = ["--api-key", os.environ[{API_KEY!r}]]
+runpy.run_module("sglang.launch_server", run_name="__main__")
+"""
+"""What a server's process runs: it ends with whoever started it, even if that is killed."""
+_LOG_TAIL = 3000  # characters of a log that an error shows
+_PORT_TAKEN, _MOST_STARTS = b"address already in use", 3
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """Registration of a server that answers: its file in the run's servers/."""
+
+    name: str
+    url: str
+    host: str  # of the process
+    pid: int
+    version: str
+    since: str
+    num_starts: int  # above 1: it was restarted, and holds the weights of model.load again
+    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # what the trainer's environment must equal
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Command, environment and URL of a server to start."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    url: str
+    nccl: Mapping[str, str]  # in the environment too
+
+
+def plan_launch(config: Config, index: int = 0) -> Launch:
+    """Build the command for a server of this run, on a free port unless sglang.port names one.
+
+    Args:
+        config: The run's.
+        index: Of the server among several on one host; each takes the GPUs after those of the one before.
+
+    Raises:
+        ConfigError: SGLang is not in sglang.python, or for CPUs, is of a version never run against, the table
+            has problems, an environment variable changes the sampling, or model.load is not what a server can
+            load, serves as it is, and returns routes of.
+    """
+    python, table = interpreter(config), dict(config.sglang)
+    options = read_options(python)
+    if options is None:
+        raise ConfigError(_unusable(python))
+    if table.get("device") != "cpu" and is_for_cpu(python):
+        found = f"{python}, an environment for CPUs (make sglang-venv SGLANG_FOR=cpu)"
+        action = "Run make sglang-venv SGLANG_FOR=gpu, or set sglang.device = 'cpu' to serve on a CPU."
+        raise ConfigError(Problem("sglang.python", found, "one for GPUs, as sglang.device is not cpu", action))
+    problems = [*argument_problems(table), *variable_problems(os.environ), *option_problems(table, options)]
+    if problems:
+        raise ConfigError(problems)
+    version = installed_version(python)
+    try:
+        generation_of(version)
+    except ServerError as error:
+        raise ConfigError(Problem("sglang.python", str(python), "a known version", str(error))) from None
+    served_model(config.model.load, ())
+    file, hf = read_model_config(config.model.load)
+    model, family = file.parent, family_of(hf)
+    table = {**family.sglang.arguments, **table}
+    has_weights = (
+        any(model.glob("*.safetensors")) and table.get("load_format") != "dummy" and not has_own_output(hf)
+    )
+    if not has_weights:
+        table.setdefault("load_format", "dummy")
+        logger.info("the server begins with random weights: a push brings the model's")
+    is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
+    if replay and (problem := routes_problem(family.architecture, str(version))) is not None:
+        raise ConfigError(problem)
+    host, port = str(table.setdefault("host", "127.0.0.1")), int(table.setdefault("port", free_port()))
+    if index and not is_on_cpu:
+        table["base_gpu_id"] = int(table.get("base_gpu_id", 0)) + index * int(table.get("tp_size", 1))
+    if replay and not is_on_cpu:
+        table.setdefault("moe_runner_backend", "triton")  # others choose experts where no capture sees it
+    owned = {
+        "model_path": str(model.absolute()),
+        "random_seed": config.run.seed,
+        "weight_version": "0" if has_weights else "-1",
+        "enable_return_routed_experts": replay,
+        "enable_memory_saver": config.rollout.sglang.colocated and not is_on_cpu,
+        "skip_tokenizer_init": True,
+        "sampling_defaults": "openai",  # none of generation_config.json's
+    }
+    reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    nccl = nccl_settings(config)
+    return Launch(
+        (str(python), "-W", "ignore", "-c", _ENTRY, *arguments(table | owned, options)),
+        server_environment(is_on_cpu=is_on_cpu) | nccl,
+        f"http://{reachable}:{port}",
+        nccl,
+    )
+
+
+def _unusable(python: Path) -> Problem:
+    """Return the problem with an SGLang whose arguments cannot be read: absent, or it does not import."""
+    version = installed_version(python)
+    if version is None:
+        action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
+        return Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
+    found, action = f"{python}, whose SGLang {version} does not import", "Fix what this prints: "
+    action += f"{python} -c 'import sglang.srt.server_args'"
+    return Problem("sglang.python", found, "an SGLang that can be used", action)
+
+
+def free_port() -> int:
+    """Return a port of this host that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """One server process and its children; owned by whoever started it, who must stop it."""
+
+    def __init__(self, launch: Launch, folder: Path, name: str) -> None:
+        """Keep the command; starts no process.
+
+        Args:
+            launch: What to run.
+            folder: The run's servers/, for the registration and the log.
+            name: Of the two files.
+        """
+        self.launch, self.record = launch, folder / f"{name}.json"
+        self.log = folder / f"{name}.log"
+        self._name, self._process, self._num_starts = name, None, 0
+
+    def start(self, timeout_s: float, ended: threading.Event | None = None) -> ServerRecord | None:
+        """Start the server, wait until it answers, and register it; none where `ended` was set before.
+
+        One whose port another process took meanwhile is started again: SGLang picks ports before it uses them.
+
+        Raises:
+            ServerError: It ended, or did not answer in time; nothing of it is left running.
+        """
+        for left in reversed(range(_MOST_STARTS)):
+            before = self.log.stat().st_size if self.log.exists() else 0
+            try:
+                return self._start_once(timeout_s, ended)
+            except ServerError:
+                if not left or _PORT_TAKEN not in self.log.read_bytes()[before:]:
+                    raise
+                logger.warning(
+                    "server %s: another process took one of its ports; starting it again", self._name
+                )
+        raise AssertionError("the last start returns or raises")
+
+    def _start_once(self, timeout_s: float, ended: threading.Event | None) -> ServerRecord | None:
+        assert self._process is None, "a server is started once, then stopped"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.launch.command,
+                env=dict(self.launch.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._num_starts += 1
+        try:
+            version = self._wait(timeout_s, ended or threading.Event())
+            if version is None:
+                return None
+            record = ServerRecord(
+                name=self._name,
+                url=self.launch.url,
+                host=socket.gethostname(),
+                pid=self._process.pid,
+                version=version,
+                since=datetime.now().astimezone().isoformat(timespec="seconds"),
+                num_starts=self._num_starts,
+                nccl=self.launch.nccl,
+            )
+            write_jsonl(self.record, [asdict(record)])
+        except BaseException:
+            self.stop(grace_s=0)
+            raise
+        logger.info("server %s answers at %s (SGLang %s)", self._name, record.url, record.version)
+        return record
+
+    def status(self) -> int | None:
+        """Return the exit status of a server that ended; none while it runs."""
+        assert self._process is not None, "asked of a server that was started"
+        return self._process.poll()
+
+    def stop(self, grace_s: float = 20.0) -> None:
+        """Terminate the server and all its children, then kill the rest; returns at once where none runs."""
+        self.record.unlink(missing_ok=True)
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None and grace_s > 0:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of its session
+        process.wait()
+
+    def _wait(self, timeout_s: float, ended: threading.Event) -> str | None:
+        """Wait until the server answers, and return its version; none where the wait was cancelled."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (status := self.status()) is not None:
+                raise ServerError(self._sentence(f"it ended with status {status} before it answered"))
+            if asyncio.run(_is_healthy(self.launch.url)):
+                return asyncio.run(_version(self.launch.url))
+            if ended.wait(0.5):
+                return None
+        raise ServerError(self._sentence(f"no answer within {timeout_s:g} s (rollout.sglang.start_timeout_s)"))
+
+    def _sentence(self, found: str) -> str:
+        tail = self.log.read_text(errors="replace")[-_LOG_TAIL:]
+        return (
+            f"server {self._name}: {found}; expected it to answer at {self.launch.url}/health. Fix what "
+            f"its log says ({self.log}):\n{tail}"
+        )
+
+
+def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float, max_restarts: int) -> None:
+    """Keep a server running until `ended` is set, then stop it.
+
+    Raises:
+        ServerError: It does not start, or ended more than `max_restarts` times.
+    """
+    num_restarts = 0
+    try:
+        server.start(start_timeout_s, ended)
+        while not ended.wait(0.5):
+            if (status := server.status()) is None:
+                continue
+            server.stop()
+            if num_restarts == max_restarts:
+                raise ServerError(
+                    f"server at {server.launch.url}: found it ended with status {status} after {num_restarts} "
+                    f"restarts; expected it to run. Fix what its log says ({server.log}), or raise "
+                    "rollout.sglang.max_restarts."
+                )
+            num_restarts += 1
+            logger.warning(
+                "the server ended with status %s; restart %d of %d", status, num_restarts, max_restarts
+            )
+            server.start(start_timeout_s, ended)
+    finally:
+        server.stop()
+
+
+def registered(folder: Path) -> list[ServerRecord]:
+    """Return the servers registered in a run's servers/ by name, node-2 before node-10."""
+    records: list[ServerRecord] = []
+    for path in sorted(folder.glob("*.json"), key=_by_numbers):
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            records.append(ServerRecord(**content))
+        except (OSError, ValueError, TypeError) as error:
+            raise ServerError(
+                f"{path}: found {error}; expected what megatron-dppo serve writes. Remove the file, and start "
+                "the server again."
+            ) from None
+    return records
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """Return a sort key that compares the numbers in a name by value."""
+    parts = re.split(r"(\d+)", path.stem)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def require_registered(folder: Path) -> list[ServerRecord]:
+    """Return the servers registered in a run's servers/, at least one.
+
+    Raises:
+        ServerError: It names none.
+    """
+    records = registered(folder)
+    if not records:
+        raise ServerError(
+            f"{folder}: found no SGLang server; expected one or more. Start them with megatron-dppo serve and "
+            "the config of this run, and wait until they answer; or set rollout.sglang.num_own_servers."
+        )
+    return records
+
+
+async def _is_healthy(url: str) -> bool:
+    async with SglangClient(url, Patience(control_timeout_s=5.0), api_key=os.environ.get(API_KEY)) as client:
+        return await client.is_healthy()
+
+
+async def _version(url: str) -> str:
+    async with SglangClient(url, api_key=os.environ.get(API_KEY)) as client:
+        return (await client.connect())[1].version

@@ -1,0 +1,187 @@
+"""Weights by broadcast: each pipeline stage has a process group, of one of its ranks and the servers."""
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_dppo.engines.sglang.update_calls import TensorList
+from megatron_dppo.engines.weight_sync.base import Weights
+from megatron_dppo.engines.weight_sync.buckets import Bucket, Buffer
+from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from megatron_dppo.runtime.process import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """This rank's pipeline stage, and whether this rank broadcasts for it."""
+
+    stage: int
+    num_stages: int
+    speaks: bool
+
+
+class DistributedTransport:
+    """Each stage sends what it holds, one after the other, in buckets; implements `weight_sync.base.Transport`.
+
+    On GPUs the groups are NCCL's, elsewhere gloo's. A group lives until a server fails or is started again.
+    """
+
+    needs_begin = True
+
+    def __init__(
+        self,
+        weights: Weights,
+        num_tensors: int,
+        place: StagePlace,
+        runtime: Runtime,
+        bucket_bytes: int,
+        timeout_s: float,
+        together: Mapping[str, str] | None = None,
+    ) -> None:
+        """Store the settings, and join no group.
+
+        Args:
+            weights: Of this rank's pipeline stage; its ranks iterate together.
+            num_tensors: How many they are.
+            place: Of this rank among the stages.
+            runtime: Of this rank.
+            bucket_bytes: Sent at a time.
+            timeout_s: For one bucket, and for joining.
+            together: Tensors that must share a bucket with others; see `buckets.Buffer`.
+        """
+        self._weights, self._num_tensors, self._place, self._runtime = weights, num_tensors, place, runtime
+        self._buffer, self._timeout_s = Buffer(bucket_bytes, together=together), timeout_s
+        self._group: _Group | None = None
+
+    def send(self, fleet: Fleet, version: int) -> None:
+        """See `Transport.send`."""
+        stream = self._weights()
+        for stage in range(self._place.num_stages):
+            if stage == self._place.stage:
+                is_last = stage == self._place.num_stages - 1
+                self._send_stage(stream, fleet, version if is_last else None)
+            fleet.agree(self._runtime.all_gather(fleet.failures))
+
+    def _send_stage(self, stream: Iterator[tuple[str, Tensor]], fleet: Fleet, version: int | None) -> None:
+        if not self._place.speaks:
+            for _ in stream:  # gathered by all, sent by one
+                pass
+            return
+        group = self._join(fleet)
+        num_left = self._num_tensors
+        for bucket in self._buffer.fill(stream):
+            num_left -= len(bucket.names)
+            if fleet.members and group is not None:
+                self._broadcast(bucket, group, fleet, version if not num_left else None)
+        assert num_left == 0, "a stage sends what it said it would"
+        if not fleet.members:
+            self._leave()
+
+    def _broadcast(self, bucket: Bucket, group: "_Group", fleet: Fleet, version: int | None) -> None:
+        """Broadcast one bucket to all members; where one fails, the group is lost for all."""
+        tensors = TensorList(bucket.names, bucket.shapes, bucket.dtype)
+        before = len(fleet.members)
+        with fleet.telling(lambda member: member.calls.from_group(group.name, tensors, version)):
+            try:
+                dist.broadcast(bucket.flat, group=group.handle, group_src=0)
+            except RuntimeError as error:  # gloo raises nothing narrower
+                logger.warning("weights: the group broke (%s)", str(error).splitlines()[0])
+                self._leave()
+        if self._group is None or len(fleet.members) < before:
+            fleet.fail_all("the group that it received weights through broke")
+
+    def _join(self, fleet: Fleet) -> "_Group | None":
+        """Return the group that all of these members have joined; none where one did not."""
+        members = tuple(fleet.members)
+        if self._group is not None and self._group.members == members:
+            return self._group
+        self._leave()
+        if not members:
+            return None
+        name, host = f"weights-{uuid4().hex[:8]}-stage{self._place.stage}", _reachable_host(members)
+        num_ranks = 1 + sum(member.num_ranks for member in members)
+        first_rank, first = {}, 1
+        for member in members:
+            first_rank[member.url], first = first, first + member.num_ranks
+        timeout = timedelta(seconds=self._timeout_s)
+        backend = "nccl" if self._runtime.device.type == "cuda" else "gloo"
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        with fleet.telling(
+            lambda member: member.calls.join(
+                name, host, store.port, backend, first_rank=first_rank[member.url], num_ranks=num_ranks
+            )
+        ):
+            try:
+                handle = _rank_zero_of(name, num_ranks, backend, store, timeout)
+                self._group = _Group(name, handle, store, members)
+            except RuntimeError as error:
+                logger.warning("weights: servers did not join (%s)", str(error).splitlines()[0])
+        if tuple(fleet.members) != members or self._group is None:
+            fleet.fail_all("another server did not join the group that weights go through")
+            self._leave()
+        return self._group
+
+    def _leave(self) -> None:
+        """Forget the group. Its servers keep their ends, which cost them memory until they end."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group.handle)
+        self._group = None
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._leave()
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    name: str
+    handle: dist.ProcessGroup
+    store: TCPStore  # lives as long as the group
+    members: tuple[Member, ...]
+
+
+def _reachable_host(members: tuple[Member, ...]) -> str:
+    """Return this process's address for the servers: loopback where all of them are on this host."""
+    hosts = [urlsplit(member.url).hostname or "" for member in members]
+    return "127.0.0.1" if all(_is_loopback(host) for host in hosts) else socket.gethostname()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _rank_zero_of(
+    name: str, num_ranks: int, backend: str, store: Store, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Create a process group outside this job's as its rank 0; SGLang makes the other ranks."""
+    prefixed = PrefixStore(name, store)
+    helper: Any = c10d._new_process_group_helper
+    handle, _ = helper(
+        num_ranks,
+        0,
+        [],
+        dist.Backend(backend),
+        prefixed,
+        group_name=name,
+        backend_options=None,
+        timeout=timeout,
+    )
+    ranks: Any = c10d._world.pg_group_ranks
+    ranks[handle] = {rank: rank for rank in range(num_ranks)}
+    return handle

@@ -1,0 +1,143 @@
+"""Builds the weight sync for a run's engine."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_dppo.architectures.registry import family_of, read_hf_config
+from megatron_dppo.architectures.weight_map import OUTPUT
+from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.base import RolloutEngine
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.sglang.model import has_own_output, served_model
+from megatron_dppo.engines.sglang.nccl import nccl_settings
+from megatron_dppo.engines.sglang.server import API_KEY, registered
+from megatron_dppo.engines.weight_sync.base import Transport, WeightOwner, WeightSync
+from megatron_dppo.engines.weight_sync.disk import DiskTransport
+from megatron_dppo.engines.weight_sync.distributed import DistributedTransport, StagePlace
+from megatron_dppo.engines.weight_sync.in_process import InProcessSync
+from megatron_dppo.engines.weight_sync.own_output import WithOwnOutput
+from megatron_dppo.engines.weight_sync.probe import Limits, Probe
+from megatron_dppo.engines.weight_sync.run_servers import RunServers
+from megatron_dppo.engines.weight_sync.sglang import SglangSync
+from megatron_dppo.engines.weight_sync.temperature import require_temperature
+from megatron_dppo.engines.weight_sync.tensor import TensorTransport
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.models.megatron_folder import hf_files
+from megatron_dppo.runtime.process import Runtime
+
+__all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "require_cover", "served_dtype"]
+
+
+def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
+    """Connect who has the weights with the engine; every rank calls it together.
+
+    Raises:
+        WeightSyncError: The owner's tensors are not those of the model that servers load.
+    """
+    if not isinstance(engine, SglangEngine):
+        return InProcessSync(owner.weights, engine, runtime)
+    options, folder, key = config.rollout.sglang, hf_files(config.model.load), os.environ.get(API_KEY)
+    require_cover(owner.describe_weights(), folder)
+    if has_own_output(read_hf_config(config.model.load)):
+        owner = WithOwnOutput(owner)
+    probe, model = None, served_model(folder, ())
+    if options.probe_every and owner.log_probs is not None:
+        probe = Probe(
+            owner.log_probs,
+            model,
+            runtime,
+            limits=Limits.of(served_dtype(config)),
+            seed=config.run.seed,
+            api_key=key,
+        )
+    transport, servers = build_transport(config, owner, runtime), run_servers(config, runtime)
+    return SglangSync(
+        transport,
+        engine,
+        servers,
+        runtime,
+        probe=probe,
+        probe_every=max(options.probe_every, 1),
+        require_sampling=lambda urls: require_temperature(urls if options.probe_every else (), model, key),
+    )
+
+
+def run_servers(config: Config, runtime: Runtime) -> RunServers:
+    """Return the run's SGLang servers, which need not answer yet."""
+    folder = config.run.folder / "servers"
+    return RunServers(
+        lambda: registered(folder),
+        runtime,
+        folder / "released",
+        timeout_s=config.rollout.sglang.sync_timeout_s,
+        api_key=os.environ.get(API_KEY),
+        nccl=nccl_settings(config),
+    )
+
+
+def release_servers(config: Config, runtime: Runtime) -> None:
+    """Begin the ledger of the GPU: servers that take turns with the trainer release what they started with.
+
+    Raises:
+        WeightSyncError: One keeps its memory.
+    """
+    runtime.gpu_ledger.begin(takes_turns=config.rollout.takes_turns)
+    if config.rollout.engine == "sglang" and runtime.gpu_ledger.takes_turns:
+        run_servers(config, runtime).release()
+
+
+def served_dtype(config: Config) -> str:
+    """Return the type that servers compute in."""
+    is_quantised = config.sglang.get("quantization") is not None
+    dtype = config.sglang.get("dtype", "auto")
+    return "bfloat16" if is_quantised else config.model.dtype if dtype == "auto" else str(dtype)
+
+
+def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Transport:
+    """How rollout.sglang.weight_sync says that weights travel; every rank calls it together.
+
+    One half of a bucket's bytes is for the buffer, the other for what is gathered to fill it.
+    """
+    options = config.rollout.sglang
+    half = options.sync_bucket_bytes // 2
+    if options.weight_sync == "disk":
+        folder, template = config.run.folder / "weights", hf_files(config.model.load)
+        return DiskTransport(lambda: owner.weights(max_bytes=half), runtime, folder, template, half)
+    hf = read_hf_config(config.model.load)
+    together = family_of(hf).travelling_together(hf)
+    if options.weight_sync == "tensor":
+        num_tensors = len(owner.describe_weights())
+        return TensorTransport(lambda: owner.weights(max_bytes=half), num_tensors, runtime, half, together)
+    return DistributedTransport(
+        lambda: owner.weights(of_own_stage=True, max_bytes=half),
+        len(owner.describe_weights(of_own_stage=True)),
+        StagePlace(*owner.pipeline_place),
+        runtime,
+        bucket_bytes=half,
+        timeout_s=options.sync_timeout_s,
+        together=together,
+    )
+
+
+def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse weights that leave out, or add to, what the checkpoint in `folder` names, before a byte is sent.
+
+    A folder with the files beside weights alone says nothing: then the weight table's word is taken.
+
+    Raises:
+        WeightSyncError: Names the first tensors.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return
+    expected = HFWeights(folder).names - ({OUTPUT.hf[0]} - set(described))  # of a tied model, a copy
+    missing, extra = sorted(expected - set(described)), sorted(set(described) - expected)
+    if missing or extra:
+        raise WeightSyncError(
+            f"{folder}: found {len(missing)} tensors that the trainer does not send (first: {missing[:3]}) and "
+            f"{len(extra)} that it sends besides (first: {extra[:3]}); expected the same. Servers keep what "
+            "they are not sent, and say nothing: correct architectures/weight_map.py."
+        )

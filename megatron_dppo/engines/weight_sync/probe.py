@@ -1,0 +1,186 @@
+"""Probes the weights that servers hold, by log-probs of sequences that touch every tensor.
+
+An unpatched server shows its weights to nobody. But each weight that a token passes changes the log-probs of
+what follows: so the trainer's and the server's are compared on the same random sequences, of which there are as
+many as it takes until each expert of each layer has been chosen.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.engines.sglang.client import SglangClient, new_rid
+from megatron_dppo.engines.sglang.protocol import ServedModel
+from megatron_dppo.engines.weight_sync.fleet import Member
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.metrics.token_mismatch import are_of_other_weights
+from megatron_dppo.runtime.process import Runtime
+from megatron_dppo.types import RoutedExperts
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = 64  # tokens of a sequence
+_FIRST, _MOST = 8, 256  # sequences: doubled until all experts were chosen
+_FIRST_OF_TURNS = 32
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest accepted |log pi - log mu|, over single tokens and in the mean."""
+
+    mean: float
+    largest: float
+    is_float32: bool = False
+
+    @classmethod
+    def of(cls, dtype: str) -> "Limits":
+        """Return how far engines differ in this type; in bfloat16 single tokens are not bounded."""
+        return cls(1e-5, 1e-4, True) if dtype == "float32" else cls(0.2, float("inf"))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One server's log-probs of the sequences."""
+
+    log_probs: Tensor  # [S, L-1]: of each token after the first
+    is_chosen: Tensor | None  # [moe_layers, experts]: which the sequences went through; none if nobody knows
+
+
+class Probe:
+    """Compares each server with the trainer; the sequences are the same for the life of a run."""
+
+    def __init__(
+        self,
+        log_probs: Callable[[Sequence[Tensor]], list[Tensor]],
+        model: ServedModel,
+        runtime: Runtime,
+        *,
+        limits: Limits,
+        seed: int,
+        api_key: str | None,
+    ) -> None:
+        """Draw the sequences.
+
+        Args:
+            log_probs: The trainer's, of each token after the first, at temperature 1; every rank calls it.
+            model: What is served.
+            runtime: Of this rank.
+            limits: Beyond them a server does not hold what the trainer does.
+            seed: Of the sequences.
+            api_key: What servers were started with.
+        """
+        self._log_probs, self._model, self._runtime = log_probs, model, runtime
+        self._limits, self._api_key = limits, api_key
+        generator = torch.Generator().manual_seed(seed)
+        ids = model.vocab_size - 1  # SGLang gives the last token of a vocabulary the log-prob of the first
+        self._sequences = torch.randint(ids, (_MOST, _LENGTH), generator=generator)
+        self._takes_turns = runtime.gpu_ledger.takes_turns
+        self._num_sequences = _FIRST_OF_TURNS if self._takes_turns else _FIRST
+        self._expected = torch.empty(0, _LENGTH - 1)  # the trainer's, of the first sequences
+
+    def expect(self) -> None:
+        """Compute the trainer's log-probs for the next `run`; every rank calls it, before a push.
+
+        Where the trainer leaves its GPU for the engine, `run` compares these sequences alone, and the next
+        comparison has twice as many where an expert was not reached.
+        """
+        self._expected = torch.stack(self._log_probs(list(self._sequences[: self._num_sequences])))
+
+    def run(self, members: Sequence[Member]) -> dict[str, float]:
+        """Compare all members with the trainer; every rank calls it together.
+
+        Raises:
+            WeightSyncError: A server differs by more than the limits.
+        """
+        scores = self._runtime.on_main(lambda: self._scores_of(members))
+        num, length = len(scores[0].log_probs), max(of_server.log_probs.shape[1] for of_server in scores)
+        expected, self._expected = self._expected[:, :length], self._expected[:0]  # of these weights alone
+        if num > len(expected):
+            rest = self._log_probs(list(self._sequences[len(expected) : num, : length + 1]))
+            expected = torch.cat([expected, torch.stack(rest)])
+        of_trainer = [
+            expected[:num, : of_server.log_probs.shape[1]] for of_server in scores
+        ]  # a server may take shorter prompts than others
+        differences = [(s.log_probs - own).abs() for s, own in zip(scores, of_trainer, strict=True)]
+        for member, of_server, own in zip(members, scores, of_trainer, strict=True):
+            self._check(member, of_server.log_probs, own)
+        found = {
+            "sync/probe_abs_diff_mean": max(float(difference.mean()) for difference in differences),
+            "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
+        }
+        reached = [_num_not_reached(of_server) for of_server in scores if of_server.is_chosen is not None]
+        if reached:  # else no server says which experts it went through
+            found["sync/probe_experts_not_reached"] = float(max(reached))
+        return found
+
+    def _check(self, member: Member, found: Tensor, expected: Tensor) -> None:
+        difference, limits = (found - expected).abs(), self._limits
+        mean, largest = float(difference.mean()), float(difference.max())
+        are_others = are_of_other_weights(expected, found, is_float32=limits.is_float32)
+        if mean <= limits.mean and largest <= limits.largest and not are_others:
+            return
+        where = (
+            f"{member.url}: found log-probs that differ from the trainer's by {mean:.2g} in the mean and "
+            f"{largest:.2g} at most, right after an update; expected at most {limits.mean:g} and "
+            f"{limits.largest:g}. The server does not hold the trainer's weights"
+        )
+        if are_others:
+            raise WeightSyncError(
+                f"{where}: they agree no better than two models do. It may build tensors that no push fills: "
+                "see its log, or use rollout.engine = 'transformers' for this model, and report it."
+            )
+        raise WeightSyncError(
+            f"{where}, or computes otherwise: compare dtype and quantization of [sglang] with model.dtype, and "
+            "see its log."
+        )
+
+    def _scores_of(self, members: Sequence[Member]) -> list[Scores]:
+        """Return every member's scores, of as many sequences as the first needs to reach every expert."""
+        num = self._num_sequences
+        first = self._ask(members[0], num)
+        while _num_not_reached(first) and self._num_sequences < _MOST:
+            self._num_sequences *= 2
+            if self._takes_turns:
+                break  # for the next comparison: these scores are compared with what `expect` computed
+            num = self._num_sequences
+            first = self._ask(members[0], num)
+        if (num_left := _num_not_reached(first)) and num == _MOST:
+            logger.warning("weights: %d experts were chosen by none of %d sequences", num_left, num)
+        return [first, *(self._ask(member, num) for member in members[1:])]
+
+    def _ask(self, member: Member, num_sequences: int) -> Scores:
+        return asyncio.run(self._score(member, self._sequences[:num_sequences]))
+
+    async def _score(self, member: Member, sequences: Tensor) -> Scores:
+        async with SglangClient(member.url, api_key=self._api_key) as client:
+            generation, facts = await client.connect()
+            sequences = sequences[:, : facts.max_prompt_tokens]
+            with_routes, places = facts.captures_routes, asyncio.Semaphore(facts.max_running_requests)
+
+            async def score(index: int) -> tuple[Tensor, RoutedExperts | None]:
+                tokens = sequences[index].tolist()
+                body = generation.score_body(new_rid(f"probe+{index}"), tokens, with_routes=with_routes)
+                async with places:
+                    answer = await client.generate(body)
+                return await generation.read_scores(answer, tokens, self._model, with_routes=with_routes)
+
+            answers = await asyncio.gather(*(score(index) for index in range(len(sequences))))
+        log_probs = torch.stack([log_probs for log_probs, _ in answers])
+        return Scores(log_probs, _chosen([routes for _, routes in answers if routes is not None]))
+
+
+def _chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
+    """Return which experts were chosen at least once, [moe_layers, experts]; none without routes."""
+    if not routes:
+        return None
+    indices = torch.cat([of_sequence.indices for of_sequence in routes]).long()  # [tokens, layers, top_k]
+    is_chosen = torch.zeros(indices.shape[1], routes[0].num_experts, dtype=torch.bool)
+    return is_chosen.scatter_(1, indices.transpose(0, 1).flatten(1), True)
+
+
+def _num_not_reached(scores: Scores) -> int:
+    return 0 if scores.is_chosen is None else int((~scores.is_chosen).sum())

@@ -1,0 +1,124 @@
+"""Pushes weights to SGLang servers: pause, update, resume, and verify."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_dppo.engines.sglang.engine import SglangEngine
+from megatron_dppo.engines.weight_sync.base import Transport
+from megatron_dppo.engines.weight_sync.fleet import Fleet, Member
+from megatron_dppo.engines.weight_sync.probe import Probe
+from megatron_dppo.engines.weight_sync.run_servers import RunServers
+from megatron_dppo.errors import WeightSyncError
+from megatron_dppo.runtime.process import Runtime
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS = 2  # the second is for servers that only the failure of another one kept from an update
+
+
+class SglangSync:
+    """Updates every server of the run, wholly or not at all; implements `weight_sync.base.WeightSync`.
+
+    A server whose update failed gets no requests until a later push has reached it; one that was started in
+    between takes part in the next. A trainer that died in the middle leaves paused servers with an open update,
+    which the next push closes.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        engine: SglangEngine,
+        servers: RunServers,
+        runtime: Runtime,
+        *,
+        probe: Probe | None,
+        probe_every: int,
+        require_sampling: Callable[[Sequence[str]], None],
+    ) -> None:
+        """Store the settings, and call no server.
+
+        Args:
+            transport: How weights travel.
+            engine: Told which servers have them; this rank's.
+            servers: Of the run.
+            runtime: Of this rank.
+            probe: Compares servers and trainer after a push.
+            probe_every: Pushes from one comparison to the next; the first push is always followed by one.
+            require_sampling: Raises for servers, by URL, whose log-probs mean something else; rank 0 calls it
+                after the first push to them.
+        """
+        self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
+        self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
+        self._require_sampling, self._tried = require_sampling, set[tuple[str, int]]()
+
+    def prepare_push(self) -> None:
+        """See `WeightSync.prepare_push`: what the comparison after the push expects."""
+        if self._probe is not None and self._num_pushes % self._probe_every == 0:
+            self._probe.expect()
+
+    def push(self, version: int) -> dict[str, float]:
+        """Send all weights to all servers; see `WeightSync.push`.
+
+        Raises:
+            WeightSyncError: No server has all of them, or one computes other log-probs than the trainer, or
+                returns others than those of its sampling.
+        """
+        self._runtime.barrier()  # no rank has requests on the way any more
+        updated: list[Member] = []
+        faults: dict[str, str] = {}
+        for _ in range(_ROUNDS):
+            fleet, absent = self._servers.fleet(without=updated)
+            self._update(fleet, version)
+            updated += fleet.members
+            faults = absent | fleet.failures
+            if not fleet.failures:
+                break
+        for url, reason in faults.items():
+            logger.warning("weights %d: %s gets no requests until a push reaches it: %s", version, url, reason)
+        if not updated:
+            first = next(iter(faults.values()), "run/servers names none")
+            raise WeightSyncError(
+                f"weight version {version}: found no SGLang server that took it (the first: {first}); "
+                "expected one. See that megatron-dppo serve runs with this run's config, and look at its log."
+            )
+        self._engine.admit([member.url for member in updated], version)
+        new = [member for member in updated if (member.url, member.pid) not in self._tried]
+        self._tried |= {(member.url, member.pid) for member in new}
+        self._runtime.on_main(lambda: self._require_sampling([member.url for member in new]))
+        self._num_pushes += 1
+        is_due = (self._num_pushes - 1) % self._probe_every == 0
+        probed = self._probe.run(updated) if self._probe is not None and is_due else {}
+        return {"sync/servers": float(len(updated)), **probed}
+
+    def release_engine(self) -> None:
+        """See `WeightSync.release_engine`."""
+        if self._runtime.gpu_ledger.takes_turns:
+            self._servers.release()
+
+    def close(self) -> None:
+        """Leave process groups and remove files."""
+        self._transport.close()
+
+    def _update(self, fleet: Fleet, version: int) -> None:
+        """Update a whole fleet; a server that fails leaves it, paused and with the update still open."""
+        started, ledger = time.perf_counter(), self._runtime.gpu_ledger
+        ledger.takes("engine weights")
+        if self._runtime.is_main:
+            fleet.tell(lambda member: member.calls.pause)
+            self._servers.resume(fleet, "weights")
+            if self._transport.needs_begin:  # and before it the end of what a trainer before us left open
+                fleet.tell(lambda member: member.calls.end, may_be_refused=True)
+                fleet.tell(lambda member: member.calls.begin)
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+        self._transport.send(fleet, version)
+        ledger.takes("engine cache")
+        if self._runtime.is_main:
+            if self._transport.needs_begin:
+                fleet.tell(lambda member: member.calls.end)
+            self._servers.resume(fleet, "kv_cache")
+            fleet.tell(lambda member: member.calls.go_on)
+        fleet.agree(self._runtime.all_gather(fleet.failures))
+        logger.info(
+            "weights %d: %d servers in %.2f s", version, len(fleet.members), time.perf_counter() - started
+        )

@@ -13,15 +13,15 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_dppo.checkpoints.checkpoint_folder import STATE
+from megatron_dppo.checkpoints.convert.stored_weights import StoredWeights
+from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.checks import BEFORE_LOADING, require_evaluable
 from megatron_dppo.config.effects import evaluated
 from megatron_dppo.config.schema import Config, RolloutConfig
 from megatron_dppo.config.settings import flat
-from megatron_dppo.conversion.stored_weights import StoredWeights
 from megatron_dppo.engines.sglang.own_servers import own_servers
 from megatron_dppo.engines.weight_sync.factory import build_sync
 from megatron_dppo.errors import CheckpointError, ConfigError, Problem
-from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rewards import RewardChoice
 from megatron_dppo.rollout.evaluation import Evaluation, EvaluationSet, evaluation_sets, merge_responses
 from megatron_dppo.rollout.rollouts import build_engine

@@ -25,6 +25,8 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import model_sizes, read_hf_config
 from megatron_dppo.architectures.router_losses import RouterCoefficients
+from megatron_dppo.checkpoints.megatron_folder import load_weights
+from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.balance import SampleCost
 from megatron_dppo.data.batches.exchange import DataParallel
@@ -45,9 +47,7 @@ from megatron_dppo.metrics.masked_tokens import TokenLists
 from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.metrics.mismatch import add_agreement, add_mismatch
 from megatron_dppo.models.build import agreed_layer_spec, build_model, transformer_config
-from megatron_dppo.models.convert import describe_hf_weights, export_hf_weights
 from megatron_dppo.models.lora import add_lora
-from megatron_dppo.models.megatron_folder import load_weights
 from megatron_dppo.routing_replay.replay import Replay, replaying
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import Microbatch, ModelRouting, TrainBatch

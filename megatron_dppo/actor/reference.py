@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.actor.offload import PIECE_BYTES
+from megatron_dppo.checkpoints.megatron_folder import load_weights
+from megatron_dppo.checkpoints.megatron_weights import weight_buffers
 from megatron_dppo.config.schema import Config
-from megatron_dppo.models.convert import weight_buffers
-from megatron_dppo.models.megatron_folder import load_weights
 from megatron_dppo.types import TrainBatch
 
 

@@ -126,7 +126,7 @@ def experts_at_once(num_own: int, bytes_of_one: int, max_bytes: int | None) -> i
 def largest_gathered_bytes(
     shape: ModelShape, layout: Layout, dtype_bytes: int, max_bytes: int | None = None
 ) -> int:
-    """Return the bytes of the most that `models.convert.export_hf_weights` gathers at a time.
+    """Return the bytes of the most that `checkpoints.megatron_weights.export_hf_weights` gathers at a time.
 
     Args:
         shape: The model's.

@@ -12,16 +12,16 @@ import torch
 import typer
 from tqdm import tqdm
 
+from megatron_dppo.checkpoints.weight_formats import WeightFormat
 from megatron_dppo.cli.options import user_errors
-from megatron_dppo.engines.embedded.weight_formats import WeightFormat
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.plan.units import parse_bytes
 from megatron_dppo.runtime import process as runtime
 from megatron_dppo.runtime.tables import show_table
 
 if TYPE_CHECKING:  # so that --help loads none of it
-    from megatron_dppo.conversion.options import Options
-    from megatron_dppo.conversion.sources import Source
+    from megatron_dppo.checkpoints.convert.options import Options
+    from megatron_dppo.checkpoints.convert.sources import Source
 
 logger = logging.getLogger(__name__)
 app = typer.Typer()
@@ -63,11 +63,11 @@ def to_megatron(
 ) -> None:
     """Hugging Face -> Megatron. Any parallel layout loads the result."""
     with _process() as this:
+        from megatron_dppo.checkpoints.convert.description import read_convertible_config
+        from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
+        from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
+        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.hf_folder import HFWeights
-        from megatron_dppo.conversion.description import read_convertible_config
-        from megatron_dppo.conversion.sources import HuggingFaceSource
-        from megatron_dppo.conversion.to_megatron import write_megatron
-        from megatron_dppo.conversion.unfinished import refuse_existing
 
         refuse_existing(out)
         with _named("--hf"):
@@ -102,10 +102,10 @@ def to_hf(
 ) -> None:
     """Megatron -> Hugging Face, one name per expert, as transformers and SGLang read it; LoRA is merged."""
     with _process() as this:
-        from megatron_dppo.conversion.description import description_of
-        from megatron_dppo.conversion.sources import MegatronSource, base_of
-        from megatron_dppo.conversion.to_hf import write_hf
-        from megatron_dppo.conversion.unfinished import refuse_existing
+        from megatron_dppo.checkpoints.convert.description import description_of
+        from megatron_dppo.checkpoints.convert.sources import MegatronSource, base_of
+        from megatron_dppo.checkpoints.convert.to_hf import write_hf
+        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
 
         refuse_existing(out)
         with _named("--megatron" if hf_template is None else "--hf-template"):
@@ -130,8 +130,8 @@ def to_adapter(
 ) -> None:
     """LoRA's adapters of a Megatron checkpoint -> a folder that peft, SGLang and vLLM read."""
     with _process():
-        from megatron_dppo.conversion.to_adapter import write_peft_adapter
-        from megatron_dppo.conversion.unfinished import refuse_existing
+        from megatron_dppo.checkpoints.convert.to_adapter import write_peft_adapter
+        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
 
         refuse_existing(out)
         write_peft_adapter(megatron, out, base)
@@ -149,11 +149,11 @@ def merge_adapter(
 ) -> None:
     """Hugging Face + a peft LoRA adapter -> Hugging Face, with the sums that peft's own merge gives."""
     with _process() as this:
+        from megatron_dppo.checkpoints.convert.description import read_convertible_config
+        from megatron_dppo.checkpoints.convert.peft_adapter import MergedSource
+        from megatron_dppo.checkpoints.convert.to_hf import write_hf
+        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.checkpoints.hf_folder import HFWeights
-        from megatron_dppo.conversion.description import read_convertible_config
-        from megatron_dppo.conversion.peft_adapter import MergedSource
-        from megatron_dppo.conversion.to_hf import write_hf
-        from megatron_dppo.conversion.unfinished import refuse_existing
 
         refuse_existing(out)
         with _named("--hf"):
@@ -171,7 +171,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is and holds; no tensor is read."""
     with user_errors(), _named("FOLDER"):
-        from megatron_dppo.conversion.contents import contents_of
+        from megatron_dppo.checkpoints.convert.contents import contents_of
 
         for line in contents_of(folder, is_listing=tensors):
             typer.echo(line)
@@ -184,8 +184,8 @@ def verify(
 ) -> None:
     """Compare two checkpoints bit for bit by Hugging Face name; ends with 1 where they differ."""
     with user_errors():
-        from megatron_dppo.conversion.compare import compare
-        from megatron_dppo.conversion.sources import source_of
+        from megatron_dppo.checkpoints.convert.compare import compare
+        from megatron_dppo.checkpoints.convert.sources import source_of
 
         pair = source_of(first), source_of(second)
         with _progress(pair[0], 1) as on_bytes:
@@ -236,9 +236,10 @@ def quantize(
     engine's kernel does.
     """
     with _process() as this:
-        from megatron_dppo.conversion.quantize import plan
-        from megatron_dppo.conversion.to_quantized import tokenized, write_quantized
-        from megatron_dppo.conversion.unfinished import refuse_existing
+        from megatron_dppo.analysis.mismatch.quantized import measure as distance
+        from megatron_dppo.checkpoints.convert.quantize import plan
+        from megatron_dppo.checkpoints.convert.to_quantized import tokenized, write_quantized
+        from megatron_dppo.checkpoints.convert.unfinished import refuse_existing
         from megatron_dppo.data.prompts.prompts import load_prompts
 
         refuse_existing(out)
@@ -247,8 +248,9 @@ def quantize(
             quantization = plan(hf, weight_format, exclude or ())
         tokens = tokenized(hf, questions, num_prompts, max_tokens)
         place = torch.device(device) if device else this.device
+        compare = distance if measure else None
         found = write_quantized(
-            hf, out, quantization, tokens, max_tokens=max_tokens, is_measuring=measure, device=place
+            hf, out, quantization, tokens, max_tokens=max_tokens, measure=compare, device=place
         )
     if found is not None:
         _show_mismatch(found, len(tokens))
@@ -324,8 +326,8 @@ def _options(
     base: "Source | None" = None,
 ) -> Iterator["Options"]:
     """Yield the options of a conversion, and log the loss of a rounding at its end."""
-    from megatron_dppo.conversion.options import Options, dtype_of
-    from megatron_dppo.conversion.rounding import Loss, Rounding
+    from megatron_dppo.checkpoints.convert.options import Options, dtype_of
+    from megatron_dppo.checkpoints.convert.rounding import Loss, Rounding
 
     rounded, file_bytes = dtype_of(dtype), parse_bytes(shard_size, "--shard-size")
     with _progress(source, this.world_size if this.is_main else 0) as on_bytes:

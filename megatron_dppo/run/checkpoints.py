@@ -19,13 +19,7 @@ from megatron_dppo.actor.actor import Actor
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.checkpoints import checkpoint_folder
 from megatron_dppo.checkpoints.checkpoint_folder import STATE, Kept, Retention
-from megatron_dppo.checkpoints.model_files import copy_model_files
-from megatron_dppo.checkpoints.resharding import fit_to_chain, is_resharded, require_reshardable
-from megatron_dppo.config.schema import CheckpointConfig
-from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
-from megatron_dppo.errors import CheckpointError
-from megatron_dppo.mcore.fixes import prime_adam_states
-from megatron_dppo.models.megatron_folder import (
+from megatron_dppo.checkpoints.megatron_folder import (
     HF,
     WEIGHTS,
     PendingSave,
@@ -35,6 +29,12 @@ from megatron_dppo.models.megatron_folder import (
     load_sharded,
     model_states,
 )
+from megatron_dppo.checkpoints.model_files import copy_model_files
+from megatron_dppo.checkpoints.resharding import fit_to_chain, is_resharded, require_reshardable
+from megatron_dppo.config.schema import CheckpointConfig
+from megatron_dppo.data.batches.batch_file import bytes_of, read_batches, write_batches
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.mcore.fixes import prime_adam_states
 from megatron_dppo.run.random_states import random_states, restore_random_states
 from megatron_dppo.run.run_point import RunPoint
 from megatron_dppo.runtime.process import Runtime

@@ -48,9 +48,9 @@ def measure(runtime: Runtime, model: str, parallel: dict[str, int], settings: di
     """On one rank: the actor's loss and gradients, and the same of an unpacked Hugging Face model."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.actor.reference import ReferencePolicy
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
-    from megatron_dppo.models.convert import export_hf_weights
 
     has_kl = "ref_kl_coef" in settings.get("algorithm", {})
     config = Config.model_validate(

@@ -170,8 +170,8 @@ def test_samples_are_shared_out_over_four_processes(tmp_path: Path) -> None:
 def gradients(runtime: Runtime, model: str) -> dict[str, Any]:
     """Gradients of one mini-batch, sampled and packed in several ways, on this many processes."""
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches
-    from megatron_dppo.models.convert import export_hf_weights
 
     config = settings(model, 6, expert=runtime.world_size)
     actor = Actor(config, runtime)

@@ -66,19 +66,19 @@ def save_again(runtime: Runtime, folder: str, layout: str, names: list[str]) -> 
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import read_hf_config
     from megatron_dppo.checkpoints.hf_folder import write_hf_checkpoint
-    from megatron_dppo.checkpoints.model_files import copy_model_files
-    from megatron_dppo.config.schema import ParallelConfig
-    from megatron_dppo.mcore import cpu, fixes
-    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
-    from megatron_dppo.models.build import build_model, transformer_config
-    from megatron_dppo.models.convert import export_hf_weights, weight_buffers
-    from megatron_dppo.models.megatron_folder import (
+    from megatron_dppo.checkpoints.megatron_folder import (
         HF,
         WEIGHTS,
         load_weights,
         model_states,
         save_sharded,
     )
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights, weight_buffers
+    from megatron_dppo.checkpoints.model_files import copy_model_files
+    from megatron_dppo.config.schema import ParallelConfig
+    from megatron_dppo.mcore import cpu, fixes
+    from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
+    from megatron_dppo.models.build import build_model, transformer_config
 
     cpu.install()
     fixes.apply()
@@ -114,8 +114,8 @@ def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> 
     from megatron_dppo.architectures.published_names import stays_float32
     from megatron_dppo.architectures.registry import family_of
     from megatron_dppo.checkpoints.hf_folder import HFWeights
+    from megatron_dppo.checkpoints.megatron_weights import describe_hf_weights, export_hf_weights
     from megatron_dppo.engines.weight_sync.buckets import Buffer
-    from megatron_dppo.models.convert import describe_hf_weights, export_hf_weights
 
     together, stored = family_of(hf).travelling_together(hf), HFWeights(model)
     for of_own_stage in (False, True):
@@ -143,7 +143,7 @@ def push_problems(runtime: Runtime, chunks: list[Any], hf: Any, model: Path) -> 
 def gathering_problems(chunks: list[Any], hf: Any, layout: Any) -> Iterator[str]:
     """Yield where the most that is gathered at a time is not what the planner counts."""
     from megatron_dppo.architectures.parameters import largest_gathered_bytes, model_shape
-    from megatron_dppo.models import convert
+    from megatron_dppo.checkpoints import megatron_weights as convert
 
     gather = convert._gathered_piece
     for max_bytes in (None, BUCKET_BYTES, 3 * BUCKET_BYTES):
@@ -212,12 +212,12 @@ def test_a_converted_checkpoint_trains_as_the_original_does(tmp_path: Path) -> N
 
 def convert_together(runtime: Runtime, folder: str) -> None:
     """Both ways, as the tool does under torchrun."""
+    from megatron_dppo.checkpoints.convert.description import read_convertible_config
+    from megatron_dppo.checkpoints.convert.options import Options
+    from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
+    from megatron_dppo.checkpoints.convert.to_hf import write_hf
+    from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
     from megatron_dppo.checkpoints.hf_folder import HFWeights
-    from megatron_dppo.conversion.description import read_convertible_config
-    from megatron_dppo.conversion.options import Options
-    from megatron_dppo.conversion.sources import HuggingFaceSource, MegatronSource
-    from megatron_dppo.conversion.to_hf import write_hf
-    from megatron_dppo.conversion.to_megatron import write_megatron
 
     source, out = Path(folder, "Qwen3MoeForCausalLM"), Path(folder, "shared")
     options = Options(file_bytes=20_000)

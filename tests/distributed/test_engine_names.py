@@ -52,7 +52,7 @@ def compare_for_real(runtime: Runtime, folder: str, dtype: str) -> dict[str, Any
 
 def compare(runtime: Runtime, folder: Path, parallel: dict[str, int], dtype: str = "float32") -> dict[str, Any]:
     """A model in Transformer Engine's spec, against the same in ours."""
-    from megatron_dppo.models.convert import export_hf_weights
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
 
     losses, gradients, names = {}, {}, {}
     for spec in ("torch", "transformer_engine"):
@@ -106,10 +106,10 @@ def _checkpoints(runtime: Runtime, folder: Path) -> dict[str, Any]:
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import read_hf_config
     from megatron_dppo.checkpoints.hf_folder import HFWeights
+    from megatron_dppo.checkpoints.megatron_folder import WEIGHTS, load_weights, save_weights
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.mcore.groups import megatron_sizes
     from megatron_dppo.models.build import build_model, transformer_config
-    from megatron_dppo.models.convert import export_hf_weights
-    from megatron_dppo.models.megatron_folder import WEIGHTS, load_weights, save_weights
 
     hf, sizes, original = read_hf_config(folder), megatron_sizes(Layout(world_size=1)), HFWeights(folder)
     stored, changed = {}, {}

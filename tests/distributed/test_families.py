@@ -67,9 +67,9 @@ def measure(runtime: Runtime, folder: Path) -> dict[str, Any]:
 
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.architectures.parameters import model_shape
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
-    from megatron_dppo.models.convert import export_hf_weights
 
     config = Config.model_validate(
         {
@@ -149,8 +149,8 @@ def _reference(model: Any, objective: Any, samples: list[Any]) -> tuple[float, d
 def _changed_by_conversion(actor: Any, folder: Path) -> list[str]:
     """What is not bitwise the same after Hugging Face -> Megatron -> its checkpoint -> Hugging Face."""
     from megatron_dppo.checkpoints.hf_folder import HFWeights
-    from megatron_dppo.models.convert import export_hf_weights, weight_buffers
-    from megatron_dppo.models.megatron_folder import load_weights, save_weights
+    from megatron_dppo.checkpoints.megatron_folder import load_weights, save_weights
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights, weight_buffers
 
     out = folder.with_name(f"{folder.name} as megatron")
     save_weights(actor.chunks, out, folder)

@@ -47,10 +47,10 @@ def step(runtime: Runtime, models: str, case: Case) -> dict[str, Any]:
 
     from megatron_dppo.actor import forward
     from megatron_dppo.actor.actor import Actor
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
-    from megatron_dppo.models.convert import export_hf_weights
     from megatron_dppo.models.padded_attention import PaddedBatches
     from megatron_dppo.models.varlen_attention import VarlenSequences
 

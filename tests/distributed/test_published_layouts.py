@@ -20,7 +20,7 @@ from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.parameters import model_shape
 from megatron_dppo.architectures.registry import family_of, model_sizes
 from megatron_dppo.architectures.sizes import HFConfig
-from megatron_dppo.conversion.pieces import pieces_of
+from megatron_dppo.checkpoints.convert.pieces import pieces_of
 from megatron_dppo.plan.partition import partition
 from megatron_dppo.runtime.process import Runtime
 
@@ -132,7 +132,7 @@ def main_tensors(chunks: list[Any]) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
-    from megatron_dppo.models.megatron_folder import model_states
+    from megatron_dppo.checkpoints.megatron_folder import model_states
 
     for part in nested_values(model_states(chunks)):
         built = nested_values(part.build()) if isinstance(part, ShardedTensorFactory) else [part]
@@ -151,7 +151,7 @@ def names_read(hf: HFConfig, chunks: list[Any]) -> Counter[str]:
     """The Hugging Face tensors that filling this rank's parameters reads."""
     import torch
 
-    from megatron_dppo.models.convert import load_hf_weights
+    from megatron_dppo.checkpoints.megatron_weights import load_hf_weights
 
     shapes, reads = family_of(hf).hf_shapes(hf), Counter[str]()
 

@@ -85,10 +85,10 @@ def measure(
     from megatron_dppo.actor.observation import Observer
     from megatron_dppo.actor.output_head import OutputHead
     from megatron_dppo.actor.reference import ReferencePolicy
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights
     from megatron_dppo.config.schema import Config
     from megatron_dppo.data.batches.gradient_steps import BatchShape, train_batches, with_advantages
     from megatron_dppo.metrics.metrics import Metrics
-    from megatron_dppo.models.convert import export_hf_weights
 
     config = Config.model_validate(
         {

@@ -44,7 +44,7 @@ def push_from_bfloat16(
     runtime: Runtime, settings: dict[str, Any], params: SamplingParams, folder: str, version: int
 ) -> dict[str, Any]:
     """Push a bfloat16 trainer's weights, with expert biases that bfloat16 could not tell apart."""
-    from megatron_dppo.models.convert import weight_buffers
+    from megatron_dppo.checkpoints.megatron_weights import weight_buffers
 
     in_half = settings | {"model": settings["model"] | {"dtype": "bfloat16"}}
     _, actor, engine = connect(runtime, in_half)
@@ -101,7 +101,7 @@ def sync_of(settings: dict[str, Any], actor: Any, engine: Any, runtime: Runtime,
 
 def change(actor: Any, seed: int, only: str = "") -> None:
     """Add noise to every parameter and buffer, a tenth of its own, or to those with `only` in their names."""
-    from megatron_dppo.models.convert import weight_buffers
+    from megatron_dppo.checkpoints.megatron_weights import weight_buffers
 
     generator = torch.Generator().manual_seed(seed)
     (chunk,) = actor.chunks

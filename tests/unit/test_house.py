@@ -109,9 +109,9 @@ _RUN_CODE = {"eval", "exec", "torch.jit.load", "torch.hub.load", "pd.read_pickle
 # Their own unpickler; Megatron's loading, after `refuse_code`.
 _EXCEPTIONS = {
     # After `refuse_code` on the same folder.
-    "megatron_dppo/conversion/stored_tensors.py": {"FileSystemReader"},
+    "megatron_dppo/checkpoints/convert/stored_tensors.py": {"FileSystemReader"},
     "megatron_dppo/checkpoints/metadata_pickle.py": {"pickle.Unpickler"},
-    "megatron_dppo/models/megatron_folder.py": {
+    "megatron_dppo/checkpoints/megatron_folder.py": {
         "dist_checkpointing.load",
         "dist_checkpointing.load_tensors_metadata",
     },

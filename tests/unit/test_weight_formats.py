@@ -8,13 +8,7 @@ import torch
 from test_transformers_engine import checkpoint, moe_config, reference_model, requests_of
 from torch import Tensor
 
-from megatron_dppo.config.schema import EnginePrecision
-from megatron_dppo.engines.base import SamplingParams
-from megatron_dppo.engines.embedded.engine import (
-    TransformersEngine,
-    checkpoint_targets,
-)
-from megatron_dppo.engines.embedded.weight_formats import (
+from megatron_dppo.checkpoints.weight_formats import (
     WeightFormat,
     dequantize_fp8,
     dequantize_nvfp4,
@@ -25,6 +19,12 @@ from megatron_dppo.engines.embedded.weight_formats import (
     round_linears,
     rounded,
     scale_for,
+)
+from megatron_dppo.config.schema import EnginePrecision
+from megatron_dppo.engines.base import SamplingParams
+from megatron_dppo.engines.embedded.engine import (
+    TransformersEngine,
+    checkpoint_targets,
 )
 from megatron_dppo.errors import RolloutError
 

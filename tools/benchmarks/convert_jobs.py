@@ -70,12 +70,12 @@ def copy(source: Path, out: Path, watch: Watch) -> None:
 
 def through_files(source: Path, out: Path, watch: Watch) -> None:
     """The tool's two ways, from folder to folder."""
+    from megatron_dppo.checkpoints.convert.description import read_convertible_config
+    from megatron_dppo.checkpoints.convert.options import Options
+    from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
+    from megatron_dppo.checkpoints.convert.to_hf import write_hf
+    from megatron_dppo.checkpoints.convert.to_megatron import write_megatron
     from megatron_dppo.checkpoints.hf_folder import HFWeights
-    from megatron_dppo.conversion.description import read_convertible_config
-    from megatron_dppo.conversion.options import Options
-    from megatron_dppo.conversion.sources import HuggingFaceSource, MegatronSource
-    from megatron_dppo.conversion.to_hf import write_hf
-    from megatron_dppo.conversion.to_megatron import write_megatron
     from megatron_dppo.mcore import cpu, fixes
     from megatron_dppo.runtime import process as runtime
 
@@ -94,7 +94,7 @@ def through_files(source: Path, out: Path, watch: Watch) -> None:
 def through_model(source: Path, out: Path, watch: Watch) -> None:
     """A model on one process, filled and written: what training does."""
     from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
-    from megatron_dppo.models.convert import export_hf_weights, load_hf_weights
+    from megatron_dppo.checkpoints.megatron_weights import export_hf_weights, load_hf_weights
 
     chunks, hf = built(source)
     with watch.part("load"):

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_dppo.actor.actor import Actor
+from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.batches.gradient_steps import gradient_steps, with_advantages
 from megatron_dppo.engines.base import RolloutEngine
@@ -23,7 +24,6 @@ from megatron_dppo.metrics.token_mismatch import (
     measured_responses,
     token_statistics,
 )
-from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.rollout.counts import RolloutCounts, refuse_if_too_many_dropped
 from megatron_dppo.rollout.rollouts import Rollouts, build_engine
 from megatron_dppo.runtime.process import Runtime, Stopwatch

@@ -14,6 +14,7 @@ import typer
 from megatron_dppo.analysis.mismatch.forwards import Measurement, measure
 from megatron_dppo.analysis.mismatch.settings import FILES
 from megatron_dppo.analysis.report.mismatch_plot import write_plot
+from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.config.load import dump_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.sglang.client import SglangClient
@@ -31,7 +32,6 @@ from megatron_dppo.metrics.token_mismatch import (
     pairs,
     token_rows,
 )
-from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.run.session import joined_processes
 from megatron_dppo.run_folder.folder import json_values
 from megatron_dppo.run_folder.lock import locked

@@ -9,13 +9,13 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.architectures.published_names import STACKS
 from megatron_dppo.architectures.registry import FAMILIES
+from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
 from megatron_dppo.config.schema import EnginePrecision
 from megatron_dppo.engines.base import Completion, Request, SamplingParams, input_tokens, num_tokens_left
 from megatron_dppo.engines.checksum import WeightChecksum
 from megatron_dppo.engines.counts import EngineCounts
 from megatron_dppo.engines.embedded.continuous_batch import ContinuousBatch
 from megatron_dppo.engines.embedded.slot_decoder import SlotDecoder
-from megatron_dppo.engines.embedded.weight_formats import BLOCK, WeightFormat, is_linear, round_linears
 from megatron_dppo.errors import RolloutError, WeightSyncError
 
 _FORMATS: dict[str, WeightFormat] = {"modelopt_fp8": "fp8", "modelopt_nvfp4": "nvfp4"}

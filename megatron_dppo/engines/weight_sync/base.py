@@ -17,7 +17,7 @@ class WeightOwner(Protocol):
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights in Hugging Face names, or this stage's; see `models.convert.export_hf_weights`."""
+        """Yield all weights in Hugging Face names, or this stage's, as `export_hf_weights` does."""
         ...
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:

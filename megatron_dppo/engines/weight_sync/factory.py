@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.weight_map import OUTPUT
 from megatron_dppo.checkpoints.hf_folder import HFWeights
+from megatron_dppo.checkpoints.megatron_folder import hf_files
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.base import RolloutEngine
 from megatron_dppo.engines.sglang.engine import SglangEngine
@@ -26,7 +27,6 @@ from megatron_dppo.engines.weight_sync.sglang import SglangSync
 from megatron_dppo.engines.weight_sync.temperature import require_temperature
 from megatron_dppo.engines.weight_sync.tensor import TensorTransport
 from megatron_dppo.errors import WeightSyncError
-from megatron_dppo.models.megatron_folder import hf_files
 from megatron_dppo.runtime.process import Runtime
 
 __all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "require_cover", "served_dtype"]

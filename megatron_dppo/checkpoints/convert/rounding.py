@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dppo.conversion.sources import Source
+from megatron_dppo.checkpoints.convert.sources import Source
 
 _ELEMENTS = 1 << 22
 """Elements that are compared at a time, so that temporary tensors stay small."""

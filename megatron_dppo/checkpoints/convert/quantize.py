@@ -18,11 +18,11 @@ from megatron_dppo.architectures.refusals import QUANTIZED
 from megatron_dppo.architectures.registry import family_of, read_hf_config
 from megatron_dppo.architectures.sizes import architecture_of, read_model_config
 from megatron_dppo.architectures.weight_map import OUTPUT
+from megatron_dppo.checkpoints.convert.quantized_folder import QUANTIZATION
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors
 from megatron_dppo.checkpoints.hf_folder import HFWeights
 from megatron_dppo.checkpoints.model_files import copy_model_files
-from megatron_dppo.conversion.quantized_folder import QUANTIZATION
-from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors
-from megatron_dppo.engines.embedded.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
+from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, fused_linears, is_linear
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
 from megatron_dppo.runtime.tensor_files import make_readable
 

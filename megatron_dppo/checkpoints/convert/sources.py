@@ -17,9 +17,9 @@ from megatron_dppo.checkpoints.checkpoint_folder import (
     is_megatron_checkpoint,
     require_megatron_checkpoint,
 )
+from megatron_dppo.checkpoints.convert.pieces import Piece, pieces_of
+from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.conversion.pieces import Piece, pieces_of
-from megatron_dppo.conversion.stored_tensors import StoredTensors
 from megatron_dppo.errors import CheckpointError, ConversionError
 
 SAFETENSORS_DTYPES = {

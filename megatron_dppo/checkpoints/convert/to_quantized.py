@@ -2,16 +2,16 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from megatron_dppo.checkpoints.convert.quantize import Quantization, calibrated, export
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, fingerprint
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.conversion.quantize import Quantization, calibrated, export
-from megatron_dppo.conversion.unfinished import UnfinishedOutput, fingerprint
 from megatron_dppo.data.prompts.templates import prompt_tokens
 from megatron_dppo.errors import ConfigError, ConversionError, DataError, Problem
 from megatron_dppo.run_folder.folder import json_values
@@ -20,6 +20,7 @@ from megatron_dppo.types import Prompt
 
 logger = logging.getLogger(__name__)
 MISMATCH = "mismatch.json"
+Measure = Callable[[Path, Path, Sequence[torch.Tensor], int, torch.device], dict[str, float]]
 
 
 def write_quantized(
@@ -29,7 +30,7 @@ def write_quantized(
     prompts: Sequence[torch.Tensor],
     *,
     max_tokens: int,
-    is_measuring: bool,
+    measure: Measure | None,
     device: torch.device,
 ) -> dict[str, float] | None:
     """Calibrate and write a folder, and measure its distance from the original.
@@ -40,11 +41,11 @@ def write_quantized(
         quantization: What to quantise, and to what.
         prompts: [P] int64 each; calibrate the inputs' scales, and are answered by the quantised model.
         max_tokens: Most tokens of a response.
-        is_measuring: Without it nothing is measured, and nothing returned.
+        measure: Measures the folder, as `analysis.mismatch.quantized.measure`. Without it nothing is returned.
         device: Where to compute.
 
     Returns:
-        The figures of `quantization_mismatch.measure`, which MISMATCH in the folder holds, too.
+        The figures that `measure` returns. MISMATCH in the folder holds them too.
 
     Raises:
         ConversionError: The folder has more or less than its config.json says, or the disk is full.
@@ -53,7 +54,10 @@ def write_quantized(
     output = _unfinished(hf, out, quantization, tokens)
     if not output.file("config.json").is_file():  # else an earlier start got this far
         quantize(hf, output, quantization, tokens, device)
-    found = _measured(hf, output, tokens, max_tokens, device) if is_measuring else None
+    found = None
+    if measure is not None:
+        found = measure(hf, output.folder, tokens, max_tokens, device)
+        _write_figures(output, found, len(tokens), max_tokens)
     output.publish()
     return found
 
@@ -137,21 +141,13 @@ def quantize(
     export(model, hf, output, quantization)
 
 
-def _measured(
-    hf: Path,
-    output: UnfinishedOutput,
-    tokens: Sequence[torch.Tensor],
-    max_tokens: int,
-    device: torch.device,
-) -> dict[str, float]:
-    from megatron_dppo.conversion.quantization_mismatch import measure
-
-    found = measure(hf, output.folder, tokens, max_tokens, device)
+def _write_figures(
+    output: UnfinishedOutput, found: Mapping[str, float], num_prompts: int, max_tokens: int
+) -> None:
     content = {
-        "prompts": len(tokens),
+        "prompts": num_prompts,
         "max_response_tokens": max_tokens,
         "statistics": json_values(found),
         "versions": versions(),
     }
     output.write(MISMATCH, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
-    return found

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.architectures.published_names import stays_float32
-from megatron_dppo.conversion.rounding import Rounding
+from megatron_dppo.checkpoints.convert.rounding import Rounding
 from megatron_dppo.errors import ConversionError
 
 

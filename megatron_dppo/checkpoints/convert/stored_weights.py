@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_dppo.architectures.published_names import stays_float32
 from megatron_dppo.architectures.registry import read_hf_config
-from megatron_dppo.conversion.pieces import pieces_of
-from megatron_dppo.conversion.sources import source_of
+from megatron_dppo.checkpoints.convert.pieces import pieces_of
+from megatron_dppo.checkpoints.convert.sources import source_of
 from megatron_dppo.runtime.process import Runtime
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_dppo.checkpoints.megatron_folder import finish_save, results_in_this_process
 from megatron_dppo.mcore.fixes import plan_save
-from megatron_dppo.models.megatron_folder import finish_save, results_in_this_process
 
 Places = list[tuple[int, int]]
 """Where each item of a file begins, and its length, in bytes."""

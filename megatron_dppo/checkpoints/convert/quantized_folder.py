@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.architectures.sizes import read_model_config
-from megatron_dppo.engines.embedded.weight_formats import WeightFormat, dequantize_fp8, dequantize_nvfp4
+from megatron_dppo.checkpoints.weight_formats import WeightFormat, dequantize_fp8, dequantize_nvfp4
 from megatron_dppo.errors import ConversionError
 
 QUANTIZATION = "quantization_config"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.conversion.sources import Source
+from megatron_dppo.checkpoints.convert.sources import Source
 
 
 @dataclass(frozen=True)

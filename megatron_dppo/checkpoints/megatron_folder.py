@@ -29,12 +29,12 @@ from megatron_dppo.checkpoints.checkpoint_folder import (
     require_megatron_checkpoint,
 )
 from megatron_dppo.checkpoints.hf_folder import HFWeights, whole_folder
+from megatron_dppo.checkpoints.megatron_weights import load_hf_weights
 from megatron_dppo.checkpoints.model_files import copy_model_files
 from megatron_dppo.checkpoints.untrusted import refuse_code
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.mcore.fixes import forget_stored_strides, plan_save, refuse_newer
-from megatron_dppo.models.convert import load_hf_weights
 
 HF = "hf"
 # What torch and Megatron raise on a torn file, or on tensors that are absent or of another shape.

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_dppo.checkpoints.convert.description import write_description
+from megatron_dppo.checkpoints.convert.jobs import run_jobs
+from megatron_dppo.checkpoints.convert.options import Options
+from megatron_dppo.checkpoints.convert.sources import Source
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.checkpoints.model_files import main_dtype
 from megatron_dppo.checkpoints.weight_files import INDEX
-from megatron_dppo.conversion.description import write_description
-from megatron_dppo.conversion.jobs import run_jobs
-from megatron_dppo.conversion.options import Options
-from megatron_dppo.conversion.sources import Source
-from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.runtime.tensor_files import save_tensors
 

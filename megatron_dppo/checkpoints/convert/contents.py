@@ -9,10 +9,10 @@ from torch import Tensor
 from megatron_dppo.architectures.sizes import architecture_of
 from megatron_dppo.architectures.weight_map import is_adapter
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS, is_megatron_checkpoint
+from megatron_dppo.checkpoints.convert.description import read_convertible_config
+from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource
+from megatron_dppo.checkpoints.convert.stored_tensors import StoredTensors
 from megatron_dppo.checkpoints.hf_folder import HFWeights
-from megatron_dppo.conversion.description import read_convertible_config
-from megatron_dppo.conversion.sources import HuggingFaceSource
-from megatron_dppo.conversion.stored_tensors import StoredTensors
 
 _OPTIMIZER = "optimizer."
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from megatron_dppo.architectures.layout import Layout
 from megatron_dppo.architectures.registry import read_hf_config
 from megatron_dppo.checkpoints.checkpoint_folder import is_megatron_checkpoint
-from megatron_dppo.conversion.sources import trained_from
+from megatron_dppo.checkpoints.convert.sources import trained_from
+from megatron_dppo.checkpoints.lora_files import adapter_tensors, write_adapter
+from megatron_dppo.checkpoints.megatron_folder import load_weights, stored_dtype, stored_lora
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
 from megatron_dppo.mcore import cpu, fixes
 from megatron_dppo.mcore.groups import initialize_groups, megatron_sizes
 from megatron_dppo.models.build import build_model, transformer_config
 from megatron_dppo.models.lora import add_lora
-from megatron_dppo.models.lora_files import adapter_tensors, write_adapter
-from megatron_dppo.models.megatron_folder import load_weights, stored_dtype, stored_lora
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ from megatron_dppo.architectures.registry import family_of
 from megatron_dppo.architectures.sizes import HFConfig
 from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT
 from megatron_dppo.checkpoints.checkpoint_folder import WEIGHTS
-from megatron_dppo.conversion.description import write_description
-from megatron_dppo.conversion.jobs import run_jobs
-from megatron_dppo.conversion.options import Options
-from megatron_dppo.conversion.pieces import Piece, pieces_of
-from megatron_dppo.conversion.sources import Source
-from megatron_dppo.conversion.unfinished import UnfinishedOutput, disk_errors, fingerprint
+from megatron_dppo.checkpoints.convert.description import write_description
+from megatron_dppo.checkpoints.convert.jobs import run_jobs
+from megatron_dppo.checkpoints.convert.options import Options
+from megatron_dppo.checkpoints.convert.pieces import Piece, pieces_of
+from megatron_dppo.checkpoints.convert.sources import Source
+from megatron_dppo.checkpoints.convert.unfinished import UnfinishedOutput, disk_errors, fingerprint
+from megatron_dppo.checkpoints.megatron_folder import HF
+from megatron_dppo.checkpoints.streamed_save import Block, Places, StreamedFile, StreamedSave
 from megatron_dppo.errors import ConversionError
 from megatron_dppo.mcore import cpu, fixes
-from megatron_dppo.models.megatron_folder import HF
-from megatron_dppo.models.streamed_save import Block, Places, StreamedFile, StreamedSave
 from megatron_dppo.runtime.process import Runtime
 
 _BLOCK_ELEMENTS = 1 << 25

@@ -1,6 +1,7 @@
 """Every rule has a config that breaks it, and only that rule finds the fault."""
 
 import fcntl
+import functools
 import importlib.util
 import json
 import math
@@ -97,16 +98,17 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+# Megatron's objections to a config take seconds of another process: once for equal configs.
+_last_line_of = functools.cache(megatron_rules._last_line)
+
+
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path) -> Path:
     """A current directory with a model, prompts for training and evaluation, and its own cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        megatron_rules,
-        "_read_fields",
-        lambda: MEGATRON,
-    )
+    monkeypatch.setattr(megatron_rules, "_last_line", _last_line_of)
+    monkeypatch.setattr(megatron_rules, "_read_fields", lambda: MEGATRON)
     _write_json(Path("model/config.json"), MODEL)
     Path("model/model.safetensors").touch()
     shutil.copy(tokenizer_file, "model/tokenizer.json")

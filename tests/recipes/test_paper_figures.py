@@ -70,17 +70,15 @@ def lines(experiment: str, labels: dict[str, str], suffix: str = "") -> Lines:
     return {label + suffix: Algorithm(experiment, overlay) for overlay, label in labels.items()}
 
 
-def relaxed(pattern: str) -> Lines:
-    """The relaxed clips of `efficiency`, named after the alpha in their files' names."""
-    names = {"relax_both": "Relax-both", "relax_high": "Relax-high", "relax_low": "Relax-low"}
-    found = [each for each in of_experiments("efficiency") if each.name.startswith(pattern)]
-    labels = [(names[each.name.rpartition("_")[0]], each.name.rpartition("_")[2], each) for each in found]
-    several = sum(name == "Relax-both" for name, _, _ in labels) > 1
-    return {f"{name}, α {alpha}" if several and name == "Relax-both" else name: e for name, alpha, e in labels}
-
-
 CLIP = {"GRPO-ClipHigher": Algorithm("efficiency", "grpo_clip_higher")}
-RELAX_ALPHA = {"Relax-both, α 0.1": Algorithm("efficiency", "relax_both_0.1")}
+RELAXED = {  # alphas of version 3's legend, without the 0 of the plain clip
+    f"Relax-both, α {alpha}": Algorithm("efficiency", f"relax_both_{alpha}") for alpha in (0.1, 0.3, 0.5, 0.7)
+}
+SIDES = {
+    "Relax-both, α 0.1": Algorithm("efficiency", "relax_both_0.1"),
+    "Relax-high": Algorithm("efficiency", "relax_high_0.1"),
+    "Relax-low": Algorithm("efficiency", "relax_low_0.1"),
+}
 MOE, MOE_R3 = lines("moe_base", SCALING), lines("moe_base_r3", SCALING, " + R3")
 WITH_TOPK = MOE | lines("topk_ablation", TOP_K)
 THINKING, DENSE = lines("moe_thinking", SCALING), lines("dense_base", SCALING)
@@ -134,15 +132,12 @@ PAPER: dict[str, tuple[tuple[str, ...], dict[str, Panel]]] = {  # figure -> expe
     ),
     "06_relaxation_threshold": (
         ("efficiency",),
-        {
-            title: Panel(metric, CLIP | relaxed("relax_both"))
-            for title, metric in ({"reward": REWARD} | OF_CLIPPED).items()
-        },
+        {title: Panel(metric, CLIP | RELAXED) for title, metric in ({"reward": REWARD} | OF_CLIPPED).items()},
     ),
     "07_relaxation_side": (
         ("efficiency",),
         {
-            title: Panel(metric, CLIP | RELAX_ALPHA | relaxed("relax_high") | relaxed("relax_low"))
+            title: Panel(metric, CLIP | SIDES)
             for title, metric in {"reward": REWARD, "entropy, nats": ENTROPY}.items()
         },
     ),

@@ -133,6 +133,14 @@ def test_the_readme_of_gem_tasks_quotes_the_plan_of_sudoku() -> None:
     assert len(plans) == 2 and all(plan.fits and plan.time is not None for plan in plans)
     quoted = re.findall(r"Sudoku's conversations are longer: (\S+ s) for a gradient step", text)
     assert {in_seconds(plan.time.total) for plan in plans if plan.time is not None} == set(quoted)
+    num_steps = {load(*each.layers).num_gradient_steps for each in overlays}
+    length = re.search(r"and (\S+) h of training, (\d+) GPU hours, for its (\d+) rollouts", text)
+    assert length is not None
+    assert plans[0].time is not None
+    hours = plans[0].time.total * num_steps.pop() / 3600
+    assert not num_steps
+    num_rollouts = load(*overlays[0].layers).run.num_rollouts
+    assert length.groups() == (f"{hours:.1f}", f"{hours * 8:.0f}", str(num_rollouts))
 
 
 def test_the_guide_of_clusters_quotes_check_and_plan() -> None:

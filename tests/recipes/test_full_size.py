@@ -181,6 +181,14 @@ def test_the_guide_of_clusters_quotes_check_and_plan() -> None:
         assert (ROOT / script).exists()
 
 
+def test_the_guide_of_clusters_quotes_the_length_of_dense_base() -> None:
+    text = (ROOT / "examples" / "guides" / "cluster.md").read_text()
+    config = load(Path("examples/dense_base/base.toml"))
+    time = make_plan(config, Machine(8, 80 * GB)).time
+    assert time is not None
+    assert f"{time.total * config.num_gradient_steps / 3600:.0f} for `dense_base`" in text
+
+
 ONE_GPU = (ROOT / "examples/guides/cluster.md").read_text().partition("## One GPU")[2].partition("## After")[0]
 
 

@@ -72,7 +72,7 @@ class UserGenerate(EngineWrapper):
     def _checked(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
         if not isinstance(completion, Completion) or completion.request_id != request.id:
             found = (
-                f"{getattr(completion, 'request_id', type(completion).__name__)!r} where {request.id!r} was due"
+                f"{getattr(completion, 'request_id', type(completion).__name__)!r} in place of {request.id!r}"
             )
             raise self._wrong("", found, "a Completion for each request, in order")
         if completion.finish_reason == "abort":

@@ -294,7 +294,7 @@ def test_too_many_dropped() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (lambda i, r: complete(r, RIGHT, request_id="x"), "'x' where 'rollout2/a/0\\+0' was due"),
+        (lambda i, r: complete(r, RIGHT, request_id="x"), "'x' in place of 'rollout2/a/0\\+0'"),
         (lambda i, r: complete(r, RIGHT, log_probs=torch.zeros(3)), "'log_probs': 3.*expected 17"),
     ],
 )

@@ -47,8 +47,8 @@ class RolloutScheduler:
 
     All ranks have the same stream of prompts, and each takes its share of a rollout's prompts. With
     over-sampling a rollout begins more groups than it needs, and ends once enough groups are whole. The others
-    are dropped, and their prompts do not return in this epoch. A group with equal rewards is replaced
-    by a group that over-sampling left, or by the group of a later prompt; every `size`-th later prompt is this rank's.
+    are dropped, and their prompts do not return in this epoch. A group with equal rewards is replaced by a
+    group that over-sampling left, or by the group of a later prompt of this rank (every `size`-th).
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
 
 
 class Rollouts:
-    """Draws prompts, samples and scores responses. All ranks read the same prompts, and each takes its share."""
+    """Draws prompts, samples and scores responses. All ranks read the same prompts and take their shares."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class Buffer:
         """Store the sizes, and allocate nothing.
 
         Args:
-            num_bytes: Size of a bucket. A larger tensor, or a larger group of tensors, gets a bucket of its size.
+            num_bytes: Size of a bucket. A larger tensor or group of tensors gets a bucket of its size.
             is_shared: Whether other processes can map the buffer, if it is in CPU memory.
             together: Group name of each tensor that must share a bucket with others; see
                 `WeightRule.travels_with`.
@@ -40,7 +40,7 @@ class Buffer:
         self._memory: Tensor | None = None
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Copy weights into buckets, in order; the caller must be done with a bucket before it takes the next."""
+        """Copy weights into buckets, in order; taking the next bucket overwrites the previous one."""
         names: list[str] = []
         shapes: list[tuple[int, ...]] = []
         used, dtype = 0, torch.uint8
@@ -76,7 +76,7 @@ class Buffer:
         return Bucket(tuple(names), tuple(shapes), self._memory[:used].view(dtype))
 
     def _at_least(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return memory of at least that size. It grows only for an empty bucket, and frees old memory first."""
+        """Return memory of at least that size. It grows only for an empty bucket, and is freed before."""
         if self._memory is None or self._memory.numel() < num_bytes:
             self._memory = None
             self._memory = torch.empty(max(num_bytes, self._num_bytes), dtype=torch.uint8, device=device)

@@ -43,9 +43,7 @@ class TensorTransport:
             bucket_bytes: Size of a bucket.
             together: Tensors that must share a bucket with others; see `buckets.Buffer`.
         """
-        torch.multiprocessing.set_sharing_strategy(
-            "file_system"
-        )  # unrelated processes can open its handles
+        torch.multiprocessing.set_sharing_strategy("file_system")  # unrelated processes can open its handles
         self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime
         self._buffer = Buffer(bucket_bytes, is_shared=True, together=together)
 

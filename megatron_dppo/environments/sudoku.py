@@ -15,8 +15,8 @@ class Sudoku:
     """Shows the board, and asks for the digit of one empty cell per turn; implements `Environment`.
 
     `1 2 3 4 / 3 ? 1 2 / 2 1 . 3 / 4 3 2 1` asks for the cell in the second row. Only the first word of a
-    response counts. Then the board shows the correct digit, and asks for the next cell. With N empty cells, each
-    correct digit earns 1 / N. `prompt.answer` is N, and the board is appended to the prompt.
+    response counts. Then the board shows the correct digit, and asks for the next cell. With N empty cells,
+    each correct digit earns 1 / N. `prompt.answer` is N, and the board is appended to the prompt.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:

@@ -93,7 +93,7 @@ def has_ended(process: psutil.Process) -> bool:
             "prompt p: found that 128 MiB were not enough. Correct the reward, or raise data.",
         ),
         ("exit", "reward_failed", "prompt p: its worker exited with code 3"),
-        ("last words", "reward_failed", "printed:\nso long"),
+        ("last words", "reward_failed", "output:\nso long"),
         ("crash", "reward_failed", "was killed by SIGSEGV"),
         ("crash", "reward_failed", "in _crash"),
         ("fork and die", "reward_failed", "exited with code 7"),

@@ -1,4 +1,4 @@
-"""Environments by name. Importing this package registers all of them."""
+"""Environments by name. Importing this package registers the built-in ones."""
 
 from megatron_dppo.environments.base import (
     ENVIRONMENTS,

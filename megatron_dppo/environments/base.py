@@ -26,10 +26,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment says to a response.
+    """An environment's reaction to a response.
 
-    `reward` is this turn's; a sample's is their sum. Where no turn has one, `data.reward` scores the last
-    response. `observation` is what the policy reads before its next response; a last turn needs none.
+    `reward` is the reward of this turn; a sample's reward is the sum over its turns. If no turn has a reward,
+    `data.reward` scores the last response. `observation` is the text that the policy reads before its next
+    response; it may be None in the last turn.
     """
 
     observation: str | None
@@ -41,28 +42,33 @@ class Turn:
 class Environment(Protocol):
     """One conversation: `reset` once, then `step` until it is done.
 
-    What it says must depend on its arguments and on what it was told before, and on nothing else: no clock, and
-    no randomness but the seed's. A worker that was lost is replaced by one that tells a new instance the same
-    responses again, and so is a run that was killed.
+    Its results may depend only on the arguments of `reset` and of all calls of `step` so far. Use no clock, and
+    no randomness except from the seed. If a worker is lost or a run is killed, a new instance gets the same
+    responses again and must return the same results.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
-        """Begin, and say what the policy reads first.
+        """Begin the conversation, and return the first text that the policy reads.
 
         Args:
-            prompt: The row of data.prompts that the conversation is about.
-            seed: 0 to 2^31 - 1, of the prompt: all its samples begin alike, in any run.
+            prompt: Row of data.prompts.
+            seed: Seed of the prompt, 0 to 2^31 - 1; the same for all its samples, in any run.
         """
         ...
 
     def step(self, response: str, finish_reason: FinishReason) -> Turn:
-        """Take the policy's response, as text without special tokens; "length" where it was cut."""
+        """Process a response of the policy, and return the next turn.
+
+        Args:
+            response: Text without special tokens.
+            finish_reason: Reason why sampling ended, "length" if the response was truncated.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Response:
-    """One turn of the policy, as an environment is told it."""
+    """One response of the policy, as passed to an environment."""
 
     text: str
     finish_reason: FinishReason
@@ -70,7 +76,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A trajectory so far: the prompt and the policy's responses; without responses it is still to begin."""
+    """A trajectory so far: the prompt and the policy's responses. Without responses it has not begun."""
 
     id: str
     prompt: Prompt
@@ -78,47 +84,47 @@ class Trajectory:
 
     @property
     def seed(self) -> int:
-        """What the environment is reset with: the prompt's own, whatever the run, the rollout or the sample."""
+        """Seed for `Environment.reset`; it depends only on the prompt's id."""
         digest = hashlib.blake2b(self.prompt.id.encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class EnvironmentFault:
-    """Why an environment says nothing: it raised, hung, or said what is no turn."""
+    """The reason why an environment returned no turn: it raised, hung, or returned another type."""
 
     message: str
 
 
 class Environments(Protocol):
-    """The environments of all trajectories. What happens to one does not touch the others."""
+    """The environments of all trajectories. A fault in one does not affect the others."""
 
     def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
         """Return the first observation of each trajectory, in order."""
         ...
 
     def step(self, trajectories: Sequence[Trajectory]) -> list[Turn | EnvironmentFault]:
-        """Return the turn that answers each trajectory's last response, in order."""
+        """Return the environment's turn after each trajectory's last response, in order."""
         ...
 
     async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
-        """Return the turn that answers one trajectory's last response, while others are answered."""
+        """Return the environment's turn after a trajectory's last response; several calls may run at once."""
         ...
 
 
 @dataclass(frozen=True)
 class Episode:
-    """The outcome of a trajectory: `reward` is None where `data.reward` is to score `response`."""
+    """The outcome of a trajectory. If `reward` is None, `data.reward` scores `response`."""
 
-    response: str  # the last one
+    response: str  # the last response
     num_turns: int = 1
     reward: float | None = None
     info: Mapping[str, float] = field(default_factory=dict[str, float])
-    fault: str | None = None  # of its environment
+    fault: str | None = None  # message of its environment's fault
 
 
 def opened(prompt: Prompt, observation: str) -> Observation:
-    """The prompt, with an observation behind it: in its text, or in its last message."""
+    """Return the prompt with an observation appended to its text or to its last message."""
     if prompt.text is not None:
         return Observation(f"{prompt.text} {observation}")
     assert prompt.messages is not None, "a prompt is either text or messages"
@@ -128,22 +134,22 @@ def opened(prompt: Prompt, observation: str) -> Observation:
 
 
 Maker = Callable[[], Environment]
-"""Makes an environment that no conversation has begun in."""
+"""Makes a new environment."""
 
 _AnyMaker = TypeVar("_AnyMaker", bound=Callable[..., object])
 _registered: dict[str, Any] = {}
 ENVIRONMENTS: Mapping[str, Any] = MappingProxyType(_registered)
-"""Every registered `Maker` by name, read-only; where a name ends with ":", a function from its rest to one."""
+"""Registered makers by name, read-only. A name that ends with ":" has a function from the rest to a `Maker`."""
 
 
 def register(name: str) -> Callable[[_AnyMaker], _AnyMaker]:
-    """Decorate an environment's class with the name that configs use.
+    """Decorate an environment's class with its name in configs.
 
-    A name that ends with ":" is a family: what is decorated is a function, which is given what stands behind
-    the colon and returns a `Maker`.
+    A name that ends with ":" is a family of environments. It decorates a function that takes the text after the
+    colon and returns a `Maker`.
 
     Raises:
-        ConfigError: The name is taken.
+        ConfigError: The name is already registered.
     """
 
     def add(maker: _AnyMaker) -> _AnyMaker:
@@ -159,7 +165,7 @@ def register(name: str) -> Callable[[_AnyMaker], _AnyMaker]:
 
 
 def problem_with(name: str) -> Problem | None:
-    """What is wrong with an environment's name, as far as can be told without running a user's code."""
+    """Return the problem with an environment's name, or None; runs no user code."""
     family, colon, rest = name.partition(":")
     if name in _registered or (rest and f"{family}{colon}" in _registered):
         return None
@@ -167,10 +173,10 @@ def problem_with(name: str) -> Problem | None:
 
 
 def environment(name: str) -> Maker:
-    """The maker registered under `name`, or the class that "package.module:Class" names.
+    """Return the maker registered under `name`, or the class at "package.module:Class".
 
     Raises:
-        ConfigError: There is none of that name; the message says what there is.
+        ConfigError: The name does not exist; the message lists the registered names.
     """
     problem = problem_with(name)
     if problem is not None:

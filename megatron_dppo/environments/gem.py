@@ -1,4 +1,4 @@
-"""The tasks of Gem (extra `gem`): `rollout.environment = "gem:rg:arc_1d"`, or another of its registry."""
+"""Runs the tasks of Gem (extra `gem`), for example `rollout.environment = "gem:rg:arc_1d"`."""
 
 import importlib
 import random
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class GemEnvironment:
-    r"""One of Gem's tasks; implements `Environment`.
+    r"""A task of Gem; implements `Environment`.
 
-    The prompt says how to answer, and the task stands behind it. Gem reads answers within `\boxed{}`, which
-    not every task says itself.
+    The task is appended to the prompt. The prompt should ask for the answer in `\boxed{}`: Gem reads only that,
+    and not every task mentions it.
     """
 
     def __init__(self, gem: Any, task: str) -> None:
         self._gem, self._task = gem, task
-        self._random: tuple[Any, Any] | None = None  # Gem's tasks draw from the process's generators
+        self._random: tuple[Any, Any] | None = None  # Gem's tasks use the global generators
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """See `Environment.reset`."""
@@ -38,7 +38,7 @@ class GemEnvironment:
         return Turn(_text(observation, info), float(reward), bool(is_over or is_cut))
 
     def _alone(self, work: Callable[[], T]) -> T:
-        """Call Gem with the random generators as this task left them, whatever other tasks drew since."""
+        """Call Gem with the random generators in the state in which this task left them."""
         if self._random is not None:
             random.setstate(self._random[0])
             np.random.set_state(self._random[1])
@@ -58,7 +58,7 @@ def gem_task(task: str) -> Maker:
     try:
         gem: Any = importlib.import_module("gem")
         registry: Any = importlib.import_module("gem.envs.registration").ENV_REGISTRY
-        importlib.import_module("gem.envs")  # fills it
+        importlib.import_module("gem.envs")  # fills the registry
     except ModuleNotFoundError as error:
         expected, action = "the package gem-llm", "Install it: pip install 'megatron_dppo[gem]'."
         if sys.version_info >= (3, 12):
@@ -72,6 +72,6 @@ def gem_task(task: str) -> Maker:
 
 
 def _text(observation: str, info: dict[str, Any]) -> str:
-    """Return a task's observation, with the state of the game that some tasks give apart."""
+    """Return a task's observation, followed by the game state that some tasks return separately."""
     suffix = info.get("suffix", "")
     return f"{observation}\n{suffix}" if suffix else observation

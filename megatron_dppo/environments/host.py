@@ -1,4 +1,4 @@
-"""Holds environments: an instance for each trajectory, kept, or made again from its responses."""
+"""Keeps an environment instance for each trajectory, or recreates it by replaying the responses."""
 
 import math
 from collections import OrderedDict
@@ -16,31 +16,31 @@ from megatron_dppo.environments.base import (
 from megatron_dppo.errors import EnvironmentFailedError
 from megatron_dppo.runtime.user_code import described
 
-_MAX_LIVE = 4096  # instances that wait for their next turn; those of abandoned conversations are among them
+_MAX_LIVE = 4096  # instances that wait for their next turn, including instances of abandoned conversations
 
 
 class Host:
-    """Environments of one process, one for each open trajectory."""
+    """The environments of one process, one for each open trajectory."""
 
     def __init__(self, make: Maker) -> None:
         self._make = make
         self._live = OrderedDict[
             str, tuple[Environment, int]
-        ]()  # by conversation, with the responses it was told
+        ]()  # by trajectory id, with the number of its responses
 
     def reset(self, trajectory: Trajectory) -> Observation:
         """Return the first observation of a trajectory.
 
         Raises:
-            EnvironmentFailedError: The environment raised, or gave something else.
+            EnvironmentFailedError: The environment raised, or returned no `Observation`.
         """
         return self._begin(trajectory)[1]
 
     def step(self, trajectory: Trajectory) -> Turn:
-        """Return the turn that answers the trajectory's last response.
+        """Return the environment's turn after the trajectory's last response.
 
         Raises:
-            EnvironmentFailedError: The environment raised, or gave something else.
+            EnvironmentFailedError: The environment raised, or returned no valid `Turn`.
         """
         environment, num_told = self._live.pop(trajectory.id, (None, 0))
         if environment is None or num_told != len(trajectory.responses) - 1:
@@ -65,7 +65,7 @@ class Host:
 
 
 class InProcess:
-    """Environments in this process, for those that are known to end; see `Environments`."""
+    """Runs trusted environments, which cannot hang, in this process; implements `Environments`."""
 
     def __init__(self, make: Maker) -> None:
         self._host = Host(make)
@@ -79,7 +79,7 @@ class InProcess:
         return [self._answered(self._host.step, trajectory) for trajectory in trajectories]
 
     async def answer(self, trajectory: Trajectory) -> Turn | EnvironmentFault:
-        """See `Environments.answer`; the turn is there at once."""
+        """See `Environments.answer`; returns without waiting."""
         return self._answered(self._host.step, trajectory)
 
     def _answered(self, ask: Any, trajectory: Trajectory) -> Any:
@@ -90,7 +90,7 @@ class InProcess:
 
 
 def _told(trajectory: Trajectory, function: Any, *arguments: Any) -> Any:
-    """What the user's code returns; what it raises becomes an EnvironmentFailedError, but for MemoryError."""
+    """Call the user's code, and raise its exceptions, except MemoryError, as EnvironmentFailedError."""
     try:
         return function(*arguments)
     except MemoryError:
@@ -102,7 +102,7 @@ def _told(trajectory: Trajectory, function: Any, *arguments: Any) -> Any:
 
 
 def _checked_turn(trajectory: Trajectory, turn: Any) -> Turn:
-    """The turn, once it is known to be one."""
+    """Return the turn after checking its types and numbers."""
     if not isinstance(turn, Turn):
         raise _wrong(trajectory, f"a {type(turn).__name__} from step", "a Turn")
     observation: object = turn.observation

@@ -1,4 +1,4 @@
-"""Environments in worker processes: one that hangs, dies or eats memory costs a sample, never the run."""
+"""Runs environments in worker processes: a hang, a crash or a memory leak costs a sample, never the run."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ _SERVICE = Service[Trajectory, Observation | Turn](
 
 
 class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
-    """Workers that hold environments; see `Environments`.
+    """Pool of workers that run environments; implements `Environments`.
 
-    Any worker may answer for any trajectory: one that does not hold its instance makes it again.
+    Any worker can process any trajectory: a worker without its instance recreates it.
     """
 
     def __init__(self, name: str, *, num_workers: int, timeout_s: float, memory_mb: int) -> None:
-        """See `WorkerPool`; `name` is the environment's, as in `rollout.environment`."""
+        """Create the pool for the environment `name` of `rollout.environment`; see `WorkerPool`."""
         super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
     def reset(self, trajectories: Sequence[Trajectory]) -> list[Observation | EnvironmentFault]:
@@ -48,5 +48,5 @@ class EnvironmentPool(WorkerPool[Trajectory, Observation | Turn]):
 
 
 def _fault(answer: Observation | Turn | WorkerFault) -> EnvironmentFault:
-    assert isinstance(answer, WorkerFault), "a worker answers what it was asked"
+    assert isinstance(answer, WorkerFault), "a worker replies to its request"
     return EnvironmentFault(answer.message)

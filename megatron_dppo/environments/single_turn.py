@@ -1,4 +1,4 @@
-"""The environment of questions and answers: one response ends it, and `data.reward` scores that."""
+"""The single-turn environment: one response ends it, and `data.reward` scores the response."""
 
 from megatron_dppo.environments.base import Observation, Turn, register
 from megatron_dppo.types import FinishReason, Prompt
@@ -6,7 +6,7 @@ from megatron_dppo.types import FinishReason, Prompt
 
 @register("single_turn")
 class SingleTurn:
-    """Asks the prompt; implements `Environment`."""
+    """Shows the prompt and ends with the first response; implements `Environment`."""
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """See `Environment.reset`."""

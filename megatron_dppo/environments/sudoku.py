@@ -1,4 +1,4 @@
-"""A small sudoku, of several turns: 4 x 4 cells, and one asked after the other."""
+"""A small sudoku with several turns: 4 x 4 cells, one empty cell per turn."""
 
 import random
 
@@ -12,18 +12,18 @@ MAX_EMPTY = 3  # with more, a puzzle may have several solutions
 
 @register("sudoku")
 class Sudoku:
-    """Shows the board, and asks for the digit of one empty cell after the other; implements `Environment`.
+    """Shows the board, and asks for the digit of one empty cell per turn; implements `Environment`.
 
-    `1 2 3 4 / 3 ? 1 2 / 2 1 . 3 / 4 3 2 1` asks for the cell in the second row. The first word of a response
-    is the answer. Right or wrong, the board then shows the right digit, and asks for the next cell. Each right
-    digit earns its share of 1.0. `prompt.answer` is the number of empty cells; the prompt stands before them.
+    `1 2 3 4 / 3 ? 1 2 / 2 1 . 3 / 4 3 2 1` asks for the cell in the second row. Only the first word of a
+    response counts. Then the board shows the correct digit, and asks for the next cell. With N empty cells,
+    each correct digit earns 1 / N. `prompt.answer` is N, and the board is appended to the prompt.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """See `Environment.reset`.
 
         Raises:
-            ConfigError: The prompt's answer is no number of cells.
+            ConfigError: `prompt.answer` is not a valid number of cells.
         """
         if prompt.answer not in map(str, range(1, MAX_EMPTY + 1)):
             action = "Correct the answer column."
@@ -53,7 +53,7 @@ def solved_board(generator: random.Random) -> list[str]:
     """Return the digits of a board row by row, each once in every row, column and block."""
 
     def shuffled() -> list[int]:
-        """Return the numbers of rows or columns in random order; those of a block stay together."""
+        """Return the row or column numbers in random order, with the lines of a block next to each other."""
         blocks = [[block * BLOCK + line for line in range(BLOCK)] for block in range(BLOCK)]
         for block in blocks:
             generator.shuffle(block)

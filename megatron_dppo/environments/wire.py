@@ -1,4 +1,4 @@
-"""Encodes a trajectory, and what its environment answers, as the fields of messages to and from a worker."""
+"""Encodes trajectories, and the observations and turns of environments, as fields of worker messages."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron_dppo.workers.wire import require_keys
 
 
 def encode_trajectory(trajectory: Trajectory) -> Fields:
-    """Return the fields of a trajectory, whose first observation or next turn is asked for."""
+    """Return the fields of a request for a trajectory's first observation or next turn."""
     responses = [[response.text, response.finish_reason] for response in trajectory.responses]
     return {"id": trajectory.id, "prompt": vars(trajectory.prompt), "responses": responses}
 
@@ -22,17 +22,17 @@ def decode_trajectory(fields: Fields) -> Trajectory:
 
 
 def encode_answer(answer: Observation | Turn) -> Fields:
-    """Return the fields of an environment's answer."""
+    """Return the fields of an observation or a turn."""
     if isinstance(answer, Observation):
         return {"opening": vars(answer)}
     return {"turn": vars(answer) | {"info": dict(answer.info)}}
 
 
 def decode_answer(fields: Fields) -> Observation | Turn:
-    """Return the environment's answer that has these fields.
+    """Return the observation or the turn that has these fields.
 
     Raises:
-        ValueError: None has.
+        ValueError: The fields have neither.
     """
     if "opening" in fields:
         return Observation(fields["opening"]["text"], _messages(fields["opening"]["messages"]))

@@ -1,6 +1,6 @@
 """The process that runs environments: `python -m megatron_dppo.environments.worker NAME MEMORY_MB`.
 
-`workers.worker` is its main loop; it holds the instances of trajectories from turn to turn.
+Its main loop is `workers.worker.run_worker`. It keeps the instances of trajectories from turn to turn.
 """
 
 import sys
@@ -13,7 +13,7 @@ from megatron_dppo.workers.worker import Answer, run_worker
 
 
 def load_environment(name: str) -> Answer:
-    """Return the function that answers trajectories with environments of that name."""
+    """Return a function that runs the environment `name` for a trajectory's next observation or turn."""
     host = Host(environment(name))
 
     def answer(fields: Fields) -> Fields:

@@ -1,8 +1,8 @@
-"""Supplies rollouts whose groups are sampled while earlier ones are trained on, under the bound of staleness.
+"""Supplies rollouts that are sampled while earlier rollouts are trained on, with bounded staleness.
 
-Only the trainer's threads communicate, in `next`: all ranks gather one table of their open groups again and
-again, and apply the same pure rules to it (`staleness.StalenessBound`). So they agree on the groups of a
-rollout, on stopping and on failing, and none of them enters a collective alone.
+Only the trainer's threads communicate, in `next`: all ranks repeatedly gather one table of their open groups,
+and apply the same pure rules to it (`staleness.StalenessBound`). So they agree on the groups of a rollout, on
+stopping and on failing, and no rank enters a collective alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ class AllGather(Protocol):
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells the others while a rollout is waited for."""
+    """State of one rank, gathered by all ranks while they wait for a rollout."""
 
     state: ProducerState
     is_asked_to_stop: bool
@@ -55,14 +55,14 @@ class Ahead:
         share: tuple[int, int],
         smallest_group: int,
     ) -> None:
-        """Keep the rules; the first `held` starts the producer.
+        """Store the rules; the first `held` starts the producer.
 
         Args:
-            bound: The rules.
-            make_producer: Makes this rank's producer, which takes its prompts from these places.
-            stream: Where the prompts come from; it is never advanced.
+            bound: Rules of staleness.
+            make_producer: Makes this rank's producer, given its prompt indices.
+            stream: Stream of prompts; it is never advanced.
             share: (rank, size) of the job.
-            smallest_group: Groups with fewer sound samples are left out.
+            smallest_group: Minimum number of sound samples of a group.
         """
         self._bound, self._make_producer, self._stream = bound, make_producer, stream
         self._share, self._smallest_group = share, smallest_group
@@ -72,18 +72,18 @@ class Ahead:
         self._states = [ProducerState((), each.next, tuple(each.again)) for each in places]
         self._num_left = 0
         self.metrics = Metrics()
-        """Of the last `next` or hold, on this rank."""
+        """Metrics of the last `next` or hold, on this rank."""
 
     @contextmanager
     def held(self, version: int, num_left: int) -> Iterator[None]:
-        """Push weights in the body, while nothing is sampled; then sample by them what rollouts still need.
+        """Pause sampling while the body pushes weights; then resume with the new weights.
 
         Args:
-            version: Of these weights.
-            num_left: Rollouts that are still to be taken.
+            version: Version of the pushed weights.
+            num_left: Number of rollouts that the run still needs.
 
         Raises:
-            ServerError: No server answers and holds the weights.
+            ServerError: No server responds and has the weights.
             RolloutError: The producer failed.
         """
         if self._producer is not None:
@@ -101,24 +101,24 @@ class Ahead:
     def next(
         self, version: int, all_gather: AllGather, is_asked_to_stop: Callable[[], bool]
     ) -> tuple[list[SampleGroup], RolloutCounts] | None:
-        """Wait for the groups that weights `version` train on, and return those of this rank.
+        """Wait for the groups that weight version `version` trains on, and return this rank's share of them.
 
         Args:
-            version: Of the weights that train next, which the servers hold too.
-            all_gather: Gathers from all ranks.
-            is_asked_to_stop: Whether this rank was; then all of them stop waiting.
+            version: Version of the weights that train next, which the servers have too.
+            all_gather: Gathers a value from all ranks.
+            is_asked_to_stop: Returns whether this rank should stop; then all ranks stop waiting.
 
         Returns:
-            Groups with rewards, and counts of this rank; none on all ranks where any was asked to stop.
+            Groups with rewards, and counts of this rank. None on all ranks if any rank should stop.
 
         Raises:
             RolloutError: A producer failed, no open group can end the wait, or a sample is older than the bound
                 allows.
         """
-        assert self._producer is not None, "weights were pushed, inside of `held`"
+        assert self._producer is not None, "weights were pushed in `held`"
         while True:
             self._producer.news.clear()
-            fault = self._producer.fault  # as the others hear of it: what comes later is of the next round
+            fault = self._producer.fault  # read once, so that all ranks see the same fault in this round
             reports = all_gather(_Report(self._producer.state(), is_asked_to_stop(), _described(fault)))
             if any(each.is_asked_to_stop for each in reports):
                 return None
@@ -138,7 +138,7 @@ class Ahead:
 
     @property
     def cursor(self) -> DataCursor:
-        """Return the cursor after the last rollout, which gives the places of open groups again first."""
+        """Cursor after the last rollout; it repeats the prompts of open groups first."""
         states, size = self._states, len(self._states)
         top = max([self._first_place, *(state.next_place - size + 1 for state in states)])
         again = {group.place for state in states for group in state.groups}
@@ -147,7 +147,7 @@ class Ahead:
         return self._stream.cursor_at(top, sorted(again))
 
     def close(self) -> None:
-        """Abort what is at servers; open groups are lost."""
+        """Abort requests at servers; open groups are lost."""
         if self._producer is not None:
             self._producer.close()
             self._producer = None
@@ -155,8 +155,8 @@ class Ahead:
     def _take(
         self, chosen: Sequence[OpenGroup], groups: Sequence[OpenGroup], version: int
     ) -> tuple[list[SampleGroup], RolloutCounts]:
-        """Take this rank's groups of the choice, and begin as many others as may be open meanwhile."""
-        assert self._producer is not None, "it has the groups"
+        """Take this rank's chosen groups, and begin new groups up to the limit during training."""
+        assert self._producer is not None, "the producer has the groups"
         taken = {group.place for group in chosen}
         self._states = [
             replace(state, groups=tuple(group for group in state.groups if group.place not in taken))
@@ -185,7 +185,7 @@ class Ahead:
         return self._bound.limits(num_open, self._num_left, is_training=is_training)[self._share[0]]
 
     def _refuse_stale(self, groups: Sequence[PromptGroup], version: int) -> None:
-        """Raise for a sample that is older than the rules allow, whatever went wrong."""
+        """Raise if a sample is older than the rules allow, which only a fault of the scheduler can cause."""
         for group in groups:
             for request, completion in group.answers:
                 oldest = min((span.version for span in completion.weight_versions), default=version)
@@ -220,7 +220,7 @@ class Ahead:
 
 
 def _refuse_endless_wait(groups: Sequence[OpenGroup], version: int) -> None:
-    """Raise if no open group, of any rank, is still to be sampled: nothing would end the wait."""
+    """Raise if all open groups of all ranks are sampled, because nothing would end the wait."""
     if all(group.is_whole for group in groups):
         raise RolloutError(
             f"weights {version}: found all {len(groups)} open groups sampled, and no rollout among them that "

@@ -1,4 +1,4 @@
-"""Samples the turns of many conversations together, with an engine that samples batches."""
+"""Samples the turns of many conversations together, with an engine that samples in batches."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ from megatron_dppo.rollout.conversations import Ask
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A turn that is to be sampled."""
+    """A turn that waits to be sampled."""
 
     request: Request
     params: SamplingParams
@@ -19,10 +19,10 @@ class _Waiting:
 
 
 class BatchedTurns:
-    """Samples a turn of all open conversations by one call of the engine, once each of them waits for one.
+    """Samples one turn of all open conversations in one call of the engine, once each of them waits for a turn.
 
-    Conversations begin together. Their requests stand in a call in the order in which they began, however long
-    environments take: what such an engine samples may depend on that order through rounding.
+    Conversations begin together. The requests of a call are in the order in which the conversations began,
+    however long environments take. Rounding can make an engine's samples depend on the order of a batch.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -36,7 +36,7 @@ class BatchedTurns:
         """Run a conversation, and return its trajectory.
 
         Raises:
-            RolloutError: As the engine does, in every conversation that waits for a response.
+            RolloutError: The engine raised it; every conversation that waits for a response raises it too.
         """
         number = self._num_begun
         self._num_begun += 1
@@ -57,7 +57,7 @@ class BatchedTurns:
             self._waiting.pop(number, None)
 
     def _sample_soon(self) -> None:
-        """Sample after the conversations that can go on now: those begun together wait when the first does."""
+        """Sample after every conversation that is ready has run, so that their requests share a call."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._sample)

@@ -1,8 +1,8 @@
-"""Conversations: the policy and an environment take turns within one trajectory, each at its own pace.
+"""Runs conversations: the policy and an environment take turns within one trajectory.
 
-A trajectory is one sequence of token ids: sampled tokens stay as they were sampled, and an environment's
-observation is tokenised alone and appended. A turn is one request, whose prompt is the trajectory so far. A
-question with one answer is a trajectory of one turn.
+A trajectory is one sequence of token ids. Sampled tokens are never encoded again; an environment's observation
+is tokenised separately and appended. A turn is one request with the trajectory so far as its prompt. A single
+question with a single response is a trajectory of one turn.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,7 +26,7 @@ from megatron_dppo.rollout.scoring import Tokenizer, as_text
 from megatron_dppo.types import FinishReason
 
 Ask = Callable[[Request, SamplingParams], Awaitable[Completion]]
-"""Samples the response of one turn; it comes back aborted where there is none."""
+"""Samples the response of one turn; returns an aborted completion if there is no response."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class TurnLimits:
     """Limits that end a trajectory before its environment does."""
 
     max_turns: int = 1
-    max_turn_tokens: int | None = None  # sampled in one turn; none: as many as the response may have
+    max_turn_tokens: int | None = None  # tokens sampled in one turn; `None` means max_response_tokens
 
 
 class Conversations:
-    """Runs conversations one by one: none waits for another's response or for another's environment.
+    """Runs independent conversations: none waits for the response or the environment of another one.
 
-    It keeps no state between calls; any number of them may run at once, in one event loop or in several.
+    It keeps no state between calls. Any number of conversations may run at once, in one or several event loops.
     """
 
     def __init__(self, environments: Environments, tokenizer: Tokenizer, limits: TurnLimits) -> None:
@@ -50,18 +50,19 @@ class Conversations:
     async def run(self, request: Request, params: SamplingParams, ask: Ask) -> Completion:
         """Sample one trajectory, and return it with its `episode`.
 
-        A trajectory that its limits end before its environment does has finish_reason "length"; one whose
-        response comes back aborted ends with it, without an episode.
+        If a limit ends the trajectory before its environment does, finish_reason is "length". An aborted
+        response ends the trajectory without an episode.
 
         Args:
-            request: Opens the trajectory. A partial is the beginning of its first response.
-            params: `max_response_tokens` bounds all tokens after the prompt, observations included;
-                `max_turn_tokens` is replaced by that of the limits.
-            ask: Samples a turn. It may do so in several parts (`engine.resumed`), and returns the whole.
+            request: Request that opens the trajectory. Its `partial` is the beginning of the first response.
+            params: Sampling parameters. `max_response_tokens` bounds all tokens after the prompt, observations
+                included. `TurnLimits.max_turn_tokens` replaces `max_turn_tokens`.
+            ask: Function that samples a turn. It may sample several parts (`engines.base.resumed`), and
+                returns the complete turn.
 
         Raises:
-            RolloutError: As `ask` does.
-            EnvironmentFailedError: The environment cannot be loaded, or never answers.
+            RolloutError: `ask` raised it.
+            EnvironmentFailedError: The environment cannot be loaded, or its requests time out.
         """
         assert request.prompt is not None, "requests of groups name their prompts"
         params = replace(params, max_turn_tokens=self._limits.max_turn_tokens)
@@ -89,7 +90,7 @@ class Conversations:
     ) -> Completion | Request:
         """Return the request for the next response after a turn, or the completion if the turn is the last.
 
-        `last_token` is the last one of the response that the turn answers; none if the response is empty.
+        `last_token` is the last token of the response before the turn, or None if the response is empty.
         """
         if isinstance(turn, EnvironmentFault):
             return replace(completion, episode=state.episode(fault=turn.message))
@@ -108,7 +109,7 @@ class Conversations:
 
 
 async def _first_response(request: Request, params: SamplingParams, ask: Ask) -> Completion:
-    """Return the response that opens a trajectory; its tokens sampled before count among the turn's."""
+    """Return the first response of a trajectory; tokens of its `partial` count towards the turn's limit."""
     if request.partial is None:
         return await ask(request, params)
     rest = resumed(replace(request, partial=None), request.partial, params)
@@ -117,7 +118,7 @@ async def _first_response(request: Request, params: SamplingParams, ask: Ask) ->
 
 @dataclass
 class _TrajectoryState:
-    """What was said and earned in one trajectory so far; its tokens are in its requests and completions."""
+    """Texts and rewards of one trajectory so far; its tokens are in its requests and completions."""
 
     trajectory: Trajectory
     reward: float | None = None
@@ -129,13 +130,13 @@ class _TrajectoryState:
         self.trajectory = replace(self.trajectory, responses=responses)
 
     def reward_turn(self, turn: Turn) -> None:
-        """Add what a turn of the environment gives."""
+        """Add the reward and info of an environment's turn."""
         if turn.reward is not None:
             self.reward = (self.reward or 0.0) + turn.reward
         self.info |= turn.info
 
     def episode(self, fault: str | None = None) -> Episode:
-        """Return the outcome."""
+        """Return the outcome of the trajectory."""
         responses = self.trajectory.responses
         return Episode(responses[-1].text, len(responses), self.reward, self.info, fault)
 
@@ -162,14 +163,14 @@ class TurnTokenizer:
     ) -> Tensor:
         """Encode an observation as token ids `[N]` int64, to follow a response that ends with `last_token`.
 
-        In a chat they are those of a user's message, and of the end of the response where it has none. The chat
-        template gets the arguments of the prompt.
+        For a chat prompt these are the tokens of a user message. The end-of-turn token of the response comes
+        first if the response lacks it.
 
         Args:
             text: Observation.
             last_token: Last token of the response, or None for a response without a token.
             is_chat: Whether the prompt is a list of messages.
-            template_arguments: Arguments of the chat template.
+            template_arguments: Arguments of the chat template, from the prompt.
         """
         if is_chat:
             text = self._as_message(text, template_arguments or {})
@@ -188,7 +189,7 @@ class TurnTokenizer:
         _, mark, rest = cast(str, written).partition(self._MARK)
         if not mark:
             raise RolloutError(
-                "the tokenizer's chat template: found an assistant's earlier message left out; "
-                "expected it whole. Use a template that keeps earlier turns."
+                "the tokenizer's chat template: found that it leaves out an earlier message of the assistant; "
+                "expected the complete message. Use a template that keeps earlier turns."
             )
         return rest

@@ -26,34 +26,35 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 @dataclass(frozen=True)
 class RolloutCounts:
-    """Counts of a rollout's prompts and samples, kept and dropped, on one rank or summed over all.
+    """Counts of a rollout's prompts and samples, kept and dropped, on one rank or summed over all ranks.
 
-    Prompts that are too long are a property of the data, not a fault of the run: they are counted apart, ask
-    for no samples, and stop the run only where no other is left. Truncated responses and response tokens are
-    counted over all that the engine returned, dropped samples and replaced groups too.
+    Prompts that are too long are a property of the data, not a fault of the run. They are counted separately,
+    no samples are requested for them, and they stop the run only if all prompts are too long. Truncated
+    responses and response tokens are counted over all responses of the engine, including dropped samples and
+    replaced groups.
     """
 
     num_prompts: int
     num_prompts_too_long: int
-    num_samples: int  # asked of the engine
+    num_samples: int  # requested from the engine
     num_truncated: int
     num_turns: int  # responses of the policy, over all conversations
     num_response_tokens: int  # observations of environments included
-    num_old_tokens: int  # of them, those that older weights sampled, before the response was aborted
-    num_requeued: int  # times that a response went to another server, since one had failed
-    num_retractions: int  # times that a response was retracted: its cache dropped, and computed again
-    num_continued: int  # samples that were aborted by a push or by over-sampling, and resumed
-    num_discarded_partials: int  # responses that were begun, and dropped once enough groups were whole
-    num_replaced_groups: int  # whose rewards were all equal, and that others came in the place of
-    num_dropped_groups: int  # left with fewer than two samples
-    num_left_alone: int  # sound samples that went with their group
-    num_dropped: Mapping[DropReason, int]  # samples with a fault of their own; every reason has an entry
-    example: str | None = None  # the first of them on this rank, in words
-    engine: EngineCounts = field(default_factory=EngineCounts)  # what happened at the engine meanwhile
+    num_old_tokens: int  # response tokens that older weights sampled, before the response was aborted
+    num_requeued: int  # times that a response moved to another server because its server failed
+    num_retractions: int  # times that a server dropped a response's cache and computed it again
+    num_continued: int  # samples that a push or over-sampling aborted, and that were resumed
+    num_discarded_partials: int  # unfinished responses that were dropped once enough groups were whole
+    num_replaced_groups: int  # groups with equal rewards that were replaced
+    num_dropped_groups: int  # groups with fewer than two samples left
+    num_left_alone: int  # sound samples that were dropped with their group
+    num_dropped: Mapping[DropReason, int]  # faulty samples by reason; every reason has an entry
+    example: str | None = None  # message of the first fault on this rank
+    engine: EngineCounts = field(default_factory=EngineCounts)  # the engine's counts during this rollout
 
     @property
     def num_dropped_samples(self) -> int:
-        """Number of samples dropped for a fault of their own."""
+        """Number of samples dropped because they were faulty."""
         return sum(self.num_dropped.values())
 
     def to_tensor(self) -> Tensor:
@@ -96,24 +97,23 @@ _PLAIN_COUNTS = tuple(field.name for field in dataclasses.fields(RolloutCounts) 
 
 
 def refuse_if_too_many_dropped(counts: RolloutCounts, max_fraction: float) -> None:
-    """Raise where too many samples were dropped, or all prompts were too long.
+    """Raise if too many samples were dropped, or if all prompts were too long.
 
-    Check totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
+    Call it on totals over all ranks: one rank's share is too small, and ranks must agree on stopping.
 
     Raises:
-        RolloutError: More than `max_fraction` of the samples were dropped for a fault of their own, or every
-            prompt was too long.
+        RolloutError: More than `max_fraction` of the samples were faulty, or every prompt was too long.
     """
     if counts.num_prompts_too_long == counts.num_prompts:
         raise RolloutError(
             f"rollout: found {counts.num_prompts} prompts, all longer than data.max_prompt_tokens; expected "
-            "some to sample from. Raise the limit, or shorten the prompts or what environments add."
+            "some to sample from. Raise the limit, or shorten the prompts or the text that environments add."
         )
     num_dropped = counts.num_dropped_samples
     if num_dropped <= max_fraction * counts.num_samples:
         return
     by_reason = ", ".join(f"{n} {reason}" for reason, n in counts.num_dropped.items() if n)
-    example = counts.example or "none on this rank, see what other ranks say"
+    example = counts.example or "none on this rank, see the logs of other ranks"
     raise RolloutError(
         f"rollout: found {num_dropped} of {counts.num_samples} samples dropped ({by_reason}); expected at most "
         f"{max_fraction:.2%}. First of them: {example}. Fix the cause, or raise rollout.max_dropped_fraction."

@@ -1,4 +1,4 @@
-"""Evaluates on sets of held-out prompts, each with its own sampling settings, and keeps every response."""
+"""Evaluates on sets of held-out prompts, each with its own sampling settings, and saves every response."""
 
 import hashlib
 import heapq
@@ -41,7 +41,7 @@ class EvaluationSet:
     temperature: float
     top_p: float
     max_response_tokens: int
-    reward: str  # a RewardChoice.text; right is worth 1 and wrong 0, whatever training makes of them
+    reward: str  # a RewardChoice.text; correct is 1 and wrong is 0, whatever values training uses
     pass_at: tuple[int, ...]
 
     @property
@@ -51,7 +51,7 @@ class EvaluationSet:
 
     @property
     def noise_offset(self) -> int:
-        """Noise offset from the set's name: samples do not depend on which other sets there are."""
+        """Noise offset from the set's name, so that samples do not depend on the other sets."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=3).digest()
         return _NOISE * (1 + int.from_bytes(digest, "big"))
 
@@ -64,13 +64,13 @@ class EvaluationSet:
         """Raise if too many responses have no reward; see `scores.refuse_if_too_many_dropped`.
 
         Raises:
-            RolloutError: More than `max_fraction` of them, or all prompts are too long.
+            RolloutError: More than `max_fraction` of the responses were dropped, or all prompts are too long.
         """
         refuse_if_too_many_dropped(self.name, scores, max_fraction)
 
 
 def evaluation_sets(config: Config) -> list[EvaluationSet]:
-    """Return the sets of [evaluation], in the config's order; none where evaluation.every is 0."""
+    """Return the sets of [evaluation], in the config's order. The list is empty if evaluation.every is 0."""
     options = config.evaluation
     sets: list[EvaluationSet] = []
     for name, own in options.used_sets.items():
@@ -105,10 +105,10 @@ class Evaluation:
         """Read the prompts.
 
         Args:
-            config: The run's.
-            sampler: Samples, with the weights that its engine holds when `run` is called; not owned.
-            tokenizer: Of the model that the engine holds.
-            rewards: Has a pool for each set's reward; not owned.
+            config: Config of the run.
+            sampler: Sampler, which uses the weights that its engine has when `run` is called; not owned.
+            tokenizer: Tokenizer of the engine's model.
+            rewards: Pools, one for each set's reward; not owned.
             share: (rank, size) of the job.
         """
         self._config, self._sampler, self._tokenizer = config, sampler, tokenizer
@@ -119,19 +119,19 @@ class Evaluation:
 
     @property
     def first_prompts(self) -> dict[str, Prompt]:
-        """One prompt for each set's reward."""
+        """One prompt for each set's reward, by reward."""
         return {each.reward: self._prompts[each.name][0] for each in self.sets}
 
     def run(self, each: EvaluationSet, rollout: int, responses: Path) -> list[PromptScore]:
         """Sample and score this rank's share of a set; communicates with no other rank.
 
-        What is drawn depends on run.seed, the set's name, `rollout` and a prompt's place in its set: on no
-        other set, not on the number of ranks, and not on what was sampled before.
+        The sampled tokens depend on run.seed, the set's name, `rollout` and the prompt's index in its set. They
+        do not depend on other sets, on the number of ranks, or on earlier samples.
 
         Args:
-            each: The set.
-            rollout: Rollouts finished before; keys the noise.
-            responses: The file that `merge_responses` makes of every rank's part, which is written beside it.
+            each: Evaluation set.
+            rollout: Number of rollouts finished before; part of the noise key.
+            responses: File that `merge_responses` writes. This rank's part is written next to it.
         """
         (rank, size), prompts = self._share, self._prompts[each.name]
         places = [(index, prompts[index]) for index in range(rank, len(prompts), size)]
@@ -148,16 +148,16 @@ class Evaluation:
 
 
 def responses_file(folder: Path, name: str, rollout: int) -> Path:
-    """Return the file of all responses to a set in the evaluation after `rollout` rollouts."""
+    """Return the path of the file with all responses to a set in the evaluation after `rollout` rollouts."""
     return folder / f"{name}_{rollout:06d}.jsonl"
 
 
 def merge_responses(responses: Path, num_ranks: int) -> None:
-    """Merge the parts that all ranks have written into one file, in the order of the set's prompts."""
+    """Merge the parts of all ranks into one file, in the order of the set's prompts."""
     parts = [_part(responses, (rank, num_ranks)) for rank in range(num_ranks)]
     rows = ((row for _, row in read_jsonl(part)) for part in parts)
     write_jsonl(responses, heapq.merge(*rows, key=lambda row: (row["index"], row["sample"])))
-    for part in responses.parent.glob(f".{responses.name}.rank_*"):  # and those of an interrupted evaluation
+    for part in responses.parent.glob(f".{responses.name}.rank_*"):  # also parts of an interrupted evaluation
         part.unlink()
 
 
@@ -166,7 +166,7 @@ def _part(responses: Path, share: tuple[int, int]) -> Path:
 
 
 def _rows(groups: Sequence[PromptGroup], tokenizer: Tokenizer) -> Iterable[dict[str, object]]:
-    """Yield every response as text, with its reward, or the reason why it has none."""
+    """Yield a row for every response: its text, and its reward or the reason why it has none."""
     for group in groups:
         pairs = zip(group.answers, group.scored, strict=True)
         for number, ((request, completion), scored) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""Samples groups of responses, and scores each as soon as it ends, or those of a batch together."""
+"""Samples groups of responses. Scores each response when it ends, or all responses of a batch together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ def answers(
     """Sample and score responses to prompts; prompts that are too long are dropped.
 
     Args:
-        engine: Samples the responses.
-        maker: Says how many, and keys their noise.
-        scorer: Scores them.
-        params: How to sample.
-        rollout: Index of the rollout, or a number of an evaluation, that keys the noise.
-        places: The prompts, each with its place among those of all ranks.
+        engine: Engine that samples the responses.
+        maker: Group maker, which sets the number of responses per prompt and their noise keys.
+        scorer: Scorer of the responses.
+        params: Sampling parameters.
+        rollout: Index of the rollout, or a number for an evaluation; part of the noise key.
+        places: Prompts of this rank, each with its index among the prompts of all ranks.
     """
     groups = maker.begin(rollout, [(index, Drawn(index, prompt)) for index, prompt in places])
     return score_groups(scorer, sample(engine, groups, params, len(groups), scorer))
@@ -55,12 +55,12 @@ def sample(
 ) -> list[PromptGroup]:
     """Sample until `num_wanted` groups are whole, and return all groups in their order.
 
-    A response is scored as soon as it ends, while others are sampled, where the engine says that it ended; the
-    others are left to `score_groups`.
+    If the engine reports when a response ends, the response is scored at once, while others are sampled.
+    `score_groups` scores the rest.
 
     Raises:
-        RolloutError: The engine's completions do not answer the requests one for one.
-        RewardError: As `scorer` does.
+        RolloutError: The engine's completions do not match the requests one to one.
+        RewardError: `scorer` raised it.
     """
     requests = [request for group in groups for request in group.missing]
     num_missing = num_wanted - sum(group.is_whole for group in groups)
@@ -85,10 +85,10 @@ def sample(
 
 
 def score_groups(scorer: Scorer, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
-    """Score whole groups: all responses at once that were not scored when they ended.
+    """Score complete groups: all responses that were not scored when they ended, in one batch.
 
     Raises:
-        RewardError: As `scorer` does.
+        RewardError: `scorer` raised it.
     """
     rest = [answer for group in groups for answer in group.answers if answer[0].id not in group.scores]
     found = scorer.score_all([_scorable(*answer) for answer in rest])
@@ -100,7 +100,7 @@ def score_groups(scorer: Scorer, groups: Sequence[PromptGroup]) -> list[PromptGr
 
 
 async def scored_response(scorer: Scorer, request: Request, completion: Completion) -> Sample | Fault:
-    """Return the sample of a response with its reward, or why it cannot be trained on; see `Scorer.score`."""
+    """Return a response's sample with its reward, or the fault that prevents training; see `Scorer.score`."""
     return await scorer.score(*_scorable(request, completion))
 
 
@@ -127,17 +127,17 @@ class _EarlyScores:
 
     async def __call__(self, completion: Completion) -> None:
         if completion.finish_reason == "abort":
-            return  # more of it may be sampled
+            return  # it may be resumed
         request = self._requests[completion.request_id]
         _checked([request], [completion], self._params)
         self.scores[request.id] = await scored_response(self._scorer, request, completion)
 
 
 class _Enough:
-    """Counts down the groups that are still to become whole; a part of `sample`."""
+    """Counts the groups that must still become whole; a part of `sample`."""
 
     def __init__(self, groups: Sequence[PromptGroup], num_missing: int) -> None:
-        self.told: set[str] = set()  # requests that were answered, or given up, before it was enough
+        self.told: set[str] = set()  # requests that ended or were given up before enough groups were whole
         self._num_missing = num_missing
         self._group_of = {request.id: at for at, group in enumerate(groups) for request in group.missing}
         self._left = Counter(self._group_of.values())
@@ -156,7 +156,7 @@ def _updated(
     partials: Mapping[str, Completion],
     scores: Mapping[str, Sample | Fault],
 ) -> list[PromptGroup]:
-    """Return the groups with the finished completions and their scores, and the partial ones to resume."""
+    """Return the groups with the finished completions, their scores, and the partial completions to resume."""
 
     def update(group: PromptGroup) -> PromptGroup:
         old = zip(group.requests, group.completions, strict=True)
@@ -180,7 +180,7 @@ def _checked(
     wanted, given = [r.id for r in requests], [c.request_id for c in completions]
     if wanted != given:
         first = next((pair for pair in zip(wanted, given, strict=False) if pair[0] != pair[1]), None)
-        found = f"{first[1]!r} where {first[0]!r} was due" if first else f"{len(given)} of them"
+        found = f"{first[1]!r} in place of {first[0]!r}" if first else f"{len(given)} completions"
         raise RolloutError(
             f"engine's completions: found {found}; expected one for each of {len(wanted)} requests, in order. "
             "This is a fault of the engine: report it."

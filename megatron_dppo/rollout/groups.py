@@ -1,6 +1,6 @@
-"""Groups of responses to one prompt: requested, sampled, scored, and counted where they were dropped.
+"""Groups of responses to one prompt: makes their requests, and counts samples and dropped samples.
 
-Each rank makes the groups of its own share of a rollout, without communicating. The loop sums the counts over
+Each rank makes the groups of its share of a rollout, without communication. The loop sums the counts over
 ranks and then calls `refuse_if_too_many_dropped`.
 """
 
@@ -33,29 +33,29 @@ from megatron_dppo.types import Prompt, Sample, SampleGroup
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """A prompt and the responses requested for it: open until each was sampled or given up, then scored."""
+    """A prompt and its requested responses: open until each is sampled or given up, then scored."""
 
     drawn: Drawn
-    index: int  # the prompt's place, over all ranks, in the rollout that began it, or trains on it
-    requests: tuple[Request, ...]  # those of aborted responses hold what there is of them
-    completions: tuple[Completion | None, ...]  # one for each; none while it is to be sampled
-    scores: Mapping[str, Sample | Fault] = field(default_factory=dict)  # by request, of responses that ended
-    scored: tuple[Sample | Fault, ...] = ()  # of each completion: its sample, or why it cannot be trained on
+    index: int  # the prompt's index, over all ranks, in the rollout that began it or trains on it
+    requests: tuple[Request, ...]  # an aborted response is the `partial` of its request
+    completions: tuple[Completion | None, ...]  # one per request; `None` until it is sampled
+    scores: Mapping[str, Sample | Fault] = field(default_factory=dict)  # by request id, of ended responses
+    scored: tuple[Sample | Fault, ...] = ()  # one per completion: the sample, or why it cannot be trained on
 
     @property
     def is_whole(self) -> bool:
-        """Whether each response was sampled or given up."""
+        """Whether every response is sampled or given up."""
         return None not in self.completions
 
     @property
     def answers(self) -> list[tuple[Request, Completion]]:
-        """Requests with the responses that were sampled."""
+        """Requests whose responses are sampled, with their completions."""
         pairs = zip(self.requests, self.completions, strict=True)
         return [(request, completion) for request, completion in pairs if completion is not None]
 
     @property
     def missing(self) -> list[Request]:
-        """Requests whose responses were not sampled yet."""
+        """Requests whose responses are not sampled yet."""
         pairs = zip(self.requests, self.completions, strict=True)
         return [request for request, completion in pairs if completion is None]
 
@@ -76,7 +76,7 @@ class PromptGroup:
 
     @property
     def has_zero_variance(self) -> bool:
-        """Whether all rewards are equal up to rounding, so that no sample learns; false without any."""
+        """Whether all rewards are equal up to rounding, so that no sample learns; False without rewards."""
         rewards = [float(sample.reward or 0.0) for sample in self.samples]
         return bool(rewards) and have_equal_rewards(rewards)
 
@@ -92,16 +92,16 @@ class GroupMaker:
     environments: Environments = field(default_factory=lambda: InProcess(SingleTurn))
 
     def begin(self, rollout: int, places: Sequence[tuple[int, Drawn]]) -> list[PromptGroup]:
-        """Make groups of requests for prompts and their places in the rollout; prompts too long are dropped.
+        """Make groups of requests for prompts and their indices in the rollout; drop prompts that are too long.
 
-        A group whose environment does not begin is whole at once, of samples that were given up.
+        If an environment's `reset` fails, its group is whole at once, and all its responses count as given up.
         """
         return list(self._groups(rollout, places))
 
     def begin_at_place(self, drawn: Drawn) -> PromptGroup | None:
-        """Make the group of a prompt that no rollout has yet, named by its place; none where it is too long.
+        """Make the group of a prompt that no rollout has taken yet, or return None if the prompt is too long.
 
-        Its index is its place until a rollout takes it.
+        The group's name and index are the prompt's index in the stream, until a rollout takes the group.
         """
         name = f"place{drawn.place}"
         (opening,) = self.environments.reset([Trajectory(name, drawn.prompt)])
@@ -118,7 +118,7 @@ class GroupMaker:
         trajectories = [Trajectory(f"rollout{rollout}/{index}", drawn.prompt) for index, drawn in places]
         for (index, drawn), opening in zip(places, self.environments.reset(trajectories), strict=True):
             start = index * self.samples_per_prompt
-            # Rollout, prompt and first sample, since a prompt may come twice in one rollout.
+            # The first sample's number is part of the name, because a prompt may occur twice in one rollout.
             name = f"rollout{rollout}/{drawn.prompt.id}/{start}"
             group = self._group(name, drawn, index, opening, (self.seed, rollout, start))
             if group is not None:
@@ -132,7 +132,7 @@ class GroupMaker:
         opening: Observation | EnvironmentFault,
         first_key: tuple[int, int, int],
     ) -> PromptGroup | None:
-        """Return the group of requests `<name>+0`, ...; none where its prompt is too long."""
+        """Return the group of requests `<name>+0`, ..., or None if the prompt is too long."""
         tokens = self._tokens(drawn.prompt, opening)
         if len(tokens) > self.max_prompt_tokens:
             return None
@@ -158,7 +158,7 @@ def _requests(
 ) -> list[Request]:
     """Return the requests `<name>+0`, `<name>+1`, ... of one group.
 
-    No id begins with another, since SGLang aborts all requests whose ids begin with the one that is named.
+    No id is a prefix of another one, because SGLang aborts all requests with ids that begin with a given id.
     """
     seed, rollout, start = first_key
     ids = [f"{name}+{k:0{len(str(count - 1))}d}" for k in range(count)]
@@ -167,7 +167,7 @@ def _requests(
 
 
 def write_samples(path: Path, groups: Sequence[SampleGroup], tokenizer: Tokenizer) -> None:
-    """Write the samples as text, one JSON object per line, whole or not at all."""
+    """Write the samples as text, one JSON object per line. The file is either complete or absent."""
     rows = (_readable(group.prompt, sample, tokenizer) for group in groups for sample in group.samples)
     write_jsonl(path, rows)
 
@@ -184,12 +184,12 @@ def usable_groups(
     """Return the groups to train on, without advantages yet, and counts of everything that was sampled.
 
     Args:
-        scored: Groups to train on, once they are large enough.
-        replaced: Those in whose place others of them came.
-        smallest_group: Smaller ones are left out.
-        num_too_long: Prompts that were not asked for.
-        weight_version: Of the weights that sample now.
-        rest: Groups that were begun and are dropped: others were whole before.
+        scored: Groups to train on, if they are large enough.
+        replaced: Groups with equal rewards that groups of `scored` have replaced.
+        smallest_group: Minimum number of sound samples of a group.
+        num_too_long: Number of prompts that were too long to sample.
+        weight_version: Version of the engine's weights.
+        rest: Unfinished groups that are dropped, because enough others were whole before.
     """
     kept = [group for group in scored if len(group.samples) >= smallest_group]
     everything = [*scored, *replaced]

@@ -23,14 +23,14 @@ from megatron_dppo.rollout.scoring import Tokenizer
 from megatron_dppo.runtime.concurrency import all_of, run_loop
 
 _Turns = Callable[[Callable[[Ask], Awaitable[Completion]]], Awaitable[Completion]]
-"""Runs a conversation with that by which its turns are sampled."""
+"""Runs a conversation with a function that samples its turns."""
 
 
 class MultiTurnEngine(EngineWrapper):
     """Samples whole trajectories with an engine; implements `engines.base.TrajectoryEngine`.
 
-    Each trajectory goes on as soon as it can where the engine samples one response at a time. An engine that
-    samples batches is given a turn of all open trajectories at once.
+    If the engine samples single responses, each trajectory continues as soon as it can. If the engine samples
+    batches, one call samples a turn of all open trajectories.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MultiTurnEngine(EngineWrapper):
         `params.max_response_tokens` bounds all tokens after the prompt, observations included.
 
         Raises:
-            RolloutError: As the engine does; no request was answered.
+            RolloutError: The engine raised it; no request has a completion.
         """
         return self.generate_each(requests, params, _ignored)
 
@@ -57,14 +57,14 @@ class MultiTurnEngine(EngineWrapper):
         ended: HasEnded,
         is_enough: IsEnough | None = None,
     ) -> list[Completion]:
-        """Sample as `generate`, and say when each ends; see `TrajectoryEngine`.
+        """Sample like `generate`, and call `ended` for each completion when it ends; see `TrajectoryEngine`.
 
         Raises:
-            RolloutError: As `generate` does, or trajectories that may be aborted may have more than one turn.
+            RolloutError: `generate` raised it, or `is_enough` is set and trajectories may have several turns.
         """
         if is_enough is not None and self._limits.max_turns > 1:
             raise RolloutError(
-                f"found conversations of up to {self._limits.max_turns} turns, to be left half done; expected "
+                f"found over-sampling of conversations of up to {self._limits.max_turns} turns; expected "
                 "one turn. Set rollout.over_sampling = 1."
             )
         return run_loop(self._generate(requests, params, ended, is_enough)) if requests else []
@@ -82,7 +82,7 @@ class MultiTurnEngine(EngineWrapper):
                 completion = await turns(partial(self._conversations.run, request, params))
                 if session is not None and is_enough is not None:
                     await _hold_if(is_enough, completion, session)
-                if session is not None:  # what is sampled together ends together
+                if session is not None:  # without a session, all completions of a batch end together
                     await ended(completion)
                 return completion
 

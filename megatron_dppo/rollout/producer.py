@@ -1,8 +1,9 @@
-"""Samples one rank's open groups in a thread of its own, while the trainer trains and pushes weights.
+"""Samples one rank's open groups in a separate thread, while the trainer trains and pushes weights.
 
-Every response is a task of its own: it waits until sampling goes on, asks, and where a push interrupts it,
-keeps what there is and asks again by the new weights. So it ends as soon as it can, is scored at once, and is
-not thrown away. Groups are begun as the trainer's thread allows; producers of ranks never communicate.
+Every response is a separate task. It waits until sampling is on, and sends its request. If a push interrupts
+it, it keeps its tokens and requests the rest from the new weights. So a response ends as soon as it can, is
+scored at once, and is never dropped by a push. The trainer's thread limits the number of open groups. The
+producers of different ranks never communicate.
 """
 
 import asyncio
@@ -36,20 +37,20 @@ from megatron_dppo.rollout.scoring import Scorer
 from megatron_dppo.rollout.staleness import OpenGroup
 
 T = TypeVar("T")
-_ANSWER_S = 120.0  # for what the thread does alone
-_HOLD_S = 900.0  # a session's own limit is of silence between answers, and hundreds of long ones are decoded
-_CONNECT_S = 1800.0  # far above what the client's own limits for a connection add up to
+_ANSWER_S = 120.0  # limit of a call that waits for no server
+_HOLD_S = 900.0  # a session limits only the time between two replies, and hundreds of long ones are decoded
+_CONNECT_S = 1800.0  # far above the sum of the client's limits for a connection
 
 
 class Producer:
-    """Keeps one rank's groups open, and samples them whenever the servers hold weights that it may sample by.
+    """Keeps one rank's groups open, and samples them between `go_on` and `hold`.
 
-    The trainer's thread calls the methods. What fails in the producer's thread stays there as `fault`, for the
-    trainer's to raise.
+    The trainer's thread calls the methods. An error in the producer's thread is kept as `fault`, and the
+    trainer's thread raises it.
 
-    Nothing waits without a limit. A request ends within rollout.sglang.request_timeout_s at each server that
-    it is given to, a reward or an environment within its time-out in [data], a hold within the session's. The
-    methods raise a RolloutError where the thread itself does not answer in 120 s, or 1800 s for `go_on`.
+    Every wait has a limit: rollout.sglang.request_timeout_s for a request at each server, the time-outs of
+    [data] for a reward or an environment, and the session's limit for a hold. The methods raise a RolloutError
+    if the thread does not return within 120 s (900 s for `hold` and `close`, 1800 s for `go_on`).
     The wait for a rollout also ends, with a fault, if all prompts are too long, or if a task was cancelled.
     """
 
@@ -67,19 +68,19 @@ class Producer:
         num_threads: int = 1,
         max_replaced: int = 0,
     ) -> None:
-        """Start the thread; begin no group before `begin_groups`, and sample none before `go_on`.
+        """Start the thread; it begins no group before `begin_groups`, and samples none before `go_on`.
 
         Args:
-            engine: Has the servers.
-            conversations: Samples whole conversations, each for itself.
-            maker: Makes groups.
-            scorer: Scores each response when it ends.
-            params: How to sample.
-            places: Of this rank; the producer takes from them.
-            prompt_at: The prompt at a place.
-            num_prompts: Prompts of an epoch; as many in a row that are too long are a fault.
-            num_threads: Prompts that are begun at once, each by its environment.
-            max_replaced: Groups of equal rewards that are replaced in each rollout; others stay.
+            engine: Engine with the servers.
+            conversations: Runs each response as an independent conversation.
+            maker: Group maker.
+            scorer: Scorer, called for each response when it ends.
+            params: Sampling parameters.
+            places: Prompt indices of this rank; the producer takes from them.
+            prompt_at: Returns the prompt at an index.
+            num_prompts: Prompts of an epoch; that many prompts in a row that are too long are a fault.
+            num_threads: Number of environments that may be reset at once.
+            max_replaced: Largest number of groups with equal rewards that are replaced per rollout.
         """
         self._engine, self._conversations = engine, conversations
         self._maker, self._scorer = maker, scorer
@@ -97,28 +98,28 @@ class Producer:
         self._is_ending = False
         self._threads = ThreadPoolExecutor(max(num_threads, 1), thread_name_prefix="environment")
         self.news = threading.Event()
-        """Set whenever a group became whole, or something failed."""
+        """Set when a group becomes whole, or when sampling fails."""
         self._loop = asyncio.new_event_loop()
-        self._held_up: list[tuple[int, asyncio.Future[None]]] = []  # places of what waits until it goes on
+        self._held_up: list[tuple[int, asyncio.Future[None]]] = []  # waiting requests, by prompt
         self._thread = threading.Thread(target=self._run, name="rollout producer", daemon=True)
         self._thread.start()
 
-    # What the trainer's thread calls.
+    # Methods for the trainer's thread.
 
     @property
     def fault(self) -> BaseException | None:
-        """What ended the producer's work; none while it goes on."""
+        """Error that ended the producer's work, or None."""
         return self._fault
 
     def go_on(self, version: int, limit: int) -> None:
-        """Sample by the servers' weights, with up to `limit` groups open.
+        """Start or resume sampling with the servers' weights, with up to `limit` open groups.
 
         Args:
-            version: Of these weights.
-            limit: Groups that may be open on this rank.
+            version: Version of these weights.
+            limit: Number of groups that may be open on this rank.
 
         Raises:
-            ServerError: No server answers and holds the weights.
+            ServerError: No server responds and has the weights.
         """
         self._call(self._go_on(version, limit), _CONNECT_S)
 
@@ -127,23 +128,23 @@ class Producer:
         self._call(self._begin_groups(limit))
 
     def hold(self) -> Produced:
-        """Sample no more until `go_on`; when it returns, no request is at a server. What was sampled stays.
+        """Stop sampling until `go_on`. Wait until no request is at a server; sampled tokens are kept.
 
         Returns:
-            What happened between the last `take` and this call.
+            Counts and times between the last `take` and this call.
         """
         return self._call(self._hold(), _HOLD_S)
 
     def state(self) -> ProducerState:
-        """Return what is open, and where the next prompts come from."""
+        """Return the open groups, and the indices of the next prompts."""
         return self._call(self._state())
 
     def take(self, places: Iterable[int]) -> tuple[list[PromptGroup], Produced]:
-        """Remove whole groups, in the order of `places`; return them, and what happened since the last call."""
+        """Remove and return the whole groups of `places`, in order, with the counts since the last call."""
         return self._call(self._take(places))
 
     def close(self) -> None:
-        """Abort what is at servers, and end the thread; open groups are lost."""
+        """Abort requests at servers, and end the thread; open groups are lost."""
         if not self._thread.is_alive():
             return
         try:
@@ -153,7 +154,7 @@ class Producer:
             self._thread.join(_ANSWER_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # What the producer's thread does.
+    # Methods of the producer's thread.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -164,7 +165,7 @@ class Producer:
         """Run a coroutine in the producer's thread, and return its result.
 
         Raises:
-            RolloutError: It takes longer than `timeout_s`; none means `_ANSWER_S`.
+            RolloutError: It takes longer than `timeout_s` (`None` means `_ANSWER_S`).
         """
         timeout_s = _ANSWER_S if timeout_s is None else timeout_s
         name, future = work.__name__.strip("_"), asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -173,22 +174,22 @@ class Producer:
         except TimeoutError:
             future.cancel()
             raise RolloutError(
-                f"thread that samples ahead: found no answer to {name!r} within {timeout_s:g} s; expected one. "
-                f"See where process {os.getpid()} is (py-spy dump); started again, the run resumes."
+                f"thread that samples ahead: found no reply to {name!r} within {timeout_s:g} s; expected one. "
+                f"Look at the stack of process {os.getpid()} (py-spy dump). Start the run again: it resumes."
             ) from None
 
     async def _go_on(self, version: int, limit: int) -> None:
-        assert self._session is None, "held before it goes on"
+        assert self._session is None, "sampling is on hold before `go_on`"
         self._session = await self._stack.enter_async_context(self._engine.session())
         self._version = version
         self._release()
         await self._begin_groups(limit)
 
     def _release(self) -> None:
-        """Let what waits ask again, oldest groups first: servers with a queue keep this order.
+        """Let waiting requests continue, oldest groups first, because servers with a queue keep this order.
 
-        Else those that had waited at servers would come before those that were interrupted, at every push, and
-        long responses would lose their turns to younger ones.
+        Otherwise requests that were queued at servers would overtake the interrupted ones at every push, and
+        younger responses would delay long ones.
         """
         held_up, self._held_up = self._held_up, []
         for _, gate in sorted(held_up, key=lambda each: each[0]):
@@ -196,7 +197,7 @@ class Producer:
                 gate.set_result(None)
 
     async def _open_session(self, place: int) -> Session:
-        """Wait until sampling goes on."""
+        """Wait until sampling is on, and return its session."""
         while self._session is None:
             gate = self._loop.create_future()
             self._held_up.append((place, gate))
@@ -213,7 +214,7 @@ class Producer:
         self._start(self._begin(opened))
 
     def _replace(self, opened: OpenedGroup) -> None:
-        """Begin the next group in the place of one; in one step, so that as many as may be are always open."""
+        """Replace a group by the next one in one step, so that the number of open groups does not change."""
         del self._open[opened.place]
         self._begin_next()
 
@@ -229,7 +230,7 @@ class Producer:
         elif self._is_ending:
             error = None
         else:
-            error = RolloutError("thread that samples ahead: found a response cancelled; expected its end")
+            error = RolloutError("thread that samples ahead: found a cancelled response; expected it to end")
         if error is not None:
             self._fault = self._fault or error
             self.news.set()
@@ -238,7 +239,7 @@ class Producer:
         return await self._loop.run_in_executor(self._threads, work)
 
     async def _begin(self, opened: OpenedGroup) -> None:
-        """Make the group of a place, or of the next where the prompt is too long, and ask for its responses."""
+        """Make a group and start its responses; if its prompt is too long, replace it by the next group."""
         group = await self._in_thread(lambda: self._maker.begin_at_place(self._prompt_at(opened.place)))
         if group is None:
             self._count(num_too_long=1)
@@ -252,25 +253,25 @@ class Producer:
         for index, completion in enumerate(group.completions):
             if completion is None:
                 self._start(self._respond(opened, index))
-            else:  # the environment did not begin
+            else:  # the environment's `reset` failed
                 await self._keep(opened, index, completion)
 
     def _refuse_if_all_too_long(self) -> None:
         if self._num_too_long_in_a_row >= self._num_prompts:
             raise RolloutError(
                 f"rollout: found {self._num_too_long_in_a_row} prompts in a row longer than "
-                f"data.max_prompt_tokens, of {self._num_prompts} that there are; expected some to sample from. "
-                "Raise the limit, or shorten the prompts or what environments add."
+                f"data.max_prompt_tokens, out of {self._num_prompts} prompts; expected some to sample from. "
+                "Raise the limit, or shorten the prompts or the text that environments add."
             )
 
     async def _respond(self, opened: OpenedGroup, index: int) -> None:
-        """Sample one response, over as many versions of the weights as it takes, and score it."""
+        """Sample one response, with one or more weight versions, and score it."""
         request = opened.begun.requests[index]
         completion = await self._conversations.run(request, self._params, partial(self._ask, opened))
         await self._keep(opened, index, completion)
 
     async def _ask(self, opened: OpenedGroup, request: Request, params: SamplingParams) -> Completion:
-        """Ask for one turn; what a push interrupts is gone on with."""
+        """Sample one turn; a push interrupts it and it resumes."""
         is_continued = False
         while True:
             session = await self._open_session(opened.place)
@@ -297,12 +298,12 @@ class Producer:
             request, params = rest
 
     async def _keep(self, opened: OpenedGroup, index: int, completion: Completion) -> None:
-        """Score a response; a group that is whole then, and of no use, is replaced."""
+        """Score a response. If its group is whole then and all rewards are equal, replace the group."""
         sample = await scored_response(self._scorer, opened.begun.requests[index], completion)
         opened.completions[index], opened.samples[index] = completion, sample
         if not opened.is_whole:
             return
-        opened.born = self._version if opened.born is None else opened.born  # else none of it has a token
+        opened.born = self._version if opened.born is None else opened.born  # `None` only if it has no token
         whole = opened.whole()
         if whole.has_zero_variance and len(self._produced.replaced) < self._max_replaced:
             self._count(replaced=(whole,))
@@ -315,7 +316,7 @@ class Producer:
         session, self._session = self._session, None
         if session is not None:
             await session.hold()
-            while self._num_flying:  # what came back is taken before weights change
+            while self._num_flying:  # until every task has its completion, before the weights change
                 await asyncio.sleep(0)
             await self._stack.aclose()
         for opened in self._open.values():
@@ -347,7 +348,7 @@ class Producer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _fly(self, change: int) -> None:
-        """Count a request that is sent or answered, and the time since the last change."""
+        """Count a request that starts (+1) or ends (-1), and the time since the last change."""
         now = time.monotonic()
         passed, self._changed_at = now - self._changed_at, now
         self._count(busy_s=passed * (self._num_flying > 0), request_s=passed * self._num_flying)

@@ -1,4 +1,4 @@
-"""The rollout side of a run: engine, prompts and reward, and the schedule of this rank's groups."""
+"""Runs the rollout half of a run: engine, prompts, rewards, and the schedule of this rank's groups."""
 
 import copy
 import json
@@ -43,12 +43,12 @@ _SMALLEST_GROUP = 2  # one sample has nothing to compare with
 
 
 class RolloutScheduler:
-    """Schedules one rank's groups, rollout by rollout; none is open between two of them.
+    """Schedules one rank's groups, rollout by rollout; no group is open between two rollouts.
 
-    A rollout draws its prompts from the stream that all ranks hold, each rank its share. With over-sampling it
-    draws more than are wanted, and ends once the wanted number of groups is whole; the others are dropped, and
-    their prompts do not come again in this epoch. A group is replaced by one that over-sampling left, or by one
-    of a prompt that comes next in the stream, where every `size`-th is this rank's.
+    All ranks have the same stream of prompts, and each takes its share of a rollout's prompts. With
+    over-sampling a rollout begins more groups than it needs, and ends once enough groups are whole. The others
+    are dropped, and their prompts do not return in this epoch. A group with equal rewards is replaced by a
+    group that over-sampling left, or by the group of a later prompt of this rank (every `size`-th).
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class RolloutScheduler:
         Args:
             options: [rollout] of the run.
             share: (rank, size) of the job.
-            engine: Samples; one that can abort responses where there is over-sampling.
-            maker: Makes groups of prompts.
-            scorer: Scores whole groups.
-            params: How to sample.
+            engine: Engine; over-sampling requires one that can abort responses.
+            maker: Group maker.
+            scorer: Scorer of whole groups.
+            params: Sampling parameters.
         """
         self._options, self._share, self._engine = options, share, engine
         self._maker, self._scorer, self._params = maker, scorer, params
@@ -81,7 +81,7 @@ class RolloutScheduler:
         groups, num_too_long = self._begin(rollout, stream)
         num_wanted = max(len(range(rank, options.prompts_per_rollout, size)) - num_too_long, 0)
         whole, rest = self._sample(groups, num_wanted)
-        if options.over_sampling > 1:  # which groups are whole first is chance, and so is their place
+        if options.over_sampling > 1:  # chance decides which groups are whole first, so they get new indices
             whole = [replace(group, index=rank + size * i) for i, group in enumerate(whole)]
         scored, replaced = score_groups(self._scorer, whole), list[PromptGroup]()
         for _ in range(options.max_refills if options.refill_zero_variance else 0):
@@ -105,11 +105,11 @@ class RolloutScheduler:
 
     @property
     def out_of_order(self) -> Sequence[int]:
-        """Places of the prompts that this rank took out of order since `settle`, to replace groups."""
+        """Indices of the prompts that this rank took out of order since `settle`, to replace groups."""
         return tuple(self._out_of_order)
 
     def settle(self, stream: PromptStream, ranks: Sequence[Sequence[int]]) -> DataCursor:
-        """Mark the places that all ranks took out of order as used in this rank's stream; return its cursor."""
+        """Mark all ranks' out-of-order prompts as used in this rank's stream, and return its cursor."""
         stream.pass_over(place for rank in ranks for place in rank)
         self._out_of_order = []
         return stream.cursor
@@ -123,7 +123,7 @@ class RolloutScheduler:
         return groups, len(own) - len(groups)
 
     def _ahead(self, rollout: int, stream: PromptStream, count: int) -> list[PromptGroup]:
-        """Begin groups of this rank's next prompts, out of order; prompts too long are dropped."""
+        """Begin groups of this rank's next prompts, out of order; drop prompts that are too long."""
         rank, size = self._share
         distances = [rank + size * (self._num_ahead + i) for i in range(count)]
         drawn = [stream.ahead(distance) for distance in distances]
@@ -135,7 +135,7 @@ class RolloutScheduler:
     def _sample(
         self, groups: Sequence[PromptGroup], num_wanted: int
     ) -> tuple[list[PromptGroup], list[PromptGroup]]:
-        """Sample until enough groups are whole; return the first wanted ones, and the others."""
+        """Sample until `num_wanted` groups are whole; return these groups, and the others."""
         sampled = sample(self._engine, groups, self._params, num_wanted, self._scorer)
         whole = [at for at, group in enumerate(sampled) if group.is_whole][:num_wanted]
         rest = [group for at, group in enumerate(sampled) if at not in set(whole)]
@@ -143,10 +143,10 @@ class RolloutScheduler:
 
 
 def build_engine(config: Config, hf_folder: Path, device: torch.device) -> RolloutEngine:
-    """Build the engine of rollout.engine for the model in `hf_folder` (its config, not its weights).
+    """Build the engine of rollout.engine without weights, for the model config in `hf_folder`.
 
     Raises:
-        ServerError: rollout.engine is "sglang", and the run's servers/ names no server that can be used.
+        ServerError: rollout.engine is "sglang", and the run's servers/ lists no usable server.
     """
     if config.rollout.engine == "sglang":
         return _sglang_engine(config, hf_folder)
@@ -175,7 +175,7 @@ def _sglang_engine(config: Config, hf_folder: Path) -> SglangEngine:
 
 
 class Rollouts:
-    """Draws prompts, samples and scores; every rank holds the same prompt stream and takes its share."""
+    """Draws prompts, samples and scores responses. All ranks read the same prompts and take their shares."""
 
     def __init__(
         self,
@@ -188,10 +188,10 @@ class Rollouts:
         """Read prompts and tokenizer, and try the rewards and the environment in workers.
 
         Args:
-            config: The run's.
-            hf_folder: Holds the model's config.json and its tokenizer.
-            engine: Samples; its weights must be pushed before `next`.
-            share: (rank, size) of the job: no two ranks sample the same prompt, whatever they train together.
+            config: Config of the run.
+            hf_folder: Folder with the model's config.json and its tokenizer.
+            engine: Engine; its weights must be pushed before `next`.
+            share: (rank, size) of the job. No two ranks sample the same prompt, in any parallel layout.
         """
         self._config, self._engine, self._share = config, engine, share
         self.tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)
@@ -213,7 +213,7 @@ class Rollouts:
         return RolloutScheduler(self._config.rollout, self._share, self._sampler.engine, *parts)
 
     def _make_ahead(self) -> Ahead:
-        """Make what supplies rollouts that are sampled beside training, by a thread with its own tokenizer."""
+        """Make the supplier of rollouts for sampling during training; its thread has its own tokenizer."""
         options, data, (_, size) = self._config.rollout, self._config.data, self._share
         tokenizer = copy.deepcopy(self.tokenizer)
         parts = self._parts(self._routing, tokenizer)
@@ -221,7 +221,7 @@ class Rollouts:
 
         def producer(places: Places) -> Producer:
             return Producer(
-                cast(ConcurrentEngine, self._engine),  # checks.staleness_rules demands it
+                cast(ConcurrentEngine, self._engine),  # checks.staleness_rules requires it
                 self._sampler.conversations(tokenizer),
                 *parts,
                 places,
@@ -260,7 +260,7 @@ class Rollouts:
 
     @property
     def prompts_digest(self) -> str:
-        """Digest of all prompts, answers and ids in order: a cursor is valid only with the same digest."""
+        """Digest of all prompts in order, with answers and ids; a cursor is valid only with the same digest."""
         digest = PromptsDigest()
         for prompt in self._prompts:
             digest.add(prompt)
@@ -272,7 +272,7 @@ class Rollouts:
         return self._stream.cursor
 
     def seek(self, cursor: DataCursor) -> None:
-        """Continue from a checkpoint's cursor, and drop all open groups; between two rollouts."""
+        """Continue from a checkpoint's cursor, and drop all open groups; call it between two rollouts."""
         self._stream = PromptStream(self._prompts, self._config.run.seed, self._config.data.shuffle, cursor)
         if self._ahead is not None:
             self._ahead.close()
@@ -280,14 +280,14 @@ class Rollouts:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether sampling goes on while the trainer trains: `next_ahead` takes the place of `next`."""
+        """Whether sampling continues while the trainer trains; then `next_ahead` replaces `next`."""
         return self._config.rollout.max_staleness > 0
 
     def next(self, rollout: int) -> tuple[list[SampleGroup], RolloutCounts]:
         """Sample and score this rank's share of the next rollout; call `settle` after it.
 
         Returns:
-            Groups whose samples have rewards, and no advantages yet; and counts of all that was sampled.
+            Groups with rewards but without advantages, and counts of everything that was sampled.
         """
         before = self._engine.counts
         groups, counts = self._scheduler.run(rollout, self._stream)
@@ -299,17 +299,17 @@ class Rollouts:
         """Wait for the next rollout, and take this rank's share; every rank calls it together.
 
         Args:
-            version: Of the weights that train next.
-            all_gather: Gathers from all ranks.
-            is_asked_to_stop: Whether this rank was.
+            version: Version of the weights that train next.
+            all_gather: Gathers a value from all ranks.
+            is_asked_to_stop: Returns whether this rank should stop.
 
         Returns:
-            What `next` returns, and metrics of staleness; none on all ranks where one was asked to stop.
+            Groups and counts, as from `next`, and metrics of staleness. None on all ranks if any should stop.
 
         Raises:
             RolloutError: Sampling failed on some rank.
         """
-        assert self._ahead is not None, "of a run that samples ahead, after `seek`"
+        assert self._ahead is not None, "call it after `seek`, in a run that samples ahead"
         taken = self._ahead.next(version, all_gather, is_asked_to_stop)
         if taken is None:
             return None
@@ -319,14 +319,14 @@ class Rollouts:
 
     @contextmanager
     def held(self, version: int, num_left: int) -> Iterator[Metrics]:
-        """Push weights in the body: what is sampled ahead waits, and then goes on by them.
+        """Pause sampling while the body pushes weights; then resume with the new weights.
 
         Args:
-            version: Of these weights.
-            num_left: Rollouts that are still to be taken.
+            version: Version of the pushed weights.
+            num_left: Number of rollouts that the run still needs.
 
         Returns:
-            Metrics of the wait and of what was sampled since the last rollout; empty where nothing is.
+            Metrics of the wait, and of sampling since the last rollout; empty if the run does not sample ahead.
 
         Raises:
             RolloutError: Sampling failed.
@@ -338,7 +338,7 @@ class Rollouts:
                 yield self._ahead.metrics
 
     def settle(self, all_gather: AllGather) -> DataCursor:
-        """Return the cursor after a rollout, the same on every rank; all call it together, after `next`."""
+        """Return the cursor after a rollout, the same on every rank; call it on all ranks, after `next`."""
         if self._ahead is not None:
             return self._ahead.cursor
         return self._scheduler.settle(self._stream, all_gather(self._scheduler.out_of_order))
@@ -346,8 +346,8 @@ class Rollouts:
     def evaluate(self, rollout: int, folder: Path) -> dict[str, list[PromptScore]]:
         """Score this rank's share of each evaluation set, and write the responses to files in `folder`.
 
-        A response that was dropped, because its reward failed or for another reason, is not left out: it earns
-        the set's lowest reward, and at most 0 (`scores.worst_reward`).
+        A response that was dropped, because its reward failed or for another reason, still counts: it earns the
+        set's lowest reward, and at most 0 (`scores.worst_reward`).
         """
         return {
             each.name: self._evaluation.run(each, rollout, responses_file(folder, each.name, rollout))
@@ -355,7 +355,7 @@ class Rollouts:
         }
 
     def close(self) -> None:
-        """End what is sampled ahead, and the processes of the reward and of environments."""
+        """End sampling ahead, and the processes of rewards and environments."""
         with closing(self._sampler), closing(self._rewards):
             if self._ahead is not None:
                 self._ahead.close()

@@ -12,8 +12,8 @@ from megatron_dppo.errors import RolloutError
 from megatron_dppo.rollout.counts import DropReason
 from megatron_dppo.rollout.groups import PromptGroup
 
-_CORRECT_ABOVE = 0.5  # between wrong and right, of rewards of 0 and 1 as of those of -1 and 1
-_BLOCK, _NUM_BLOCKS = 100, 20  # resamples that are in memory at once, and how often
+_CORRECT_ABOVE = 0.5  # separates wrong from correct for rewards of 0 and 1, and of -1 and 1
+_BLOCK, _NUM_BLOCKS = 100, 20  # resamples in memory at once, and number of these blocks
 _INTERVAL = (2.5, 97.5)  # percentiles
 
 
@@ -21,15 +21,15 @@ _INTERVAL = (2.5, 97.5)  # percentiles
 class PromptScore:
     """Scores of the responses to one prompt. A dropped response has no reward here: see `worst_reward`."""
 
-    index: int  # the prompt's place in its set
-    num_samples: int  # responses that count: those asked for, or that a prompt too long was not asked for
-    num_generated: int  # of them, those that the engine gave
-    num_dropped: int  # of num_samples, those without a reward
+    index: int  # the prompt's index in its set
+    num_samples: int  # responses that count: all requested ones, or n if the prompt is too long to sample
+    num_generated: int  # responses that the engine returned
+    num_dropped: int  # responses without a reward, of num_samples
     num_correct: int
     num_truncated: int
     num_tokens: int
-    total_reward: float  # of those with a reward
-    lowest_reward: float = inf  # of those with a reward; infinity if there are none
+    total_reward: float  # sum over responses with a reward
+    lowest_reward: float = inf  # minimum over responses with a reward; infinity without any
     num_faults: Mapping[DropReason, int] = field(
         default_factory=dict[DropReason, int]
     )  # why responses were dropped
@@ -37,7 +37,7 @@ class PromptScore:
 
 
 def is_correct(reward: float) -> bool:
-    """Whether a response counts as right in pass@k: its reward is nearer to 1 than to 0."""
+    """Return whether a response counts as correct in pass@k: its reward is nearer to 1 than to 0."""
     return reward > _CORRECT_ABOVE
 
 
@@ -67,7 +67,7 @@ def not_asked(index: int, num_samples: int) -> PromptScore:
 
 
 def pass_at(k: int, num_samples: int, num_correct: int) -> float:
-    """Return the probability that k of a prompt's n responses, drawn without replacement, hold a correct one.
+    """Return the probability that at least one of k responses, drawn from n without replacement, is correct.
 
     The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), Eq. 1: 1 - C(n - c, k) / C(n, k).
     """
@@ -76,14 +76,14 @@ def pass_at(k: int, num_samples: int, num_correct: int) -> float:
 
 
 def powers_of_two(up_to: int) -> tuple[int, ...]:
-    """Return the powers of two 1, 2, 4, ... that are not above a number."""
+    """Return the powers of two 1, 2, 4, ... up to a number."""
     return tuple(1 << exponent for exponent in range(up_to.bit_length()))
 
 
 def worst_reward(scores: Sequence[PromptScore]) -> float:
     """Return the reward that each dropped response of a set earns: its lowest reward, and at most 0.
 
-    A response that was dropped thus never raises a mean above what a wrong response in its place would give.
+    So a dropped response never gives a higher mean than a wrong response would.
     """
     return min([0.0, *(score.lowest_reward for score in scores)])
 
@@ -94,9 +94,9 @@ def refuse_if_too_many_dropped(name: str, scores: Sequence[PromptScore], max_fra
     Prompts that are too long are a property of the data and do not count as dropped here.
 
     Args:
-        name: Of the set.
-        scores: Of each of its prompts, over all ranks.
-        max_fraction: Of the responses that the engine gave.
+        name: Name of the set.
+        scores: Scores of all its prompts, over all ranks.
+        max_fraction: Largest accepted fraction of the responses that the engine returned.
 
     Raises:
         RolloutError: More than `max_fraction` of the responses were dropped, or no prompt was sampled from.
@@ -123,8 +123,8 @@ def interval(values: Sequence[float], seed: int) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of the mean over problems.
 
     Args:
-        values: One for each problem, at least one.
-        seed: Of the resampling; the same values and seed give the same bits.
+        values: One value per problem, at least one.
+        seed: Seed of the resampling; the same values and seed give the same bits.
     """
     known, generator = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
     blocks = (generator.integers(len(known), size=(_BLOCK, len(known))) for _ in range(_NUM_BLOCKS))
@@ -146,12 +146,12 @@ def set_metrics(
     """Return the metrics of a set.
 
     Args:
-        name: Of the set.
-        scores: Of each of its prompts, over all ranks, in their order: then how many ranks there were does
-            not change a bit.
-        ks: Of pass@k.
+        name: Name of the set.
+        scores: Scores of all its prompts, over all ranks, in the order of the prompts. With this order the
+            number of ranks does not change a bit.
+        ks: Values of k for pass@k.
         samples_per_prompt: n of avg@n.
-        seed: Of the intervals.
+        seed: Seed of the intervals.
     """
     num_generated = max(sum(score.num_generated for score in scores), 1)
     worst = worst_reward(scores)

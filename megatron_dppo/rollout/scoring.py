@@ -1,6 +1,6 @@
 """Validates samples, and scores them with the run's reward workers.
 
-A sample that cannot be used is dropped with a reason, never repaired.
+A faulty sample is dropped with a reason, and never repaired.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from megatron_dppo.rollout.counts import DropReason
 from megatron_dppo.types import Prompt, Sample
 
 RouteValidator = Callable[[Sample], None]
-"""Raises RoutingReplayError where a sample's captured routes do not fit."""
+"""Raises RoutingReplayError if a sample's captured routes do not fit the model or its tokens."""
 
 
 class Tokenizer(Protocol):
@@ -68,7 +68,7 @@ class RewardScorer(Protocol):
         ...
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
-        """Return the result of one request, while others are scored."""
+        """Return the result of one request; several calls may run at once."""
         ...
 
 
@@ -81,8 +81,8 @@ class OverlongShaping:
 
     Attributes:
         max_response_tokens: Limit of a response.
-        buffer_tokens: How many tokens before that cost, fewer than `max_response_tokens`.
-        penalty: What all of them together cost.
+        buffer_tokens: Number of tokens before the limit that are penalised; less than `max_response_tokens`.
+        penalty: Penalty of a response that reaches the limit.
     """
 
     max_response_tokens: int
@@ -90,14 +90,14 @@ class OverlongShaping:
     penalty: float
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the addend to the reward for `num_tokens` sampled tokens: 0.0 down to -penalty, linearly."""
+        """Return the addend to the reward for `num_tokens` sampled tokens: linear from 0.0 to -penalty."""
         num_over = num_tokens - (self.max_response_tokens - self.buffer_tokens)
         return -min(num_over / self.buffer_tokens, 1.0) * self.penalty if num_over > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Validates and scores samples; faulty ones get a `Fault` in place of a reward."""
+    """Validates and scores samples; a faulty sample gets a `Fault` in place of a reward."""
 
     tokenizer: Tokenizer
     rewards: RewardScorer
@@ -106,12 +106,12 @@ class Scorer:
     overlong: OverlongShaping | None = None
 
     async def score(self, prompt: Prompt, sample: Sample, episode: Episode | None) -> Sample | Fault:
-        """Return a sample with its reward, or the first fault found; any number may be scored at once.
+        """Return a sample with its reward, or its first fault; several calls may run at once.
 
-        Only a sound sample is scored, and only one that its environment gave no reward.
+        A reward worker scores the sample only if it is sound and its environment gave no reward.
 
         Raises:
-            RewardError: The reward cannot be loaded, or never answers.
+            RewardError: The reward cannot be loaded, or its requests time out.
         """
         checked = self._checked(sample, episode)
         if isinstance(checked, Fault) or checked.reward is not None:
@@ -120,10 +120,10 @@ class Scorer:
         return self._scored(checked, result)
 
     def score_all(self, answered: Sequence[tuple[Prompt, Sample, Episode | None]]) -> list[Sample | Fault]:
-        """Return what `score` does of each, in order: all are asked for at once, and nothing goes on meanwhile.
+        """Return the result of `score` for each sample, in order; one blocking call scores all of them.
 
         Raises:
-            RewardError: As `score` does.
+            RewardError: The reward cannot be loaded, or its requests time out.
         """
         scored = [self._checked(sample, episode) for _, sample, episode in answered]
         due = [(at, each) for at, each in enumerate(scored) if isinstance(each, Sample) and each.reward is None]
@@ -138,12 +138,12 @@ class Scorer:
         return self._rewarded(sample, result.value, result.info)
 
     def _rewarded(self, sample: Sample, reward: float, more_info: Mapping[str, float]) -> Sample | Fault:
-        """Return the sample with its reward, from whoever gave it, and the penalty of an overlong response."""
+        """Return the sample with its reward (from an environment or a worker) plus any overlong penalty."""
         info = {**sample.reward_info, **more_info}
         if self.overlong is not None:
             info["overlong_penalty"] = self.overlong(int(sample.loss_mask.sum()))
             reward += info["overlong_penalty"]
-        if not abs(reward) <= LARGEST_REWARD:  # NaN is not, either
+        if not abs(reward) <= LARGEST_REWARD:  # also refuses NaN
             expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude"
             return Fault("reward_failed", sample.id, f"found a reward of {reward:g}; {expected}")
         return dataclasses.replace(sample, reward=reward, reward_info=info)
@@ -176,7 +176,7 @@ class Scorer:
         if self.needs_routes and sample.num_retractions:
             return Fault("invalid_routes", sample.id, _retracted(sample.num_retractions))
         if self.needs_routes and sample.routed_experts is None:
-            return Fault("invalid_routes", sample.id, "routes were asked for and none came back")
+            return Fault("invalid_routes", sample.id, "routes were requested, but the engine returned none")
         try:
             if self.validate_routes is not None:
                 self.validate_routes(sample)
@@ -186,13 +186,13 @@ class Scorer:
 
 
 def as_text(tokenizer: Tokenizer, tokens: Tensor, *, has_special_tokens: bool) -> str:
-    """Decode token ids [N], with or without the special tokens among them, without cleaning up spaces."""
+    """Decode token ids [N], with or without special tokens, and without cleaning up spaces."""
     ids = cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
     return tokenizer.decode(ids, skip_special_tokens=not has_special_tokens, clean_up_tokenization_spaces=False)
 
 
 def _retracted(num_retractions: int) -> str:
-    """Return a message that says why a retracted sample has no routes to replay, and what to do."""
+    """Return a message with the reason why a retracted sample has no routes to replay, and a remedy."""
     times = "once" if num_retractions == 1 else f"{num_retractions} times"
     return (
         f"retracted {times}, routes recomputed: the server's cache was full, so that the routes are not those "
@@ -202,32 +202,32 @@ def _retracted(num_retractions: int) -> str:
 
 
 def _is_empty(sample: Sample) -> bool:
-    """Return whether the policy sampled no token of a response; observations of environments are none."""
+    """Return whether the policy sampled no token of a response; tokens of observations do not count."""
     was_sampled = any(span.stop > span.start for span in sample.weight_versions)
     return sample.response_length == 0 or (not was_sampled and not bool(sample.loss_mask.any()))
 
 
 def _has_usable_log_probs(sample: Sample) -> bool:
-    """Whether log-probs are finite where tokens learn; -inf is allowed among the top-K."""
+    """Return whether the log-probs of all trained tokens are finite; -inf is allowed among the top-K."""
     is_finite = math.isfinite(sample.rollout_log_probs[sample.loss_mask].sum(dtype=torch.float64))
     return is_finite and (sample.topk is None or bool((sample.topk.log_probs < math.inf).all()))
 
 
 def training_reward(config: Config) -> str:
-    """Return the reward that a run learns from, as `RewardChoice.text`."""
+    """Return the reward that a run trains on, as `RewardChoice.text`."""
     data = config.data
     return RewardChoice(data.reward, data.reward_values, data.thinking).text
 
 
 class EnvironmentAlone:
-    """Scores no response: every reward must come from the environment; implements `scoring.RewardScorer`."""
+    """Scorer for runs that take every reward from the environment; implements `scoring.RewardScorer`."""
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:
-        """Return a fault: only responses that no environment rewarded are scored."""
+        """Return a fault, because only responses without a reward of their environment are scored."""
         return self._fault(request)
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return a fault for each."""
+        """Return a fault for each request."""
         return [self._fault(request) for request in requests]
 
     @staticmethod
@@ -242,7 +242,7 @@ class RewardPools:
     """Reward pools by name, for the life of a run; workers start with the first request."""
 
     def __init__(self, options: DataConfig, rewards: Iterable[str]) -> None:
-        """Create a pool for each of `rewards`, texts of `RewardChoice`s, with the limits of [data]."""
+        """Create a pool for each reward (a `RewardChoice.text`), with the limits of [data]."""
         self._pools = {
             reward: RewardPool(
                 reward,
@@ -261,13 +261,13 @@ class RewardPools:
     def start(self, first: Mapping[str, Prompt]) -> None:
         """Score one response with each reward, so that a faulty one stops the run before a model loads.
 
-        The response is the reference answer itself, whatever it earns.
+        The response is the reference answer; its reward does not matter.
 
         Args:
-            first: A prompt for each reward.
+            first: One prompt per reward.
 
         Raises:
-            RewardError: A reward cannot be loaded, or gives no number.
+            RewardError: A reward cannot be loaded, or returns no number.
         """
         for reward, pool in self._pools.items():
             (result,) = pool.score([RewardRequest(first[reward], first[reward].answer, "stop")])

@@ -1,19 +1,19 @@
-"""The hard bound of staleness: how many groups may be begun, and which of them a rollout trains on.
+"""Bounds staleness strictly: how many groups may be open, and which of them a rollout trains on.
 
-A group is *open* from its begin until it is trained on, *born* with the version of the weights that its first
-token may be sampled by, and *due* at version born + S: trained on later, it would be older than S =
-`rollout.max_staleness` versions. Versions rise by one with each push; a rollout of B groups is trained on per
-version. Two rules keep the bound without dropping anything:
+A group is *open* from its first request until it is trained on. It is *born* with the version of the weights
+that may sample its first token. It is *due* at version born + S, with S = `rollout.max_staleness`: if it were
+trained on later, its tokens would be too old. The version rises by one with each push, and each version trains
+on one rollout of B groups. Two rules keep the bound without dropping any group:
 
-- Admission: at most B (S + 1) groups are open while version V is what trains next, and B S while a rollout is
-  trained on, since what begins then meets V + 1 at best.
-- Choice at version V: the B oldest whole groups, if for each version d the groups left that are due by d number
-  at most B (d - V); else it is waited for.
+- Admission: at most B (S + 1) groups are open while version V trains next, and at most B S while a rollout is
+  trained on, since version V + 1 is the first that can train on a group that begins then.
+- Choice at version V: the B oldest whole groups, if for each version d at most B (d - V) of the remaining
+  groups are due by d. Otherwise the rollout waits.
 
-By induction, after each choice the groups due by d number at most B (d - V) for all d: an admission adds
-groups that are due at V + S, and the total stays within its capacity. Once all open groups are whole the choice
-exists, so that it is never waited for in vain. Taking the oldest first is optimal (earliest deadline first), so
-that it is waited for only where the bound demands it, and long responses are not thrown away.
+Proof by induction: after each choice, at most B (d - V) groups are due by d, for all d. An admission adds
+groups that are due at V + S, and the total stays within its capacity. Once all open groups are whole, the
+choice exists, so every wait ends. Taking the oldest groups first is optimal (earliest deadline first), so a
+rollout waits only if the bound requires it, and no long response is dropped.
 """
 
 import math
@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class OpenGroup:
-    """What ranks tell each other of a group that is open."""
+    """The state of an open group that ranks exchange."""
 
     rank: int
-    place: int  # of its prompt in the stream; unique
-    born: int | None  # version of the weights; none while it is open and nothing was sampled
-    is_whole: bool  # whether all of its responses ended and were scored, with or without a token
+    place: int  # index of its prompt in the stream; unique
+    born: int | None  # weight version; `None` while no token was sampled
+    is_whole: bool  # whether all of its responses have ended and are scored, even if they have no tokens
 
     def __post_init__(self) -> None:
         assert self.born is not None or not self.is_whole, "a group that is whole was born"
@@ -37,12 +37,12 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class StalenessBound:
-    """The rules for rollouts of `prompts_per_rollout` groups; pure, and the same on every rank.
+    """Rules for rollouts of `prompts_per_rollout` groups: pure functions, the same on every rank.
 
     Attributes:
-        prompts_per_rollout: B, groups that a rollout trains on, over all ranks.
-        max_staleness: S, versions that a trained token's weights may be behind.
-        over_sampling: Groups that may be open for each one that a rollout trains on, from 1 to S + 1.
+        prompts_per_rollout: B, number of groups that a rollout trains on, over all ranks.
+        max_staleness: S, largest number of versions between sampling a token and training on it.
+        over_sampling: Open groups per group that a rollout trains on, from 1 to S + 1.
     """
 
     prompts_per_rollout: int
@@ -53,21 +53,21 @@ class StalenessBound:
         """Return the number of groups that may be open, over all ranks.
 
         Args:
-            num_left: Rollouts that are still to be taken, which need no more groups than they have.
-            is_training: Whether a rollout is trained on until the next push.
+            num_left: Number of rollouts that the run still needs; no groups are opened beyond them.
+            is_training: Whether a rollout is being trained on, until the next push.
         """
         num_rollouts = min(self.max_staleness + (0 if is_training else 1), num_left)
         num_wanted = math.ceil(self.over_sampling * self.prompts_per_rollout)
         return min(num_wanted, self.prompts_per_rollout * num_rollouts)
 
     def limits(self, num_open: Sequence[int], num_left: int, *, is_training: bool) -> list[int]:
-        """Return the number of groups that each rank may have open: new ones go where the fewest are.
+        """Return the number of groups that each rank may have open: ranks with the fewest get the new ones.
 
-        A fixed share of the capacity for each rank would stand still: the choice takes unevenly, ranks would
-        refill, and more groups would be due than rollouts can train on.
+        With a fixed share of the capacity for each rank the run could stall. The choice takes groups unevenly
+        and ranks would refill, so more groups would be due than rollouts can train on.
 
         Args:
-            num_open: Groups that each rank has open.
+            num_open: Number of open groups of each rank.
             num_left: See `capacity`.
             is_training: See `capacity`.
         """
@@ -77,11 +77,11 @@ class StalenessBound:
         return limits
 
     def choose(self, groups: Sequence[OpenGroup], version: int) -> list[OpenGroup] | None:
-        """Return the groups that weights `version` train on, oldest first; none while they must be waited for.
+        """Return the groups that weight version `version` trains on, oldest first, or None to wait.
 
         Args:
-            groups: All that are open, of all ranks.
-            version: Of the weights that train next.
+            groups: All open groups of all ranks.
+            version: Weight version that trains next.
         """
         whole = [(group.born, group.place, group) for group in groups if group.is_whole]
         chosen = [group for _, _, group in sorted(whole)[: self.prompts_per_rollout]]

@@ -1,4 +1,4 @@
-"""Builds the trajectory sampler: an engine with environments, or with the user's own `rollout.generate`."""
+"""Builds the trajectory sampler: an engine with environments, or with the user's `rollout.generate`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,33 +26,32 @@ from megatron_dppo.runtime.user_code import described, imported
 from megatron_dppo.types import FinishReason, Prompt
 
 Generate = Callable[[RolloutEngine, Sequence[Request], SamplingParams], Sequence[Completion]]
-"""A completion for each request, in order, by as many calls of the engine as it takes.
+"""Returns a completion for each request, in order; may call the engine any number of times.
 
-`rollout.engine.with_observation` and `Request.partial` go on behind what was said. Tokens that the engine did
-not sample have a `loss_mask` of False. Change completions with `dataclasses.replace`, so that how often they
-were retracted stays with them. With an `episode`, the function gives the reward; without one, `data.reward`
-scores the whole response. It runs in the trainer's process: what it raises stops the run, and nobody ends it
-where it hangs.
+Use `engines.base.with_observation` and `Request.partial` to continue a conversation. Tokens that the engine did
+not sample have a `loss_mask` of False. Change completions with `dataclasses.replace`, which keeps their number
+of retractions. A completion with an `episode` brings its reward; without one, `data.reward` scores the complete
+response. The function runs in the trainer's process: an exception stops the run, and there is no time-out.
 """
 
 
 class UserGenerate(EngineWrapper):
-    """An engine that samples as a user's function says; implements `rollout.engine.RolloutEngine`."""
+    """Engine that samples with a user's function; implements `engines.base.RolloutEngine`."""
 
     def __init__(self, name: str, function: Generate, engine: RolloutEngine, vocab_size: int) -> None:
-        """Keep the function and the engine to call it with.
+        """Store the function and its engine.
 
         Args:
-            name: Of the function, for messages.
-            function: The user's.
-            engine: What it is given.
-            vocab_size: Of the model.
+            name: Name of the function, for messages.
+            function: Function of the user.
+            engine: Engine that is passed to the function.
+            vocab_size: Vocabulary size of the model.
         """
         super().__init__(engine)
         self._name, self._function, self._vocab_size = name, function, vocab_size
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return the function's completions after checking that they fit; see `RolloutEngine.generate`.
+        """Return the function's completions after checking them; see `RolloutEngine.generate`.
 
         Raises:
             RolloutError: The function raised, or a completion does not fit its request.
@@ -73,7 +72,7 @@ class UserGenerate(EngineWrapper):
     def _checked(self, request: Request, completion: Any, params: SamplingParams) -> Completion:
         if not isinstance(completion, Completion) or completion.request_id != request.id:
             found = (
-                f"{getattr(completion, 'request_id', type(completion).__name__)!r} where {request.id!r} was due"
+                f"{getattr(completion, 'request_id', type(completion).__name__)!r} in place of {request.id!r}"
             )
             raise self._wrong("", found, "a Completion for each request, in order")
         if completion.finish_reason == "abort":
@@ -107,27 +106,27 @@ class UserGenerate(EngineWrapper):
 
 
 class TrajectorySampler:
-    """Samples trajectories as `rollout.environment` or `rollout.generate` says; owns the environments' workers.
+    """Samples trajectories with `rollout.environment` or `rollout.generate`; owns the environments' workers.
 
     Attributes:
-        engine: Samples trajectories for training and evaluation.
-        environments: Give the first observation of each trajectory.
+        engine: Engine that samples trajectories for training and evaluation.
+        environments: Environments that give the first observation of each trajectory.
     """
 
     def __init__(
         self, options: RolloutConfig, data: DataConfig, engine: RolloutEngine, tokenizer: Any, hf_folder: Path
     ) -> None:
-        """Build the sampler; starts no worker.
+        """Build the sampler, and start no worker.
 
         Args:
-            options: [rollout].
-            data: [data]: the workers' number and limits are those of rewards.
-            engine: Samples single turns; not owned.
-            tokenizer: Of the model that the engine holds.
-            hf_folder: Holds the model's config.json.
+            options: Section [rollout].
+            data: Section [data]; environments use the number and the limits of its reward workers.
+            engine: Engine that samples single turns; not owned.
+            tokenizer: Tokenizer of the engine's model.
+            hf_folder: Folder with the model's config.json.
 
         Raises:
-            ConfigError: There is no such function as `rollout.generate` names.
+            ConfigError: The function of `rollout.generate` does not exist.
         """
         self._pool = environment_pool(options.environment, data)
         self.environments: Environments = self._pool or InProcess(SingleTurn)
@@ -141,15 +140,14 @@ class TrajectorySampler:
             self.engine = UserGenerate(options.generate, function, engine, vocab_size)
 
     def conversations(self, tokenizer: Any) -> Conversations:
-        """Return conversations with the environments, for another thread with a tokenizer of its own."""
+        """Return conversations with the environments, for another thread with its own tokenizer."""
         return Conversations(self.environments, tokenizer, self._limits)
 
     def start(self, first: Prompt) -> None:
-        """Step the environment once, where it has workers, so that a faulty one stops the run.
+        """Step the environment once, if it has workers, so that a faulty environment stops the run early.
 
         Raises:
-            EnvironmentFailedError: It does not begin with this prompt, or does not answer.
-            EnvironmentFailedError: It cannot be loaded.
+            EnvironmentFailedError: The environment cannot be loaded, or fails in `reset` or `step`.
         """
         if self._pool is not None:
             try_environment(self._pool, first)
@@ -161,7 +159,7 @@ class TrajectorySampler:
 
 
 def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
-    """Return workers for the environments; none for the single-turn one, which needs no worker."""
+    """Return workers for the environments, or None for the single-turn environment, which needs no worker."""
     if name == "single_turn":
         return None
     return EnvironmentPool(
@@ -170,17 +168,16 @@ def environment_pool(name: str, data: DataConfig) -> EnvironmentPool | None:
 
 
 def try_environment(environments: Environments, prompt: Prompt) -> None:
-    """Begin a trajectory of a prompt, and answer it with the reference answer.
+    """Begin a trajectory of a prompt, and respond with the reference answer.
 
     Raises:
-        EnvironmentFailedError: The environment does not begin, or does not answer.
-        EnvironmentFailedError: It cannot be loaded.
+        EnvironmentFailedError: The environment cannot be loaded, or fails in `reset` or `step`.
     """
     trajectory = Trajectory("trial", prompt)
     (opening,) = environments.reset([trajectory])
     if isinstance(opening, EnvironmentFault):
-        raise EnvironmentFailedError(f"rollout.environment: it does not begin: {opening.message}")
+        raise EnvironmentFailedError(f"rollout.environment: reset failed: {opening.message}")
     answered = replace(trajectory, responses=(Response(prompt.answer, "stop"),))
     (turn,) = environments.step([answered])
     if isinstance(turn, EnvironmentFault):
-        raise EnvironmentFailedError(f"rollout.environment: it does not answer: {turn.message}")
+        raise EnvironmentFailedError(f"rollout.environment: step failed: {turn.message}")

@@ -1,4 +1,5 @@
-"""Runs user code in processes of its own, with a time limit, a memory limit and a replacement for a lost one.
+"""Runs user code in worker processes with a time limit and a memory limit, and replaces lost workers.
 
-`Service` describes a kind of worker, `WorkerPool` asks its processes, `worker.run_worker` is their main loop.
+`Service` describes a kind of worker. `WorkerPool` sends requests to its processes. `worker.run_worker` is their
+main loop.
 """

@@ -12,53 +12,51 @@ from typing import Generic
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
 from megatron_dppo.workers.worker_process import CallCancelledError, IsCancelled, WorkerLostError, WorkerProcess
 
-_AHEAD_S = 0.02  # of work that a worker is sent in advance: cheap code need not wait for the trainer
+_AHEAD_S = 0.02  # seconds of work sent to a worker in advance, so that cheap code need not wait for the trainer
 _MAX_AHEAD = 32
-_PATIENCE_S = 1.0  # after it, other workers take what was sent in advance behind an unanswered request
-_LINGERS_S = 1.0  # that a thread keeps its worker without work: starting one for each request costs more
-_FORGETS = 0.95  # the share of a slow answer's time that is still expected of the next
+_PATIENCE_S = 1.0  # after it, other workers take the requests that were sent in advance after a slow one
+_LINGERS_S = 1.0  # time that a thread keeps its worker without work: a new worker per request costs more
+_FORGETS = 0.95  # decay per request of the expected time of a slow request
 _MAX_LATE_IN_A_ROW = 16
 
 
 class WorkerPool(Generic[Q, A]):
     """Worker processes of a service, for the life of a run; they start when there is work.
 
-    Any number of threads may submit and ask at once: requests stand in one queue, and each free worker takes
-    the next.
+    Any number of threads may call `submit` and `ask` at once. All requests are in one queue, and each free
+    worker takes the next one.
     """
 
     def __init__(
         self, service: Service[Q, A], name: str, *, num_workers: int, timeout_s: float, memory_mb: int
     ) -> None:
-        """Store what to run, and start nothing.
+        """Store the settings, and start no worker.
 
         Args:
-            service: What workers do.
-            name: Of the user's code, as the config has it.
-            num_workers: Processes.
-            timeout_s: Seconds that one answer may take.
-            memory_mb: What a worker may allocate besides what importing the code took; 0 is no limit.
+            service: Kind of worker.
+            name: Name of the user's code in the config.
+            num_workers: Number of processes.
+            timeout_s: Time limit of one request, in seconds.
+            memory_mb: Memory that a worker may allocate in addition to the memory of its import; 0 is no limit.
         """
         self._service = service
         self._name, self._timeout_s, self._memory_mb = name, timeout_s, memory_mb
         self._num_workers = num_workers
-        self._idle: LifoQueue[WorkerProcess[Q, A] | None] = LifoQueue()  # none: a worker that is to be started
+        self._idle: LifoQueue[WorkerProcess[Q, A] | None] = LifoQueue()  # `None`: a worker to start
         for _ in range(num_workers):
             self._idle.put(None)
         self._closing, self._lock, self._numbers = Lock(), Lock(), count()
         self._has_work, self._is_closing = Condition(self._lock), False
         self._todo: deque[_Call[Q, A]] = deque()
-        self._lines: dict[
-            int, deque[_Call[Q, A]]
-        ] = {}  # calls that each thread at work has taken, oldest first
-        self._num_late = 0  # answers in a row that timed out
-        self._slow_s = _AHEAD_S  # what a slow answer takes, of late
+        self._lines: dict[int, deque[_Call[Q, A]]] = {}  # calls that each active thread has taken, oldest first
+        self._num_late = 0  # number of requests in a row that timed out
+        self._slow_s = _AHEAD_S  # recent time of a slow request
 
     def start(self) -> None:
         """Load the code in one worker now, so that code that cannot be loaded stops a run before it samples.
 
         Raises:
-            MegatronDppoError: It cannot be loaded; the service's own kind of error.
+            MegatronDppoError: The code cannot be loaded; the type is the service's `error`.
         """
         worker = self._idle.get()
         try:
@@ -67,22 +65,21 @@ class WorkerPool(Generic[Q, A]):
             self._idle.put(worker)
 
     def submit(self, request: Q) -> "Future[A | WorkerFault]":
-        """Return the future answer to one request; see `ask` for what it raises.
+        """Return the future reply to one request; see `ask` for its errors.
 
-        Cancelling it ends the worker at work on it, if there is one.
+        Cancelling the future ends the worker that processes the request, if there is one.
         """
         (call,) = self._queued([request])
         return call.answer
 
     def ask(self, requests: Sequence[Q]) -> list[A | WorkerFault]:
-        """Return an answer to each request, in order. A failed request does not touch the others.
+        """Return a reply to each request, in order. A failed request does not affect the others.
 
-        An exception that a signal raises here ends the workers at work on these requests; others take their
-        places.
+        If a signal raises an exception here, the workers that process these requests end and are replaced.
 
         Raises:
-            MegatronDppoError: The code cannot be loaded, or 16 requests in a row timed out; the service's own
-                kind of error, and raised for everything that was asked and not answered.
+            MegatronDppoError: The code cannot be loaded, or 16 requests in a row timed out. The type is the
+                service's `error`, and all pending requests raise it.
             CancelledError: `close` was called meanwhile.
         """
         answers = [call.answer for call in self._queued(requests)]
@@ -92,9 +89,9 @@ class WorkerPool(Generic[Q, A]):
             self._cancel(answers)
 
     def close(self) -> None:
-        """End the workers and the processes they have started; the next call would start others.
+        """End the workers and the processes they have started, and cancel pending requests.
 
-        What was asked and not answered is cancelled.
+        A later request starts new workers.
         """
         with self._closing:
             with self._lock:
@@ -116,7 +113,7 @@ class WorkerPool(Generic[Q, A]):
                     self._idle.put(None)
 
     def _queued(self, requests: Sequence[Q]) -> "list[_Call[Q, A]]":
-        """Queue requests, and start threads for as many workers as are free."""
+        """Queue requests, and start threads for free workers."""
         calls = [_Call[Q, A](next(self._numbers), request) for request in requests]
         with self._lock:
             self._todo += calls
@@ -124,7 +121,7 @@ class WorkerPool(Generic[Q, A]):
         return calls
 
     def _start_threads(self) -> None:
-        """Start threads for as many workers as are free and needed, and wake those without work; locked."""
+        """Start a thread for each free worker that is needed, and wake idle threads. Call it with the lock."""
         num_waiting = sum(not line for line in self._lines.values())  # threads about to take a call
         for _ in range(min(self._num_workers - len(self._lines), len(self._todo) - num_waiting)):
             number = next(self._numbers)
@@ -133,7 +130,7 @@ class WorkerPool(Generic[Q, A]):
         self._has_work.notify(len(self._todo))
 
     def _cancel(self, answers: "Sequence[Future[A | WorkerFault]]") -> None:
-        """Cancel those that are not there yet, and wait until no worker is at work on them."""
+        """Cancel unfinished futures, and wait until no worker processes their requests."""
         if all(answer.done() and not answer.cancelled() for answer in answers):
             return
         for answer in answers:
@@ -146,7 +143,7 @@ class WorkerPool(Generic[Q, A]):
         wait(answers)
 
     def _drive(self, number: int) -> None:
-        """Answer requests until none is queued, by one worker and its successors."""
+        """Process requests until none is queued, with one worker and its replacements."""
         line, worker = self._lines[number], self._idle.get()
         try:
             while True:
@@ -161,8 +158,8 @@ class WorkerPool(Generic[Q, A]):
                         return
                     answer, is_lost = self._answer(worker, line)
                 except CallCancelledError:
-                    pass  # nobody waits for the oldest
-                except BaseException as error:  # noqa: BLE001 - raised where the answers are awaited
+                    pass  # nobody waits for the oldest request
+                except BaseException as error:  # noqa: BLE001 - raised in the threads that wait for replies
                     self._fail(error)
                 if is_lost and worker is not None:
                     worker.kill()
@@ -172,9 +169,9 @@ class WorkerPool(Generic[Q, A]):
             self._idle.put(worker)
 
     def _take(self, number: int) -> "_Call[Q, A] | None":
-        """Return the next call for a thread, added to its line; none where there is none for it.
+        """Add the next call to a thread's line and return it, or return None if the thread gets no call.
 
-        A thread without calls waits for one, and then ends. One whose worker is busy leaves the others a call.
+        A thread without calls waits `_LINGERS_S` for one. A thread with calls leaves one call per free worker.
         """
         while True:
             with self._lock:
@@ -194,14 +191,14 @@ class WorkerPool(Generic[Q, A]):
 
     @property
     def _most_sent(self) -> int:
-        """Requests that a worker holds: those behind a slow one wait, for `_PATIENCE_S` at most."""
+        """Most requests that a worker may have. Requests after a slow one wait for `_PATIENCE_S` at most."""
         return max(1, min(_MAX_AHEAD, int(_AHEAD_S / self._slow_s)))
 
     def _started(self, is_cancelled: IsCancelled) -> WorkerProcess[Q, A]:
         return WorkerProcess(self._service, self._name, self._memory_mb, is_cancelled)
 
     def _answer(self, worker: WorkerProcess[Q, A], line: "deque[_Call[Q, A]]") -> tuple[A | WorkerFault, bool]:
-        """Return the answer to the oldest request of a line, and whether the worker is lost with it."""
+        """Return the reply to the oldest request of a line, and whether the worker must be replaced."""
         call, asked_at, is_slow = line[0], monotonic(), False
 
         def is_over() -> bool:
@@ -218,13 +215,13 @@ class WorkerPool(Generic[Q, A]):
             kind, found, printed = lost.kind, str(lost), lost.printed
         else:
             if not isinstance(answer, WorkerFault) or answer.kind != "out_of_memory":
-                return answer, is_slow  # the worker would go on with what others have taken
-            kind, found, printed = answer.kind, f"found that {self._memory_mb} MiB did not do", ""
+                return answer, is_slow  # a slow worker would process requests that others have taken
+            kind, found, printed = answer.kind, f"found that {self._memory_mb} MiB were not enough", ""
         request = self._service.describe_request(call.request)
         return WorkerFault(kind, f"{request}: {found}. {self._action(kind)}{printed}"), True
 
     def _hand_over(self, line: "deque[_Call[Q, A]]") -> None:
-        """Queue all but the oldest call of a line again, first."""
+        """Move all calls of a line except the oldest back to the front of the queue."""
         with self._lock:
             while len(line) > 1:
                 self._todo.appendleft(line.pop())
@@ -236,7 +233,7 @@ class WorkerPool(Generic[Q, A]):
         return f"Correct the {self._service.noun}{raises}."
 
     def _end_oldest(self, line: "deque[_Call[Q, A]]", answer: A | WorkerFault | None, *, is_lost: bool) -> None:
-        """End the oldest call of a line; the others are queued again, first, where the worker is lost."""
+        """End the oldest call of a line. If the worker is lost, queue the other calls again, at the front."""
         with self._lock:
             call = line.popleft()
             if is_lost:
@@ -245,14 +242,14 @@ class WorkerPool(Generic[Q, A]):
             is_late = isinstance(answer, WorkerFault) and answer.kind == "timed_out"
             self._num_late = self._num_late + 1 if is_late else 0 if answer is not None else self._num_late
             is_hopeless = self._num_late >= _MAX_LATE_IN_A_ROW
-        if is_hopeless and isinstance(answer, WorkerFault):  # waiting for each of the rest would take hours
+        if is_hopeless and isinstance(answer, WorkerFault):  # waiting for all other requests would take hours
             found = f"{_MAX_LATE_IN_A_ROW} requests in a row timed out. The last: {answer.message}"
             call.error = self._service.error(f"{self._service.key}: {found}")
             self._fail(call.error)
         call.end(answer)
 
     def _fail(self, error: BaseException) -> None:
-        """End all calls with an error: those at work when their threads notice."""
+        """End all calls with an error: queued calls now, active calls when their threads notice."""
         with self._lock:
             self._num_late = 0
             queued, self._todo = self._todo, deque()
@@ -263,7 +260,7 @@ class WorkerPool(Generic[Q, A]):
 
 
 class _Call(Generic[Q, A]):
-    """A request, and its future answer, which only the thread that has taken the call sets."""
+    """A request and its future reply; only the thread that has taken the call sets the reply."""
 
     def __init__(self, number: int, request: Q) -> None:
         self.number, self.request = number, request
@@ -271,15 +268,15 @@ class _Call(Generic[Q, A]):
         self.error: BaseException | None = None
 
     def is_over(self) -> bool:
-        """Return whether nobody waits for a worker's answer any more."""
+        """Return whether nobody waits for a worker's reply any more."""
         return self.error is not None or self.answer.cancelled()
 
     def end(self, answer: A | WorkerFault | None) -> None:
-        """Set the answer, or the error; none of both for a call that was cancelled."""
+        """Set the reply or the error, unless the call was cancelled."""
         if not self.answer.set_running_or_notify_cancel():
             return
         if self.error is not None:
             self.answer.set_exception(self.error)
         else:
-            assert answer is not None, "calls end with an answer unless they are over"
+            assert answer is not None, "calls end with a reply unless they are over"
             self.answer.set_result(answer)

@@ -1,4 +1,4 @@
-"""Describes a kind of worker: its program, its requests and answers, and its place in the config."""
+"""Describes a kind of worker: its program, its requests and replies, and its keys in the config."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any, Generic, Literal, TypeVar
 from megatron_dppo.errors import MegatronDppoError
 
 Fields = dict[str, Any]
-"""A request or an answer between a trainer and its workers, as JSON has it."""
+"""A request or a reply between a trainer and its workers, as a JSON object."""
 WorkerFaultKind = Literal["failed", "timed_out", "out_of_memory"]
 
-Q = TypeVar("Q")  # what a worker is asked
-A = TypeVar("A")  # what it answers
+Q = TypeVar("Q")  # request
+A = TypeVar("A")  # reply
 
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """The reason why a request has no answer."""
+    """The reason why a request has no reply."""
 
     kind: WorkerFaultKind
     message: str
@@ -27,14 +27,14 @@ class Service(Generic[Q, A]):
     """A kind of worker.
 
     Attributes:
-        module: The program, run as `python -m MODULE NAME MEMORY_MB`; it calls `worker.run_worker`.
-        key: The config key that holds the name of the user's code.
-        noun: What that code is, for messages.
-        option_prefix: What `workers`, `timeout_s` and `memory_mb` have before them in the config.
-        error: Raised where a run cannot go on: the code cannot be loaded, or never answers.
-        describe_request: Names a request in messages.
+        module: Program, run as `python -m MODULE NAME MEMORY_MB`; it calls `worker.run_worker`.
+        key: Config key of the user's code.
+        noun: Noun for the user's code in messages.
+        option_prefix: Prefix of the config keys `workers`, `timeout_s` and `memory_mb`.
+        error: Error that stops a run: the code cannot be loaded, or its requests time out.
+        describe_request: Returns the name of a request for messages.
         encode_request: Returns a request's fields.
-        decode_answer: Returns the answer that has these fields; raises ValueError where none has.
+        decode_answer: Returns the reply that has these fields; raises ValueError if they are invalid.
     """
 
     module: str

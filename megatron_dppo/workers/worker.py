@@ -1,11 +1,11 @@
-"""The main loop of a worker process: loads user code, limits its memory, and answers requests with it.
+"""The main loop of a worker process: loads user code, limits its memory, and runs it for each request.
 
-It answers each line of stdin with a line on stdout, in order; the first line out says whether the code could be
-loaded. It imports no tensor library, so it starts in a moment, and holds nothing of the trainer's.
+It writes one line to stdout for each line of stdin, in order. The first line reports whether the code could be
+loaded. It imports no tensor library, so it starts quickly, and it shares no state with the trainer.
 
-There are two processes. The one that the trainer started runs no user code: it waits for its child, ends as the
-child ended, and kills the process group when the trainer is gone. The child could not do so itself: a regular
-expression that backtracks keeps the interpreter, and with it every thread, for hours.
+There are two processes. The process that the trainer starts runs no user code. It waits for its child, ends in
+the same way as the child, and kills the process group when the trainer is gone. The child could not do this
+itself, because a backtracking regular expression blocks the interpreter, and so all its threads, for hours.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ _PARENT_EVERY_S = 0.25
 _STATUS = Path("/proc/self/status")
 
 Answer = Callable[[Fields], Fields]
-"""Returns the answer to a request.
+"""Returns the reply to a request.
 
-A MegatronDppoError costs this request, and its message is sent as the fault. Anything else that it raises costs
-the worker too; a MemoryError is reported as such.
+A MegatronDppoError fails only this request, and its message is sent as the fault. Any other exception also ends
+the worker; a MemoryError is reported as `out_of_memory`.
 """
 
 
@@ -43,22 +43,22 @@ def run_worker(key: str, load: Callable[[str], Answer], name: str, memory_mb: in
     """Serve until stdin ends, or the process that started this one is gone.
 
     Args:
-        key: The config key that holds the name.
-        load: What imports the user's code.
-        name: Of that code.
-        memory_mb: What it may allocate besides what importing it took; 0 is no limit.
+        key: Config key of the name.
+        load: Function that imports the user's code.
+        name: Name of the user's code.
+        memory_mb: Memory that the code may allocate in addition to the memory of its import; 0 is no limit.
     """
     trainer = os.getppid()
     if os.getpgrp() != os.getpid():
-        os.setsid()  # started by hand: kill nobody else's group
+        os.setsid()  # started by hand: never kill another process group
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # Sent to the whole job, and the trainer decides. Programs that user code starts would inherit SIG_IGN.
+        # Signals go to all processes of a job, and the trainer decides. User programs would inherit SIG_IGN.
         signal.signal(number, _pass_over)
     child = os.fork()
     if child:
         _guard(child, trainer)
     requests, replies = _take_pipes()
-    faulthandler.enable(all_threads=False)  # a crash says on stderr where it was
+    faulthandler.enable(all_threads=False)  # a crash prints its stack to stderr
     answer = problem = None
     try:
         answer = load(name)
@@ -79,10 +79,12 @@ def _pass_over(number: int, frame: FrameType | None) -> None:
 
 
 def _guard(child: int, trainer: int) -> None:
-    """End as the child ends; end it, and whatever it started, when the trainer has ended. Never returns."""
+    """End like the child, and end the child and its processes when the trainer has ended. Never returns."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
-        os.dup2(nowhere, number)  # the child alone keeps the pipes open: the trainer sees at once when it dies
+        os.dup2(
+            nowhere, number
+        )  # only the child keeps the pipes open, so the trainer sees at once when it dies
     resource.setrlimit(
         resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
     )  # one core is enough
@@ -126,12 +128,12 @@ def _serve(answer: Answer, requests: BinaryIO, replies: BinaryIO) -> None:
             reply = _reply(answer, line)
         except MemoryError:
             reply = OUT_OF_MEMORY
-        # Here the exception is gone, and with it what the user's frames had allocated.
+        # The exception is gone here, so the memory of the user's frames is free again.
         if reply is OUT_OF_MEMORY:
             _lift_memory_limit()
         _write(replies, reply)
         if reply is OUT_OF_MEMORY:
-            return  # what was kept elsewhere would fail the next request too
+            return  # memory that is still in use would fail the next request too
 
 
 def _reply(answer: Answer, line: bytes) -> bytes:
@@ -148,7 +150,7 @@ def _write(stream: BinaryIO, line: bytes) -> None:
 
 
 def _limit_memory(memory_mb: int) -> None:
-    """Let allocations beyond what is used now raise MemoryError, on systems that can tell."""
+    """Let allocations of more than `memory_mb` in addition to current use raise MemoryError, on Linux."""
     if memory_mb == 0 or not _STATUS.exists():
         return
     used_kb = next(

@@ -1,4 +1,4 @@
-"""Starts and drives one worker process: pipes that never block, deadlines, and how it ended."""
+"""Starts and drives one worker process, with non-blocking pipes and deadlines, and reports how it ended."""
 
 import contextlib
 import os
@@ -14,18 +14,18 @@ from typing import IO, Generic
 from megatron_dppo.workers.service import A, Q, Service, WorkerFault, WorkerFaultKind
 from megatron_dppo.workers.wire import read_answer, read_hello, request_line
 
-_START_TIMEOUT_S = 300.0  # a user's module may import much else, from a slow disk
-_END_TIMEOUT_S = 1.0  # from closing its pipes to being gone
-_CHECK_EVERY_S = 0.1  # whether the caller still waits
+_START_TIMEOUT_S = 300.0  # a user's module may import many others, from a slow disk
+_END_TIMEOUT_S = 1.0  # between closing its pipes and the end of the process
+_CHECK_EVERY_S = 0.1  # interval of checks whether the caller still waits
 _MAX_REPLY = 1 << 20  # bytes
 _MAX_PRINTED = 4096  # bytes of stderr that are kept
 
 IsCancelled = Callable[[], bool]
-"""Returns whether the caller no longer waits."""
+"""Returns whether the caller has stopped waiting."""
 
 
 class WorkerLostError(Exception):
-    """The worker did not answer and is lost; `printed` is the end of what a dead one printed."""
+    """The worker sent no valid reply and is lost; `printed` is the end of the output of a dead worker."""
 
     def __init__(self, kind: WorkerFaultKind, message: str, printed: str = "") -> None:
         super().__init__(message)
@@ -34,18 +34,18 @@ class WorkerLostError(Exception):
 
 
 class CallCancelledError(Exception):
-    """The caller no longer waits for an answer."""
+    """The caller no longer waits for a reply."""
 
 
 class WorkerProcess(Generic[Q, A]):
-    """One process of a service, with a process group of its own; one thread at a time drives it."""
+    """One process of a service in its own process group; one thread at a time drives it."""
 
     def __init__(self, service: Service[Q, A], name: str, memory_mb: int, is_cancelled: IsCancelled) -> None:
         """Start the process, and wait until it has loaded `name`.
 
         Raises:
-            MegatronDppoError: It could not; the service's own kind of error.
-            CallCancelledError: `is_cancelled` said so first.
+            MegatronDppoError: The process could not load `name`; the type is the service's `error`.
+            CallCancelledError: `is_cancelled` returned True first.
         """
         self._service = service
         command = [sys.executable, "-m", service.module, name, str(memory_mb)]
@@ -77,22 +77,22 @@ class WorkerProcess(Generic[Q, A]):
 
     @property
     def is_writable(self) -> bool:
-        """Return whether the pipe has taken all that was sent."""
+        """Whether all sent bytes are in the pipe."""
         return not self._unsent
 
     def send(self, number: int, request: Q) -> None:
-        """Send a request; bytes that the pipe does not take now go while an answer is awaited."""
-        assert self.is_writable, "one request at a time is on its way into the pipe"
+        """Send a request; bytes that do not fit into the pipe now are sent while `receive` waits."""
+        assert self.is_writable, "one request at a time is written to the pipe"
         self._unsent = memoryview(request_line(number, self._service.encode_request(request)))
         self._poll.register(self._in, select.POLLOUT)
         self._write()
 
     def receive(self, number: int, timeout_s: float, is_cancelled: IsCancelled) -> A | WorkerFault:
-        """Return the answer to request `number`, the oldest without one.
+        """Return the reply to request `number`, the oldest request without a reply.
 
         Raises:
-            WorkerLostError: There was none in time, or at all.
-            CallCancelledError: `is_cancelled` said so first.
+            WorkerLostError: No valid reply came in time, or the worker died.
+            CallCancelledError: `is_cancelled` returned True first.
         """
         line = self._line(timeout_s, is_cancelled)
         try:
@@ -102,21 +102,21 @@ class WorkerProcess(Generic[Q, A]):
             raise WorkerLostError("failed", f"its worker sent {error}") from error
 
     def ask_to_end(self) -> None:
-        """Let an idle worker end by itself."""
+        """Close an idle worker's stdin, so that it ends by itself."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
     def kill(self, grace_s: float = 0.0) -> None:
-        """End the process, and all it has started, after `grace_s` at most; may be called twice."""
+        """End the process and all its children, after `grace_s` at most; may be called twice."""
         if self._process.returncode is not None:
             return
         self._status(grace_s)
-        # Not reaped yet, so the number is still this group's.
+        # The process is not reaped yet, so the id still belongs to its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(
             subprocess.TimeoutExpired
-        ):  # it hangs inside the kernel, and dies when that ends
+        ):  # it hangs in the kernel, and dies when the kernel returns
             self._process.wait(_END_TIMEOUT_S)
         self._read_printed()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -143,7 +143,7 @@ class WorkerProcess(Generic[Q, A]):
         return line
 
     def _exchange(self, deadline: float, timeout_s: float, is_cancelled: IsCancelled) -> None:
-        """Wait for any pipe, and read and write as far as possible: each pipe may be full."""
+        """Wait for any pipe, then read and write without blocking, because each pipe may be full."""
         if is_cancelled():
             raise CallCancelledError
         wait_s = min(max(deadline - time.monotonic(), 0.0), _CHECK_EVERY_S)
@@ -155,7 +155,7 @@ class WorkerProcess(Generic[Q, A]):
         if self._out in ready:
             self._read()
         elif time.monotonic() >= deadline:
-            raise WorkerLostError("timed_out", f"found no answer within {timeout_s:g} s")
+            raise WorkerLostError("timed_out", f"found no reply within {timeout_s:g} s")
 
     def _read(self) -> None:
         data = os.read(self._out, 1 << 16)
@@ -171,12 +171,12 @@ class WorkerProcess(Generic[Q, A]):
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._unsent = memoryview(b"")  # reading says how it ended
+            self._unsent = memoryview(b"")  # `_read` reports how it ended
         if not self._unsent:
             self._poll.unregister(self._in)
 
     def _read_printed(self) -> None:
-        """Read the worker's output, and keep its end."""
+        """Read the worker's stderr, and keep the end of it."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._err, 1 << 16)
             self._printed = (self._printed + data)[-_MAX_PRINTED:]
@@ -186,7 +186,7 @@ class WorkerProcess(Generic[Q, A]):
 
     def _last_printed(self) -> str:
         text = self._printed.decode(errors="replace").strip()
-        return f"\nThe last that it printed:\n{text}" if text else ""
+        return f"\nThe end of its output:\n{text}" if text else ""
 
     def _how_it_ended(self) -> str:
         status = self._status(_END_TIMEOUT_S)

@@ -353,7 +353,7 @@ def test_a_run_whose_prompts_are_all_too_long_says_so() -> None:
     rank = Rank(StalenessBound(2, 1), Peer(0, Meeting(1)), prompts=[replace(p, text=TOO_LONG) for p in PROMPTS])
     rank.push(0, 9)
     with pytest.raises(
-        RolloutError, match=r"found 40 prompts in a row longer than data\.max_prompt_tokens, of 40"
+        RolloutError, match=r"found 40 prompts in a row longer than data\.max_prompt_tokens, out of 40"
     ):
         rank.ahead.next(0, rank.peer.all_gather, lambda: False)
     rank.ahead.close()
@@ -373,7 +373,7 @@ def test_a_task_that_was_cancelled_ends_the_wait() -> None:
     rank.push(0, 9)
     producer: Any = rank.ahead._producer  # pyright: ignore[reportPrivateUsage]
     producer._loop.call_soon_threadsafe(lambda: next(iter(producer._tasks)).cancel())
-    with pytest.raises(RolloutError, match="found a response cancelled"):
+    with pytest.raises(RolloutError, match="found a cancelled response"):
         rank.ahead.next(0, rank.peer.all_gather, lambda: False)
     rank.ahead.close()
 

@@ -294,7 +294,7 @@ def test_too_many_dropped() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (lambda i, r: complete(r, RIGHT, request_id="x"), "'x' where 'rollout2/a/0\\+0' was due"),
+        (lambda i, r: complete(r, RIGHT, request_id="x"), "'x' in place of 'rollout2/a/0\\+0'"),
         (lambda i, r: complete(r, RIGHT, log_probs=torch.zeros(3)), "'log_probs': 3.*expected 17"),
     ],
 )
@@ -308,7 +308,7 @@ def test_completions_that_are_missing() -> None:
         def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
             return super().generate(requests, params)[:-1]
 
-    with pytest.raises(RolloutError, match="found 11 of them; expected one for each of 12"):
+    with pytest.raises(RolloutError, match="found 11 completions; expected one for each of 12"):
         collect(
             Lossy(right_or_wrong), PROMPTS, TOKENIZER, InProcessScorer(arithmetic_reward), PARAMS,
             samples_per_prompt=4, max_prompt_tokens=7, seed=1, rollout=2,

@@ -73,9 +73,9 @@ def test_multi_turn_open_and_go_on_beside_each_other(pool: EnvironmentPool) -> N
     ("response", "words"),
     [
         ("raise", "KeyError: 'lost'"),
-        ("hang", "found no answer within 1 s. Correct the environment, or raise data.reward_timeout_s"),
+        ("hang", "found no reply within 1 s. Correct the environment, or raise data.reward_timeout_s"),
         ("die", "its worker exited with code 3"),
-        ("eat", "128 MiB did not do"),
+        ("eat", "128 MiB were not enough"),
         ("mumble", "found a NoneType from step; expected a Turn"),
     ],
 )

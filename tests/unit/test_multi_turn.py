@@ -396,5 +396,5 @@ def test_multi_turn_of_several_turns_are_not_left_half_done(model: Any) -> None:
     async def unheard(completion: Completion) -> None:
         pass
 
-    with pytest.raises(RolloutError, match="half done"):
+    with pytest.raises(RolloutError, match="found over-sampling of conversations of up to"):
         multi_turn_engine(engine_of(model)).generate_each(asked([3]), PARAMS, unheard, lambda completion: True)

@@ -107,8 +107,8 @@ def broken(*arguments: Any) -> Any:
     [
         (broken, r"'own:function' raised KeyError: 'lost'"),
         (lambda engine, requests, params: [], "found 0 completions; expected one for each of 4"),
-        (lambda engine, requests, params: [None] * 4, "found 'NoneType' where"),
-        (changed(request_id="other"), "found 'other' where"),
+        (lambda engine, requests, params: [None] * 4, "found 'NoneType' in place of"),
+        (changed(request_id="other"), "found 'other' in place of"),
         (changed(tokens=lambda c: c.tokens[:-1]), r"'log_probs': 8.*expected 7, one per token"),
         (changed(tokens=lambda c: c.tokens + VOCAB), "expected 0 to 39"),
         (changed(tokens=lambda c: c.tokens.float()), "tokens of torch.float32; expected int64"),

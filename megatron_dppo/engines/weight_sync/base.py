@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_dppo.engines.weight_sync.fleet import Fleet
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Iterates over weights in Hugging Face names; the ranks that hold them iterate together."""
+"""Returns an iterator over weights in Hugging Face names; the ranks that hold them iterate together."""
 
 
 class WeightOwner(Protocol):
@@ -17,7 +17,7 @@ class WeightOwner(Protocol):
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights in Hugging Face names, or this stage's, as `export_hf_weights` does."""
+        """Yield all weights, or this pipeline stage's, in Hugging Face names; see `export_hf_weights`."""
         ...
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
@@ -26,46 +26,46 @@ class WeightOwner(Protocol):
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
-        """This rank's pipeline stage, the number of stages, and whether this rank speaks for its stage."""
+        """This rank's pipeline stage, the number of stages, and whether this rank sends for its stage."""
         ...
 
     @property
     def log_probs(self) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
-        """Return log-probs as `Actor.log_probs` does; none where there is no model that computes them."""
+        """Function that computes log-probs like `Actor.log_probs`, or None without a model."""
         ...
 
 
 class WeightSync(Protocol):
-    """Pushes the actor's weights, in Hugging Face names, to wherever samples come from.
+    """Pushes the actor's weights, in Hugging Face names, to the rollout engine.
 
-    Every rank calls each method together. Between a push's begin and its end no sample may be drawn.
+    All ranks call each method together. No sample may be drawn during a push.
     """
 
     def prepare_push(self) -> None:
-        """Compute what the next push needs of the trainer, which may leave its GPU before the push."""
+        """Compute what the next push needs from the trainer, which may leave its GPU before the push."""
         ...
 
     def push(self, version: int) -> dict[str, float]:
         """Send all weights, each tensor exactly once, and verify that they arrived.
 
         Args:
-            version: What samples drawn with these weights will report.
+            version: Weight version that samples drawn with these weights report.
 
         Returns:
             Metrics of this push, the same on every rank.
 
         Raises:
-            WeightSyncError: A tensor is missing or came twice, or no receiver has all of them.
+            WeightSyncError: A tensor is missing or came twice, or no receiver has all tensors.
         """
         ...
 
     def release_engine(self) -> None:
-        """Release the engine's memory until the next push, where it takes turns with the trainer.
+        """Release the engine's memory until the next push, if engine and trainer take turns on the GPU.
 
-        What it samples is aborted.
+        Its requests are aborted.
 
         Raises:
-            WeightSyncError: It keeps its memory.
+            WeightSyncError: The engine keeps its memory.
         """
         ...
 
@@ -79,16 +79,16 @@ class Transport(Protocol):
 
     @property
     def needs_begin(self) -> bool:
-        """Whether servers take weights this way between `begin` and `end` alone."""
+        """Whether servers accept weights only between `begin` and `end` with this transport."""
         ...
 
     def send(self, fleet: Fleet, version: int) -> None:
-        """Send all weights to the fleet's members, between `begin` and `end`; members that fail leave it.
+        """Send all weights to the members of a fleet, between `begin` and `end`; members that fail leave it.
 
-        Every rank calls it together; afterwards all ranks' fleets are equal.
+        All ranks call it together. Afterwards their fleets are equal.
         """
         ...
 
     def close(self) -> None:
-        """Leave groups, free memory."""
+        """Leave process groups, and free memory."""
         ...

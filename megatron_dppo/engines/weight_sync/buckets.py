@@ -1,4 +1,4 @@
-"""Weights in buckets: one flat buffer, filled and sent again and again."""
+"""Copies weights into buckets that reuse one flat buffer."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one type, end to end in one buffer that the next bucket overwrites."""
+    """Tensors of one dtype, end to end in one buffer that the next bucket overwrites."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -18,12 +18,12 @@ class Bucket:
 
     @property
     def dtype(self) -> str:
-        """The name of the type in torch, such as "bfloat16"."""
+        """Name of the dtype in torch, such as "bfloat16"."""
         return str(self.flat.dtype).removeprefix("torch.")
 
 
 class Buffer:
-    """The memory of buckets, kept from one push to the next."""
+    """Memory for buckets, kept from one push to the next."""
 
     def __init__(
         self, num_bytes: int, *, is_shared: bool = False, together: Mapping[str, str] | None = None
@@ -31,16 +31,16 @@ class Buffer:
         """Store the sizes, and allocate nothing.
 
         Args:
-            num_bytes: Of a bucket; one with a larger tensor, or more that travel together, is as large as that.
-            is_shared: In the CPU's memory, let other processes map it.
-            together: Tensors that must share a bucket with others, each with its group's name; see
+            num_bytes: Size of a bucket. A larger tensor or group of tensors gets a bucket of its size.
+            is_shared: Whether other processes can map the buffer, if it is in CPU memory.
+            together: Group name of each tensor that must share a bucket with others; see
                 `WeightRule.travels_with`.
         """
         self._num_bytes, self._is_shared, self._together = num_bytes, is_shared, together or {}
         self._memory: Tensor | None = None
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Copy weights into buckets, in their order; a bucket is used up before the next is asked for."""
+        """Copy weights into buckets, in order; taking the next bucket overwrites the previous one."""
         names: list[str] = []
         shapes: list[tuple[int, ...]] = []
         used, dtype = 0, torch.uint8
@@ -60,7 +60,7 @@ class Buffer:
             yield self._bucket(names, shapes, used, dtype)
 
     def _units(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield what may not be parted: tensors of one group, which follow each other, or one tensor."""
+        """Yield tensors that must stay together: the consecutive tensors of one group, or a single tensor."""
         begun = set[str]()
         for group, members in itertools.groupby(weights, lambda pair: self._together.get(pair[0])):
             if group is None:
@@ -76,10 +76,10 @@ class Buffer:
         return Bucket(tuple(names), tuple(shapes), self._memory[:used].view(dtype))
 
     def _at_least(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return memory of at least that size; only an empty bucket's may grow, and is freed before it does."""
+        """Return memory of at least that size. It grows only for an empty bucket, and is freed before."""
         if self._memory is None or self._memory.numel() < num_bytes:
             self._memory = None
             self._memory = torch.empty(max(num_bytes, self._num_bytes), dtype=torch.uint8, device=device)
             if self._is_shared:
-                self._memory.share_memory_()  # nothing to do on a GPU, whose memory has handles of its own
+                self._memory.share_memory_()  # does nothing on a GPU: CUDA has its own handles
         return self._memory

@@ -1,4 +1,4 @@
-"""Weights through a folder that trainer and servers share."""
+"""Sends weights through a folder that trainer and servers share."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_dppo.runtime.process import Runtime
 class DiskTransport:
     """Rank 0 writes a Hugging Face folder, and each server loads it; implements `weight_sync.base.Transport`.
 
-    Servers load it as they load any checkpoint: quantised, where they were started so.
+    Servers load it like any checkpoint, and quantise it if they were started with quantisation.
     """
 
     needs_begin = False
@@ -26,11 +26,11 @@ class DiskTransport:
         """Store the folder, and write nothing.
 
         Args:
-            weights: Of all pipeline stages, on every rank.
-            runtime: Of this rank.
-            folder: Where the versions go, one at a time; seen by trainer and servers under the same path.
-            template: A Hugging Face folder with the files that stand beside weights.
-            bucket_bytes: Of one file, which is held in memory until it is whole.
+            weights: Weights of all pipeline stages, on every rank.
+            runtime: Runtime of this rank.
+            folder: Folder of the versions, one at a time; trainer and servers see it under the same path.
+            template: Hugging Face folder with config, tokenizer and the other files without weights.
+            bucket_bytes: Size of one file, which is kept in memory until it is complete.
         """
         self._weights, self._runtime, self._folder = weights, runtime, folder
         self._template, self._bucket_bytes = template, bucket_bytes
@@ -45,14 +45,14 @@ class DiskTransport:
                 write_hf_checkpoint(stream, folder, self._template, self._bucket_bytes)
             except (OSError, SafetensorError) as error:
                 fault = error
-        for _ in stream:  # gathered by all ranks together, whatever became of the files
+        for _ in stream:  # all ranks gather together, even if writing failed
             pass
 
         def load() -> None:
             if fault is not None:
                 raise WeightSyncError(
-                    f"{folder}: found that weights cannot be written ({fault}); expected room for all "
-                    "of them on the disk of run.folder. Make room, or change rollout.sglang.weight_sync."
+                    f"{folder}: found that weights cannot be written ({fault}); expected enough free space "
+                    "on the disk of run.folder. Free some space, or change rollout.sglang.weight_sync."
                 ) from fault
             fleet.tell(lambda member: member.calls.from_disk(str(folder.absolute()), version))
             shutil.rmtree(folder)

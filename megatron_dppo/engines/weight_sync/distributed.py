@@ -1,4 +1,4 @@
-"""Weights by broadcast: each pipeline stage has a process group, of one of its ranks and the servers."""
+"""Broadcasts weights: each pipeline stage has a process group of one of its ranks and all servers."""
 
 import logging
 import socket
@@ -34,9 +34,9 @@ class StagePlace:
 
 
 class DistributedTransport:
-    """Each stage sends what it holds, one after the other, in buckets; implements `weight_sync.base.Transport`.
+    """Pipeline stages broadcast their weights in turn, in buckets; implements `weight_sync.base.Transport`.
 
-    On GPUs the groups are NCCL's, elsewhere gloo's. A group lives until a server fails or is started again.
+    Groups use NCCL on GPUs, and gloo elsewhere. A group lives until a server fails or restarts.
     """
 
     needs_begin = True
@@ -54,12 +54,12 @@ class DistributedTransport:
         """Store the settings, and join no group.
 
         Args:
-            weights: Of this rank's pipeline stage; its ranks iterate together.
-            num_tensors: How many they are.
-            place: Of this rank among the stages.
-            runtime: Of this rank.
-            bucket_bytes: Sent at a time.
-            timeout_s: For one bucket, and for joining.
+            weights: Weights of this rank's pipeline stage; the stage's ranks iterate together.
+            num_tensors: Number of these weights.
+            place: Pipeline stage of this rank.
+            runtime: Runtime of this rank.
+            bucket_bytes: Size of a bucket.
+            timeout_s: Time limit of one broadcast, and of joining a group.
             together: Tensors that must share a bucket with others; see `buckets.Buffer`.
         """
         self._weights, self._num_tensors, self._place, self._runtime = weights, num_tensors, place, runtime
@@ -77,7 +77,7 @@ class DistributedTransport:
 
     def _send_stage(self, stream: Iterator[tuple[str, Tensor]], fleet: Fleet, version: int | None) -> None:
         if not self._place.speaks:
-            for _ in stream:  # gathered by all, sent by one
+            for _ in stream:  # all ranks of the stage gather, one sends
                 pass
             return
         group = self._join(fleet)
@@ -86,12 +86,12 @@ class DistributedTransport:
             num_left -= len(bucket.names)
             if fleet.members and group is not None:
                 self._broadcast(bucket, group, fleet, version if not num_left else None)
-        assert num_left == 0, "a stage sends what it said it would"
+        assert num_left == 0, "a stage sends the number of tensors that it announced"
         if not fleet.members:
             self._leave()
 
     def _broadcast(self, bucket: Bucket, group: "_Group", fleet: Fleet, version: int | None) -> None:
-        """Broadcast one bucket to all members; where one fails, the group is lost for all."""
+        """Broadcast one bucket to all members; if one member fails, the group is lost for all."""
         tensors = TensorList(bucket.names, bucket.shapes, bucket.dtype)
         before = len(fleet.members)
         with fleet.telling(lambda member: member.calls.from_group(group.name, tensors, version)):
@@ -101,10 +101,10 @@ class DistributedTransport:
                 logger.warning("weights: the group broke (%s)", str(error).splitlines()[0])
                 self._leave()
         if self._group is None or len(fleet.members) < before:
-            fleet.fail_all("the group that it received weights through broke")
+            fleet.fail_all("the process group of its weight update broke")
 
     def _join(self, fleet: Fleet) -> "_Group | None":
-        """Return the group that all of these members have joined; none where one did not."""
+        """Return the group that all members of the fleet have joined, or None if one of them did not join."""
         members = tuple(fleet.members)
         if self._group is not None and self._group.members == members:
             return self._group
@@ -130,12 +130,12 @@ class DistributedTransport:
             except RuntimeError as error:
                 logger.warning("weights: servers did not join (%s)", str(error).splitlines()[0])
         if tuple(fleet.members) != members or self._group is None:
-            fleet.fail_all("another server did not join the group that weights go through")
+            fleet.fail_all("another server did not join the process group of the weight update")
             self._leave()
         return self._group
 
     def _leave(self) -> None:
-        """Forget the group. Its servers keep their ends, which cost them memory until they end."""
+        """Leave the group. Its servers remain in it, which costs them memory until they exit."""
         if self._group is not None:
             dist.destroy_process_group(self._group.handle)
         self._group = None
@@ -154,7 +154,7 @@ class _Group:
 
 
 def _reachable_host(members: tuple[Member, ...]) -> str:
-    """Return this process's address for the servers: loopback where all of them are on this host."""
+    """Return this process's address for the servers: loopback if all servers are on this host."""
     hosts = [urlsplit(member.url).hostname or "" for member in members]
     return "127.0.0.1" if all(_is_loopback(host) for host in hosts) else socket.gethostname()
 
@@ -169,7 +169,7 @@ def _is_loopback(host: str) -> bool:
 def _rank_zero_of(
     name: str, num_ranks: int, backend: str, store: Store, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Create a process group outside this job's as its rank 0; SGLang makes the other ranks."""
+    """Join a process group outside this job's default group as rank 0; SGLang processes are the other ranks."""
     prefixed = PrefixStore(name, store)
     helper: Any = c10d._new_process_group_helper
     handle, _ = helper(

@@ -33,10 +33,10 @@ __all__ = ["WeightSync", "build_sync", "build_transport", "release_servers", "re
 
 
 def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtime: Runtime) -> WeightSync:
-    """Connect who has the weights with the engine; every rank calls it together.
+    """Build the sync from the owner of the weights to the engine; all ranks call it together.
 
     Raises:
-        WeightSyncError: The owner's tensors are not those of the model that servers load.
+        WeightSyncError: The owner's tensors differ from the tensors of the model that servers load.
     """
     if not isinstance(engine, SglangEngine):
         return InProcessSync(owner.weights, engine, runtime)
@@ -67,7 +67,7 @@ def build_sync(config: Config, owner: WeightOwner, engine: RolloutEngine, runtim
 
 
 def run_servers(config: Config, runtime: Runtime) -> RunServers:
-    """Return the run's SGLang servers, which need not answer yet."""
+    """Return the run's SGLang servers, which need not be ready yet."""
     folder = config.run.folder / "servers"
     return RunServers(
         lambda: registered(folder),
@@ -80,10 +80,10 @@ def run_servers(config: Config, runtime: Runtime) -> RunServers:
 
 
 def release_servers(config: Config, runtime: Runtime) -> None:
-    """Begin the ledger of the GPU: servers that take turns with the trainer release what they started with.
+    """Begin the GPU ledger, and let servers that take turns with the trainer release their memory.
 
     Raises:
-        WeightSyncError: One keeps its memory.
+        WeightSyncError: A server keeps its memory.
     """
     runtime.gpu_ledger.begin(takes_turns=config.rollout.takes_turns)
     if config.rollout.engine == "sglang" and runtime.gpu_ledger.takes_turns:
@@ -91,16 +91,16 @@ def release_servers(config: Config, runtime: Runtime) -> None:
 
 
 def served_dtype(config: Config) -> str:
-    """Return the type that servers compute in."""
+    """Return the dtype that servers compute in."""
     is_quantised = config.sglang.get("quantization") is not None
     dtype = config.sglang.get("dtype", "auto")
     return "bfloat16" if is_quantised else config.model.dtype if dtype == "auto" else str(dtype)
 
 
 def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Transport:
-    """How rollout.sglang.weight_sync says that weights travel; every rank calls it together.
+    """Build the transport of rollout.sglang.weight_sync; all ranks call it together.
 
-    One half of a bucket's bytes is for the buffer, the other for what is gathered to fill it.
+    One half of rollout.sglang.sync_bucket_bytes is for the buffer, the other half for gathering its tensors.
     """
     options = config.rollout.sglang
     half = options.sync_bucket_bytes // 2
@@ -124,12 +124,12 @@ def build_transport(config: Config, owner: WeightOwner, runtime: Runtime) -> Tra
 
 
 def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
-    """Refuse weights that leave out, or add to, what the checkpoint in `folder` names, before a byte is sent.
+    """Refuse weights whose names differ from the names of the checkpoint in `folder`, before any is sent.
 
-    A folder with the files beside weights alone says nothing: then the weight table's word is taken.
+    If the folder has no weights, there is nothing to compare, and the names of the weight map are trusted.
 
     Raises:
-        WeightSyncError: Names the first tensors.
+        WeightSyncError: Tensors are missing or added; the message has the first names.
     """
     if not any(folder.glob("*.safetensors")):
         return
@@ -138,6 +138,6 @@ def require_cover(described: Mapping[str, Tensor], folder: Path) -> None:
     if missing or extra:
         raise WeightSyncError(
             f"{folder}: found {len(missing)} tensors that the trainer does not send (first: {missing[:3]}) and "
-            f"{len(extra)} that it sends besides (first: {extra[:3]}); expected the same. Servers keep what "
-            "they are not sent, and say nothing: correct architectures/weight_map.py."
+            f"{len(extra)} that it sends in addition (first: {extra[:3]}); expected the same tensors. Servers "
+            "keep old weights that are not sent, without an error: correct architectures/weight_map.py."
         )

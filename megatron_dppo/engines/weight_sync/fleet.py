@@ -1,4 +1,4 @@
-"""Sends calls to all servers of one push, and leaves out those that fail."""
+"""Sends calls to all servers of one push, and leaves out servers that fail."""
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -17,27 +17,27 @@ class Member:
     """One server of a fleet."""
 
     url: str
-    pid: int  # another one means that the server was started again, and knows nothing of groups
+    pid: int  # changes when the server restarts, which loses its process groups
     num_ranks: int
     version: str
 
     @property
     def calls(self) -> UpdateCalls:
-        """The update calls of its version of SGLang."""
+        """Update calls of the server's SGLang version."""
         return update_calls_of(self.version)
 
 
 class Fleet:
-    """The servers of a push, and why others failed; every rank has its own, and `agree` makes them equal."""
+    """The servers of a push, and the reasons of failed ones; `agree` makes all ranks' fleets equal."""
 
     def __init__(self, members: Sequence[Member], api_key: str | None, timeout_s: float) -> None:
-        """Begin with these servers; `timeout_s` is for each call."""
+        """Store the servers; `timeout_s` limits each call."""
         self._members, self._api_key, self._timeout_s = tuple(members), api_key, timeout_s
         self.failures: dict[str, str] = {}
 
     @property
     def members(self) -> list[Member]:
-        """The members that have not failed, always in the same order."""
+        """Members that have not failed, always in the same order."""
         return [member for member in self._members if member.url not in self.failures]
 
     def tell(
@@ -47,9 +47,9 @@ class Fleet:
         only: Collection[Member] | None = None,
         may_be_refused: bool = False,
     ) -> None:
-        """Make one call to each member, or only to those given, at the same time.
+        """Make one call to each member, or to the members in `only`, at the same time.
 
-        Those that do not do it are left out from now on, unless it `may_be_refused`.
+        A member that fails the call leaves the fleet, unless the call `may_be_refused`.
         """
         before = dict(self.failures)
         with self.telling(call_of, only):
@@ -61,7 +61,7 @@ class Fleet:
     def telling(
         self, call_of: Callable[[Member], Call], only: Collection[Member] | None = None
     ) -> Iterator[None]:
-        """Make calls as `tell` does, and run the body while the servers work on them."""
+        """Make calls like `tell`, and run the body while the servers work on them."""
         told = [member for member in self.members if only is None or member in only]
         calls = {member.url: call_of(member) for member in told}
         with ThreadPoolExecutor(1) as thread:
@@ -74,7 +74,7 @@ class Fleet:
                         self.fail(url, str(fault))
 
     def fail(self, url: str, reason: str) -> None:
-        """Remove a server from the push; the first reason stays."""
+        """Remove a server from the push; its first reason is kept."""
         self.failures.setdefault(url, reason)
 
     def fail_all(self, reason: str) -> None:
@@ -83,7 +83,7 @@ class Fleet:
             self.fail(member.url, reason)
 
     def agree(self, failures: Sequence[Mapping[str, str]]) -> None:
-        """Remove the servers that failed on any rank; `failures` holds every rank's, in rank order."""
+        """Remove the servers that failed on any rank; `failures` has one mapping per rank, in rank order."""
         for of_rank in failures:
             for url, reason in of_rank.items():
                 self.fail(url, reason)
@@ -102,15 +102,15 @@ class Fleet:
 
 
 def run_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine in an event loop of this thread's own."""
+    """Run a coroutine in a new event loop in this thread."""
     return asyncio.run(work)
 
 
 async def describe(url: str, pid: int, api_key: str | None, timeout_s: float) -> Member:
-    """Describe a member from its server's answer, within `timeout_s` or, after one retry, twice that.
+    """Describe a member from its server's reply, within `timeout_s`, or twice that after one retry.
 
     Raises:
-        ServerError: It does not answer, or is of a version whose updates were never run.
+        ServerError: The server does not reply, or weight updates are not supported for its version.
     """
     patience = Patience(control_timeout_s=min(timeout_s, 30.0), max_attempts=2)
     async with SglangClient(url, patience, api_key=api_key) as client:

@@ -1,4 +1,4 @@
-"""Weight sync to an engine that lives in the trainer's own process."""
+"""Weight sync to an engine in the trainer's process."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,10 +20,10 @@ class InProcessSync:
         """Connect an actor's `weights` with an engine; neither is owned."""
         self._weights, self._engine, self._runtime = weights, engine, runtime
         self.received = ""
-        """Checksum of what the engine received last."""
+        """Checksum of the weights that the engine received last."""
 
     def prepare_push(self) -> None:
-        """Do nothing: what arrives is compared by checksums."""
+        """Do nothing: `push` verifies checksums."""
 
     def push(self, version: int) -> dict[str, float]:
         """Send all weights; see `WeightSync.push`. Every rank's engine must hold the same bits."""
@@ -36,28 +36,28 @@ class InProcessSync:
                 yield name, tensor
 
         received = self._engine.load_weights(checked(), version)
-        for name, tensor in stream:  # what the engine left unread was not received
+        for name, tensor in stream:  # tensors that the engine did not read
             sent.update(name, tensor)
         if received != sent.hexdigest():
             raise WeightSyncError(
                 f"weight version {version}: the engine received {received}, the actor sent {sent.hexdigest()}. "
-                "Expected the same bits in the same order; this is a fault of the sync: report it."
+                "Expected the same bits in the same order. This is a fault of the sync: report it."
             )
         checksums = self._runtime.all_gather(received)
         if len(set(checksums)) != 1:
             raise WeightSyncError(
                 f"weight version {version}: ranks received different weights ({checksums}). "
-                "Expected equal ones; the data-parallel copies of the model have drifted apart: report it."
+                "Expected equal weights. The data-parallel copies of the model have drifted apart: report it."
             )
         self.received = received
-        self._runtime.gpu_ledger.takes("engine cache")  # as it samples
+        self._runtime.gpu_ledger.takes("engine cache")  # allocated when it samples
         changed = getattr(self._engine, "changed_fraction", None)
         return {} if changed is None else {"sync/changed_weights_fraction": changed}
 
     def release_engine(self) -> None:
         """See `WeightSync.release_engine`; the cache goes with the samples."""
         if self._runtime.gpu_ledger.takes_turns:
-            assert isinstance(self._engine, TransformersEngine), "the one engine in the trainer's process"
+            assert isinstance(self._engine, TransformersEngine), "the only engine in the trainer's process"
             self._engine.release_weights()
             self._runtime.gpu_ledger.leaves("engine cache")
             self._runtime.gpu_ledger.leaves("engine weights")

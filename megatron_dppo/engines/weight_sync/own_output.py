@@ -11,27 +11,27 @@ from megatron_dppo.engines.weight_sync.base import WeightOwner
 
 
 class WithOwnOutput:
-    """Weights of a tied model, and its output layer as a further tensor; implements `base.WeightOwner`.
+    """Weights of a tied model, with its output layer as an additional tensor; implements `base.WeightOwner`.
 
-    SGLang builds an output layer for some architectures even where config.json ties it to the embedding
+    SGLang builds an output layer for some architectures even if config.json ties it to the embedding
     (`SglangFacts.has_own_output`), and no checkpoint of such a model fills it.
     """
 
     def __init__(self, owner: WeightOwner) -> None:
-        """Keep the owner, whose weights have no output layer."""
+        """Store the owner of weights without an output layer."""
         self._owner = owner
 
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the owner's weights; the embedding twice, one after the other."""
+        """Yield the owner's weights, and the embedding again as the output layer."""
         for name, tensor in self._owner.weights(of_own_stage=of_own_stage, max_bytes=max_bytes):
             yield name, tensor
             if name == _EMBEDDING:
                 yield _OUTPUT, tensor
 
     def describe_weights(self, *, of_own_stage: bool = False) -> dict[str, Tensor]:
-        """Return the tensors of `weights` without data."""
+        """Return the tensors of `weights`, without data."""
         described: dict[str, Tensor] = {}
         for name, tensor in self._owner.describe_weights(of_own_stage=of_own_stage).items():
             described[name] = tensor

@@ -1,8 +1,8 @@
-"""Probes the weights that servers hold, by log-probs of sequences that touch every tensor.
+"""Verifies the weights of servers by the log-probs of sequences that use every tensor.
 
-An unpatched server shows its weights to nobody. But each weight that a token passes changes the log-probs of
-what follows: so the trainer's and the server's are compared on the same random sequences, of which there are as
-many as it takes until each expert of each layer has been chosen.
+An unpatched server does not expose its weights. But each weight that a token passes changes the log-probs of
+the following tokens. So the probe compares the trainer's and the server's log-probs on the same random
+sequences, and adds sequences until each expert of each layer has been chosen.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from megatron_dppo.types import RoutedExperts
 logger = logging.getLogger(__name__)
 
 _LENGTH = 64  # tokens of a sequence
-_FIRST, _MOST = 8, 256  # sequences: doubled until all experts were chosen
+_FIRST, _MOST = 8, 256  # number of sequences: doubled until all experts were chosen
 _FIRST_OF_TURNS = 32
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest accepted |log pi - log mu|, over single tokens and in the mean."""
+    """Largest accepted |log pi - log mu|, for single tokens and in the mean."""
 
     mean: float
     largest: float
@@ -38,16 +38,16 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: str) -> "Limits":
-        """Return how far engines differ in this type; in bfloat16 single tokens are not bounded."""
+        """Return the limits of a dtype; in bfloat16 single tokens are not bounded."""
         return cls(1e-5, 1e-4, True) if dtype == "float32" else cls(0.2, float("inf"))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One server's log-probs of the sequences."""
+    """Log-probs of the sequences from one server."""
 
     log_probs: Tensor  # [S, L-1]: of each token after the first
-    is_chosen: Tensor | None  # [moe_layers, experts]: which the sequences went through; none if nobody knows
+    is_chosen: Tensor | None  # [moe_layers, experts]: experts that the sequences reached; `None` without routes
 
 
 class Probe:
@@ -66,12 +66,12 @@ class Probe:
         """Draw the sequences.
 
         Args:
-            log_probs: The trainer's, of each token after the first, at temperature 1; every rank calls it.
-            model: What is served.
-            runtime: Of this rank.
-            limits: Beyond them a server does not hold what the trainer does.
-            seed: Of the sequences.
-            api_key: What servers were started with.
+            log_probs: Trainer's log-probs of each token after the first, at temperature 1; all ranks call it.
+            model: Served model.
+            runtime: Runtime of this rank.
+            limits: Largest differences between a server and the trainer with equal weights.
+            seed: Seed of the sequences.
+            api_key: API key that servers were started with.
         """
         self._log_probs, self._model, self._runtime = log_probs, model, runtime
         self._limits, self._api_key = limits, api_key
@@ -83,22 +83,22 @@ class Probe:
         self._expected = torch.empty(0, _LENGTH - 1)  # the trainer's, of the first sequences
 
     def expect(self) -> None:
-        """Compute the trainer's log-probs for the next `run`; every rank calls it, before a push.
+        """Compute the trainer's log-probs for the next `run`; all ranks call it, before a push.
 
-        Where the trainer leaves its GPU for the engine, `run` compares these sequences alone, and the next
-        comparison has twice as many where an expert was not reached.
+        If the trainer leaves its GPU for the engine, `run` compares only these sequences. If they did not reach
+        every expert, the next comparison has twice as many.
         """
         self._expected = torch.stack(self._log_probs(list(self._sequences[: self._num_sequences])))
 
     def run(self, members: Sequence[Member]) -> dict[str, float]:
-        """Compare all members with the trainer; every rank calls it together.
+        """Compare all members with the trainer, and return metrics; all ranks call it together.
 
         Raises:
-            WeightSyncError: A server differs by more than the limits.
+            WeightSyncError: A server's log-probs differ by more than the limits.
         """
         scores = self._runtime.on_main(lambda: self._scores_of(members))
         num, length = len(scores[0].log_probs), max(of_server.log_probs.shape[1] for of_server in scores)
-        expected, self._expected = self._expected[:, :length], self._expected[:0]  # of these weights alone
+        expected, self._expected = self._expected[:, :length], self._expected[:0]  # valid for this push only
         if num > len(expected):
             rest = self._log_probs(list(self._sequences[len(expected) : num, : length + 1]))
             expected = torch.cat([expected, torch.stack(rest)])
@@ -113,7 +113,7 @@ class Probe:
             "sync/probe_abs_diff_max": max(float(difference.max()) for difference in differences),
         }
         reached = [_num_not_reached(of_server) for of_server in scores if of_server.is_chosen is not None]
-        if reached:  # else no server says which experts it went through
+        if reached:  # otherwise no server reports routes
             found["sync/probe_experts_not_reached"] = float(max(reached))
         return found
 
@@ -130,12 +130,12 @@ class Probe:
         )
         if are_others:
             raise WeightSyncError(
-                f"{where}: they agree no better than two models do. It may build tensors that no push fills: "
-                "see its log, or use rollout.engine = 'transformers' for this model, and report it."
+                f"{where}: they agree no better than two unrelated models. It may build tensors that no push "
+                "fills: see its log, or use rollout.engine = 'transformers' for this model, and report it."
             )
         raise WeightSyncError(
-            f"{where}, or computes otherwise: compare dtype and quantization of [sglang] with model.dtype, and "
-            "see its log."
+            f"{where}, or computes differently: compare dtype and quantization of [sglang] with model.dtype, "
+            "and see its log."
         )
 
     def _scores_of(self, members: Sequence[Member]) -> list[Scores]:
@@ -174,7 +174,7 @@ class Probe:
 
 
 def _chosen(routes: Sequence[RoutedExperts]) -> Tensor | None:
-    """Return which experts were chosen at least once, [moe_layers, experts]; none without routes."""
+    """Return which experts were chosen at least once, [moe_layers, experts] bool, or None without routes."""
     if not routes:
         return None
     indices = torch.cat([of_sequence.indices for of_sequence in routes]).long()  # [tokens, layers, top_k]

@@ -1,4 +1,4 @@
-"""The run's SGLang servers: who answers, and what of the trainer's GPUs those that share them hold."""
+"""Finds the run's SGLang servers, and releases and resumes the memory of colocated servers."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ _MEMORY = ("weights", "kv_cache")
 
 
 class RunServers:
-    """The registered servers, and which of their memory is released. Every rank calls each method, together.
+    """Registered servers of a run, and the record of their released memory. All ranks call methods together.
 
-    What is released is kept in a file beside the registrations: a server ends when it is asked to resume what
-    it holds, and the trainer that released it may have died.
+    A file next to the registrations records which memory is released. A server exits if it must resume memory
+    that it has not released, and the trainer that released the memory may have died.
     """
 
     def __init__(
@@ -36,26 +36,26 @@ class RunServers:
         """Store the settings, and call no server.
 
         Args:
-            records: Registrations, as they are now.
-            runtime: Of this rank.
-            released: The file; of rank 0.
-            timeout_s: For each call to a server.
-            api_key: What servers were started with.
-            nccl: Settings that servers must share, see `nccl_settings`.
+            records: Returns the current registrations.
+            runtime: Runtime of this rank.
+            released: File with the record of released memory; used by rank 0.
+            timeout_s: Time limit of each call to a server.
+            api_key: API key that servers were started with.
+            nccl: NCCL settings that servers must share; see `nccl_settings`.
         """
         self._records, self._runtime, self._file = records, runtime, released
         self._timeout_s, self._api_key, self._nccl = timeout_s, api_key, nccl
 
     def fleet(self, without: Sequence[Member] = ()) -> tuple[Fleet, dict[str, str]]:
-        """Return the servers that answer now, without those given, and why others do not answer."""
+        """Return the reachable servers except `without`, and the reasons why other servers are left out."""
         members, absent = self._runtime.on_main(lambda: self._answering(without))
         return Fleet(members, self._api_key, self._timeout_s), absent
 
     def release(self) -> None:
-        """Release weights and cache of every server that answers; what it works on is aborted.
+        """Release weights and cache of every reachable server; its requests are aborted.
 
         Raises:
-            WeightSyncError: One keeps its memory.
+            WeightSyncError: A server keeps its memory.
         """
         fleet, _ = self.fleet()
         if self._runtime.is_main:
@@ -74,11 +74,11 @@ class RunServers:
         self._runtime.gpu_ledger.leaves("engine weights")
 
     def resume(self, fleet: Fleet, what: str) -> None:
-        """Let servers take back what they released; those that cannot leave the fleet. Rank 0 calls alone.
+        """Resume memory that servers have released; a server that fails leaves the fleet. Only rank 0 calls it.
 
         Args:
-            fleet: Of this push.
-            what: "weights" or "kv_cache".
+            fleet: Fleet of this push.
+            what: Memory to resume, "weights" or "kv_cache".
         """
         released = self._released()
         lacking = [member for member in fleet.members if what in released.get(_key(member), [])]
@@ -92,7 +92,7 @@ class RunServers:
         absent: dict[str, str] = {}
         for record in self._records():
             found = differences(self._nccl, record.nccl)
-            if found is not None:  # before any call: its update would stay open
+            if found is not None:  # makes no call to it, which would leave its update open
                 absent[record.url] = found
                 continue
             try:
@@ -105,7 +105,7 @@ class RunServers:
         return members, absent
 
     def _released(self) -> dict[str, list[str]]:
-        """Return what each server released and did not take back, by URL and process."""
+        """Return the released memory of each server, by URL and process id."""
         if not self._file.exists():
             return {}
         content: Any = json.loads(self._file.read_text(encoding="utf-8"))

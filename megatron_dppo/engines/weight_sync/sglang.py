@@ -14,15 +14,15 @@ from megatron_dppo.runtime.process import Runtime
 
 logger = logging.getLogger(__name__)
 
-_ROUNDS = 2  # the second is for servers that only the failure of another one kept from an update
+_ROUNDS = 2  # the second round retries servers that were skipped because another server failed
 
 
 class SglangSync:
-    """Updates every server of the run, wholly or not at all; implements `weight_sync.base.WeightSync`.
+    """Updates every server of the run, completely or not at all; implements `weight_sync.base.WeightSync`.
 
-    A server whose update failed gets no requests until a later push has reached it; one that was started in
-    between takes part in the next. A trainer that died in the middle leaves paused servers with an open update,
-    which the next push closes.
+    A server whose update failed gets no requests until a later push has reached it. A new server takes part in
+    the next push. If a trainer dies during a push, its servers stay paused with an open update, and the next
+    push closes it.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class SglangSync:
         """Store the settings, and call no server.
 
         Args:
-            transport: How weights travel.
-            engine: Told which servers have them; this rank's.
-            servers: Of the run.
-            runtime: Of this rank.
-            probe: Compares servers and trainer after a push.
-            probe_every: Pushes from one comparison to the next; the first push is always followed by one.
-            require_sampling: Raises for servers, by URL, whose log-probs mean something else; rank 0 calls it
-                after the first push to them.
+            transport: Transport of the weights.
+            engine: This rank's engine, which receives the list of updated servers.
+            servers: Servers of the run.
+            runtime: Runtime of this rank.
+            probe: Probe that compares servers and trainer after a push, or None.
+            probe_every: Number of pushes from one comparison to the next; the first push always has one.
+            require_sampling: Raises if a server, given by URL, returns log-probs of another distribution than
+                it samples from. Rank 0 calls it after the first push to a server.
         """
         self._transport, self._engine, self._servers, self._runtime = transport, engine, servers, runtime
         self._probe, self._probe_every, self._num_pushes = probe, probe_every, 0
         self._require_sampling, self._tried = require_sampling, set[tuple[str, int]]()
 
     def prepare_push(self) -> None:
-        """See `WeightSync.prepare_push`: what the comparison after the push expects."""
+        """Compute the probe's expected log-probs; see `WeightSync.prepare_push`."""
         if self._probe is not None and self._num_pushes % self._probe_every == 0:
             self._probe.expect()
 
@@ -61,10 +61,10 @@ class SglangSync:
         """Send all weights to all servers; see `WeightSync.push`.
 
         Raises:
-            WeightSyncError: No server has all of them, or one computes other log-probs than the trainer, or
-                returns others than those of its sampling.
+            WeightSyncError: No server has all weights, a server's log-probs differ from the trainer's, or a
+                server returns log-probs of another distribution than it samples from.
         """
-        self._runtime.barrier()  # no rank has requests on the way any more
+        self._runtime.barrier()  # no rank has requests in flight after it
         updated: list[Member] = []
         faults: dict[str, str] = {}
         for _ in range(_ROUNDS):
@@ -77,10 +77,10 @@ class SglangSync:
         for url, reason in faults.items():
             logger.warning("weights %d: %s gets no requests until a push reaches it: %s", version, url, reason)
         if not updated:
-            first = next(iter(faults.values()), "run/servers names none")
+            first = next(iter(faults.values()), "the run's servers/ lists none")
             raise WeightSyncError(
                 f"weight version {version}: found no SGLang server that took it (the first: {first}); "
-                "expected one. See that megatron-dppo serve runs with this run's config, and look at its log."
+                "expected one. Check that megatron-dppo serve runs with this run's config, and look at its log."
             )
         self._engine.admit([member.url for member in updated], version)
         new = [member for member in updated if (member.url, member.pid) not in self._tried]
@@ -101,13 +101,13 @@ class SglangSync:
         self._transport.close()
 
     def _update(self, fleet: Fleet, version: int) -> None:
-        """Update a whole fleet; a server that fails leaves it, paused and with the update still open."""
+        """Update all members of a fleet; a server that fails leaves it, paused and with an open update."""
         started, ledger = time.perf_counter(), self._runtime.gpu_ledger
         ledger.takes("engine weights")
         if self._runtime.is_main:
             fleet.tell(lambda member: member.calls.pause)
             self._servers.resume(fleet, "weights")
-            if self._transport.needs_begin:  # and before it the end of what a trainer before us left open
+            if self._transport.needs_begin:  # first close an update that an earlier trainer left open
                 fleet.tell(lambda member: member.calls.end, may_be_refused=True)
                 fleet.tell(lambda member: member.calls.begin)
         fleet.agree(self._runtime.all_gather(fleet.failures))

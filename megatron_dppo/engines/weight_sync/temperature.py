@@ -1,7 +1,8 @@
-"""Tries whether servers return log-probs at the temperature that they sample at.
+"""Tests whether servers return log-probs at the temperature that they sample at.
 
-A server that somebody else started may return those of the model instead, and does not report it
-(SGLANG_RETURN_ORIGINAL_LOGPROB). At temperature 2 log-probs lie half as far apart as at 1: two requests tell.
+A server that was started outside this package may return log-probs at temperature 1 instead, and does not
+report it (SGLANG_RETURN_ORIGINAL_LOGPROB). At temperature 2 the differences between log-probs are half as large
+as at temperature 1, so two requests are enough.
 """
 
 import asyncio
@@ -19,11 +20,11 @@ _TEMPERATURE, _MOST_TOKENS, _FLAT = 2.0, 20, 1e-6
 
 
 def require_temperature(urls: Sequence[str], model: ServedModel, api_key: str | None) -> None:
-    """Require servers whose log-probs are at the request's temperature; they are asked for two tokens each.
+    """Require that servers return log-probs at the request's temperature; samples two tokens from each server.
 
     Raises:
-        ServerError: One does not answer.
-        WeightSyncError: One returns log-probs without the temperature.
+        ServerError: A server does not reply.
+        WeightSyncError: A server returns log-probs without the temperature.
     """
     for url in urls:
         slope = asyncio.run(_slope(url, model, api_key))
@@ -36,7 +37,7 @@ def require_temperature(urls: Sequence[str], model: ServedModel, api_key: str | 
 
 
 async def _slope(url: str, model: ServedModel, api_key: str | None) -> float | None:
-    """Return how the distances between a server's log-probs change with the temperature; none for flat ones."""
+    """Return the ratio of log-prob differences at `_TEMPERATURE` to those at 1, or None if all are equal."""
     async with SglangClient(url, api_key=api_key) as client:
         generation, _ = await client.connect()
 

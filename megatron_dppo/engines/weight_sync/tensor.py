@@ -1,4 +1,4 @@
-"""Weight sync by handle: servers on the trainer's devices map its memory, a whole bucket with one handle."""
+"""Shares weights by handle: servers on the trainer's devices map its memory, with one handle per bucket."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from megatron_dppo.runtime.process import Runtime
 
 
 class TensorTransport:
-    """Sends each server rank a handle to the buckets of the rank beside it; a `weight_sync.base.Transport`.
+    """Sends server ranks handles to the buckets of the trainer ranks on their devices; a `base.Transport`.
 
-    Servers are taken in the order of their names, and their ranks in their order: the n-th of all shares the
-    device of the trainer's rank n. On GPUs a handle is CUDA's, which server and trainer must number alike;
-    elsewhere it is a file in shared memory.
+    Server ranks are numbered in the order of the servers' names. The n-th server rank shares the device of the
+    trainer's rank n. On GPUs a handle is a CUDA handle, so server and trainer must number the GPUs in the same
+    way. Elsewhere it is a file in shared memory.
     """
 
     needs_begin = True
@@ -37,15 +37,13 @@ class TensorTransport:
         """Store the settings, and share nothing.
 
         Args:
-            weights: Of all pipeline stages, on every rank.
-            num_tensors: How many they are.
-            runtime: Of this rank.
-            bucket_bytes: Shown at a time.
+            weights: Weights of all pipeline stages, on every rank.
+            num_tensors: Number of these weights.
+            runtime: Runtime of this rank.
+            bucket_bytes: Size of a bucket.
             together: Tensors that must share a bucket with others; see `buckets.Buffer`.
         """
-        torch.multiprocessing.set_sharing_strategy(
-            "file_system"
-        )  # handles that a process of another kin can open
+        torch.multiprocessing.set_sharing_strategy("file_system")  # unrelated processes can open its handles
         self._weights, self._num_tensors, self._runtime = weights, num_tensors, runtime
         self._buffer = Buffer(bucket_bytes, is_shared=True, together=together)
 
@@ -58,35 +56,35 @@ class TensorTransport:
             if self._runtime.is_main:
                 fleet.tell(partial(_showing, fleet.members, handles, version if not num_left else None))
             fleet.agree(self._runtime.all_gather(fleet.failures))  # and the next bucket may overwrite this one
-        assert num_left == 0, "as many tensors are sent as were announced"
+        assert num_left == 0, "the number of sent tensors was announced"
 
     def _handles(self, bucket: Bucket, num_receivers: int) -> list[str]:
-        """Return a handle for each receiver, from the rank beside it; a handle may be opened only once."""
+        """Return a handle per receiver, from the trainer rank on its device; each can be opened only once."""
         rank, size = self._runtime.rank, self._runtime.world_size
         own = {number: _pickled(bucket) for number in range(rank, num_receivers, size)}
         of_ranks = self._runtime.all_gather(own)
         return [of_ranks[number % size][number] for number in range(num_receivers)]
 
     def close(self) -> None:
-        """Do nothing: only memory is held."""
+        """Do nothing: a bucket's memory is freed with the transport."""
 
 
 def _showing(members: Sequence[Member], handles: Sequence[str], version: int | None, member: Member) -> Call:
-    """Return the call that sends each of a member's ranks a handle of its own."""
+    """Return the call that sends each rank of a member its own handle."""
     first = sum(other.num_ranks for other in takewhile(lambda other: other != member, members))
     return member.calls.from_tensors(handles[first : first + member.num_ranks], version)
 
 
 def _pickled(bucket: Bucket) -> str:
-    """Return one handle for the whole bucket and where its tensors lie, pickled, in base64."""
+    """Return one handle of the bucket and the positions of its tensors, pickled, in base64."""
     content = {"flattened_tensor": bucket.flat.view(torch.uint8), "metadata": _places(bucket)}
     return base64.b64encode(ForkingPickler.dumps(content)).decode()
 
 
 def _places(bucket: Bucket) -> list[SimpleNamespace]:
-    """Return each tensor's place in bytes, as SGLang's `FlattenedTensorMetadata` has it.
+    """Return each tensor's position in bytes, with the fields of SGLang's `FlattenedTensorMetadata`.
 
-    SGLang copies the fields into its own type, and lets no class of others into its unpickler.
+    SGLang copies the fields into its own type; its unpickler refuses classes of other packages.
     """
     places: list[SimpleNamespace] = []
     start, item = 0, bucket.flat.element_size()

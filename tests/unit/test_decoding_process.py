@@ -103,14 +103,14 @@ def test_the_run_stops_where_the_next_process_is_lost_too() -> None:
     decoding = DecodingProcess(small_bytes=0, timeout_s=0.0)
     with pytest.raises(ReplyError, match="returned no result within 0 s"):
         _read(decoding, LARGE)
-    with pytest.raises(RolloutError, match="returned no result within 0 s, as the one before it was lost") as stops:
+    with pytest.raises(RolloutError, match="no result within 0 s, like the process before it") as stops:
         _read(decoding, LARGE)
     assert not isinstance(stops.value, ReplyError)  # that would be one more dropped sample
 
 
 def test_a_process_that_does_not_start_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding_process, "_MODULE", "megatron_dppo.no_such_module")
-    with pytest.raises(RolloutError, match="found that it exited with code 1 when it was started"):
+    with pytest.raises(RolloutError, match="found that it exited with code 1 at its start"):
         _read(DecodingProcess(small_bytes=0))
 
 

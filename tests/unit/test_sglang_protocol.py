@@ -176,7 +176,7 @@ def _first_entry(column: int, value: Any) -> Corruption:
         (_meta(finish_reason={"type": "tired"}), "expected .'stop', 'length', 'abort'"),
         (_meta(finish_reason=None), "found None as finish_reason"),
         (_drop("output_token_logprobs"), "found nothing as output_token_logprobs"),
-        (_shift("output_token_logprobs"), "log-probs are of other tokens"),
+        (_shift("output_token_logprobs"), "log-probs belong to other tokens"),
         (
             lambda body: body["meta_info"]["output_token_logprobs"].pop(),
             "8 lists in all; expected .8,. entries",
@@ -376,7 +376,7 @@ def test_scores_of_a_prompt_are_read(generation: Generation) -> None:
     with pytest.raises(RoutingReplayError, match="log-probs of a prompt: found no routed_experts"):
         read(None, with_routes=True)
     rows[3][1] = 5
-    with pytest.raises(ReplyError, match="the log-probs are of other tokens"):
+    with pytest.raises(ReplyError, match="the log-probs belong to other tokens"):
         read(None, with_routes=False)
 
 

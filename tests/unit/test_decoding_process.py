@@ -154,7 +154,7 @@ def test_it_ends_with_the_trainer(how: str) -> None:
         if how == "killed":
             assert is_alive(pid)
             trainer.kill()
-    assert message.startswith("an answer: found no valid JSON (Expected `object`, got `array`)")
+    assert message.startswith("an answer: found no JSON of a response (Expected `object`, got `array`)")
     deadline = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline, "it outlives the trainer"

@@ -191,7 +191,7 @@ def _ids_and_meta(
         }
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ReplyError(
-            f"{where}: found no valid JSON ({error}); expected one JSON object with "
+            f"{where}: found no JSON of a response ({error}); expected one JSON object with "
             f"{' and '.join(decoder.type.__struct_fields__)}"
         ) from None
     return getattr(body, "output_ids", []), meta

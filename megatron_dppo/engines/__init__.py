@@ -1,1 +1,1 @@
-"""Engines that generate responses, and the weights that they are sent."""
+"""Engines that sample responses, and the weight sync that updates them."""

@@ -1,10 +1,9 @@
 """The interface between training and any engine that samples responses, and the records that pass through it.
 
-A response may be sampled in parts: it was aborted, or it is at an environment's next turn. The engine computes
-prompt and old tokens again, by the weights that it holds now. What is old stays as it was sampled: its
-log-probs, its top-K and its routes. Only the last old token has no routes yet, since a token's routes come with
-its forward, and neither has an observation that came behind it: they are the first rows that are asked of the
-engine.
+A response may be sampled in parts, because it was aborted or because an environment added its next turn. The
+engine then forwards the prompt and the old tokens again, with its current weights. The old tokens keep their
+log-probs, top-K and routes. A token's routes come from its own forward, so the last old token and an
+observation after it have no routes yet. They are the first rows that the next request captures.
 """
 
 import dataclasses
@@ -31,12 +30,12 @@ class SamplingParams:
     top_p: float = 1.0
     num_topk_log_probs: int = 0  # K of RolloutTopK; 0 leaves it out
     capture_routes: bool = False
-    max_turn_tokens: int | None = None  # of one request; none: as many as max_response_tokens leaves
+    max_turn_tokens: int | None = None  # limit of one request; None: only max_response_tokens limits it
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response, in the order of its request."""
+    """One sampled response of R tokens."""
 
     request_id: str
     tokens: Tensor  # [R] int64, end-of-sequence included
@@ -45,43 +44,43 @@ class Completion:
     topk: RolloutTopK | None
     routed_experts: RoutedExperts | None  # rows for prompt and response, the last token left out
     weight_versions: tuple[WeightVersionSpan, ...]
-    num_moves: int = 0  # times that it was asked of another server, since one had failed
-    num_retractions: int = 0  # times that the engine dropped its cache and computed it, with its routes, again
-    num_cached_tokens: int = 0  # of the inputs of its requests, those that the engine did not compute again
-    routes_fault: str | None = None  # why routes that were asked for are absent
-    loss_mask: Tensor | None = None  # [R] bool: the tokens that were sampled; none: all of them
-    episode: Episode | None = None  # what its environment made of it; none where there is none
+    num_moves: int = 0  # times that its request moved to another server after a failure
+    num_retractions: int = 0  # times that the engine dropped its cache and recomputed it and its routes
+    num_cached_tokens: int = 0  # input tokens of its requests that the engine found in its cache
+    routes_fault: str | None = None  # why the requested routes are missing
+    loss_mask: Tensor | None = None  # [R] bool: True for sampled tokens; None means that all were sampled
+    episode: Episode | None = None  # result of its environment; None without an environment
 
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for one response to a prompt."""
+    """Request for one response to a prompt."""
 
     id: str
     prompt_tokens: tuple[int, ...]
-    noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it fixes the sampling noise
-    partial: Completion | None = None  # what there is of it already: sampling goes on behind these tokens
-    # For environments; engines do not read it:
-    prompt: Prompt | None = None  # what the conversation is about
-    is_chat: bool = False  # whether it opens with messages; what follows are messages then
+    noise_key: tuple[int, int, int]  # (seed, rollout, sample); with the position it determines the noise
+    partial: Completion | None = None  # tokens sampled so far; sampling resumes after them
+    # Engines do not read these two; environments do:
+    prompt: Prompt | None = None  # the prompt of the conversation
+    is_chat: bool = False  # whether the prompt is a list of messages; later turns are messages then too
 
 
 IsEnough = Callable[[Completion], bool]
-"""Told of each response that is there, or given up; whether sampling may end."""
+"""Receives each completion, failed ones included, and returns whether sampling may end."""
 
 HasEnded = Callable[[Completion], Awaitable[None]]
-"""Told of each completion as soon as it is there, aborted ones included."""
+"""Receives each completion as soon as it ends, aborted ones included."""
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with weights pushed to it in Hugging Face names.
+    """Samples responses with weights that it receives under Hugging Face names.
 
     Ownership: the engine owns its copy of the weights; `load_weights` copies and keeps no reference.
     """
 
     @property
     def weight_version(self) -> int:
-        """Version given with the last complete `load_weights`; -1 before the first."""
+        """Version of the last complete `load_weights`; -1 before the first."""
         ...
 
     @property
@@ -93,16 +92,16 @@ class RolloutEngine(Protocol):
         """Sample one response per request.
 
         Raises:
-            RolloutError: A prompt does not fit, or the engine cannot give what `params` asks for.
+            RolloutError: A prompt does not fit, or the engine cannot sample with `params`.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Replace all weights, and return a checksum of what was received.
+        """Replace all weights, and return a checksum of the received tensors.
 
         Args:
             weights: Hugging Face checkpoint names (one name per expert) and full tensors.
-            version: The version that samples report from now on.
+            version: Weight version that samples report from now on.
 
         Returns:
             `engines.checksum.WeightChecksum` over the names and tensors received, in order.
@@ -114,26 +113,26 @@ class RolloutEngine(Protocol):
 
 
 class Session(Protocol):
-    """Samples responses one by one, in one event loop, by weights of one version."""
+    """Samples responses one by one, in one event loop, with weights of one version."""
 
     async def ask(self, request: Request, params: SamplingParams) -> Completion:
-        """Sample one response; at any time, and while others are being sampled.
+        """Sample one response. May be called at any time, also while other responses are sampled.
 
         Returns:
-            The response. `aborted(request)` where it was given up, with an entry in `errors`; after a hold,
-            what there is of it, with finish_reason "abort".
+            The response. If the request failed, `aborted(request)`, and `errors` has its error. After a hold,
+            the tokens so far, with finish_reason "abort".
 
         Raises:
-            RolloutError: The prompt does not fit, the engine cannot give what `params` asks for, it cannot
-                sample any more, or a request of this id is being sampled.
+            RolloutError: The prompt does not fit, the engine cannot sample with `params`, it cannot sample any
+                more, or a request with this id is being sampled.
         """
         ...
 
     async def hold(self) -> None:
-        """Abort what is in flight; when it returns the engine samples nothing more for this session.
+        """Abort all requests in flight; when this returns, the engine samples nothing more for this session.
 
-        It raises nothing, and ends within a time that the engine states, answered or not. Every `ask` then
-        returns, and later ones return `aborted(request)` at once.
+        The call raises nothing. It ends within a time that the engine documents, even if the engine's servers
+        do not respond. Every pending `ask` then returns, and later calls return `aborted(request)` at once.
         """
         ...
 
@@ -144,21 +143,21 @@ class Session(Protocol):
 
     @property
     def errors(self) -> Mapping[str, RolloutError]:
-        """Why requests were given up, by their ids; one that a hold interrupted has no entry."""
+        """Errors of failed requests, by request id. A request that a hold interrupted has no entry."""
         ...
 
 
 @runtime_checkable
 class ConcurrentEngine(RolloutEngine, Protocol):
-    """An engine whose responses can be asked for one by one, at any time."""
+    """Engine that samples single responses on request, at any time."""
 
     def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[Session]:
-        """Open a session with the weights that the engine holds now; leaving it ends what is in flight.
+        """Open a session with the engine's current weights; leaving it cancels the requests in flight.
 
-        Sessions may be open in several threads at once. Their counts are added to `counts` when they are left.
+        Several threads may have open sessions at once. Leaving a session adds its counts to `counts`.
 
         Args:
-            may_be_held: Whether `hold` may be called: responses must then fit as prompts, to be resumed.
+            may_be_held: Whether `hold` may be called. If so, responses must fit as prompts, to be resumed.
 
         Raises:
             RolloutError: The engine cannot sample.
@@ -168,7 +167,7 @@ class ConcurrentEngine(RolloutEngine, Protocol):
 
 @runtime_checkable
 class TrajectoryEngine(RolloutEngine, Protocol):
-    """An engine that says when each response ends, while it samples the others, where they end one by one."""
+    """Engine that can report each completion while it samples the others."""
 
     def generate_each(
         self,
@@ -177,27 +176,27 @@ class TrajectoryEngine(RolloutEngine, Protocol):
         ended: HasEnded,
         is_enough: IsEnough | None = None,
     ) -> list[Completion]:
-        """Sample as `generate` does, or until `is_enough` says so.
+        """Sample one response per request, until all end or `is_enough` returns True.
 
         Args:
             requests: See `RolloutEngine.generate`.
-            params: How to sample.
-            ended: Awaited with each completion as soon as it is there; the call returns when all have returned.
-                An engine that samples batches does not call it.
-            is_enough: Told first; once it returns True the other responses are aborted. None: all are
-                sampled to their ends.
+            params: Sampling parameters.
+            ended: Awaited with each completion as soon as it ends; the call returns when all of them have
+                returned. An engine that samples in batches does not call it.
+            is_enough: Called with each completion before `ended`. Once it returns True, the other responses are
+                aborted. None samples all responses to their ends.
 
         Returns:
-            A completion for each request, in order; aborted ones with their tokens so far.
+            A completion for each request, in order; aborted ones have their tokens so far.
 
         Raises:
-            RolloutError: As `generate` does, and what `ended` raises.
+            RolloutError: See `generate`. Errors of `ended` are raised too.
         """
         ...
 
 
 class EngineWrapper:
-    """Base of an engine that samples with another one, whose weights and counts are its own."""
+    """Base of an engine that samples with another engine, and shares its weights and counts."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -218,12 +217,12 @@ class EngineWrapper:
 
 
 def input_tokens(request: Request) -> list[int]:
-    """Return the prompt and the response tokens sampled before, which the next call forwards."""
+    """Return the prompt and the response tokens sampled so far; the next call forwards them."""
     return [*request.prompt_tokens, *(request.partial.tokens.tolist() if request.partial else ())]
 
 
 def num_tokens_before(request: Request) -> int:
-    """Return the number of response tokens that a request continues."""
+    """Return the number of response tokens sampled so far."""
     return request.partial.tokens.numel() if request.partial else 0
 
 
@@ -236,15 +235,15 @@ def num_tokens_left(request: Request, params: SamplingParams) -> int:
 def resumed(
     request: Request, completion: Completion, params: SamplingParams
 ) -> tuple[Request, SamplingParams] | None:
-    """Return the request for the rest of a turn that was interrupted; none where no token is left to it.
+    """Return the request for the rest of an interrupted turn, or None if the turn may have no more tokens.
 
-    `params.max_turn_tokens` bounds the whole turn: what was sampled of it is taken off. The answer to the
-    rest is the whole turn, and may be resumed in the same way.
+    `params.max_turn_tokens` limits the complete turn, so the tokens sampled so far are subtracted from it. The
+    completion of the returned request is the complete turn, and may be resumed in the same way.
 
     Args:
-        request: Asked for the turn, or for the rest of it.
-        completion: What there is of its answer; it begins with `request.partial`.
-        params: Those that `request` was asked with.
+        request: Request for the turn, or for the rest of it.
+        completion: Its tokens so far; they begin with `request.partial`.
+        params: Sampling parameters of `request`.
     """
     num_new = completion.tokens.numel() - num_tokens_before(request)
     if num_new == 0:
@@ -264,7 +263,7 @@ def first_route_row(request: Request) -> int:
 
 
 def aborted(request: Request) -> Completion:
-    """Return the completion of an unanswered request: the tokens sampled before, or none."""
+    """Return the completion of a request without a response: its earlier tokens, if any, and "abort"."""
     if request.partial is not None:
         return request.partial
     nothing = torch.zeros(0)
@@ -274,8 +273,8 @@ def aborted(request: Request) -> Completion:
 def with_observation(completion: Completion, tokens: Tensor) -> Completion:
     """Append an environment's observation `[N]` int64 to a completion, for the request of the next turn.
 
-    Observations do not learn: their `loss_mask` is False, their log-probs are zeros that nobody reads, and
-    their top-K is padding. Their routes come with the next turn.
+    Observation tokens are not trained on: their `loss_mask` is False, their log-probs are zeros that nothing
+    reads, and their top-K is padding. Their routes come with the next turn.
     """
     topk, nothing = completion.topk, torch.zeros(tokens.numel())
     if topk is not None:
@@ -294,11 +293,11 @@ def with_observation(completion: Completion, tokens: Tensor) -> Completion:
 
 
 def joined(partial: Completion, rest: Completion) -> Completion:
-    """Join the tokens sampled before with those of `rest` into one completion; it ends as `rest` does.
+    """Join the tokens of `partial` and `rest` into one completion, with the finish reason of `rest`.
 
-    Top-K and routes that either of them lacks are left out of the whole. The routes of `rest` begin with the
-    first row that `partial` lacks. Moves, retractions and cached tokens are those of both: a response that was
-    retracted once stays so, however often it is resumed.
+    If one of them lacks the top-K or the routes, so does the result. The routes of `rest` begin with the first
+    row that `partial` lacks. Moves, retractions and cached tokens are summed: a response that was retracted
+    once still counts as retracted after it is resumed.
     """
     topk = routes = None
     if partial.topk is not None and rest.topk is not None:
@@ -324,7 +323,7 @@ def joined(partial: Completion, rest: Completion) -> Completion:
 
 
 def mask_of(completion: Completion) -> Tensor:
-    """Return the mask of a completion's sampled tokens, `[R]` bool."""
+    """Return a completion's loss mask, `[R]` bool: True for sampled tokens."""
     if completion.loss_mask is not None:
         return completion.loss_mask
     return torch.ones(completion.tokens.numel(), dtype=torch.bool)

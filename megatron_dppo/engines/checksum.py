@@ -1,4 +1,4 @@
-"""Computes the checksum of named tensors on both ends of a weight sync."""
+"""Checksum of named tensors, which both ends of a weight sync compute."""
 
 import hashlib
 
@@ -13,10 +13,10 @@ class WeightChecksum:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def update(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor, as it was sent or received.
+        """Add one tensor that was sent or received.
 
-        The bytes are copied first: memory that NumPy has once looked at cannot be resized, and a trainer's
-        parameters leave their memory while responses are sampled.
+        The bytes are copied first. Storage that NumPy has viewed cannot be resized, and the trainer frees the
+        storage of its parameters while responses are sampled.
         """
         self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -99,7 +99,7 @@ def test_a_killed_server_is_started_again_and_sigterm_ends_all(served: Served, t
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(served: Served, tmp_path: Path) -> None:
     launch = plan_launch(served_config(served.folder, tmp_path, context_length=100_000))
     server = Server(launch, tmp_path / "servers", "broken")
-    with pytest.raises(ServerError, match=r"(?s)it ended with status .*Fix what its log says.*100000"):
+    with pytest.raises(ServerError, match=r"(?s)it ended with status .*Fix the error in its log.*100000"):
         server.start(START_TIMEOUT_S)
     assert registered(tmp_path / "servers") == []
 

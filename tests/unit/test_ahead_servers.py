@@ -120,7 +120,7 @@ def test_no_server_left_is_raised_by_the_wait_and_by_the_next_hold(servers: list
     rank.push(0, 9)
     for server in servers:
         server.stop()
-    with pytest.raises(ServerError, match=r"no connection|broken answer"):
+    with pytest.raises(ServerError, match=r"no connection|broken response"):
         rank.ahead.next(0, rank.peer.all_gather, lambda: False)
     with pytest.raises(ServerError), rank.ahead.held(1, 8):
         raise AssertionError("nothing is pushed")

@@ -1156,7 +1156,7 @@ def test_check_prints_a_summary_and_every_problem(world: Path) -> None:
         ),
         (
             _sigmoid("Glm4MoeLiteForCausalLM", mlp_layer_types=["sparse", "dense"]),
-            "model, whose layers [1] are dense; expected dense layers in front of all others",
+            "model, whose layers [1] are dense; expected dense layers only before all sparse ones",
         ),
         (_model(mlp_only_layers=[0]), "model, whose layers [0] are dense; expected experts in every layer"),
         (

@@ -151,7 +151,7 @@ def test_a_response_that_takes_too_long_is_aborted_and_never_asked_again(step: S
         client, error = _with_client(server.url, _generate)
         assert time.monotonic() - start < 3
     assert isinstance(error, ServerError)
-    assert "no answer within 0.4 s" in str(error)
+    assert "no response within 0.4 s" in str(error)
     assert server.calls == ["/generate", "/abort_request"]
     assert (client.counts.num_retries, client.counts.num_timed_out) == (0, 1)
 

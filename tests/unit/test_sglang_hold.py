@@ -373,7 +373,7 @@ def test_who_leaves_the_session_ends_what_is_in_flight() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request("long0+0", (1, 2), (0, 0, 0)), "found it asked for while it is not answered"),
+        (Request("long0+0", (1, 2), (0, 0, 0)), "found a pending request with this id"),
         (Request("other+0", (1, 99), (0, 0, 0)), "found token ids 1 to 99"),
         (Request("other+0", (1,) * 4096, (0, 0, 0)), "found 4096 prompt tokens"),
     ],

@@ -110,7 +110,7 @@ def test_a_retracted_answer_keeps_all_but_its_routes(captures: bool, version: st
     assert completion.routed_experts is None
     assert (completion.routes_fault is not None) == captures
     if captures:
-        assert "the server retracted the request, so that its routes are recomputed ones" in str(
+        assert "the server retracted the request, so its routes come from a recomputation" in str(
             completion.routes_fault
         )
 
@@ -172,11 +172,11 @@ def _first_entry(column: int, value: Any) -> Corruption:
         (lambda body: body["output_ids"].__setitem__(1, 97), "found 97 as a token; expected ids from 0 to 96"),
         (lambda body: body["output_ids"].__setitem__(1, 1.5), "found 1.5 as a token"),
         (lambda body: body["output_ids"].__setitem__(1, 0), "found finish_reason"),
-        (_meta(finish_reason={"type": "stop", "matched": 0}), "expected that to agree with the end tokens"),
+        (_meta(finish_reason={"type": "stop", "matched": 0}), "expected it to agree with the end tokens"),
         (_meta(finish_reason={"type": "tired"}), "expected .'stop', 'length', 'abort'"),
         (_meta(finish_reason=None), "found None as finish_reason"),
         (_drop("output_token_logprobs"), "found nothing as output_token_logprobs"),
-        (_shift("output_token_logprobs"), "log-probs are of other tokens"),
+        (_shift("output_token_logprobs"), "log-probs belong to other tokens"),
         (
             lambda body: body["meta_info"]["output_token_logprobs"].pop(),
             "8 lists in all; expected .8,. entries",
@@ -196,7 +196,7 @@ def _first_entry(column: int, value: Any) -> Corruption:
         (_first_entry(0, []), "expected .8, 20. entries"),
         (_first_entry(1, 2.0**32 + 5), "token ids outside of 0 to 96"),
         (_meta(output_top_logprobs=[-0.5, 3, None] * 160), "1 lists in all; expected .8, 20."),
-        (_first_entry(0, None), "log-probs that are no numbers"),
+        (_first_entry(0, None), "log-probs that are NaN"),
         (_first_entry(0, -50.0), "rise along a row"),
         (_meta(weight_versions=[]), "do not cover 8 tokens"),
         (_meta(weight_versions=[{"version": "0", "start": 0, "end": 7}]), "do not cover 8 tokens"),
@@ -255,14 +255,14 @@ def test_a_flat_topk_is_that_of_the_answer() -> None:
         (_meta(output_top_logprobs_null_prefix=1), "found output_top_logprobs_null_prefix 1; expected 0"),
         (_meta(output_top_logprobs_val_flat_b64_dtype="float16"), "found .* 'float16'; expected 'float32'"),
         (_meta(output_top_logprobs_idx_flat_b64_dtype="int64"), "found .* 'int64'; expected 'int32'"),
-        (_meta(output_top_logprobs_idx_flat_b64="!!!"), "output_top_logprobs is no base64"),
-        (_meta(output_top_logprobs_idx_flat_b64=7), "output_top_logprobs is no base64"),
+        (_meta(output_top_logprobs_idx_flat_b64="!!!"), "output_top_logprobs is not base64"),
+        (_meta(output_top_logprobs_idx_flat_b64=7), "output_top_logprobs is not base64"),
         (_meta(output_top_logprobs_idx_flat_b64=None), "found 0 bytes of output_top_logprobs"),
         (_values(lambda values: values[:-1]), "found 560 bytes of output_top_logprobs; expected .8, 20."),
         (_ids(lambda ids: ids.__setitem__((2, 0), 97)), "token ids outside of 0 to 96"),
         (_ids(lambda ids: ids.__setitem__((2, 0), -1)), "token ids outside of 0 to 96"),
         (_ids(lambda ids: ids.__setitem__((2, 19), ids[2, 18])), "a token twice in a row"),
-        (_values(lambda values: values.__setitem__((2, 0), np.nan)), "log-probs that are no numbers"),
+        (_values(lambda values: values.__setitem__((2, 0), np.nan)), "log-probs that are NaN"),
         (_values(lambda values: values.__setitem__((2, 0), -50)), "rise along a row"),
         (_values(lambda values: np.roll(values, 1, axis=0)), "another log-prob of the sampled token|rise"),
     ],
@@ -336,8 +336,8 @@ def _json(payload: object) -> bytes:
     ("payload", "message"),
     [
         (None, "found no routed_experts"),
-        (17, "is no base64"),
-        ("!!!", "is no base64"),
+        (17, "is not base64"),
+        ("!!!", "is not base64"),
         (_routes(lambda routes: routes[:-1]), "found 288 bytes"),
         (_routes(lambda routes: np.repeat(routes, 2, axis=0)), "found 624 bytes"),
         (_routes()[:-4], "bytes of routed_experts"),
@@ -376,7 +376,7 @@ def test_scores_of_a_prompt_are_read(generation: Generation) -> None:
     with pytest.raises(RoutingReplayError, match="log-probs of a prompt: found no routed_experts"):
         read(None, with_routes=True)
     rows[3][1] = 5
-    with pytest.raises(ReplyError, match="the log-probs are of other tokens"):
+    with pytest.raises(ReplyError, match="the log-probs belong to other tokens"):
         read(None, with_routes=False)
 
 

@@ -1,1 +1,1 @@
-"""Rollout engine in the trainer's processes: continuous batching over a transformers model."""
+"""Rollout engine in the trainer's processes: continuous batching with a transformers model."""

@@ -1,4 +1,4 @@
-"""Continuous batching: many requests through the slots of one decoder."""
+"""Continuous batching: runs many requests through the slots of one decoder."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ class _Rows:
     """State of the occupied slots, one element (row) per slot."""
 
     request: Tensor  # [n] index into the requests; -1 once its response is finished
-    token: Tensor  # [n] to be forwarded next
-    length: Tensor  # [n] tokens in the cache
-    num_sampled: Tensor  # [n] response tokens, what was there before included
-    limit: Tensor  # [n] of num_sampled
+    token: Tensor  # [n] next token to forward
+    length: Tensor  # [n] number of tokens in the cache
+    num_sampled: Tensor  # [n] response tokens, including earlier ones of a resumed response
+    limit: Tensor  # [n] largest num_sampled
     noise: Tensor  # [n, max_response_tokens] float64
 
     def take(self, rows: Tensor) -> "_Rows":
@@ -40,15 +40,15 @@ class _Rows:
 
 
 class ContinuousBatch:
-    """One call of `generate`: slots 0..n-1 decode together; finished ones are swept out and refilled in groups.
+    """One call of `generate`: slots 0..n-1 decode together; finished slots are freed and refilled in groups.
 
-    Requests that are admitted together and have the same prompt share one prefill of it. A prompt's last token
-    is forwarded by the first decode step, so sampling happens in one place. Results go to logs of rows tagged
-    with their request, in the order of time, and are sorted out at the end.
+    Requests that are admitted together and have the same prompt share one prefill. The first decode step
+    forwards a prompt's last token, so only the decode step samples. Results are logged in order of time, as
+    rows tagged with their request, and are sorted by request at the end.
     """
 
-    PREFILL_TOKENS = 16384  # bounds the memory of one prefill
-    SWEEP_FRACTION = 1 / 8  # of the occupied slots finished: large enough to spread the cost of a prefill
+    PREFILL_TOKENS = 16384  # limits the memory of one prefill
+    SWEEP_FRACTION = 1 / 8  # finished fraction of the occupied slots; large enough to amortise a prefill
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ContinuousBatch:
         )
 
     def _sweep(self) -> None:
-        """Free the slots of finished rows, moving the others to the front."""
+        """Free the slots of finished rows, and move the others to the front."""
         active = (self._rows.request >= 0).nonzero().squeeze(1)
         if active.numel() < self._rows.request.numel():
             self._rows = self._rows.take(active)
@@ -110,7 +110,7 @@ class ContinuousBatch:
                 self._cache.keep(active, int(self._rows.length.max()))
 
     def _admit(self) -> None:
-        """Fill free slots from the queue; forward their prompts but for the last token."""
+        """Fill free slots from the queue, and forward their prompts except for the last token."""
         occupied = self._rows.request.numel()
         while self._queue and occupied < self._slots:
             room = self._slots - occupied
@@ -170,18 +170,18 @@ class ContinuousBatch:
         rows.num_sampled = rows.num_sampled + 1
         finished = torch.isin(tokens, self._eos) | (rows.num_sampled >= rows.limit)
         finished |= rows.request < 0
-        rows.length = rows.length + ~finished  # a finished row marks time in place until it is swept
+        rows.length = rows.length + ~finished  # a finished row overwrites one position until it is swept
         rows.token = tokens
         rows.request = rows.request.masked_fill(finished, -1)
         return int(finished.sum())
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the requests' inputs that the prefill of another request computed."""
+        """Number of input tokens that another request's prefill computed."""
         return sum(self._num_cached)
 
     def completions(self, version: int) -> list[Completion]:
-        """Sort the logs by request."""
+        """Return one completion per request, in order."""
         sampled = _by_request(self._sampled, len(self._requests))
         routed = _by_request(self._routed, len(self._requests)) if self._routed else []
         index_dtype = torch.uint8 if self._decoder.num_experts <= 256 else torch.int16
@@ -211,11 +211,11 @@ class ContinuousBatch:
 
 
 def _by_request(log: Sequence[tuple[Tensor, ...]], num_requests: int) -> list[tuple[Tensor, ...]]:
-    """Split a log of rows tagged with their request (first column; -1: discard) into rows of each request."""
+    """Split a log into the rows of each request. The first column is the request; rows with -1 are dropped."""
     request, *columns = (torch.cat(parts).cpu() for parts in zip(*log, strict=True))
     order = torch.argsort(request, stable=True)
     order = order[int((request < 0).sum()) :]
     counts = torch.bincount(request[order], minlength=num_requests).tolist()
-    # cloned: a view would keep, and save, the whole log
+    # cloned: a view would keep, and save, the complete log
     split = ([part.clone() for part in column[order].split(counts)] for column in columns)
     return list(zip(*split, strict=True))

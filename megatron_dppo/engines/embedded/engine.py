@@ -24,7 +24,7 @@ _FORMATS: dict[str, WeightFormat] = {"modelopt_fp8": "fp8", "modelopt_nvfp4": "n
 class TransformersEngine:
     """Samples with continuous batching; implements `engines.base.RolloutEngine`.
 
-    A sampled token depends on its noise key, its position and the distribution alone, so batch size and order
+    A sampled token depends only on its noise key, its position and the distribution, so batch size and order
     of requests change results only through rounding. Completions are CPU tensors.
     """
 
@@ -40,17 +40,17 @@ class TransformersEngine:
         """Build the model without weights; `load_weights` must come before `generate`.
 
         Args:
-            config: Of a causal language model that `AutoModelForCausalLM` knows; copied.
-            eos_token_ids: Sampling any of these ends a response; may be empty.
-            weights: Precision of weights and arithmetic; bfloat16_fp8 also rounds linear weights to fp8-e4m3,
-                one scale per output channel. The modelopt_ ones hold linear weights as a checkpoint of that
-                format does, and multiply them in bfloat16; activations are not rounded further.
-            batch_size: Sequences decoded at once.
-            device: Where weights and cache live.
+            config: Configuration of a causal language model that `AutoModelForCausalLM` supports; copied.
+            eos_token_ids: Tokens that end a response; may be empty.
+            weights: Precision of weights and arithmetic. bfloat16_fp8 also rounds linear weights to fp8-e4m3,
+                with one scale per output channel. The modelopt_ formats round linear weights as a checkpoint
+                of that format does, and multiply them in bfloat16; activations are not rounded further.
+            batch_size: Number of sequences that decode together.
+            device: Device of weights and cache.
 
         Raises:
-            RolloutError: The model has a part that this engine does not know, or a linear that the format
-                does not divide.
+            RolloutError: The engine does not support a part of the model, or the format's block size does not
+                divide a linear.
         """
         self._device = torch.device(device)
         self._rounds_to_fp8 = weights == "bfloat16_fp8"
@@ -68,8 +68,8 @@ class TransformersEngine:
         self._released: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._counts = EngineCounts()
         self.changed_fraction: float | None = None
-        """Share of the weights that the last `load_weights` gave another value. None after the first one and
-        after a release, and for the modelopt formats, which round once all weights are there."""
+        """Fraction of the weights that the last `load_weights` changed. None after the first load and after a
+        release, and for the modelopt formats, which round only after all weights have arrived."""
 
     @property
     def counts(self) -> EngineCounts:
@@ -78,14 +78,14 @@ class TransformersEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version given with the last complete `load_weights`; -1 before the first and after a failed one."""
+        """Version of the last complete `load_weights`; -1 before the first and after a failed one."""
         return self._weight_version
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Copy all weights in, and return the checksum of what was received; see `RolloutEngine`.
+        """Copy all weights in, and return a checksum of the received tensors; see `RolloutEngine`.
 
-        The stream is read to its end even after a fault, so that a sender is never left waiting.
+        The stream is read to its end even after a fault, so that the sender never waits.
         """
         is_comparing = self._weight_version >= 0 and self._format is None
         self._weight_version, self.changed_fraction = -1, None
@@ -136,11 +136,11 @@ class TransformersEngine:
             storage.resize_(num_bytes)
         self._released.clear()
 
-    @torch.no_grad()  # not inference_mode: its tensors could not enter the loss
+    @torch.no_grad()  # not inference_mode: tensors made in it cannot enter the loss
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Sample one response per request, in their order; see `RolloutEngine`.
 
-        At temperature 0, log-probs and top-K are those at temperature 1.
+        At temperature 0, log-probs and top-K are computed at temperature 1.
         """
         self._refuse(requests, params)
         if not requests:
@@ -155,7 +155,7 @@ class TransformersEngine:
         return batch.completions(self._weight_version)
 
     def _refuse(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        """Raise before sampling where a request cannot be served."""
+        """Raise an error if a request cannot be served."""
 
         def refuse(found: str, expected: str, action: str) -> None:
             raise RolloutError(f"{found}; expected {expected}. {action}")
@@ -212,7 +212,7 @@ class TransformersEngine:
 
 
 def checkpoint_targets(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensor to copy each Hugging Face tensor into: one name per expert, slices of fused ones."""
+    """Map each Hugging Face name to the tensor to copy it into: an expert's is a slice of the fused tensor."""
     targets: dict[str, Tensor] = {}
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]

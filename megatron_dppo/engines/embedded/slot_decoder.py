@@ -19,8 +19,8 @@ from megatron_dppo.errors import RolloutError
 class SlotCache(Cache):
     """Keys and values of `slots` sequences, per layer `[slots, kv_heads, max_length, head_dim]`.
 
-    Before a forward, `prefill_into` or `decode_at` says where `update` writes and what attention reads. A
-    layer's memory is made when it first stores something: heads of keys and values may be of different sizes.
+    Before a forward, `prefill_into` or `decode_at` sets where `update` writes and what attention reads. A
+    layer's memory is allocated at its first write, because keys and values may have heads of different sizes.
     """
 
     def __init__(self, slots: int, max_length: int) -> None:
@@ -37,19 +37,19 @@ class SlotCache(Cache):
     def prefill_into(self, first_slot: int, source: Tensor) -> None:
         """Let the next forward fill fresh slots from position 0; it attends to its own tokens only.
 
-        Slot `first_slot + i` gets row `source[i]` of what is forwarded.
+        Slot `first_slot + i` gets row `source[i]` of the forwarded batch.
         """
         self._first_slot, self._source, self._positions = first_slot, source, None
 
     def decode_at(self, positions: Tensor, live_length: int) -> None:
-        """Let the next forward append one token to slot i at `positions[i]`; attention reads `live_length`."""
+        """Let the next forward append a token to slot i at `positions[i]`; attention reads `live_length`."""
         self._positions, self._live_length = positions, live_length
         self._rows = torch.arange(positions.numel(), device=positions.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values `[n, kv_heads, tokens, head_dim]`, and return those to attend to."""
+        """Store new keys and values `[n, kv_heads, tokens, head_dim]`; return all that attention reads."""
         if layer_idx == len(self.keys):
             self.keys.append(self._memory(key_states))
             self.values.append(self._memory(value_states))
@@ -67,7 +67,7 @@ class SlotCache(Cache):
         return keys[:count, :, : self._live_length], values[:count, :, : self._live_length]
 
     def _memory(self, states: Tensor) -> Tensor:
-        """Return memory for a layer's keys or values; what masks hide there must be finite."""
+        """Return zeros for a layer's keys or values; masked entries must be finite."""
         return states.new_zeros(self._slots, states.shape[1], self._max_length, states.shape[3])
 
     def keep(self, slots: Tensor, live_length: int) -> None:
@@ -81,10 +81,11 @@ def padded_experts_forward(
 ) -> Tensor:
     """Forward all experts of a layer as two batched matmuls over rows padded to the busiest expert.
 
-    For bfloat16 on CPU, where grouped_mm is a loop of small matmuls that each pay for a oneDNN call: 256 tokens
-    and 32 experts take 0.5 ms here, 1.4-1.8 ms there (float32: equal, or grouped_mm ahead when experts are
-    uneven). It multiplies in bfloat16 and rounds where grouped_mm does. When one expert draws so many tokens
-    that padding would cost more than it saves, grouped_mm does the work.
+    Use it for bfloat16 on CPU. There, grouped_mm is a loop of small matmuls, each with the cost of a oneDNN
+    call. 256 tokens and 32 experts take 0.5 ms here and 1.4-1.8 ms with grouped_mm (in float32 both are equal,
+    or grouped_mm is faster when experts are uneven). This function multiplies in bfloat16 and rounds at the
+    same points as grouped_mm. If one expert has so many tokens that padding costs more than it saves, this
+    function calls grouped_mm.
     """
     num_tokens, top_k = top_k_index.shape
     expert_ids = top_k_index.reshape(-1)
@@ -108,13 +109,13 @@ def padded_experts_forward(
 
 
 class FusedLinears:
-    """Linears that read the same input, as one product; each is called as before, and returns its part.
+    """Fuses linears with the same input into one matrix product. Each linear is called as before.
 
-    The first call of a forward computes it, and the last linear's call forgets it.
+    The first linear's call computes the product, each call returns its part, and the last call frees it.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        """Make the weights, and the biases, parts of one tensor each, and replace the linears' forwards."""
+        """Move the weights into one tensor and the biases into another, and replace the linears' forwards."""
         self._sizes = [linear.out_features for linear in linears]
         self._weight = self._joined([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -141,11 +142,11 @@ class FusedLinears:
 
 
 class SlotDecoder:
-    """Forwards the model, and records its routers. Callers own the cache: one per call of `generate`."""
+    """Forwards the model, and records its routers' choices. Each call of `generate` owns a cache."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         own: Any = copy.deepcopy(config)
-        if getattr(own, "sliding_window", None):  # transformers writes none as null, Qwen2-MoE's as 0
+        if getattr(own, "sliding_window", None):  # transformers writes null for none, but 0 for Qwen2-MoE
             raise RolloutError(
                 f"the transformers engine: found sliding_window = {own.sliding_window}; expected full "
                 "attention. Set rollout.engine = 'sglang' for this model."
@@ -158,7 +159,7 @@ class SlotDecoder:
             self.model: Any = AutoModelForCausalLM.from_config(
                 own, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
             )
-        for module in self.model.modules():  # made in the weights' dtype, which would round what arrives
+        for module in self.model.modules():  # created in the weights' dtype, which would round their values
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if stays_float32(name):
                     setattr(module, name, torch.nn.Buffer(buffer.float()))
@@ -174,7 +175,7 @@ class SlotDecoder:
         self.moe_layers, self.num_experts = self._tap_routers()
 
     def _tap_routers(self) -> tuple[tuple[int, ...], int]:
-        """Hook every router, pick the experts' arithmetic; return MoE layer indices and expert count."""
+        """Hook every router, select the experts' forward, and return MoE layer indices and expert count."""
         moe_layers, num_experts = [], 0
         for index, layer in enumerate(self.model.base_model.layers):
             experts: Any = getattr(layer.mlp, "experts", None)
@@ -205,7 +206,7 @@ class SlotDecoder:
     ) -> Tensor | None:
         """Forward right-padded `tokens` `[m, P]`, and fill slots from `first_slot` on with rows `source` `[n]`.
 
-        Causal attention keeps padding from every real token, and decoding masks or overwrites what it stored.
+        Causal attention hides padding from every real token, and decoding masks or overwrites cached padding.
 
         Returns:
             Expert choices `[m, P, moe_layers, top_k]` when captured.
@@ -242,7 +243,7 @@ class SlotDecoder:
             output = module(
                 input_ids=tokens,
                 position_ids=positions,
-                attention_mask=mask,  # 4-D: taken as it is
+                attention_mask=mask,  # 4-D: used unchanged
                 past_key_values=cache,
                 use_cache=True,
             )

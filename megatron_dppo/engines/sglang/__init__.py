@@ -1,1 +1,1 @@
-"""Rollouts from SGLang's HTTP servers, which run in a Python environment of their own."""
+"""Rollout engine that uses SGLang's HTTP servers, which run in a separate Python environment."""

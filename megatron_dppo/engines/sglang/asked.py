@@ -1,4 +1,4 @@
-"""A request from being asked for to its answer, and what is counted of it."""
+"""Pending requests: one awaiting its completion, one in flight at a server, and counts of its result."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 
 @dataclass(eq=False)
 class Asked:
-    """A request that is neither answered nor given up nor interrupted yet."""
+    """A request awaiting its completion, with its future and its number of moves."""
 
     request: Request
     params: SamplingParams
@@ -19,44 +19,44 @@ class Asked:
     num_moves: int = 0
 
     def complete(self, completion: Completion) -> None:
-        """Return a completion to those who asked, with the moves of its request."""
-        if not self.completion.done():  # else nobody waits for it any more
+        """Set the completion, and add the moves of its request."""
+        if not self.completion.done():  # else no caller waits for it any more
             self.completion.set_result(replace(completion, num_moves=completion.num_moves + self.num_moves))
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error where the request was asked for."""
+        """Raise an error in the caller that waits for the completion."""
         if not self.completion.done():
             self.completion.set_exception(error)
 
 
 class InFlight:
-    """A request that was sent to a server and is not answered yet.
+    """A request that was sent to a server and has no response yet.
 
     Attributes:
         asked: The request.
-        url: Of the server.
-        rid: Its id at the server; each attempt has its own.
+        url: URL of the server.
+        rid: Request id at the server; each attempt has a new one.
     """
 
     def __init__(self, asked: Asked, url: str) -> None:
         self.asked, self.url, self.rid = asked, url, new_rid(asked.request.id)
 
     def renew(self) -> str:
-        """Give the next attempt its id, and return it."""
+        """Replace the id for the next attempt, and return it."""
         self.rid = new_rid(self.asked.request.id)
         return self.rid
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one server made of one request."""
+    """Result of one request at one server."""
 
     content: Completion | RolloutError
-    fault: ServerError | None = None  # why another server must be asked; none: the content is final
+    fault: ServerError | None = None  # the server's fault, so the request moves; None: content is final
 
 
 def counted(request: Request, answer: Completion | RolloutError) -> EngineCounts:
-    """Count one answer; what happened to the tokens sampled before was counted when they came."""
+    """Return the counts of one result; tokens sampled in earlier requests were counted then."""
     if isinstance(answer, RolloutError):
         is_reply = isinstance(answer, ReplyError)
         return EngineCounts(num_unanswered=not is_reply, num_refused_answers=is_reply)

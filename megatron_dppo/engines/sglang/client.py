@@ -1,16 +1,16 @@
-"""HTTP client of one SGLang server: time-outs on every call, bounded retries, errors that say what to do.
+"""HTTP client of one SGLang server, with time-outs on every call and a limited number of retries.
 
 | what happened | GET, abort | generate |
 |---|---|---|
-| no connection, 429, 503: nothing was done | asked again | asked again |
-| the connection broke, 500, 502, 504, no JSON object | asked again | aborted, asked again, and counted |
-| no answer in time | asked again | aborted; an error: another try would take as long |
+| no connection, 429, 503: the server did nothing | retried | retried |
+| the connection broke, 500, 502, 504, no JSON object | retried | aborted, retried and counted |
+| no response in time | retried | aborted; an error, since another attempt would take as long |
 | anything else | an error | an error |
 
-A generation has another id at each attempt: a server that still works on the last one would refuse it as a
-duplicate, and clean up behind it later, by its id. A response that is asked for again may have been sampled
-before. Which one is kept does not depend on what it says, unless the failure did; so these are counted, apart
-from other retries.
+Each attempt of a generation has a new id. A server that still works on the previous attempt would refuse the
+same id as a duplicate, and its late cleanup by id would abort the new attempt. A retried response may have been
+sampled before. Which sample is kept does not depend on its content, unless the failure did, so these retries
+have their own count.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from megatron_dppo.errors import ReplyError, ServerError
 
 _NOTHING_WAS_DONE = frozenset({429, 503})
 _MAY_HAVE_BEEN_DONE = frozenset({500, 502, 504})
-_KEEP_CONNECTION_S = 2.0  # below the five seconds after which the server closes an idle connection
+_KEEP_CONNECTION_S = 2.0  # the server closes an idle connection after five seconds
 _LONGEST_PAUSE_S = 30.0
-_FAILURES = (aiohttp.ClientError, TimeoutError)  # of a call that has no answer
+_FAILURES = (aiohttp.ClientError, TimeoutError)  # errors of a call without a response
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,30 @@ class Patience:
     """Time-outs and retries of the calls to a server."""
 
     connect_timeout_s: float = 5.0
-    control_timeout_s: float = 30.0  # calls that generate nothing
-    generate_timeout_s: float = 1800.0  # one response, its time in the server's queue included
+    control_timeout_s: float = 30.0  # limit of calls that generate nothing
+    generate_timeout_s: float = 1800.0  # limit of one response, including its time in the server's queue
     max_attempts: int = 4
-    first_pause_s: float = 0.5  # before the second attempt; then doubled, and each shortened by chance
+    first_pause_s: float = 0.5  # before the second attempt; then doubled, with random jitter
 
 
 @dataclass(frozen=True)
 class _HttpAnswer:
-    """A whole answer, whatever its status."""
+    """A complete HTTP response of any status."""
 
     status: int
     content: bytes
 
 
 class SglangClient:
-    """Calls one server, within one event loop: `async with` opens and closes its connections."""
+    """Calls one server in one event loop; `async with` opens and closes its connections."""
 
     def __init__(self, url: str, patience: Patience | None = None, *, api_key: str | None = None) -> None:
-        """Keep the address; sends no request. `counts` is of the retries and time-outs since.
+        """Keep the address; sends no request. `counts` has the retries and time-outs since then.
 
         Args:
             url: "http://host:port" of the server.
             patience: Time-outs and retries.
-            api_key: Sent with each call; what the server was started with.
+            api_key: API key that the server was started with; sent with each call.
         """
         self.url, self.counts = url, EngineCounts()
         self._patience = patience or Patience()
@@ -77,7 +77,7 @@ class SglangClient:
         self._http = aiohttp.ClientSession(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S),
-            trust_env=False,  # engines stand inside the cluster: no proxy
+            trust_env=False,  # servers are inside the cluster: no proxy
         )
         return self
 
@@ -89,10 +89,10 @@ class SglangClient:
         self._http = None
 
     async def connect(self) -> tuple[Generation, ServerFacts]:
-        """Return the adapter for this server, and the facts that it reports of itself.
+        """Return the adapter for this server's version, and the facts that the server reports.
 
         Raises:
-            ServerError: It does not answer, is of an unknown version, or has options that we refuse.
+            ServerError: The server does not respond, or has an unknown version or refused options.
         """
         info = _json(await self._call("GET", "/server_info"))
         if not isinstance(info, Mapping):
@@ -106,7 +106,7 @@ class SglangClient:
         return generation, facts
 
     async def is_healthy(self) -> bool:
-        """Whether the server answers /health, asked once."""
+        """Return whether the server's /health returns 200, without retries."""
         try:
             answer = await self._send("GET", "/health", None, self._patience.control_timeout_s)
         except _FAILURES:
@@ -114,31 +114,31 @@ class SglangClient:
         return answer.status == 200
 
     async def loads(self) -> object:
-        """Return the JSON of the server's load; the call costs its scheduler no time."""
+        """Return the JSON of the server's load; the call takes no time of the server's scheduler."""
         return _json(await self._call("GET", "/v1/loads?include=core"))
 
     async def generate(self, body: Mapping[str, Any], renew: Callable[[], str] | None = None) -> bytes:
-        """Post a `Generation.generate_body`, and return the answer, which looks like a JSON object.
+        """Post a body of `Generation.generate_body`, and return the response, which resembles a JSON object.
 
         Args:
-            body: Its `rid` is for the first attempt.
-            renew: Returns the `rid` of each further attempt, which the answer then has; none: `new_rid` does.
+            body: Body whose `rid` is the id of the first attempt.
+            renew: Returns the `rid` of each further attempt, which its response has too. Default: `new_rid`.
 
         Raises:
-            ServerError: The server refuses the request, or did not answer in time or in `max_attempts`.
+            ServerError: The server refuses the request, or did not respond in time or in `max_attempts`.
         """
         name = str(body["rid"]).partition("#")[0]
         return await self._call("POST", "/generate", body, renew or partial(new_rid, name))
 
     async def abort(self, rid: str) -> None:
-        """Abort a request; its answer then holds the tokens so far. Unknown ids are ignored."""
+        """Abort a request. Its response then has the tokens so far. Servers ignore unknown ids."""
         await self._call("POST", "/abort_request", {"rid": rid})
 
     async def command(self, call: Call, timeout_s: float) -> object:
-        """Post a call once, without retries, since repeating it could do harm.
+        """Post a call once, without retries, since a repeated call could do harm.
 
         Raises:
-            ServerError: The server refuses, fails, or did not answer in time. What it has done is unknown.
+            ServerError: The server refuses, fails, or did not respond in time. What it has done is unknown.
         """
         where, expected = f"POST {self.url}{call.path}", "success. Look at the server's log."
         try:
@@ -158,7 +158,7 @@ class SglangClient:
         body: Mapping[str, Any] | None = None,
         renew: Callable[[], str] | None = None,
     ) -> bytes:
-        """Make one call with its retries; a generation has a `rid`, and `renew` for those of its retries."""
+        """Make one call with its retries. Only a generation has `renew`, which returns the `rid` of a retry."""
         patience, rid = self._patience, None if body is None or renew is None else str(body["rid"])
         timeout_s = patience.control_timeout_s if rid is None else patience.generate_timeout_s
         found = ""
@@ -179,20 +179,20 @@ class SglangClient:
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 found, was_done = f"no connection ({str(error) or type(error).__name__})", False
             except TimeoutError:
-                found, was_done = f"no answer within {timeout_s:g} s", True
+                found, was_done = f"no response within {timeout_s:g} s", True
                 if rid is not None:
                     self.counts += EngineCounts(num_timed_out=1)
                     await self._give_up(rid)
                     break
             except (aiohttp.ClientError, ReplyError) as error:
-                found, was_done = f"a broken answer ({str(error) or type(error).__name__})", True
+                found, was_done = f"a broken response ({str(error) or type(error).__name__})", True
             if was_done and rid is not None:
                 is_asked_again = attempt + 1 < patience.max_attempts
                 self.counts += EngineCounts(num_maybe_sampled_twice=is_asked_again)
                 await self._give_up(rid)
         raise ServerError(
             f"{method} {self.url}{path}: found {found}; expected 200 within {patience.max_attempts} attempts. "
-            "Look at the server's log, and whether run/servers names a server that still runs."
+            "Look at the server's log, and check that the server in run/servers still runs."
         )
 
     async def _send(
@@ -201,11 +201,11 @@ class SglangClient:
         """Make one call.
 
         Raises:
-            aiohttp.ClientError, TimeoutError: There was no connection, or no whole answer, in time or at all.
+            aiohttp.ClientError, TimeoutError: No connection or no complete response, in time or at all.
         """
         assert self._http is not None, "used inside of `async with`"
         connect_s = self._patience.connect_timeout_s
-        timeout = aiohttp.ClientTimeout(  # the sum is for answers that trickle
+        timeout = aiohttp.ClientTimeout(  # the total is for slow, continuous responses
             total=timeout_s + connect_s, sock_connect=connect_s, sock_read=timeout_s
         )
         url = f"{self.url}{path}"
@@ -213,7 +213,7 @@ class SglangClient:
             return _HttpAnswer(answer.status, await answer.read())
 
     async def _give_up(self, rid: str) -> None:
-        """Abort a request whose answer is no longer awaited, if the server can be reached."""
+        """Abort a request that the client no longer waits for, if the server can be reached."""
         try:
             await self._send("POST", "/abort_request", {"rid": rid}, self._patience.connect_timeout_s)
         except _FAILURES:
@@ -225,16 +225,16 @@ class SglangClient:
 
 
 def new_rid(name: str) -> str:
-    """Return an id for a request of this name that a server has never seen; no other one begins with it.
+    """Return a new, unique request id that starts with `name`; it is no prefix of another id.
 
-    SGLang 0.5.21 cleans up behind an answer some time after it was given, by the request's id: it aborts what
-    has this id by then, as the next turn of a conversation would. Later ones look whose id it is.
+    Some time after a response, SGLang 0.5.21 cleans up by the request's id, and aborts any newer request with
+    this id, such as the next turn of a conversation. Later versions check that the request is the same.
     """
     return f"{name}#{secrets.token_hex(8)}"
 
 
 def _json(content: bytes) -> object:
-    """Parse a short answer; none for one that says nothing, or is no JSON."""
+    """Parse a short response. Return None if it is empty or not JSON."""
     try:
         return json.loads(content)
     except ValueError:
@@ -242,10 +242,10 @@ def _json(content: bytes) -> object:
 
 
 def _object(content: bytes) -> bytes:
-    """Return an answer that begins and ends as a JSON object; whether it is one, its reader finds out.
+    """Return a response that begins and ends like a JSON object; its reader parses it.
 
     Raises:
-        ReplyError: It was cut, or is a page of a proxy.
+        ReplyError: The response was truncated, or is a proxy's page.
     """
     if content[:16].lstrip()[:1] != b"{" or content[-16:].rstrip()[-1:] != b"}":
         raise ReplyError(f"no JSON object: {content[:16]!r}...{content[-16:]!r}")
@@ -253,7 +253,7 @@ def _object(content: bytes) -> bytes:
 
 
 def _words(answer: _HttpAnswer) -> str:
-    """Return status and message of an answer, shortened."""
+    """Return a response's status and its shortened message."""
     text = answer.content.decode(errors="replace")
     try:
         body = json.loads(text)

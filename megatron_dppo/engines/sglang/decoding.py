@@ -1,6 +1,6 @@
-"""Decodes the arrays of an answer from JSON to numpy; refuses those that do not fit, never fills them in.
+"""Decodes the arrays of a response from JSON to numpy. Arrays that do not fit are refused, never repaired.
 
-The process that decodes answers imports this module, so that it starts without a tensor library.
+The process that decodes responses imports this module, so it imports no tensor library.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ T = TypeVar("T")
 Text = msgspec.Raw | bytes
 """JSON that is not parsed yet."""
 
-_REPORT = "The server is not the one it says it is, or a proxy changed its answer: look at its log."
+_REPORT = "The server is not the version that it reports, or a proxy changed its response: look at its log."
 _NO_ROUTES = "Check that the server serves the model being trained, or set rollout.routing_replay = 'off'."
-_SLACK = 1e-3  # between two reports of one log-prob
+_SLACK = 1e-3  # largest difference between two reports of one log-prob
 _BASE64 = msgspec.json.Decoder(bytes | None)
 _NUMBERS = msgspec.json.Decoder(list[float | None])
 _OF_NUMBERS = b"0123456789+-.eE" + b"null" + b" \t\r\n"
-_BEYOND_IDS = float(1 << 53)  # to which infinite ids are clipped, before they become whole numbers
+_BEYOND_IDS = float(1 << 53)  # infinite ids are clipped to it before they become integers
 
 
 def field(body: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
-    """Return `body[name]`, which must be a `kind`.
+    """Return `body[name]`, which must have type `kind`.
 
     Raises:
-        ReplyError: It is absent or something else.
+        ReplyError: The field is missing or has another type.
     """
     value = body.get(name)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -55,11 +55,11 @@ def decode_log_probs(payload: Text, tokens: np.ndarray, where: str) -> np.ndarra
     """Decode the JSON of `[log_prob, token, null]` rows as [R] float32; a null log-prob becomes NaN.
 
     Raises:
-        ReplyError: Other rows than one per token, of other tokens, or a log-prob above 0.
+        ReplyError: There is not one row per token, a row has another token, or a log-prob is above 0.
     """
     values, ids = _columns(payload, (tokens.size,), where, "log-probs")
     if not np.array_equal(ids, tokens):
-        raise ReplyError(f"{where}: the log-probs are of other tokens than those sampled. {_REPORT}")
+        raise ReplyError(f"{where}: the log-probs belong to other tokens than the sampled ones. {_REPORT}")
     log_probs = _float32(values)
     if bool((log_probs > _SLACK).any()):
         raise ReplyError(
@@ -80,18 +80,18 @@ def decode_topk(
 
     Args:
         payload: The JSON of `output_top_logprobs`.
-        tokens: [R] int64, the sampled ones.
-        log_probs: [R] float32, of the sampled ones.
+        tokens: [R] int64 sampled tokens.
+        log_probs: [R] float32 log-probs of the sampled tokens.
         num_columns: K.
-        vocab_size: Ids are below it.
-        where: Names the answer in errors.
+        vocab_size: Vocabulary size; ids must be below it.
+        where: Name of the response in errors.
 
     Returns:
         [R, K] int32 ids and [R, K] float32 log-probs.
 
     Raises:
-        ReplyError: Another shape, an id that does not exist or stands twice, columns out of order, or a sampled
-            token with another log-prob here than by itself: rows that are shifted.
+        ReplyError: Another shape, an invalid or repeated id, columns out of order, or a sampled token with
+            another log-prob than in `log_probs`, as in shifted rows.
     """
     values, ids = _columns(payload, (tokens.size, num_columns), where, "output_top_logprobs")
     return _checked_topk(_float32(values), ids, tokens, log_probs, vocab_size, where)
@@ -111,17 +111,17 @@ def decode_flat_topk(
     Args:
         values: The JSON of `output_top_logprobs_val_flat_b64`, a string.
         ids: The JSON of `output_top_logprobs_idx_flat_b64`, a string.
-        tokens: As of `decode_topk`, like all that follow.
-        log_probs: [R] float32.
+        tokens: [R] int64 sampled tokens.
+        log_probs: [R] float32 log-probs of the sampled tokens.
         num_columns: K.
-        vocab_size: Ids are below it.
-        where: Names the answer in errors.
+        vocab_size: Vocabulary size; ids must be below it.
+        where: Name of the response in errors.
 
     Returns:
-        What `decode_topk` returns.
+        [R, K] int32 ids and [R, K] float32 log-probs.
 
     Raises:
-        ReplyError: As `decode_topk`.
+        ReplyError: See `decode_topk`.
     """
     shape = (tokens.size, num_columns)
     found: list[np.ndarray] = []
@@ -129,7 +129,7 @@ def decode_flat_topk(
         try:
             data = _decoded(payload) or b""
         except msgspec.MsgspecError as error:
-            raise ReplyError(f"{where}: output_top_logprobs is no base64 ({error}). {_REPORT}") from None
+            raise ReplyError(f"{where}: output_top_logprobs is not base64 ({error}). {_REPORT}") from None
         if len(data) != 4 * tokens.size * num_columns:
             raise ReplyError(
                 f"{where}: found {len(data)} bytes of output_top_logprobs; expected {shape} of 4 bytes each. "
@@ -146,26 +146,26 @@ def decode_routes(
     """Decode the MoE layers' routes from base64 int32 [rows, layers, top_k], little-endian.
 
     Args:
-        payload: The JSON of `routed_experts`, a string; none where the answer lacks it.
-        num_rows: Tokens that were forwarded: all but the last.
-        num_layers: All hidden layers; the server's array has rows for dense ones too.
-        routing: What the model's routes look like.
-        where: Names the answer in errors.
+        payload: The JSON of `routed_experts`, a string; None if the response lacks it.
+        num_rows: Number of forwarded tokens: all but the last.
+        num_layers: Number of all hidden layers; the server's array includes dense ones.
+        routing: MoE layers, number of experts and top_k of the model.
+        where: Name of the response in errors.
 
     Returns:
         [rows, moe_layers, top_k] uint8; int16 above 256 experts.
 
     Raises:
-        RoutingReplayError: Not such an array, a dense layer with routes, an expert that does not exist or
-            stands twice in a row, or nothing but zeros.
+        RoutingReplayError: Another array, a dense layer with routes, an expert that does not exist or is twice
+            in one row, or only zeros.
     """
     try:
         data = None if payload is None else _decoded(payload)
     except msgspec.MsgspecError as error:
-        raise RoutingReplayError(f"{where}: routed_experts is no base64 ({error}). {_NO_ROUTES}") from None
+        raise RoutingReplayError(f"{where}: routed_experts is not base64 ({error}). {_NO_ROUTES}") from None
     if data is None:
         raise RoutingReplayError(
-            f"{where}: found no routed_experts; expected them. Start the server with "
+            f"{where}: found no routed_experts; expected the routes. Start the server with "
             "enable_return_routed_experts = true, or set rollout.routing_replay = 'off'."
         )
     expected = (num_rows, num_layers, routing.top_k)
@@ -186,7 +186,7 @@ def decode_routes(
     columns = np.ascontiguousarray(indices.reshape(-1, routing.top_k).T)
     faults = {
         "an expert twice for one token": any(bool((a == b).any()) for a, b in combinations(columns, 2)),
-        "nothing but zeros: nothing was captured": routing.num_experts > 1 and not indices.any(),
+        "only zeros: nothing was captured": routing.num_experts > 1 and not indices.any(),
     }
     for fault, is_so in faults.items():
         if num_rows and is_so:
@@ -198,7 +198,7 @@ def decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) ->
     """Decode the weight version of each response token from `{"version", "start", "end"}` entries.
 
     Raises:
-        ReplyError: They leave tokens out, overlap, or name a version that is no number.
+        ReplyError: The spans leave tokens out or overlap, or a version is not a number.
     """
     decoded: list[WeightVersionSpan] = []
     for span in spans:
@@ -216,12 +216,12 @@ def decode_weight_versions(spans: Sequence[Any], num_tokens: int, where: str) ->
 
 
 def weight_version(text: object, where: str) -> int:
-    """Return the version number that weights were given when they were pushed, or at start-up."""
+    """Parse the version number of a server's weights, which a push or the start of the server set."""
     try:
         return int(str(text))
     except ValueError:
         raise ReplyError(
-            f"{where}: found weight version {text!r}; expected a whole number. Start the server with "
+            f"{where}: found weight version {text!r}; expected an integer. Start the server with "
             "megatron-dppo serve, and push weights with a version."
         ) from None
 
@@ -234,18 +234,18 @@ def _checked_topk(
     vocab_size: int,
     where: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R, K] int32 ids and the [R, K] float32 values, once they can be those of the sampled tokens.
+    """Check the top-K against the sampled tokens, and return [R, K] int32 ids and [R, K] float32 values.
 
     Raises:
-        ReplyError: They cannot: see `decode_topk`.
+        ReplyError: See `decode_topk`.
     """
     is_outside = (found_ids < 0) | (found_ids >= vocab_size)
     ids = np.where(is_outside, -1, found_ids).astype(np.int32)
-    with np.errstate(invalid="ignore"):  # of two -inf
+    with np.errstate(invalid="ignore"):  # the difference of two -inf
         faults = {
             f"token ids outside of 0 to {vocab_size - 1}": is_outside,
             "a token twice in a row": np.diff(np.sort(ids)) == 0,
-            "log-probs that are no numbers": np.isnan(values),
+            "log-probs that are NaN": np.isnan(values),
             "log-probs that rise along a row": np.diff(values) > _SLACK,
             "another log-prob of the sampled token": (ids == tokens[:, None])
             & (np.abs(values - log_probs[:, None]) > _SLACK),
@@ -257,14 +257,14 @@ def _checked_topk(
 
 
 def _decoded(payload: Text) -> bytes | None:
-    """Decode a JSON string of base64; null is none.
+    """Decode a JSON string of base64; null becomes None.
 
     Raises:
-        msgspec.MsgspecError: It is something else.
+        msgspec.MsgspecError: The payload is something else.
     """
     text = memoryview(payload)
     if text[:1] == b'"':
-        with contextlib.suppress(ValueError):  # it is no base64, or JSON has escaped a slash
+        with contextlib.suppress(ValueError):  # it is not base64, or JSON has escaped a slash
             return pybase64.b64decode(text[1:-1], validate=True)
     return _BASE64.decode(payload)
 
@@ -272,8 +272,8 @@ def _decoded(payload: Text) -> bytes | None:
 def _columns(payload: Text, shape: tuple[int, ...], where: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Decode log-probs, [*shape] float64 with NaN for null, and tokens, [*shape] int64, of each entry.
 
-    The numbers are parsed as one list, in half the time of lists of lists; that the brackets stood where the
-    shape has them is seen from the text that is left without numbers.
+    The numbers are parsed as one flat list, which takes half the time of nested lists. The text without its
+    numbers must equal the brackets of the shape.
     """
     text = bytes(payload)
     try:
@@ -301,5 +301,5 @@ def _brackets(shape: tuple[int, ...]) -> bytes:
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite
         return values.astype(np.float32)

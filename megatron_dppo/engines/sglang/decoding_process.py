@@ -1,8 +1,9 @@
-"""Decodes answers in a process of its own, so that other threads of the trainer go on meanwhile.
+"""Decodes responses in a separate process, so that other threads of the trainer keep running.
 
-Parsing the JSON of a long answer holds the interpreter's lock for as long as it takes: a tenth of a second for
-16k tokens with top-20 and routes, in which no other thread of this process runs. Here the bytes of the answer
-are written to memory that both processes see, and arrays are read from other such memory.
+Parsing the JSON of a long response holds the GIL: the trainer's CPU time for 16k tokens with top-20 and routes
+is 113 ms with SGLang 0.5.21 and 27 ms with later versions (tools/benchmarks/README.md), and no other thread of
+the trainer runs meanwhile. This module writes the bytes of the response to shared memory, and reads the decoded
+arrays from other shared memory.
 """
 
 import asyncio
@@ -32,38 +33,38 @@ from megatron_dppo.engines.sglang.replies import READERS, Answer, Expected
 from megatron_dppo.errors import ReplyError, RolloutError
 
 _MODULE = "megatron_dppo.engines.sglang.decoding_worker"
-_SMALL_BYTES = 64 * 1024  # the pipes cost the trainer 1 to 2 ms of CPU, as much as decoding some 50 kB does
-_TIMEOUT_S = 120.0  # of one answer, its way through the pipes included; 16k tokens with all take half a second
-_START_TIMEOUT_S = 300.0  # importing may be slow from a slow disk
+_SMALL_BYTES = 64 * 1024  # the pipes cost the trainer 1 to 2 ms of CPU, like decoding about 50 kB
+_TIMEOUT_S = 120.0  # of one response, pipes included; 16k tokens with top-20 and routes take under a second
+_START_TIMEOUT_S = 300.0  # imports may be slow on a slow disk
 _END_TIMEOUT_S = 1.0
-_MOST_LOST = 2  # in a row: the process is replaced once
+_MOST_LOST = 2  # lost children in a row that stop the run; the first one is replaced
 
 
 class DecodingProcess:
-    """Reads answers in a child of this process; safe for several threads and event loops at once.
+    """Decodes responses in a child process; safe for several threads and event loops at once.
 
-    The child starts with the first large answer, and ends with this process, even if that is killed. Answers
-    are decoded one after another, in the order in which they came.
+    The child starts with the first large response. It ends with this process, even if this process is killed.
+    Responses are decoded one after another, in the order of arrival.
     """
 
     def __init__(self, *, small_bytes: int = _SMALL_BYTES, timeout_s: float = _TIMEOUT_S) -> None:
         """Start nothing yet.
 
         Args:
-            small_bytes: Answers below it are decoded by the caller, which takes less time than the pipes do.
-            timeout_s: Of one answer; a child that takes longer is killed.
+            small_bytes: Responses smaller than this are decoded by the caller, which is faster than the pipes.
+            timeout_s: Time limit for one response; a child that takes longer is killed.
         """
         self._small_bytes, self._timeout_s = small_bytes, timeout_s
-        self._driver = ThreadPoolExecutor(1, "decoding")  # its one thread, started when needed, owns the child
+        self._driver = ThreadPoolExecutor(1, "decoding")  # one thread, started when needed, owns the child
         self._child: _Child | None = None
-        self._num_lost = 0  # children, since one gave an answer
+        self._num_lost = 0  # children lost since the last result
 
     async def read(self, reader: str, content: bytes, expected: Expected) -> Answer:
-        """Return what the function `READERS[reader]` makes of an answer.
+        """Parse a response with `READERS[reader]`.
 
         Raises:
-            ReplyError: The answer is refused, or the child ended or hung while it decoded it.
-            RoutingReplayError: Its routes are refused.
+            ReplyError: The response is refused, or the child ended or hung while it decoded the response.
+            RoutingReplayError: The routes of the response are refused.
             RolloutError: The child cannot be started, or was lost twice in a row.
         """
         if len(content) < self._small_bytes:
@@ -72,12 +73,12 @@ class DecodingProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; none while there is none."""
+        """Process id of the child; None while no child runs."""
         child = self._child
         return None if child is None else child.pid
 
     def _read_there(self, reader: str, content: bytes, expected: Expected) -> Answer:
-        if self._child is None or self._child.has_ended:  # while it was idle: no answer's fault
+        if self._child is None or self._child.has_ended:  # ended while idle: no response caused it
             self._child = _Child()
         try:
             header, buffers = self._child.ask(reader, content, expected, self._timeout_s)
@@ -88,32 +89,32 @@ class DecodingProcess:
             found = f"{expected.where}: found that the process decoding its {len(content)} bytes {error}"
             if self._num_lost >= _MOST_LOST:
                 raise RolloutError(
-                    f"{found}, as the one before it was lost; expected arrays. Look for what both printed, and "
-                    "at the machine's memory: the kernel ends processes where it is short."
+                    f"{found}, like the process before it; expected arrays. Check what both printed, and "
+                    "the machine's memory: the kernel kills processes when memory runs out."
                 ) from None
-            raise ReplyError(f"{found}; expected arrays. The next answer starts another.") from None
+            raise ReplyError(f"{found}; expected arrays. The next response starts another process.") from None
         self._num_lost = 0
         return read_answer(header, buffers)
 
 
 class _LostError(Exception):
-    """The child does not answer; the message says how it ended, as a verb."""
+    """The child is lost; the message is a verb phrase that tells how it ended."""
 
 
 class _Child:
-    """The process, its memory, and its pipes, which never block without a limit; one thread drives it."""
+    """The child process with its memory and pipes, which have time-outs. Only one thread uses it."""
 
     def __init__(self) -> None:
-        """Start it, and wait until it has imported what it needs.
+        """Start the process, and wait until it has imported its modules.
 
         Raises:
-            RolloutError: It did not start.
+            RolloutError: The process did not start.
         """
         self._content, self._arrays = memory = SharedMemory.create(), SharedMemory.create()
         weakref.finalize(self, _close, memory).atexit = False
         descriptors = [each.descriptor for each in memory]
         command = [sys.executable, "-m", _MODULE, *map(str, (os.getpid(), *descriptors))]
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's pool of threads would not be used
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's thread pool is not needed
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
@@ -127,7 +128,7 @@ class _Child:
             )
         except OSError as error:
             raise _not_started(f"raised {error}", command) from None
-        weakref.finalize(self, _kill, self._process).atexit = False  # then it ends by itself: its stdin does
+        weakref.finalize(self, _kill, self._process).atexit = False  # at exit, its stdin closes, which ends it
         self._in, self._out = _prepared(self._process.stdin), _prepared(self._process.stdout)
         try:
             with self._answering(_START_TIMEOUT_S) as deadline:
@@ -147,10 +148,10 @@ class _Child:
     def ask(
         self, reader: str, content: bytes, expected: Expected, timeout_s: float
     ) -> tuple[dict[str, Any], list[bytearray]]:
-        """Send an answer, and return the frame that comes back.
+        """Send a response to decode, and return the header and buffers of the result.
 
         Raises:
-            _LostError: None came in time, or the process ended.
+            _LostError: No result came in time, or the process ended.
         """
         header = {"reader": reader, "expected": dataclasses.asdict(expected)}
         with self._answering(timeout_s) as deadline:
@@ -165,11 +166,11 @@ class _Child:
 
     @contextlib.contextmanager
     def _answering(self, timeout_s: float) -> Iterator[float]:
-        """Yield the deadline of one exchange; what goes wrong with the process becomes a `_LostError`."""
+        """Yield the deadline of one exchange; a time-out or a closed pipe becomes a `_LostError`."""
         try:
             yield time.monotonic() + timeout_s
         except TimeoutError:
-            raise _LostError(f"gave no answer within {timeout_s:g} s") from None
+            raise _LostError(f"returned no result within {timeout_s:g} s") from None
         except (BrokenPipeError, EOFError):
             raise _LostError(self._how_it_ended()) from None
 
@@ -206,14 +207,14 @@ class _Child:
 
 def _not_started(found: str, command: list[str]) -> RolloutError:
     return RolloutError(
-        f"the process that decodes answers: found that it {found} when it was started; expected it to wait for "
-        f"answers. Free memory or processes on this machine, or try: {' '.join(command)} </dev/null"
+        f"the process that decodes responses: found that it {found} at its start; expected it to wait for "
+        f"responses. Free memory or processes on this machine, or try: {' '.join(command)} </dev/null"
     )
 
 
 def _prepared(pipe: IO[bytes] | None) -> int:
-    """Return the descriptor of a pipe, which never blocks."""
-    assert pipe is not None, "asked of Popen"
+    """Make a pipe non-blocking, and return its file descriptor."""
+    assert pipe is not None, "Popen was called with pipes"
     os.set_blocking(pipe.fileno(), False)
     return pipe.fileno()
 
@@ -235,5 +236,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             pipe.close()
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs inside the kernel, and ends when that does
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a kernel call ends after the call
         process.wait(_END_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""Frames between a trainer and its decoding process: a header of JSON, and raw bytes; never a pickle.
+"""Frames between a trainer and its decoding process: a JSON header and raw bytes, never a pickle.
 
-The length of the header (8 bytes, little-endian) and the header go through a pipe. Its buffers lie one after
-another in memory that both processes see, a `SharedMemory` each way; the header says how long they are.
+The header's length (8 bytes, little-endian) and the header go through a pipe. The buffers are stored one after
+another in shared memory, with one `SharedMemory` per direction. The header has their sizes.
 """
 
 import json
@@ -29,30 +29,30 @@ _ERRORS: Mapping[str, type[MegatronDppoError]] = {
 
 
 class SharedMemory:
-    """Memory that one process writes and another reads, in turns: an open file that has no name.
+    """Memory that one process writes and another reads, in turns. It is an open file without a name.
 
-    It stays as large as its largest content was, so that only larger ones have to find memory.
+    It keeps the size of its largest content, so only a larger content allocates memory.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Use an open file, of which this object does not become the owner."""
+        """Use an open file, without owning it."""
         self.descriptor = descriptor
         self._mapped: mmap.mmap | None = None
 
     @classmethod
     def create(cls) -> Self:
-        """Open a new one, to be closed by `close`."""
+        """Open a new file; the caller must call `close`."""
         if sys.platform == "linux":
             return cls(os.memfd_create("decoding"))
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
     def close(self) -> None:
-        """Close the file; the other process may have it open still."""
+        """Close the file; the other process may still have it open."""
         os.close(self.descriptor)
 
     def write(self, buffers: Sequence[Buffer]) -> None:
-        """Replace the content by these buffers, one after another."""
+        """Replace the content with these buffers, one after another."""
         offset = 0
         for buffer in buffers:
             left = memoryview(buffer)
@@ -61,7 +61,7 @@ class SharedMemory:
                 left, offset = left[num_written:], offset + num_written
 
     def read(self, sizes: Sequence[int]) -> list[bytearray]:
-        """Return copies of buffers of so many bytes, without the interpreter's lock while they are copied."""
+        """Return copies of the buffers with these sizes in bytes, without the GIL during the copy."""
         buffers, offset = [bytearray(size) for size in sizes], 0
         for buffer in buffers:
             left = memoryview(buffer)
@@ -73,7 +73,7 @@ class SharedMemory:
         return buffers
 
     def view(self, size: int) -> memoryview:
-        """Return the first `size` bytes as they lie there: valid until the other process writes."""
+        """Return a view of the first `size` bytes, valid until the other process writes."""
         if size == 0:
             return memoryview(b"")
         if self._mapped is None or len(self._mapped) < size:
@@ -83,31 +83,31 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Frame:
-    """What goes to the other process at once."""
+    """One message to the other process."""
 
-    header: bytes  # its length before it
+    header: bytes  # starts with its length
     buffers: Sequence[Buffer] = ()
 
 
 def frame_of(header: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> Frame:
-    """Return the frame of a header that JSON can hold, and of buffers."""
+    """Return the frame of a JSON-serialisable header and buffers."""
     sizes = [memoryview(buffer).nbytes for buffer in buffers]
     text = json.dumps({**header, "sizes": sizes}).encode()
     return Frame(len(text).to_bytes(LENGTH_BYTES, "little") + text, buffers)
 
 
 def header_length(start: Buffer) -> int:
-    """Return the bytes of the header from the first `LENGTH_BYTES` of a frame."""
+    """Return the header's length in bytes from the first `LENGTH_BYTES` of a frame."""
     return int.from_bytes(start, "little")
 
 
 def sizes_in(header: Mapping[str, Any]) -> list[int]:
-    """Return the bytes of each buffer of a frame."""
+    """Return the size of each buffer of a frame, in bytes."""
     return list(header["sizes"])
 
 
 def answer_frame(answer: Answer) -> Frame:
-    """Return the frame of an answer: its arrays as buffers, all else in the header."""
+    """Return the frame of a parsed response: arrays as buffers, all other fields in the header."""
     values = {each.name: getattr(answer, each.name) for each in fields(answer)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     header = {
@@ -119,16 +119,16 @@ def answer_frame(answer: Answer) -> Frame:
 
 
 def fault_frame(error: ReplyError | RoutingReplayError) -> Frame:
-    """Return the frame of an answer that was refused."""
+    """Return the frame of a refused response: the error's type and message."""
     return frame_of({"error": type(error).__name__, "message": str(error)})
 
 
 def read_answer(header: Mapping[str, Any], buffers: Sequence[bytearray]) -> Answer:
-    """Return the answer in a frame.
+    """Return the parsed response of a frame.
 
     Raises:
-        ReplyError: It was refused.
-        RoutingReplayError: Its routes were.
+        ReplyError: The response was refused.
+        RoutingReplayError: Its routes were refused.
     """
     if "error" in header:
         raise _ERRORS[header["error"]](header["message"])
@@ -145,5 +145,5 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _without_lists(value: Any) -> Any:
-    """Return tuples in place of lists, as they were before JSON."""
+    """Replace lists with tuples, which JSON had turned into lists."""
     return tuple(map(_without_lists, value)) if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""The program of the process that decodes answers: `python -m` this module, and three numbers.
+"""Program of the process that decodes responses: `python -m` this module with three numbers.
 
-They are the trainer's process id, and the descriptors of the memory that requests and replies lie in. It takes
-the headers of frames (`decoding_wire`) from stdin, and writes one to stdout for each until the trainer is gone.
-It imports no tensor library: it starts in a moment, and is small.
+The numbers are the trainer's process id and the file descriptors of the shared memory for requests and for
+replies. For each frame header (`decoding_wire`) on stdin, the program writes one to stdout, until the trainer
+is gone. It imports no tensor library, so that it starts quickly and stays small.
 """
 
 import gc
@@ -31,15 +31,15 @@ _PARENT_EVERY_S = 0.25
 
 
 def main() -> None:
-    """Decode until stdin ends, or the trainer is gone."""
+    """Decode responses until stdin ends or the trainer is gone."""
     parent, *memory = map(int, sys.argv[1:])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole job, and the trainer decides
-    gc.disable()  # what JSON holds has no cycles, and a third of the time went into looking for them
+        signal.signal(number, signal.SIG_IGN)  # sent to all processes of the job; the trainer decides
+    gc.disable()  # JSON has no reference cycles, and the search for them took a third of the time
     contents, arrays = map(SharedMemory, memory)
     requests, replies = open(0, "rb", closefd=False), open(os.dup(1), "wb")  # noqa: PTH123, SIM115
-    os.dup2(2, 1)  # what a library prints is no frame
+    os.dup2(2, 1)  # a library's output must not mix with frames
     _send(replies, arrays, frame_of({}))
     while (header := _receive(requests)) is not None:
         (size,) = sizes_in(header)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _receive(stream: BinaryIO) -> dict[str, Any] | None:
-    """Return the header of a request; none where there are no more."""
+    """Return the header of the next request, or None after the last one."""
     start = stream.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:
         return None

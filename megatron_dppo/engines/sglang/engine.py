@@ -1,4 +1,4 @@
-"""Rollout engine that samples from SGLang servers: one request per response, every answer checked."""
+"""Rollout engine that samples from SGLang servers: one request per response, every response checked."""
 
 import asyncio
 import threading
@@ -16,29 +16,29 @@ from megatron_dppo.engines.sglang.protocol import ServedModel, ServerFacts
 from megatron_dppo.engines.sglang.session import ServerSession
 from megatron_dppo.errors import ReplyError, RolloutError, ServerError, WeightSyncError
 
-_NO_VERSION = -2  # -1 is that of weights which were never loaded
+_NO_VERSION = -2  # -1 means that weights were never loaded
 
 
 @dataclass(frozen=True)
 class _Admitted:
-    """The servers that get requests, and the version of the weights that they must hold."""
+    """The servers that get requests, and the weight version that they must have."""
 
     urls: tuple[str, ...]
     version: int
 
 
 class SglangEngine:
-    """Samples from servers that hold the same weights; implements `engines.base.ConcurrentEngine`.
+    """Samples from servers that have the same weights; implements `engines.base.ConcurrentEngine`.
 
-    Each request carries a seed of its `noise_key`. Servers with `enable_deterministic_inference` draw by it.
-    Others draw by their own noise, and a run is not repeated bit for bit.
-    Log-probs are of the distribution after temperature; with a `top_p` below 1, of the one before the cut.
+    Each request carries a seed computed from its `noise_key`. Servers with `enable_deterministic_inference`
+    sample with this seed. Other servers use their own noise, and then a run does not repeat bit for bit.
+    Log-probs include the temperature; if `top_p` is below 1, they do not include the top_p cut.
 
-    Requests go to the servers that are admitted: all of them, until `admit` says otherwise. One that does not
-    answer, or holds other weights, is drained for one session, and tried again in the next. `generate` is a
-    session of its own.
+    Requests go to the admitted servers, which are all servers until `admit` is called. A server that does not
+    respond or has other weights is drained for one session, and tried again in the next session. `generate`
+    opens its own session.
 
-    Sessions of several threads may be open at once; each gives a server up to `max_concurrent_requests`.
+    Several threads may have open sessions; each session sends a server up to `max_concurrent_requests`.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class SglangEngine:
         """Connect once, so that an unusable server is found at start-up.
 
         Args:
-            urls: "http://host:port" of one or more servers that answer.
-            model: What they serve.
+            urls: "http://host:port" of one or more running servers.
+            model: Model that the servers serve.
             patience: Time-outs and retries.
-            max_concurrent_requests: Requests that each server is given at a time, by one session.
-            api_key: What the servers were started with.
+            max_concurrent_requests: Largest number of requests in flight at one server, from one session.
+            api_key: API key that the servers were started with.
 
         Raises:
-            ServerError: No server answers, is of a known version, and has no options that we refuse.
+            ServerError: No server responds with a known version and without refused options.
         """
         self._urls = (urls,) if isinstance(urls, str) else tuple(dict.fromkeys(urls))
         self._model, self._patience = model, patience or Patience()
@@ -70,7 +70,7 @@ class SglangEngine:
 
     @property
     def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`; of the sessions that were left."""
+        """See `RolloutEngine.counts`; includes only sessions that were left."""
         return self._counts
 
     @property
@@ -80,15 +80,15 @@ class SglangEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that servers must hold to be given requests; -2 until servers agree on one."""
+        """Weight version that servers must have to get requests; -2 until all servers have the same one."""
         return self._admitted.version
 
     def admit(self, urls: Sequence[str], version: int) -> None:
-        """Send the requests of new sessions to these servers, at least one, and to no others.
+        """Send the requests of new sessions only to these servers.
 
         Args:
-            urls: They hold weights of this version; one that registered since is known from now on.
-            version: What they must report.
+            urls: At least one server with weights of this version; new servers are added to `urls`.
+            version: Weight version that the servers must report.
         """
         assert urls, "a push that reached no server raises"
         self._urls = tuple(dict.fromkeys([*self._urls, *urls]))
@@ -108,21 +108,21 @@ class SglangEngine:
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Sample one response per request, in their order; see `RolloutEngine`.
 
-        A request without a usable answer comes back aborted and empty, and is counted in `counts`.
+        A request without a usable response returns an aborted, empty completion, and is counted in `counts`.
 
         Raises:
-            RolloutError: A prompt does not fit, or the servers cannot give what `params` asks for.
-            ServerError: No server is left that answers and holds the weights, or no request was answered.
+            RolloutError: A prompt does not fit, or the servers cannot sample with `params`.
+            ServerError: No server responds with the current weights, or every request failed.
         """
         return asyncio.run(self._generate(requests, params))
 
     def session(self, *, may_be_held: bool = True) -> AbstractAsyncContextManager[ServerSession]:
         """Connect to the admitted servers; see `ConcurrentEngine.session`.
 
-        Its `hold` waits at most `Patience.control_timeout_s` for a server's next answer to what was aborted.
+        The session's `hold` waits at most `Patience.control_timeout_s` for a server's next aborted response.
 
         Raises:
-            ServerError: No server is left that answers and holds the weights.
+            ServerError: No server responds with the current weights.
         """
         return self._session(may_be_held=may_be_held)
 
@@ -130,7 +130,7 @@ class SglangEngine:
         return SglangClient(url, self._patience, api_key=self._api_key)
 
     async def _all_facts(self) -> list[ServerFacts]:
-        """Return the facts of the servers that answer; the others are drained in the next session."""
+        """Return the facts of the servers that respond; the next session drains the others."""
 
         async def facts_of(url: str) -> ServerFacts | RolloutError:
             try:
@@ -156,7 +156,7 @@ class SglangEngine:
 
     @asynccontextmanager
     async def _session(self, *, may_be_held: bool) -> AsyncIterator[ServerSession]:
-        """Open a session, and add its counts to the engine's when it is left."""
+        """Open a session, and add its counts to the engine's counts when it is left."""
         admitted = self._admitted  # another thread may replace it
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(self._client(url)) for url in admitted.urls]
@@ -180,6 +180,6 @@ class SglangEngine:
 
 
 def _common_version(facts: Sequence[ServerFacts]) -> int:
-    """Return the weight version that all servers hold; servers that differ wait for a push."""
+    """Return the weight version of all servers, or -2 if they differ and need a push."""
     versions = {each.weight_version for each in facts}
     return versions.pop() if len(versions) == 1 else _NO_VERSION

@@ -1,4 +1,4 @@
-"""Connects to the servers that hold weights of one version."""
+"""Connects to the servers that have weights of one version."""
 
 import asyncio
 import logging
@@ -22,10 +22,10 @@ class Link:
 
 
 async def connect(clients: Sequence[SglangClient], version: int) -> dict[str, Link]:
-    """Return the servers that answer and hold weights of this version, by URL.
+    """Connect to the servers, and return by URL those with weights of this version.
 
     Raises:
-        ServerError: There is none.
+        ServerError: No server responds with weights of this version.
     """
 
     async def link(client: SglangClient) -> Link | RolloutError:
@@ -50,8 +50,8 @@ async def connect(clients: Sequence[SglangClient], version: int) -> dict[str, Li
 
 
 def other_weights(url: str, found: int, expected: int) -> ServerError:
-    """Return the error for a server that holds weights of another version."""
+    """Return the error for a server with weights of another version."""
     return ServerError(
-        f"{url}: found weights of version {found}; expected {expected}. The server was restarted, or someone "
-        "else gave it weights: push them again before sampling."
+        f"{url}: found weights of version {found}; expected {expected}. The server was restarted, or another "
+        "process sent it weights. Push the weights again before sampling."
     )

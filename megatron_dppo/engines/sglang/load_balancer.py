@@ -1,4 +1,4 @@
-"""Chooses the server that a request goes to, by what each one has to do."""
+"""Chooses the server for each request by the load of the servers."""
 
 import random
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class _Place:
-    """The load of one server, as this process sees it."""
+    """Load of one server, as known to this process."""
 
-    num_in_flight: int = 0  # sent by us, and not answered
-    num_of_others: int = 0  # what the server last reported beyond those
+    num_in_flight: int = 0  # requests of this session without a response
+    num_of_others: int = 0  # other requests that the server last reported
     is_drained: bool = False
 
     @property
@@ -21,18 +21,18 @@ class _Place:
 class LoadBalancer:
     """Chooses a server for each request of one session; sends no request itself.
 
-    Two servers are drawn at random, and the less loaded gets the request: with many processes that send to the
-    same servers, all of them on the least loaded one would be as bad as all on any. The requests of a group go
-    where its last one went, since that server has the prompt in its cache, unless it is drained or full.
+    It draws two servers at random and takes the less loaded one. If many processes share the servers and all
+    sent to the least loaded one, they would overload it. The requests of a group go to the server of its last
+    request, which has the prompt in its cache, unless that server is drained or full.
     """
 
     def __init__(self, urls: Sequence[str], max_in_flight: int, chance: random.Random | None = None) -> None:
         """Start with all servers admitted and idle.
 
         Args:
-            urls: The servers.
-            max_in_flight: Requests of this process that one server is given at a time.
-            chance: Draws the two; none: of its own.
+            urls: URLs of the servers.
+            max_in_flight: Largest number of requests in flight at one server, from this session.
+            chance: Random generator that draws the two servers; None creates one.
         """
         self._places = {url: _Place() for url in urls}
         self._max_in_flight = max_in_flight
@@ -41,11 +41,11 @@ class LoadBalancer:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Servers that are not drained."""
+        """URLs of the servers that are not drained."""
         return tuple(url for url, place in self._places.items() if not place.is_drained)
 
     def take(self, group: str) -> str | None:
-        """Return the server for one more request of `group`, and count it as sent; none where all are full."""
+        """Choose a server for a request of `group`, and count it as sent; return None if all are full."""
         free = [url for url in self.serving if self._places[url].num_in_flight < self._max_in_flight]
         if not free:
             return None
@@ -57,18 +57,18 @@ class LoadBalancer:
         return url
 
     def give_back(self, url: str) -> None:
-        """Count a request of ours as no longer at the server, answered or not."""
+        """Count one request as no longer in flight at the server."""
         place = self._places[url]
-        assert place.num_in_flight > 0, "what is given back was taken"
+        assert place.num_in_flight > 0, "a request is given back at most once"
         place.num_in_flight -= 1
 
     def report(self, url: str, num_requests: int) -> None:
-        """Update a server's load: the requests that it runs or has waiting, ours among them."""
+        """Update a server's load: its running and waiting requests, including the requests of this session."""
         place = self._places[url]
         place.num_of_others = max(num_requests - place.num_in_flight, 0)
 
     def drain(self, url: str) -> None:
-        """Send the server no more requests; each one it still has needs its `give_back`."""
+        """Stop choosing the server; each request in flight there still needs its `give_back`."""
         self._places[url].is_drained = True
 
     def _less_loaded(self, free: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Reads the sizes that servers and clients need from a config.json; refuses what SGLang would serve wrongly."""
+"""Reads model sizes from a config.json, and refuses models that SGLang would serve wrongly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ _NUM_DENSE = "first_k_dense_replace"
 
 
 def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
-    """Read the model in `folder`, and check that SGLang serves it as it is.
+    """Read the sizes of the model in `folder`, and check that SGLang serves it correctly.
 
     Raises:
-        ConfigError: There is no config.json, or see `model_problems`.
+        ConfigError: The folder has no config.json, or `model_problems` found problems.
     """
     sizes = read_model_sizes(folder)
     problems = list(model_problems(folder, read_model_config(folder)[1], sizes))
@@ -27,20 +27,20 @@ def served_model(folder: Path, end_tokens: Sequence[int]) -> ServedModel:
 
 
 def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> Iterator[Problem]:
-    """Yield what keeps SGLang from serving a model as it is trained.
+    """Yield the problems that make SGLang serve another model than the trainer trains.
 
-    That are weights in 8 bits, which the trainer's could not replace, heads and rotary frequencies that SGLang
-    has not, dense layers where it builds sparse ones, and keys that it reads of config.json and does not find.
+    These are 8-bit weights, which the trainer's weights cannot replace, heads and rotary frequencies that
+    SGLang does not support, dense layers that SGLang builds as sparse ones, and missing keys of config.json.
 
     Args:
-        folder: model.load.
-        hf: Its config.json.
-        sizes: The model's.
+        folder: Folder of model.load.
+        hf: Content of its config.json.
+        sizes: Sizes of the model.
     """
     if is_block_fp8(hf.get(QUANTIZED)):
         action = f"Run megatron-dppo convert to-megatron --hf {folder} --out NEW, and name NEW as model.load."
-        found = f"{folder}, whose weights are 8-bit floats in blocks"
-        expected = "weights in bfloat16: a server of these would drop what the trainer sends"
+        found = f"{folder} with weights in 8-bit floats with block scales"
+        expected = "weights in bfloat16: a server with 8-bit weights would drop the weights of a push"
         yield Problem("model.load", found, expected, action)
     yield from _attention_problems(folder, hf, sizes)
     facts = FAMILIES[sizes.architecture].sglang
@@ -50,9 +50,9 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
     if dense and not (facts.has_dense_layers and is_in_front):
         action = "Use rollout.engine = 'transformers' for this model."
         found = f"{folder}, whose layers {dense[:8]} are dense"
-        expected = "experts in every layer: SGLang takes all layers of this architecture as sparse"
+        expected = "experts in every layer: SGLang builds all layers of this architecture as sparse ones"
         if facts.has_dense_layers:
-            expected = "dense layers in front of all others: SGLang builds them nowhere else"
+            expected = "dense layers only before all sparse ones: SGLang builds them nowhere else"
         yield Problem("model.load", found, expected, action)
     elif facts.has_dense_layers:
         keys[_NUM_DENSE] = len(dense)
@@ -60,7 +60,7 @@ def model_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) -> It
     if other:
         found = ", ".join(f"{key} = {hf[key]!r}" if key in hf else f"no {key}" for key in other)
         expected = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in other.items())
-        action = "Write them there: publishers do, transformers may leave them out of what it saves."
+        action = "Add them to config.json: publishers write them, but transformers may not save them."
         yield Problem(
             "model.load", f"{found} in config.json of {folder}", f"{expected}, which SGLang reads", action
         )
@@ -83,22 +83,22 @@ def _attention_problems(folder: Path, hf: Mapping[str, Any], sizes: ModelSizes) 
 def has_own_output(hf: Mapping[str, Any]) -> bool:
     """Return whether a server builds an output layer that no checkpoint of this tied model fills.
 
-    Its weights are random until a push sends the embedding under the name of the output layer.
+    That layer's weights are random until a push sends the embedding under the output layer's name.
 
     Args:
-        hf: The model's config.json.
+        hf: Content of the model's config.json.
     """
     family = family_of(hf)
     return family.sglang.has_own_output and family.sizes_of(hf).is_tied
 
 
 def routes_problem(architecture: str, version: str) -> Problem | None:
-    """Return the problem with routes from a version of SGLang; none where it returns them."""
+    """Return the problem with routes from this SGLang version, or None if it returns them."""
     if version not in FAMILIES[architecture].sglang.lacks_routes:
         return None
     found = f"a model of {architecture} with SGLang {version}"
     expected = (
-        "'off': routers of that model do not say there of which layer they are, and its servers would end"
+        "'off': in this version, the model's routers do not report their layer, and its servers would crash"
     )
     action = "Set rollout.routing_replay = 'off', use a later SGLang, or rollout.engine = 'transformers'."
     return Problem("rollout.routing_replay", found, expected, action)

@@ -1,4 +1,4 @@
-"""NCCL's settings that both ends of a process group must share: the trainer's, and a server's."""
+"""NCCL settings that the trainer and a server must share in one process group."""
 
 import os
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 
 
 def nccl_settings(config: Config) -> dict[str, str]:
-    """Return the variables for the environment of trainer and servers; none unless NCCL carries weights.
+    """Return environment variables for trainer and servers; empty unless NCCL transfers the weights.
 
-    SGLang turns both off in its own process where neither the environment nor its arguments say otherwise
-    (`_set_envs_and_config`); NCCL alone would have them on. Ranks of one group that differ in how they
-    allocate buffers end in an invalid-usage error, or hang, at the first broadcast on a common node.
+    SGLang turns both off in its own process unless the environment or its arguments set them
+    (`_set_envs_and_config`). NCCL's own default is on. If ranks of one group allocate buffers differently, the
+    first broadcast on a common node fails with an invalid-usage error, or hangs.
     """
     if config.rollout.engine != "sglang" or config.rollout.sglang.weight_sync != "distributed":
         return {}
@@ -24,9 +24,9 @@ def nccl_settings(config: Config) -> dict[str, str]:
 
 
 def differences(own: Mapping[str, str], of_server: Mapping[str, str]) -> str | None:
-    """Return where a server's settings differ from the trainer's own, for a message; none where they are equal.
+    """Describe how a server's settings differ from the trainer's, or return None if they are equal.
 
-    A server of an older version registered none, and is taken at its word.
+    A server that an older version of this package registered has no settings here, and counts as equal.
     """
     found = [
         f"{name}={of_server[name]} there and {value} in the trainer"

@@ -1,7 +1,7 @@
 """Checks the `[sglang]` table against the arguments of SGLang's server, and builds the command line from it.
 
-The arguments are read in a process of the interpreter that owns SGLang, and kept per version of it. Where there
-is no SGLang, those of the version that this package was tested with stand in.
+The interpreter that SGLang is installed in lists the arguments, which are cached per version of SGLang. If
+SGLang is not installed, the arguments of a tested version are used, which ship with this package.
 """
 
 import json
@@ -21,7 +21,7 @@ from megatron_dppo.errors import Problem, did_you_mean
 from megatron_dppo.runtime.cache import cache_folder, write_json
 
 PYTHON = "python"
-"""The one key of [sglang] that is no argument of the server: the interpreter that SGLang is installed in."""
+"""The only key of [sglang] that is not a server argument: the interpreter that SGLang is installed in."""
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
 
 _PRINT_VERSION = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
@@ -46,34 +46,34 @@ class Option:
     """One argument of the server."""
 
     flag: str  # "--tp-size"
-    kind: str  # "switch": given or not; "either": --x or --no-x; "many": several values; "one"
-    type: str  # name of what reads the value: "int", "float", "str", or a function of SGLang's
+    kind: str  # "switch": --x or nothing; "either": --x or --no-x; "many": several values; "one"
+    type: str  # parser of the value: "int", "float", "str", or the name of an SGLang function
     choices: list[str] | None
 
 
 def interpreter(config: Config) -> Path:
     """Return the Python interpreter that SGLang is installed in."""
     named = str(config.sglang.get(PYTHON, DEFAULT_PYTHON))
-    return Path(shutil.which(named) or named).absolute()  # unresolved: a link is what makes an environment
+    return Path(shutil.which(named) or named).absolute()  # not resolved: in a virtual environment it is a link
 
 
 def installed_version(python: Path) -> str | None:
-    """Return SGLang's version; none where the interpreter or SGLang is missing."""
+    """Return SGLang's version, or None if the interpreter or SGLang is missing."""
     lines = _run(python, _PRINT_VERSION, timeout_s=60)
     return lines[-1] if lines else None
 
 
 def is_for_cpu(python: Path) -> bool:
-    """Return whether the interpreter's environment was made for CPUs, which lacks most kernels."""
+    """Return whether the interpreter's environment was made for CPUs; it lacks most kernels."""
     return any(python.parents[1].glob("lib/python3*/site-packages/sglang_on_cpu.pth"))
 
 
 def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] | None:
-    """Read the server's arguments by their names in Python; none where SGLang is absent or does not import.
+    """Read the server's arguments by their Python names; return None if SGLang is missing or does not import.
 
     Args:
         python: The interpreter that SGLang is installed in.
-        cache: Folder of what was read before. [default: the user's cache]
+        cache: Folder of cached argument lists. [default: the user's cache]
     """
     version = installed_version(python)
     if version is None:
@@ -91,9 +91,9 @@ def read_options(python: Path, cache: Path | None = None) -> dict[str, Option] |
 
 
 def shipped_options(version: str) -> dict[str, Option]:
-    """Return the arguments of a known version of SGLang, for machines that have none.
+    """Return the arguments of a supported SGLang version, for machines without SGLang.
 
-    The file is what `read_options` gave for it; tests/sglang compares them.
+    The file is the result of `read_options` for this version; tests/sglang compares them.
     """
     text = resources.files(sglang).joinpath(f"arguments_{version}.json").read_text(encoding="utf-8")
     return {name: Option(**option) for name, option in json.loads(text).items()}
@@ -113,7 +113,7 @@ def option_problems(table: Mapping[str, Any], options: Mapping[str, Option]) -> 
 
 
 def _expected(value: Any, option: Option) -> str | None:
-    """Return a description of the expected value; none where the value is valid."""
+    """Describe the expected value, or return None if the value is valid."""
     if option.kind in ("switch", "either"):
         return None if isinstance(value, bool) else "true or false"
     if option.kind == "many":
@@ -130,7 +130,7 @@ def _expected(value: Any, option: Option) -> str | None:
 
 
 def arguments(table: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
-    """Return the command line of a table that has no problems."""
+    """Build the command-line arguments of a table without problems."""
     line: list[str] = []
     for name, value in table.items():
         if name == PYTHON:
@@ -152,7 +152,7 @@ def _text(value: Any) -> str:
 
 
 def _run(python: Path, program: str, timeout_s: float) -> list[str]:
-    """Run a program and return the lines that it prints; none where it fails."""
+    """Run a program, and return the lines that it prints; an empty list if it fails."""
     environment = server_environment(is_on_cpu=True)
     try:
         result = subprocess.run(
@@ -169,7 +169,7 @@ def _run(python: Path, program: str, timeout_s: float) -> list[str]:
 
 
 def server_environment(*, is_on_cpu: bool) -> dict[str, str]:
-    """Return this process's environment, without our PYTHONPATH and the launcher's variables."""
+    """Return this process's environment without PYTHONPATH and the launcher's variables."""
     launcher = (
         "PYTHONPATH",
         "RANK",

@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def own_servers(config: Config, runtime: Runtime) -> Iterator[None]:
-    """Run rollout.sglang.num_own_servers during the body; every rank enters once they answer.
+    """Run rollout.sglang.num_own_servers servers during the body; every rank enters once they are ready.
 
-    Servers that end by themselves are started again, as `megatron-dppo serve` does it.
+    Servers that exit by themselves are restarted, like the servers of `megatron-dppo serve`.
 
     Raises:
         ConfigError: See `plan_launch`.
-        ServerError: One does not start; or there are none of its own, and the run's servers/ names none.
+        ServerError: A server does not start; or the run starts no servers and its servers/ lists none.
     """
     if config.rollout.engine != "sglang":
         yield
@@ -47,12 +47,12 @@ def _start(config: Config, num_servers: int, threads: ThreadPoolExecutor, ended:
     running: list[Future[None]] = []
     servers = [Server(plan_launch(config, index), folder, f"own-{index}") for index in range(num_servers)]
     for server in servers:
-        server.record.unlink(missing_ok=True)  # of a run that was killed
+        server.record.unlink(missing_ok=True)  # left by a run that was killed
         limits = {"start_timeout_s": options.start_timeout_s, "max_restarts": options.max_restarts}
         running.append(threads.submit(supervise, server, ended, **limits))
     while not all(server.record.exists() for server in servers):
         for future in running:
             if future.done():
                 future.result()
-                raise ServerError("an SGLang server ended while it was started")
+                raise ServerError("an SGLang server exited during its start")
         ended.wait(0.2)

@@ -1,8 +1,8 @@
-"""Protocol of an SGLang server: requests and answers, one adapter per generation of servers.
+"""Builds the requests to an SGLang server and parses its responses, with an adapter per server version.
 
-An adapter is chosen by the version that a server reports; one that was never run against is refused. Answers
-are checked against what was asked for before anything is made of them, in a process of their own where they are
-large (`decoding_process`).
+The version that a server reports selects the adapter. Versions that the package was never run against are
+refused. Every response is checked against its request before it is used. Large responses are checked in a
+separate process (`decoding_process`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,55 +36,55 @@ from megatron_dppo.engines.sglang.sampling_settings import (
 from megatron_dppo.errors import ReplyError, ServerError
 from megatron_dppo.types import ModelRouting, RolloutTopK, RoutedExperts, WeightVersionSpan
 
-_BEYOND_LONGEST_PROMPT = 4  # SGLang cuts a response, without a word, that goes further beyond max_req_input_len
+_BEYOND_LONGEST_PROMPT = 4  # SGLang silently truncates responses further beyond max_req_input_len
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Sizes of a model that requests and answers depend on."""
+    """Sizes of a model that requests and responses depend on."""
 
     vocab_size: int
-    num_layers: int  # routes come for all of them, dense ones included
-    end_tokens: tuple[int, ...]  # sampling any of these ends a response; may be empty
-    routing: ModelRouting | None  # none for a model without experts
+    num_layers: int  # routes cover all of them, dense ones included
+    end_tokens: tuple[int, ...]  # tokens that end a response; may be empty
+    routing: ModelRouting | None  # None for a model without experts
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Version, model and limits that a server reports of itself."""
+    """Version, model and limits that a server reports."""
 
     version: str
     model_path: str
     weight_version: int
     max_prompt_tokens: int
-    max_tokens: int  # of prompt and response together
+    max_tokens: int  # limit of prompt and response together
     captures_routes: bool
     max_running_requests: int
-    num_ranks: int  # processes that hold a part of the weights each
+    num_ranks: int  # processes that each have a part of the weights
 
 
 class Generation(Protocol):
     """Protocol adapter for servers of some versions."""
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """Return the JSON of one POST to /generate."""
+        """Return the JSON body of one POST to /generate."""
         ...
 
     async def read_reply(
         self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
     ) -> Completion:
-        """Parse the body of a 200 from /generate; the tokens of a partial come before those of the body.
+        """Parse the body of a 200 from /generate, and append its tokens to the request's earlier tokens.
 
         Raises:
-            ReplyError: Anything but the answer to this request, whole and consistent; also one that the
-                decoding process ended at. Faults of the routes alone cost the completion its routes, and
-                become its `routes_fault`.
-            RolloutError: No decoding process can be kept.
+            ReplyError: The body is not a complete and consistent response to this request, or the decoding
+                process was lost at it. If only the routes are faulty, the completion has no routes and a
+                `routes_fault` instead.
+            RolloutError: The decoding process cannot be started, or was lost twice in a row.
         """
         ...
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
-        """Return the JSON of one POST to /generate that asks for the log-probs of a prompt's own tokens."""
+        """Return the JSON body of one POST to /generate that requests the log-probs of a prompt's tokens."""
         ...
 
     async def read_scores(
@@ -93,26 +93,26 @@ class Generation(Protocol):
         """Parse [L-1] float32 log-probs of each token after the first, at temperature 1, and the routes.
 
         Raises:
-            ReplyError: Anything but that.
-            RolloutError: No decoding process can be kept.
-            RoutingReplayError: Routes were asked for, and are faulty.
+            ReplyError: The body has no such log-probs.
+            RolloutError: The decoding process cannot be started, or was lost twice in a row.
+            RoutingReplayError: The requested routes are faulty.
         """
         ...
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
-        """Parse the answers to GET /server_info and GET /model_info.
+        """Parse the responses to GET /server_info and GET /model_info.
 
         Raises:
-            ServerError: The server was started with options that change what is sampled behind our back.
-            ReplyError: Something is absent.
+            ServerError: The server was started with settings that change the sampling.
+            ReplyError: A field is missing or has another type.
         """
         ...
 
     def read_load(self, body: object) -> int:
-        """Parse the number of requests that run or wait from the answer to GET /v1/loads.
+        """Parse the number of running and waiting requests from the response to GET /v1/loads.
 
         Raises:
-            ReplyError: It says something else.
+            ReplyError: A field is missing or has another type.
         """
         ...
 
@@ -124,11 +124,11 @@ class Generation0521:
     _more_parameters: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, decoding: DecodingProcess) -> None:
-        """Keep the process that decodes large answers."""
+        """Keep the process that decodes large responses."""
         self._decoding = decoding
 
     def generate_body(self, request: Request, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
-        """See `Generation.generate_body`. Every sampling parameter is named: none is left to the server."""
+        """See `Generation.generate_body`. It sets every sampling parameter, so no server default applies."""
         sampling = sampling_parameters(
             num_tokens=num_tokens_left(request, params),
             temperature=params.temperature,
@@ -152,10 +152,10 @@ class Generation0521:
         self, content: bytes, request: Request, params: SamplingParams, model: ServedModel
     ) -> Completion:
         """See `Generation.read_reply`."""
-        assert model.routing is not None or not params.capture_routes, "routes are asked of experts only"
+        assert model.routing is not None or not params.capture_routes, "only models with experts return routes"
         partial = request.partial
         expected = Expected(
-            where=f"answer to {request.id}",
+            where=f"response to {request.id}",
             request_id=request.id,
             num_prompt_tokens=len(input_tokens(request)),
             limit=num_tokens_left(request, params),
@@ -168,14 +168,14 @@ class Generation0521:
             lacks_earlier_routes=partial is not None and partial.routed_experts is None,
         )
         reply = await self._decoding.read(self._reply_reader, content, expected)
-        assert isinstance(reply, Reply), "the reader's kind of answer"
+        assert isinstance(reply, Reply), "each reader returns its own type"
         if not reply.tokens.size:
             return aborted(request)
         completion = _completion(request.id, reply, model.routing)
         return joined(partial, completion) if partial else completion
 
     def score_body(self, rid: str, tokens: Sequence[int], *, with_routes: bool) -> dict[str, Any]:
-        """See `Generation.score_body`. From position 0, the prompt is computed anew whatever is cached."""
+        """See `Generation.score_body`. With logprob_start_len = 0, a server ignores its prefix cache."""
         sampling = sampling_parameters(num_tokens=1, temperature=1.0, top_p=1.0, end_tokens=(), seed=0)
         return {
             "rid": rid,
@@ -191,7 +191,7 @@ class Generation0521:
         self, content: bytes, tokens: Sequence[int], model: ServedModel, *, with_routes: bool
     ) -> tuple[Tensor, RoutedExperts | None]:
         """See `Generation.read_scores`."""
-        assert model.routing is not None or not with_routes, "routes are asked of experts only"
+        assert model.routing is not None or not with_routes, "only models with experts return routes"
         expected = Expected(
             where="log-probs of a prompt",
             input_tokens=tuple(tokens),
@@ -199,7 +199,7 @@ class Generation0521:
             routing=model.routing if with_routes else None,
         )
         scores = await self._decoding.read("scores 0.5.21", content, expected)
-        assert isinstance(scores, PromptScores), "the reader's kind of answer"
+        assert isinstance(scores, PromptScores), "each reader returns its own type"
         return torch.from_numpy(scores.log_probs), _routed(scores.routes, model.routing)
 
     def read_facts(self, server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ServerFacts:
@@ -232,7 +232,7 @@ class Generation0521:
 
 
 class Generation0522(Generation0521):
-    """Adapter for SGLang 0.5.22 and 0.5.23, which answer with the top-K in two flat arrays."""
+    """Adapter for SGLang 0.5.22 and 0.5.23, which return the top-K in two flat arrays."""
 
     _reply_reader = "reply 0.5.22"
     _more_parameters = UNUSED_SINCE_0522
@@ -255,8 +255,8 @@ GENERATIONS: Mapping[str, Generation0521] = MappingProxyType(
 )
 """Adapters by the version that a server reports, oldest first.
 
-One is added after it was run against such a server. All engines of this process share the decoding process,
-which starts with the first large answer.
+Add a version after its adapter was run against such a server. All engines of this process share the decoding
+process, which starts with the first large response.
 """
 NEWEST = next(reversed(GENERATIONS))
 """The version that `make sglang-venv` installs."""
@@ -266,7 +266,7 @@ def generation_of(version: object) -> Generation0521:
     """Return the adapter for servers that report this version.
 
     Raises:
-        ServerError: It was never run against.
+        ServerError: The package was never run against this version.
     """
     generation = GENERATIONS.get(version) if isinstance(version, str) else None
     if generation is None:

@@ -1,4 +1,4 @@
-"""Refuses requests that a server would reject, answer differently than asked, or crash on."""
+"""Refuses requests that a server would reject, sample differently than requested, or crash on."""
 
 from collections.abc import Sequence
 from typing import NoReturn
@@ -16,27 +16,27 @@ def refuse_requests(
     *,
     is_aborted: bool = False,
 ) -> None:
-    """Raise for requests that the server would refuse, answer differently than asked, or crash on.
+    """Raise for requests that the server would reject, sample differently than requested, or crash on.
 
     Args:
-        requests: To be sent.
-        params: How to sample.
-        model: What the server serves.
-        facts: What it says of itself.
-        is_aborted: Whether responses may be aborted, and sent as prompts to go on with them.
+        requests: Requests to send.
+        params: Sampling parameters.
+        model: Model that the server serves.
+        facts: Limits that the server reports.
+        is_aborted: Whether responses may be aborted, and then sent as prompts to resume them.
 
     Raises:
-        RolloutError: Says which.
+        RolloutError: A request or `params` is refused; the message names it.
     """
     if params.max_response_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
         expected = "max_response_tokens >= 1, temperature >= 0 and 0 < top_p <= 1"
         _refuse(f"found {params}", expected, "Correct the sampling parameters.")
     num_topk = params.num_topk_log_probs
-    if not 0 <= num_topk <= model.vocab_size:  # a server ends over more
+    if not 0 <= num_topk <= model.vocab_size:  # a larger one crashes the server
         expected = f"0 to the vocabulary of {model.vocab_size}"
         _refuse(f"found num_topk_log_probs = {num_topk}", expected, "Lower rollout.num_topk_log_probs.")
     if num_topk and params.top_p < 1:
-        expected = "top_p = 1: the server's top-K is of the distribution before the cut"
+        expected = "top_p = 1: the server computes its top-K before it applies top_p"
         _refuse(f"found num_topk_log_probs with top_p = {params.top_p:g}", expected, "Leave one of them out.")
     if params.capture_routes and (model.routing is None or not facts.captures_routes):
         found = "a model without experts" if model.routing is None else "a server that captures no routes"
@@ -44,7 +44,7 @@ def refuse_requests(
         _refuse(
             f"found capture_routes for {found}", expected, "Restart it, or set rollout.routing_replay = 'off'."
         )
-    most = facts.max_prompt_tokens + 1 if is_aborted else facts.max_tokens  # the last token is never sent
+    most = facts.max_prompt_tokens + 1 if is_aborted else facts.max_tokens  # prompts lack the last token
     longest = min(facts.max_prompt_tokens, most - params.max_response_tokens)
     seen: set[str] = set()
     for request in requests:
@@ -57,11 +57,11 @@ def refuse_requests(
                 "Lower data.max_prompt_tokens or rollout.max_response_tokens, or raise sglang.context_length.",
             )
         tokens = input_tokens(request)
-        if min(tokens) < 0 or max(tokens) >= model.vocab_size:  # a server ends over one
+        if min(tokens) < 0 or max(tokens) >= model.vocab_size:  # another id crashes the server
             found = f"request {request.id}: found token ids {min(tokens)} to {max(tokens)}"
             _refuse(found, f"0 to {model.vocab_size - 1}", "Use the tokenizer of this model.")
         if request.id in seen:
-            _refuse(f"found two requests {request.id}", "ids that differ", "This is a fault of the caller.")
+            _refuse(f"found two requests {request.id}", "unique ids", "This is a fault of the caller.")
         seen.add(request.id)
         if request.partial is not None:
             _refuse_partial(request.id, request.partial, params)

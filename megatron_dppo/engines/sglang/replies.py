@@ -1,6 +1,6 @@
-"""Reads whole answers of /generate: bytes of JSON in, checked arrays out.
+"""Parses responses of /generate: from bytes of JSON to checked numpy arrays.
 
-The process that decodes answers imports this module (see `decoding_process`), so it needs no tensor library.
+The process that decodes responses imports this module (see `decoding_process`), so it needs no tensor library.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,29 +24,29 @@ from megatron_dppo.errors import ReplyError, RoutingReplayError
 from megatron_dppo.types import FinishReason, ModelRouting
 
 Content = bytes | memoryview
-"""Of an answer. What is read from it is copied: its memory may be written to afterwards."""
+"""Body of a response. Readers copy from it, so its memory may be overwritten afterwards."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an answer must fit: sizes of the request and of the model, as JSON can hold them."""
+    """Sizes of the request and the model that a response must fit, in types that JSON supports."""
 
-    where: str  # names the answer in errors
+    where: str  # name of the response in errors
     request_id: str = ""
-    input_tokens: tuple[int, ...] = ()  # of which log-probs are asked for: those of a prompt's own tokens
+    input_tokens: tuple[int, ...] = ()  # prompt tokens, if their log-probs are requested
     num_prompt_tokens: int = 0
-    limit: int = 0  # of the tokens that were asked for
-    num_topk: int = 0  # K; 0: no top-K was asked for
+    limit: int = 0  # largest number of response tokens
+    num_topk: int = 0  # K; 0 means no top-K
     vocab_size: int = 0
     end_tokens: tuple[int, ...] = ()
     num_layers: int = 0
-    routing: ModelRouting | None = None  # of the routes that were asked for; none: no routes
+    routing: ModelRouting | None = None  # None if no routes are requested
     first_route_row: int = 0
-    lacks_earlier_routes: bool = False  # the tokens that were sampled before have no routes
+    lacks_earlier_routes: bool = False  # the earlier tokens of a resumed response have no routes
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Return the record that `dataclasses.asdict` and JSON made these fields of."""
+        """Build the record from the fields of `dataclasses.asdict` after a round trip through JSON."""
         routing = fields["routing"]
         if routing is not None:
             routing = ModelRouting(**(routing | {"layer_numbers": tuple(routing["layer_numbers"])}))
@@ -56,15 +56,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a request. R tokens; K top-K columns."""
+    """Parsed response to a request: R tokens, K top-K columns."""
 
     finish_reason: FinishReason
-    tokens: np.ndarray  # [R] int64; none sampled: nothing else is known
+    tokens: np.ndarray  # [R] int64; if R = 0, nothing else is known
     log_probs: np.ndarray  # [R] float32
     topk_ids: np.ndarray | None = None  # [R, K] int32
     topk_log_probs: np.ndarray | None = None  # [R, K] float32
     routes: np.ndarray | None = None  # [rows, moe_layers, top_k] uint8 (int16 above 256 experts)
-    routes_fault: str | None = None  # why routes that were asked for are absent
+    routes_fault: str | None = None  # why the requested routes are missing
     weight_versions: tuple[tuple[int, int, int], ...] = ()  # start, stop, version
     num_retractions: int = 0
     num_cached_tokens: int = 0
@@ -72,7 +72,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The log-probs of a prompt of L tokens."""
+    """Log-probs of a prompt of L tokens."""
 
     log_probs: np.ndarray  # [L-1] float32, of each token after the first
     routes: np.ndarray | None = None  # [L, moe_layers, top_k] uint8 (int16 above 256 experts)
@@ -82,17 +82,17 @@ def read_reply_0521(content: Content, expected: Expected) -> Reply:
     """Parse the body of a 200 from /generate of SGLang 0.5.21.
 
     Raises:
-        ReplyError: Anything but the answer to the request, whole and consistent. Faults of the routes alone
-            become its `routes_fault`.
+        ReplyError: The body is not a complete and consistent response to the request. If only the routes are
+            faulty, the reply has a `routes_fault` instead.
     """
     return _read_reply(content, expected, _nested_topk)
 
 
 def read_reply_0522(content: Content, expected: Expected) -> Reply:
-    """Parse the same from SGLang 0.5.22 and later, where the top-K are flat arrays in base64.
+    """Parse the body of a 200 from /generate of SGLang 0.5.22 or later, with top-K as flat base64 arrays.
 
     Raises:
-        ReplyError: As `read_reply_0521`; also a top-K in another form than was asked for.
+        ReplyError: See `read_reply_0521`; also if the top-K has another form than requested.
     """
     return _read_reply(content, expected, _flat_topk)
 
@@ -102,7 +102,7 @@ def _read_reply(content: Content, expected: Expected, read_topk: "_ReadTopK") ->
     ids, meta = _ids_and_meta(_SAMPLED, content, where)
     _require(meta, {"id": expected.request_id, "completion_tokens": len(ids)}, where)
     finish = _finish_reason(meta, ids, expected)
-    if not ids and finish == "abort":  # while it waited: such an answer says little more
+    if not ids and finish == "abort":  # aborted in the queue: such a response has few other fields
         return Reply(finish, np.zeros(0, np.int64), np.zeros(0, np.float32))
     _require(meta, {"prompt_tokens": expected.num_prompt_tokens}, where)
     tokens = decode_tokens(ids, expected.vocab_size, where)
@@ -131,8 +131,8 @@ def read_scores_0521(content: Content, expected: Expected) -> PromptScores:
     """Parse the log-probs of `expected.input_tokens` from SGLang 0.5.21.
 
     Raises:
-        ReplyError: Anything but that.
-        RoutingReplayError: Routes were asked for, and are faulty.
+        ReplyError: The body has no such log-probs.
+        RoutingReplayError: The requested routes are faulty.
     """
     where, tokens = expected.where, expected.input_tokens
     _, meta = _ids_and_meta(_SCORED, content, where)
@@ -155,11 +155,11 @@ READERS: Mapping[str, Callable[[Content, Expected], Answer]] = MappingProxyType(
         "scores 0.5.21": read_scores_0521,
     }
 )
-"""Functions that read answers, by the names that `protocol`'s adapters give them."""
+"""Functions that parse responses, by the names that the adapters in `protocol` use."""
 
 
 class _Scored(msgspec.Struct):
-    """What is read of a body; each part of meta_info is text until it is looked at."""
+    """Fields to read from a body; the values of meta_info stay undecoded JSON."""
 
     meta_info: dict[str, msgspec.Raw]
 
@@ -182,7 +182,7 @@ _ANYTHING = msgspec.json.Decoder()
 def _ids_and_meta(
     decoder: msgspec.json.Decoder[Any], content: Content, where: str
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the sampled ids and meta_info, of which the large tables stay text: `decoding` reads them."""
+    """Return the sampled ids and meta_info. Its large tables stay JSON text, which `decoding` parses."""
     try:
         body = decoder.decode(content)
         meta = {
@@ -191,7 +191,7 @@ def _ids_and_meta(
         }
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ReplyError(
-            f"{where}: found no JSON of an answer ({error}); expected one JSON object with "
+            f"{where}: found no JSON of a response ({error}); expected one JSON object with "
             f"{' and '.join(decoder.type.__struct_fields__)}"
         ) from None
     return getattr(body, "output_ids", []), meta
@@ -214,7 +214,7 @@ def _nested_topk(
 def _flat_topk(
     meta: Mapping[str, Any], tokens: np.ndarray, log_probs: np.ndarray, expected: Expected
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decode the two arrays, once the answer says that they are of the types, shape and rows expected."""
+    """Decode the two arrays, after a check of the types and the shape that the response reports."""
     where, size, vocab_size = expected.where, expected.num_topk, expected.vocab_size
     values, ids = _text(meta, _FLAT_VALUES, where), _text(meta, _FLAT_IDS, where)
     _require(
@@ -234,7 +234,7 @@ def _finish_reason(meta: Mapping[str, Any], ids: list[Any], expected: Expected) 
     """Parse the finish reason, and check it against the tokens.
 
     Raises:
-        ReplyError: An unknown reason, a stop without an end token, or a length that is not the limit.
+        ReplyError: Unknown reason, "stop" without an end token, or "length" with another length than the limit.
     """
     where, limit, end_tokens = expected.where, expected.limit, expected.end_tokens
     reason = field(meta, "finish_reason", dict, where)
@@ -250,8 +250,8 @@ def _finish_reason(meta: Mapping[str, Any], ids: list[Any], expected: Expected) 
     ends_early = any(token in end_tokens for token in ids[:-1])
     if ends_early or not agrees[kind]:
         raise ReplyError(
-            f"{where}: found finish_reason {reason!r:.200} after {len(ids)} of {limit} tokens, the last of "
-            f"them {ids[-1:]}; expected that to agree with the end tokens {end_tokens}. Check that the "
+            f"{where}: found finish_reason {reason!r:.200} after {len(ids)} of {limit} tokens, the last "
+            f"one {ids[-1:]}; expected it to agree with the end tokens {end_tokens}. Check that the "
             "server and the run read the same generation_config.json."
         )
     return kind
@@ -261,22 +261,22 @@ def _require(meta: Mapping[str, Any], expected: Mapping[str, str | int | list[in
     for name, value in expected.items():
         if field(meta, name, type(value), where) != value:
             raise ReplyError(
-                f"{where}: found {name} {meta[name]!r}; expected {value!r}. The answer belongs to another "
-                "request, or was cut."
+                f"{where}: found {name} {meta[name]!r}; expected {value!r}. The response is for another "
+                "request, or was truncated."
             )
 
 
 def _routes(
     meta: Mapping[str, Any], num_tokens: int, num_retractions: int, expected: Expected
 ) -> tuple[np.ndarray | None, str | None]:
-    """Return the routes, or a message that says why they are missing though they were asked for."""
+    """Return the requested routes, or a message that explains why they are missing."""
     where = expected.where
     if expected.routing is None:
         return None, None
     if num_retractions:
-        return None, f"{where}: the server retracted the request, so that its routes are recomputed ones"
+        return None, f"{where}: the server retracted the request, so its routes come from a recomputation"
     if expected.lacks_earlier_routes:
-        return None, f"{where}: the tokens that were sampled before have no routes"
+        return None, f"{where}: the earlier tokens of this resumed response have no routes"
     num_rows = expected.num_prompt_tokens + num_tokens - 1 - expected.first_route_row
     try:
         payload = meta.get("routed_experts")

@@ -1,13 +1,14 @@
-"""Lists SGLang's settings that change what is sampled, or what a returned log-prob means.
+"""Lists SGLang's settings that change which tokens are sampled or what a returned log-prob means.
 
-Written from the sources of 0.5.21, 0.5.22 and 0.5.23: server arguments, environment variables and sampling
-parameters. The package sets a setting (`SET`), refuses it (`REFUSED_ARGUMENTS`, `REFUSED_VARIABLES`), or sends
-it in each request (`sampling_parameters`). `check`, the servers that the package starts, and the facts that any
-server reports are held to the same tables.
+The tables come from the sources of 0.5.21, 0.5.22 and 0.5.23: server arguments, environment variables and
+sampling parameters. The package sets a setting (`SET`), refuses it (`REFUSED_ARGUMENTS`, `REFUSED_VARIABLES`),
+or sends it in each request (`sampling_parameters`). `check`, the servers that the package starts, and the facts
+that any server reports are compared with the same tables.
 
-Settings of precision and of kernels are not here: dtype, quantization, kv_cache_dtype, attention_backend, ...
-Such a server still draws from the distribution whose log-probs it returns, and `measure-mismatch` shows how far
-that is from the trainer's. Speculative decoding draws from it too, at acceptance thresholds of 1.
+Settings of precision and of kernels are not listed: dtype, quantization, kv_cache_dtype, attention_backend, ...
+A server with such settings still samples from the distribution of the log-probs that it returns, and
+`measure-mismatch` reports how far this is from the trainer's distribution. The same is true for speculative
+decoding with acceptance thresholds of 1.
 """
 
 import hashlib
@@ -34,30 +35,30 @@ SET: Mapping[str, str] = MappingProxyType(
         "log_requests": "the client, whose requests are long",
     }
 )
-"""Server arguments that the package sets or leaves out, and what decides them."""
+"""Server arguments that the package sets or leaves out, with the source of their values."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A refused setting: its effect, and the values that have none; unset has none either."""
+    """A refused setting: its effect, and the values without an effect. An unset one has no effect either."""
 
     effect: str
     neutral: tuple[Any, ...] = (False, None, "", "null")
 
 
 _OTHER_MODEL = "the server would serve another model than model.load describes"
-_OLD_CACHE = "it keeps keys and values outside the server, and a push does not remove those of older weights"
+_OLD_CACHE = "it keeps keys and values outside the server, and a push does not remove the old ones"
 _OTHER_TOKENS = "tokens would be drawn from another distribution than the model's"
 REFUSED_ARGUMENTS: Mapping[str, Setting] = MappingProxyType(
     {
         "speculative_accept_threshold_single": Setting(_OTHER_TOKENS, (1.0, None)),
         "speculative_accept_threshold_acc": Setting(_OTHER_TOKENS, (1.0, None)),
         "enable_watermark": Setting(_OTHER_TOKENS),
-        "watermark_config": Setting(_OTHER_TOKENS, ("", None, "<redacted>")),  # as servers report any value
+        "watermark_config": Setting(_OTHER_TOKENS, ("", None, "<redacted>")),  # as reported for any value
         "enable_strict_thinking": Setting(_OTHER_TOKENS),
         "dllm_algorithm": Setting("tokens would not be sampled one after the other"),
         "rl_on_policy_target": Setting("log-probs would be rounded to bfloat16"),
-        "allow_auto_truncate": Setting("a prompt would be cut without a word"),
+        "allow_auto_truncate": Setting("prompts would be truncated silently"),
         "json_model_override_args": Setting(_OTHER_MODEL, ("{}", "", None, {})),
         "decrypted_config_file": Setting(_OTHER_MODEL),
         "modelopt_checkpoint_restore_path": Setting(_OTHER_MODEL),
@@ -70,35 +71,35 @@ REFUSED_ARGUMENTS: Mapping[str, Setting] = MappingProxyType(
         "enable_unified_cache_external_linker": Setting(_OLD_CACHE),
     }
 )
-"""Server arguments that are refused."""
+"""Refused server arguments."""
 
 _OFF = ("", "0", "false", "no", "n", "off")
-_UNTRIED = "another front end would read the requests, which was never run against"
-_FAULTS = "it makes SGLang misbehave, for tests of SGLang"
+_UNTRIED = "another front end, which is untested, would read the requests"
+_FAULTS = "it injects faults for tests of SGLang"
 REFUSED_VARIABLES: Mapping[str, Setting] = MappingProxyType(
     {
         "SGLANG_RETURN_ORIGINAL_LOGPROB": Setting("log-probs would lack the temperature of the request", _OFF),
-        "SGLANG_SANITIZE_NAN_LOGITS": Setting("responses of broken weights would look like sampled ones", _OFF),
+        "SGLANG_SANITIZE_NAN_LOGITS": Setting("broken weights would produce responses that look valid", _OFF),
         "SGLANG_MAX_NEW_TOKENS_LIMIT": Setting("responses would end before rollout.max_response_tokens", ("",)),
         "SGLANG_MAX_THINK_TOKENS": Setting(_OTHER_TOKENS, ("", "-1")),
         "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": Setting(_OTHER_TOKENS, _OFF),
         "SGLANG_USE_MLX": Setting("tokens would be chosen greedily", _OFF),
         "SGLANG_RUST_SERVER": Setting(_UNTRIED, _OFF),
-        "SGLANG_DEBUG_REVERT_PR": Setting("it takes back corrections of SGLang", ("", "0")),
+        "SGLANG_DEBUG_REVERT_PR": Setting("it reverts bug fixes of SGLang", ("", "0")),
         "SGLANG_SIMULATE_*": Setting(_OTHER_TOKENS, (*_OFF, "-1", "-1.0", "match-expected", "fixed")),
         "SGLANG_DSPARK_SIMULATE_*": Setting(_OTHER_TOKENS, _OFF),
         "SGLANG_KV_CANARY_PERTURB_*": Setting(_FAULTS, (*_OFF, "0.0")),
         "SGLANG_TEST_*": Setting(_FAULTS, _OFF),
     }
 )
-"""Environment variables that are refused; a star stands for any end of a name. SGL_X means SGLANG_X too."""
+"""Refused environment variables; `*` matches any end of a name. SGL_X is the same as SGLANG_X."""
 
-_RETRACT = "SGLANG_TEST_RETRACT"  # retracts requests as a full cache does, which changes no sampling
+_RETRACT = "SGLANG_TEST_RETRACT"  # retracts requests like a full cache, which does not change the sampling
 
 SET_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers at once, without generating a token
-        "SGLANG_EXPOSE_OWN_ENV_VARS": "1",  # /server_info then has them; without what SGLang takes for secrets
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health then generates no token
+        "SGLANG_EXPOSE_OWN_ENV_VARS": "1",  # /server_info then lists them, except for likely secrets
         "TOKENIZERS_PARALLELISM": "false",
     }
 )
@@ -128,22 +129,22 @@ UNUSED_PARAMETERS: Mapping[str, Any] = MappingProxyType(
         "custom_params": None,
     }
 )
-"""Sampling parameters that each request sends with the value that changes nothing."""
+"""Sampling parameters that each request sends with a value that has no effect."""
 UNUSED_SINCE_0522: Mapping[str, Any] = MappingProxyType({"watermark": None})
-"""More of them, which 0.5.21 does not know."""
+"""Further unused parameters, which 0.5.21 does not know."""
 
 
 def sampling_parameters(
     *, num_tokens: int, temperature: float, top_p: float, end_tokens: tuple[int, ...], seed: int
 ) -> dict[str, Any]:
-    """Return all sampling parameters of a request: neither the server nor generation_config.json adds any.
+    """Return all sampling parameters of a request, so that server and generation_config.json add none.
 
     Args:
-        num_tokens: At most.
-        temperature: 0 decodes greedily.
-        top_p: 1 cuts nothing.
-        end_tokens: Each ends the response; none: no token does.
-        seed: See `seed_of`; read by servers with enable_deterministic_inference alone.
+        num_tokens: Largest number of tokens.
+        temperature: Temperature; 0 decodes greedily.
+        top_p: Nucleus size; 1 means no cut.
+        end_tokens: Tokens that end the response; if empty, no token does.
+        seed: Seed from `seed_of`; only servers with enable_deterministic_inference use it.
     """
     return {
         "max_new_tokens": num_tokens,
@@ -157,9 +158,9 @@ def sampling_parameters(
 
 
 def seed_of(noise_key: tuple[int, int, int]) -> int:
-    """Return the seed of a sample's noise from (seed, rollout, sample), 0 to 2^63 - 1.
+    """Return the seed of a sample's noise from (seed, rollout, sample), an integer from 0 to 2^63 - 1.
 
-    SGLang adds the token's position, so that a response goes on with the same noise after an interruption.
+    SGLang adds the token's position, so a response resumes with the same noise after an interruption.
     """
     digest = hashlib.blake2b(repr(noise_key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -181,8 +182,8 @@ def variable_problems(environment: Mapping[str, str], where: str = "the environm
     """Yield a problem for each environment variable that must not reach a server.
 
     Args:
-        environment: A process's.
-        where: Whose it is.
+        environment: Environment variables of a process.
+        where: Name of the process or environment in the problem.
     """
     for name, value in sorted(environment.items()):
         setting = _variable(name)
@@ -193,7 +194,8 @@ def variable_problems(environment: Mapping[str, str], where: str = "the environm
 def reported_problems(server_info: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each setting in a server's /server_info that changes the sampling.
 
-    Variables are there if the server was started with SGLANG_EXPOSE_OWN_ENV_VARS, as the package's own are.
+    A server reports its environment only if it was started with SGLANG_EXPOSE_OWN_ENV_VARS=1, which the package
+    sets for its own servers.
     """
     where, action = "/server_info", "Start the server with megatron-dppo serve, or without this setting: {}."
     if server_info.get("preferred_sampling_params"):

@@ -1,6 +1,6 @@
 """Runs SGLang servers as children of this process: start, wait for health, register, restart, stop.
 
-A server that answers is registered as run/servers/<name>.json; whoever looks for servers reads that folder.
+A server is registered as run/servers/<name>.json once it is healthy. Clients find servers in that folder.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from megatron_dppo.runtime.jsonl import write_jsonl
 logger = logging.getLogger(__name__)
 
 API_KEY = "MEGATRON_DPPO_SGLANG_API_KEY"
-"""Environment variable with the key that servers ask for and clients send; unset: none."""
+"""Environment variable with the API key that servers require and clients send. Unset means no key."""
 _ENTRY = f"""
 import os, runpy, signal, sys, threading, time
 
@@ -57,23 +57,23 @@ if os.environ.get({API_KEY!r}):
     sys.argv[1:1] = ["--api-key", os.environ[{API_KEY!r}]]
 runpy.run_module("sglang.launch_server", run_name="__main__")
 """
-"""What a server's process runs: it ends with whoever started it, even if that is killed."""
-_LOG_TAIL = 3000  # characters of a log that an error shows
+"""Program of a server's process. It ends with the process that started it, even if that is killed."""
+_LOG_TAIL = 3000  # characters of the log in an error message
 _PORT_TAKEN, _MOST_STARTS = b"address already in use", 3
 
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """Registration of a server that answers: its file in the run's servers/."""
+    """Registration of a healthy server: its file in the run's servers/."""
 
     name: str
     url: str
-    host: str  # of the process
+    host: str  # host of the process
     pid: int
     version: str
     since: str
-    num_starts: int  # above 1: it was restarted, and holds the weights of model.load again
-    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # what the trainer's environment must equal
+    num_starts: int  # above 1 after a restart, which loads the weights of model.load again
+    nccl: Mapping[str, str] = field(default_factory=dict[str, str])  # variables that the trainer must share
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,20 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     url: str
-    nccl: Mapping[str, str]  # in the environment too
+    nccl: Mapping[str, str]  # NCCL variables; `environment` has them too
 
 
 def plan_launch(config: Config, index: int = 0) -> Launch:
-    """Build the command for a server of this run, on a free port unless sglang.port names one.
+    """Build the command for a server of this run, on a free port unless sglang.port sets one.
 
     Args:
-        config: The run's.
-        index: Of the server among several on one host; each takes the GPUs after those of the one before.
+        config: The run's configuration.
+        index: Index of the server on its host; each server uses the GPUs after the previous server's GPUs.
 
     Raises:
-        ConfigError: SGLang is not in sglang.python, or for CPUs, is of a version never run against, the table
-            has problems, an environment variable changes the sampling, or model.load is not what a server can
-            load, serves as it is, and returns routes of.
+        ConfigError: sglang.python has no SGLang, one for CPUs or an unknown version; [sglang] has problems; an
+            environment variable changes the sampling; or SGLang cannot load the model, serve it correctly or
+            return its routes.
     """
     python, table = interpreter(config), dict(config.sglang)
     options = read_options(python)
@@ -123,7 +123,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     )
     if not has_weights:
         table.setdefault("load_format", "dummy")
-        logger.info("the server begins with random weights: a push brings the model's")
+        logger.info("the server starts with random weights until a push sends the model's weights")
     is_on_cpu, replay = table.get("device") == "cpu", config.rollout.routing_replay != "off"
     if replay and (problem := routes_problem(family.architecture, str(version))) is not None:
         raise ConfigError(problem)
@@ -131,7 +131,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
     if index and not is_on_cpu:
         table["base_gpu_id"] = int(table.get("base_gpu_id", 0)) + index * int(table.get("tp_size", 1))
     if replay and not is_on_cpu:
-        table.setdefault("moe_runner_backend", "triton")  # others choose experts where no capture sees it
+        table.setdefault("moe_runner_backend", "triton")  # others do not capture all choices
     owned = {
         "model_path": str(model.absolute()),
         "random_seed": config.run.seed,
@@ -139,7 +139,7 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
         "enable_return_routed_experts": replay,
         "enable_memory_saver": config.rollout.sglang.colocated and not is_on_cpu,
         "skip_tokenizer_init": True,
-        "sampling_defaults": "openai",  # none of generation_config.json's
+        "sampling_defaults": "openai",  # ignores generation_config.json
     }
     reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
     nccl = nccl_settings(config)
@@ -152,14 +152,14 @@ def plan_launch(config: Config, index: int = 0) -> Launch:
 
 
 def _unusable(python: Path) -> Problem:
-    """Return the problem with an SGLang whose arguments cannot be read: absent, or it does not import."""
+    """Return the problem with an SGLang that is missing or does not import."""
     version = installed_version(python)
     if version is None:
         action = "Run make sglang-venv, or set sglang.python to the interpreter that SGLang is installed in."
         return Problem("sglang.python", f"{python}, without SGLang", "an interpreter with it", action)
-    found, action = f"{python}, whose SGLang {version} does not import", "Fix what this prints: "
+    found, action = f"{python}, where SGLang {version} does not import", "Fix the error that this prints: "
     action += f"{python} -c 'import sglang.srt.server_args'"
-    return Problem("sglang.python", found, "an SGLang that can be used", action)
+    return Problem("sglang.python", found, "an SGLang that imports", action)
 
 
 def free_port() -> int:
@@ -170,27 +170,28 @@ def free_port() -> int:
 
 
 class Server:
-    """One server process and its children; owned by whoever started it, who must stop it."""
+    """One server process and its children; the process that starts it must stop it."""
 
     def __init__(self, launch: Launch, folder: Path, name: str) -> None:
         """Keep the command; starts no process.
 
         Args:
-            launch: What to run.
+            launch: Command and environment.
             folder: The run's servers/, for the registration and the log.
-            name: Of the two files.
+            name: Name of the two files.
         """
         self.launch, self.record = launch, folder / f"{name}.json"
         self.log = folder / f"{name}.log"
         self._name, self._process, self._num_starts = name, None, 0
 
     def start(self, timeout_s: float, ended: threading.Event | None = None) -> ServerRecord | None:
-        """Start the server, wait until it answers, and register it; none where `ended` was set before.
+        """Start the server, wait until it is healthy, and register it. Return None if `ended` was set before.
 
-        One whose port another process took meanwhile is started again: SGLang picks ports before it uses them.
+        SGLang picks ports before it uses them. If another process takes one meanwhile, the server is started
+        again.
 
         Raises:
-            ServerError: It ended, or did not answer in time; nothing of it is left running.
+            ServerError: The server exited, or was not healthy in time. All its processes are stopped then.
         """
         for left in reversed(range(_MOST_STARTS)):
             before = self.log.stat().st_size if self.log.exists() else 0
@@ -235,16 +236,16 @@ class Server:
         except BaseException:
             self.stop(grace_s=0)
             raise
-        logger.info("server %s answers at %s (SGLang %s)", self._name, record.url, record.version)
+        logger.info("server %s is ready at %s (SGLang %s)", self._name, record.url, record.version)
         return record
 
     def status(self) -> int | None:
-        """Return the exit status of a server that ended; none while it runs."""
-        assert self._process is not None, "asked of a server that was started"
+        """Return the exit status of the server, or None while it runs."""
+        assert self._process is not None, "the server was started"
         return self._process.poll()
 
     def stop(self, grace_s: float = 20.0) -> None:
-        """Terminate the server and all its children, then kill the rest; returns at once where none runs."""
+        """Terminate the server and its children, then kill the rest; return at once if none runs."""
         self.record.unlink(missing_ok=True)
         process, self._process = self._process, None
         if process is None:
@@ -254,26 +255,26 @@ class Server:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what is left of its session
+            os.killpg(process.pid, signal.SIGKILL)  # processes left in its session
         process.wait()
 
     def _wait(self, timeout_s: float, ended: threading.Event) -> str | None:
-        """Wait until the server answers, and return its version; none where the wait was cancelled."""
+        """Wait until the server is healthy, and return its version, or None if the wait was cancelled."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if (status := self.status()) is not None:
-                raise ServerError(self._sentence(f"it ended with status {status} before it answered"))
+                raise ServerError(self._sentence(f"it ended with status {status} during its start"))
             if asyncio.run(_is_healthy(self.launch.url)):
                 return asyncio.run(_version(self.launch.url))
             if ended.wait(0.5):
                 return None
-        raise ServerError(self._sentence(f"no answer within {timeout_s:g} s (rollout.sglang.start_timeout_s)"))
+        raise ServerError(self._sentence(f"no reply within {timeout_s:g} s (rollout.sglang.start_timeout_s)"))
 
     def _sentence(self, found: str) -> str:
         tail = self.log.read_text(errors="replace")[-_LOG_TAIL:]
         return (
-            f"server {self._name}: {found}; expected it to answer at {self.launch.url}/health. Fix what "
-            f"its log says ({self.log}):\n{tail}"
+            f"server {self._name}: {found}; expected status 200 from {self.launch.url}/health. Fix "
+            f"the error in its log ({self.log}):\n{tail}"
         )
 
 
@@ -281,7 +282,7 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
     """Keep a server running until `ended` is set, then stop it.
 
     Raises:
-        ServerError: It does not start, or ended more than `max_restarts` times.
+        ServerError: The server does not start, or ended more than `max_restarts` times.
     """
     num_restarts = 0
     try:
@@ -293,7 +294,7 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
             if num_restarts == max_restarts:
                 raise ServerError(
                     f"server at {server.launch.url}: found it ended with status {status} after {num_restarts} "
-                    f"restarts; expected it to run. Fix what its log says ({server.log}), or raise "
+                    f"restarts; expected it to run. Fix the error in its log ({server.log}), or raise "
                     "rollout.sglang.max_restarts."
                 )
             num_restarts += 1
@@ -306,7 +307,7 @@ def supervise(server: Server, ended: threading.Event, *, start_timeout_s: float,
 
 
 def registered(folder: Path) -> list[ServerRecord]:
-    """Return the servers registered in a run's servers/ by name, node-2 before node-10."""
+    """Return the servers registered in a run's servers/, sorted by name with node-2 before node-10."""
     records: list[ServerRecord] = []
     for path in sorted(folder.glob("*.json"), key=_by_numbers):
         try:
@@ -314,7 +315,7 @@ def registered(folder: Path) -> list[ServerRecord]:
             records.append(ServerRecord(**content))
         except (OSError, ValueError, TypeError) as error:
             raise ServerError(
-                f"{path}: found {error}; expected what megatron-dppo serve writes. Remove the file, and start "
+                f"{path}: found {error}; expected a file of megatron-dppo serve. Remove the file, and start "
                 "the server again."
             ) from None
     return records
@@ -330,13 +331,13 @@ def require_registered(folder: Path) -> list[ServerRecord]:
     """Return the servers registered in a run's servers/, at least one.
 
     Raises:
-        ServerError: It names none.
+        ServerError: The folder has no registered server.
     """
     records = registered(folder)
     if not records:
         raise ServerError(
             f"{folder}: found no SGLang server; expected one or more. Start them with megatron-dppo serve and "
-            "the config of this run, and wait until they answer; or set rollout.sglang.num_own_servers."
+            "the config of this run, and wait until they are ready; or set rollout.sglang.num_own_servers."
         )
     return records
 

@@ -1,4 +1,4 @@
-"""Samples responses one by one on several servers that hold weights of one version."""
+"""Samples responses one by one on several servers that have weights of one version."""
 
 import asyncio
 import logging
@@ -24,9 +24,9 @@ from megatron_dppo.errors import ReplyError, RolloutError, ServerError
 
 logger = logging.getLogger(__name__)
 
-_MAX_SERVERS = 3  # that one request is given to: one that ends servers must not end them all
+_MAX_SERVERS = 3  # for one request: a request that crashes servers must not crash all of them
 _ASK_LOAD_S = 2.0
-_ABORT_AGAIN_S = 0.1  # after the first abort; then doubled
+_ABORT_AGAIN_S = 0.1  # pause after the first abort; doubled after each further one
 _LONGEST_PAUSE_S = 1.0
 
 
@@ -34,13 +34,14 @@ _Task = asyncio.Task[Answer]
 
 
 class ServerSession:
-    """Sends each request to the least loaded server, and to another where one fails; an `engine.Session`.
+    """Sends each request to a lightly loaded server, and to another server if that one fails.
 
-    `async with` polls the servers' loads inside of the block, and cancels what is in flight when it is left: a
-    server aborts a request within seconds once its connection is closed. All calls are made in one event loop.
+    Implements `engines.base.Session`. Inside its `async with` block, it polls the servers' loads. At the end of
+    the block it cancels the requests in flight: a server aborts a request within seconds after its connection
+    is closed. All calls must be made in one event loop.
 
     Attributes:
-        errors: Why requests were given up, by their ids. A request that a hold interrupted has no entry.
+        errors: Errors of failed requests, by request id. A request that a hold interrupted has no entry.
     """
 
     def __init__(
@@ -57,27 +58,27 @@ class ServerSession:
 
         Args:
             links: The servers by URL.
-            model: What they serve.
-            version: Of the weights that they hold.
-            max_in_flight: Requests that one server is given at a time, by this session.
-            hold_timeout_s: The longest that a hold waits for the next answer of a server to its aborts.
-            may_be_held: Whether responses may be aborted, and must then fit as prompts to resume them.
+            model: Model that the servers serve.
+            version: Version of the servers' weights.
+            max_in_flight: Largest number of requests in flight at one server, from this session.
+            hold_timeout_s: Longest time that a hold waits for a server's next response after an abort.
+            may_be_held: Whether responses may be aborted. If so, they must fit as prompts, to be resumed.
         """
         self._links, self._model, self._version = links, model, version
         self._all_facts = tuple(dict.fromkeys(link.facts for link in links.values()))
         self._load_balancer = LoadBalancer(tuple(links), max_in_flight)
-        self._health_locks = {url: asyncio.Lock() for url in links}  # one question at a time
+        self._health_locks = {url: asyncio.Lock() for url in links}  # one health check at a time
         self._hold_timeout_s, self._may_be_held = hold_timeout_s, may_be_held
         self.errors: dict[str, RolloutError] = {}
         self._counts = EngineCounts()
-        self._ids: set[str] = set()  # of the requests that are not settled
+        self._ids: set[str] = set()  # of pending requests
         self._waiting = deque[Asked]()
         self._in_flight: dict[_Task, InFlight] = {}
-        self._recalled: set[_Task] = set()  # cancelled, and not ended yet
+        self._recalled: set[_Task] = set()  # cancelled tasks that have not ended yet
         self._beside: list[asyncio.Task[None]] = []
         self._hold: asyncio.Task[None] | None = None
         self._is_held = False
-        self._fault: ServerError | None = None  # of the last server, once none is left
+        self._fault: ServerError | None = None  # fault of the last server, after all are drained
 
     async def __aenter__(self) -> "ServerSession":
         self._beside.append(asyncio.create_task(self._ask_loads()))
@@ -92,19 +93,19 @@ class ServerSession:
 
     @property
     def counts(self) -> EngineCounts:
-        """Requests given up or moved, retries, time-outs, and what servers said of their answers, so far."""
+        """Counts of failed and moved requests, retries, time-outs, retractions and tokens so far."""
         return sum((link.client.counts for link in self._links.values()), self._counts)
 
     @property
     def is_held(self) -> bool:
-        """See `Session.is_held`; true once the session was left, too."""
+        """See `Session.is_held`; also True after the session was left."""
         return self._is_held
 
     def refuse(self, requests: Sequence[Request], params: SamplingParams) -> None:
         """Raise for requests that a server would reject, misread or crash on.
 
         Raises:
-            RolloutError: Says which.
+            RolloutError: A request or `params` is refused; the message names it.
         """
         is_aborted = self._may_be_held or any(request.partial for request in requests)
         for facts in self._all_facts:
@@ -114,8 +115,8 @@ class ServerSession:
         """Sample one response; see `Session.ask`.
 
         Raises:
-            RolloutError: A server would refuse the request, or one of its id is not answered yet.
-            ServerError: No server is left.
+            RolloutError: A server would reject the request, or a request with its id is pending.
+            ServerError: All servers are drained.
         """
         if self._is_held:
             return aborted(request)
@@ -124,7 +125,7 @@ class ServerSession:
         self.refuse([request], params)
         if request.id in self._ids:
             raise RolloutError(
-                f"request {request.id}: found it asked for while it is not answered; expected ids that differ. "
+                f"request {request.id}: found a pending request with this id; expected unique ids. "
                 "This is a fault of the caller."
             )
         asked = Asked(request, params, asyncio.get_running_loop().create_future())
@@ -140,22 +141,22 @@ class ServerSession:
             self._ids.discard(request.id)
 
     async def hold(self) -> None:
-        """Abort what is in flight; see `Session.hold`.
+        """Abort all requests in flight; see `Session.hold`.
 
-        Aborts are repeated, since one may overtake its request. Where a server answers nothing for
-        `hold_timeout_s`, its requests are cancelled, and come back with the tokens that were sampled before: a
-        hold that waits longer is still getting answers, each of them within the client's `generate_timeout_s`.
+        Aborts are repeated, since an abort may overtake its request. If a server sends no response for
+        `hold_timeout_s`, its requests are cancelled, and return the tokens that they had when they were sent. A
+        hold takes longer only while responses arrive. Each arrives within the client's `generate_timeout_s`.
         """
         self._stop_sending()
         if self._hold is None:
             self._hold = asyncio.create_task(self._abort_in_flight())
             self._beside.append(self._hold)
-        await asyncio.wait({self._hold})  # several may wait for it, and be cancelled
+        await asyncio.wait({self._hold})  # several callers may wait for it, and may be cancelled
         if not self._hold.cancelled():
             self._hold.result()
 
     def _send(self) -> None:
-        """Send the servers as many requests as they have room for."""
+        """Send waiting requests until every server is full."""
         while self._waiting:
             url = self._load_balancer.take(group_of(self._waiting[0].request.id))
             if url is None:
@@ -167,7 +168,7 @@ class ServerSession:
             task.add_done_callback(self._land)
 
     async def _call(self, sent: InFlight) -> Answer:
-        """Ask one server, check its answer, and judge whether the server is at fault."""
+        """Send a request to its server, check the response, and decide whether the server is at fault."""
         asked, url, link = sent.asked, sent.url, self._links[sent.url]
         request = replace(asked.request, id=sent.rid)
         try:
@@ -179,26 +180,26 @@ class ServerSession:
             return Answer(error)
         except ServerError as error:
             return Answer(error, error if await self._is_at_fault(url) else None)
-        num_old = request.partial.tokens.numel() if request.partial else 0  # sampled by older weights
+        num_old = request.partial.tokens.numel() if request.partial else 0  # tokens of older weights
         versions = {span.version for span in completion.weight_versions if span.stop > num_old}
         others = sorted(versions - {self._version})
         fault = other_weights(url, others[0], self._version) if others else None
         return Answer(replace(completion, request_id=asked.request.id), fault)
 
     async def _is_at_fault(self, url: str) -> bool:
-        """Whether a server that failed at a request is drained or unhealthy; a held session need not know."""
+        """Return whether a failed server is drained or unhealthy; True without a check in a held session."""
         async with self._health_locks[url]:
             if self._is_held or url not in self._load_balancer.serving:
                 return True
             return not await self._links[url].client.is_healthy()
 
     def _land(self, task: _Task) -> None:
-        """Keep an answer, or move the request where the server is at fault; then send what waits."""
+        """Handle a finished task: complete its request, or move it if the server failed; then send others."""
         sent = self._in_flight.pop(task, None)
         if sent is None:
-            return  # recalled
+            return  # cancelled by `_recall`
         self._load_balancer.give_back(sent.url)
-        if task.cancelled():  # by the event loop, which is being closed
+        if task.cancelled():  # by the event loop, which is closing
             sent.asked.completion.cancel()
         elif (error := task.exception()) is not None:
             sent.asked.fail(error)
@@ -207,10 +208,10 @@ class ServerSession:
             self._move(sent.asked, fault)
         else:
             self._settle(sent.asked, task.result().content)
-        asyncio.get_running_loop().call_soon(self._send)  # after those who asked, who may hold the session
+        asyncio.get_running_loop().call_soon(self._send)  # callers of `ask` run first: they may hold
 
     def _settle(self, asked: Asked, content: Completion | RolloutError) -> None:
-        """Count an answer, and return it to those who asked; an aborted one in place of an error."""
+        """Count a result and complete the request; an error becomes an aborted completion."""
         request = asked.request
         self._counts += counted(request, content)
         if isinstance(content, RolloutError):
@@ -222,9 +223,9 @@ class ServerSession:
         asked.complete(content)
 
     def _drain(self, url: str, fault: ServerError) -> None:
-        """Send a server no more requests, and move those it has; answers already received are kept.
+        """Send a server no more requests, and move its requests in flight; received responses are kept.
 
-        A held session drains none: what its other requests have so far would be lost.
+        A held session drains no server, since its other requests would lose the tokens that they have so far.
         """
         if self._is_held or url not in self._load_balancer.serving:
             return
@@ -240,7 +241,7 @@ class ServerSession:
             self._move(asked, fault)
 
     def _move(self, asked: Asked, fault: ServerError) -> None:
-        """Queue a request before those never sent; give it up where too many servers failed at it."""
+        """Put a request at the head of the queue, or fail it if too many servers failed at it."""
         if self._is_held:
             asked.complete(aborted(asked.request))
         elif self._fault is not None:
@@ -253,7 +254,7 @@ class ServerSession:
             self._waiting.appendleft(asked)
 
     def _recall(self, is_meant: Callable[[InFlight], bool]) -> list[Asked]:
-        """Cancel requests in flight whose answers are not there, and return them in the order of sending."""
+        """Cancel the matching requests that have no response yet, and return them in the order of sending."""
         found = {task: sent for task, sent in self._in_flight.items() if is_meant(sent) and not task.done()}
         for task, sent in found.items():
             del self._in_flight[task]
@@ -264,21 +265,21 @@ class ServerSession:
         return [sent.asked for sent in found.values()]
 
     def _withdraw(self, asked: Asked) -> None:
-        """Forget a request that nobody waits for any more."""
+        """Drop a request that no caller waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
         self._recall(lambda sent: sent.asked is asked)
         self._send()
 
     def _stop_sending(self) -> None:
-        """Send nothing from now on; what waits to be sent comes back as it is."""
+        """Stop sending, and complete the waiting requests with their earlier tokens."""
         self._is_held = True
         while self._waiting:
             asked = self._waiting.popleft()
             asked.complete(aborted(asked.request))
 
     async def _cancel(self, is_meant: Callable[[InFlight], bool]) -> int:
-        """Cancel requests in flight, and return how many there were; they come back as they were sent."""
+        """Cancel matching requests, complete them with their earlier tokens, and return their number."""
         lost = self._recall(is_meant)
         for asked in lost:
             asked.complete(aborted(asked.request))
@@ -286,14 +287,14 @@ class ServerSession:
         return len(lost)
 
     async def _abort_in_flight(self) -> None:
-        """Abort at every server until nothing is in flight, or what is left was cancelled."""
+        """Abort at every server until no request is in flight; late ones are cancelled."""
         repeated = [asyncio.create_task(self._repeat_aborts(url)) for url in self._links]
         self._beside += repeated
         await asyncio.gather(*map(self._await_answers, self._links))
         await _end(repeated)
 
     async def _repeat_aborts(self, url: str) -> None:
-        """Abort what is in flight at one server, again and again."""
+        """Abort one server's requests repeatedly, until none is in flight."""
 
         async def abort(sent: InFlight) -> None:
             with suppress(ServerError):
@@ -306,7 +307,7 @@ class ServerSession:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _await_answers(self, url: str) -> None:
-        """Wait for the answers of one server; cancel what is left once none came for `hold_timeout_s`."""
+        """Wait for one server's responses; cancel the rest after `hold_timeout_s` without a response."""
         while found := self._at(url):
             answered, _ = await asyncio.wait(
                 found, timeout=self._hold_timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -314,8 +315,8 @@ class ServerSession:
             if not answered:
                 num_cancelled = await self._cancel(lambda sent: sent.url == url)
                 logger.warning(
-                    "server %s answered none of %d requests within %g s of their abort; they keep the tokens "
-                    "sampled before. Look at its log.",
+                    "server %s sent no response for %d aborted requests within %g s; they keep the tokens that "
+                    "they had when they were sent. Look at the server's log.",
                     url,
                     num_cancelled,
                     self._hold_timeout_s,
@@ -325,15 +326,15 @@ class ServerSession:
         return {task: sent for task, sent in self._in_flight.items() if sent.url == url}
 
     async def _ask_loads(self) -> None:
-        """Poll the servers' loads, and drain those that no longer answer."""
+        """Poll the servers' loads, and drain servers that do not respond."""
 
         async def ask(url: str, link: Link) -> None:
             try:
                 self._load_balancer.report(url, link.generation.read_load(await link.client.loads()))
             except ReplyError as error:
-                logger.warning("server %s does not say what it has to do: %s", url, error)
+                logger.warning("server %s does not report its load: %s", url, error)
             except ServerError as error:
-                if len(self._load_balancer.serving) > 1:  # the last one is given up where its requests fail
+                if len(self._load_balancer.serving) > 1:  # the last server is drained only when a request fails
                     self._drain(url, error)
                     self._send()
 

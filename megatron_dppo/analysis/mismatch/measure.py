@@ -98,9 +98,9 @@ def other_weights(
     responses: Sequence[MeasuredResponse],
     statistics: Mapping[Routes, Mapping[str, float]],
 ) -> str | None:
-    """Return the sentence on an engine that does not serve the weights of model.load; none where it does.
+    """Return a message if the engine does not serve the weights of model.load, else `None`.
 
-    It serves others where all ways of forwarding disagree with it as two models do.
+    It serves other weights if it disagrees with every kind of routes as much as two models do.
     """
     is_sglang = config.rollout.engine == "sglang"
     served = served_dtype(config) if is_sglang else config.rollout.transformers.weights
@@ -143,15 +143,15 @@ def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime, f
 
 
 def _require_usable_servers(config: Config) -> bool:
-    """Require servers that hold the weights of model.load, or none yet, and capture the routes asked for.
+    """Require servers with the weights of model.load, or without weights, that capture the requested routes.
 
     Returns:
-        Whether a push must bring the weights: a server has none, or those of an earlier measurement.
+        Whether the weights must be pushed: a server has none, or has the weights of an earlier measurement.
 
     Raises:
         ConfigError: A server serves another folder, was given other weights since, or captures no routes.
-        ServerError: One does not answer.
-        WeightSyncError: One returns log-probs without the temperature.
+        ServerError: A server does not respond.
+        WeightSyncError: A server returns log-probs without the temperature.
     """
     problems: list[Problem] = []
     records, is_pushing = registered(config.run.folder / "servers"), False

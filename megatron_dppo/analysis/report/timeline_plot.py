@@ -39,7 +39,7 @@ SECTION = Section(
 
 
 def time_line(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the section for the page: its figure, its words and its legend; None where no run has seconds."""
+    """Return the section for the page: figure, words and legend, or `None` if no run has seconds."""
     texts = [sentence(run) for run in runs]
     if not any(texts):
         return None
@@ -74,7 +74,7 @@ def figure(drawn: Sequence[Sequence[Cycle]], names: Sequence[str]) -> dict[str, 
         "height": inner + _MARGINS["t"] + _MARGINS["b"],
         "margin": _MARGINS,
         "hovermode": "closest",
-        "barmode": "stack",  # bars with a base of their own stand where it says
+        "barmode": "stack",  # bars with an explicit base start there
         "bargap": 0,
         "annotations": [],
         "shapes": [],

@@ -165,7 +165,7 @@ def _require_usable_servers(config: Config) -> bool:
             problems.append(Problem(where, facts.model_path, f"model.load, {config.model.load}", action))
         if facts.weight_version not in (0, -1):
             found, action = f"weights of version {facts.weight_version}", "Restart it; a run has pushed others."
-            problems.append(Problem(where, found, "those of model.load, version 0, or none", action))
+            problems.append(Problem(where, found, "the weights of model.load (version 0), or none", action))
         if config.rollout.routing_replay != "off" and not facts.captures_routes:
             action = "Restart it with rollout.routing_replay = 'measure'."
             problems.append(Problem(where, "no capture of routes", "one", action))
@@ -209,9 +209,7 @@ def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
     if not (math.isfinite(live) and math.isfinite(replayed)):
         return f"The KL (k3) is not finite: {live} with live routes, {replayed} with replayed ones."
     if live == 0:
-        return (
-            f"With live routes the KL (k3) is 0: nothing is left for replay, with which it is {replayed:.3e}."
-        )
+        return f"With live routes the KL (k3) is 0: replay cannot lower it. With replay it is {replayed:.3e}."
     verb = "lowers" if replayed <= live else "raises"
     return (
         f"Replaying the rollout's routes {verb} the KL (k3) by {abs(1 - replayed / live):.0%} on these tokens."

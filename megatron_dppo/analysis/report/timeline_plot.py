@@ -111,7 +111,7 @@ def _lanes(of: Sequence[Cycle]) -> Iterator[Trace]:
         beside.append((at["train"], cycle.training_s, cycle))
     yield _lane("sampling", GENERATION, _GENERATION_LANE, sampled, lambda _: 1.0)
     if any(cycle.busy for cycle in of):
-        name = "sampling beside training, %{customdata[1]}"
+        name = "sampling during training, %{customdata[1]}"
         yield _lane(name, GENERATION, _GENERATION_LANE, beside, lambda cycle: cycle.busy or 0.0)
     ends = [at["push"] + cycle.seconds["push"] for at, cycle in zip(starts, of, strict=True)]
     pushes = [end for end, cycle in zip(ends, of, strict=True) if cycle.seconds["push"]]

@@ -182,7 +182,7 @@ def run(config: Config, question: Question, folder: Path) -> None:
     """Evaluate the question, write the results, and print the table. Every rank of the job calls this.
 
     Raises:
-        MegatronDppoError: The errors of `answer`.
+        MegatronDppoError: The evaluation failed.
     """
     with joined_processes(config) as runtime, full_disk_explained(folder):
         found = answer(config, question, runtime)

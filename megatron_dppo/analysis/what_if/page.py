@@ -29,7 +29,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("mean M", "Over tokens with A other than 0", lambda r: number(mean_weight(r))),
     (
         "gradient mass kept [%]",
-        "Sum of |M| min(r, C) |A| over that of M = 1",
+        "Sum of |M| min(r, C) |A| over the same sum with M = 1",
         lambda r: share(r["gradient_mass_kept"]),
     ),
     (

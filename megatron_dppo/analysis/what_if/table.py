@@ -1,4 +1,4 @@
-"""Formats a what-if answer as tables for a terminal of 100 columns."""
+"""Formats what-if results as tables for a terminal of 100 columns."""
 
 import math
 import statistics

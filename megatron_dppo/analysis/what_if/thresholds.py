@@ -30,7 +30,7 @@ MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
         "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
     }
 )
-"""The fields that are a rule's main threshold; "none" has none, and "own" what `main_thresholds` says."""
+"""Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
 
 
 def main_thresholds(objective: Objective) -> dict[str, float]:

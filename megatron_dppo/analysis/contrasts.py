@@ -44,7 +44,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 def contrast(values: Sequence[float], others: Sequence[float]) -> Contrast:
     """Return `values` minus `others`, pair by pair: runs of equal seeds, whose common part cancels.
 
-    With few pairs a percentile bootstrap is too narrow: read an interval of five pairs as a hint.
+    A percentile bootstrap is too narrow with few pairs: treat an interval of five pairs as a hint.
     """
     differences = np.asarray(values, dtype=np.float64) - np.asarray(others, dtype=np.float64)
     assert differences.size > 0, "a contrast is of pairs"
@@ -66,9 +66,9 @@ class PooledChange:
 
 
 def pooled_change(weights: Sequence[float], before: Sequence[float], after: Sequence[float]) -> PooledChange:
-    """Return the change from the weighted mean of `before` to that of `after`, measured on the same tokens.
+    """Return the change of the weighted mean from `before` to `after`, measured on the same tokens.
 
-    Pairs are resampled whole. NaN where a weighted mean of `before` is 0; no interval with one pair.
+    Pairs are resampled together. NaN if a weighted mean of `before` is 0. One pair gives no interval.
     """
     w, a, b = (np.asarray(values, dtype=np.float64) for values in (weights, before, after))
     assert w.size == a.size == b.size > 0, "a change is of pairs"

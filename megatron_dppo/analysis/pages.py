@@ -17,6 +17,6 @@ def page_templates(package: str) -> jinja2.Environment:
 
 
 def plotly_basic() -> str:
-    """Return the JavaScript of plotly.js for scatter, bar and pie traces, to stand in a page."""
+    """Return the JavaScript of plotly.js for scatter, bar and pie traces, to embed in a page."""
     file = resources.files("megatron_dppo.analysis") / "vendored" / "plotly-basic.min.js"
     return file.read_text(encoding="utf-8")

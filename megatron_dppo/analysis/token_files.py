@@ -65,7 +65,7 @@ def rollouts_to_show(listed: Mapping[str, Collection[int]], asked: int | None) -
 
     Args:
         listed: Listed rollouts by the run's name.
-        asked: A rollout; none: the last one that all of these runs list, or each run's last if they share none.
+        asked: Rollout, from 1. `None` means the last one that all runs list, or each run's last one.
 
     Raises:
         ConfigError: No run has lists, or one that has lists does not list the asked rollout.

@@ -16,31 +16,30 @@ from types import MappingProxyType
 from megatron_dppo.algorithms.advantages import SUM_TO_ZERO, TOLERANCE
 
 WINDOW = 10  # rollouts before the one that is checked
-ENOUGH = 5  # of them, at least; and rollouts of a mean reward
-LENGTH_FACTOR = 2.0  # longer or shorter than usual by this
-TV_FACTOR, TV_FLOOR = 3.0, 0.01  # above usual by this, and large enough to matter
-IN_A_ROW = 3  # rollouts whose tail is above: a single one rests on its two or three largest tokens
-AGREEMENT_DROP = 0.05  # below usual by this share of experts
-LOST_OF_GAIN, STANDARD_ERRORS = 0.5, 3.0  # a fall of the mean reward: of what was gained, and beyond chance
-SHOWN = 3  # names of metrics in a message
+ENOUGH = 5  # minimum rollouts for a usual value; rollouts in a mean reward
+LENGTH_FACTOR = 2.0  # alarm if longer or shorter than usual by this factor
+TV_FACTOR, TV_FLOOR = 3.0, 0.01  # alarm if above usual by this factor and above the floor
+IN_A_ROW = 3  # rollouts with a larger tail: a single one depends on its two or three largest tokens
+AGREEMENT_DROP = 0.05  # alarm if below usual by this share of experts
+LOST_OF_GAIN, STANDARD_ERRORS = 0.5, 3.0  # fall of the mean reward: share of its gain, and standard errors
+SHOWN = 3  # maximum names of metrics in a message
 NOISE_LIMIT = 0.01
 """Share of the tokens with A != 0 that may be masked before any update, while pi and mu have the same weights.
 
-That is twice the share of updates that section 5.3 of the paper (arXiv 2602.04879) finds to be bad. Noise falls
-in the bad direction about every other time, so with 1 % masked the threshold is near the noise's 98th
-percentile.
+Section 5.3 of the paper (arXiv 2602.04879) finds that half this share of updates is bad. Noise points in the
+bad direction about half of the time, so with 1 % masked the threshold is near the noise's 98th percentile.
 """
 
 Row = Mapping[str, float]
 
 
 def alarms(history: Sequence[Row], row: Row, steps: Sequence[Row] = ()) -> dict[str, str]:
-    """Return what is wrong with a rollout, in words by alarm; empty where nothing is.
+    """Return the message of each alarm that a rollout raises, by the alarm's name.
 
     Args:
-        history: Metrics of all rollouts before it, in order.
-        row: Of this one.
-        steps: Of its gradient steps.
+        history: Metrics of all earlier rollouts, in order.
+        row: Metrics of this rollout.
+        steps: Metrics of its gradient steps.
     """
     found = {name: rule(history, row) for name, rule in RULES.items()}
     found["not_finite"] = _not_finite([row, *steps])
@@ -57,8 +56,8 @@ class AlarmWatch:
 
         Args:
             history: Metrics of all rollouts so far, in order.
-            last_steps: Metrics of the gradient steps of the last one.
-            is_raised: Whether the alarms of the last one were raised, so that they are not raised again.
+            last_steps: Metrics of the last rollout's gradient steps.
+            is_raised: Whether the last rollout's alarms were raised already, and are not raised again.
         """
         self.rows: list[Row] = list(history)
         self._steps: list[Row] = []
@@ -71,7 +70,7 @@ class AlarmWatch:
         self._steps.append(values)
 
     def check(self, row: Row) -> dict[str, str]:
-        """Return the alarms of a rollout that the rollout before it did not raise."""
+        """Return the alarms of a rollout that the previous rollout did not raise."""
         found = alarms(self.rows, row, self._steps)
         new = {name: text for name, text in found.items() if name not in self._last}
         self.rows.append(row)
@@ -81,8 +80,8 @@ class AlarmWatch:
     def good_until(self, found: Mapping[str, str]) -> int:
         """Return the number of rollouts finished before the last rollout's trouble began.
 
-        A collapse began after the rollouts whose mean reward was best, a larger tail in the first of the
-        rollouts that have it; everything else in the rollout itself.
+        A collapse began after the rollouts with the best mean reward. A larger tail began in the first of the
+        rollouts that have it. Every other alarm began in the rollout itself.
         """
         if "reward_collapse" not in found:
             is_old = [_age(row) == _age(self.rows[-1]) for row in self.rows]
@@ -93,7 +92,7 @@ class AlarmWatch:
 
 
 def write_alarms(folder: Path, rollout: int, found: Mapping[str, str], rows: Sequence[Row]) -> Path:
-    """Write `alarm_rollout_<n>.json`: what was found, and the last rows, that rollout's included."""
+    """Write `alarm_rollout_<n>.json` with the alarms and the last rows, including the rollout's row."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"alarm_rollout_{rollout:06d}.json"
     kept = [{name: _jsonable(value) for name, value in row.items()} for row in rows[-WINDOW - 1 :]]
@@ -102,7 +101,7 @@ def write_alarms(folder: Path, rollout: int, found: Mapping[str, str], rows: Seq
 
 
 def reward_collapse(history: Sequence[Row], row: Row) -> str | None:
-    """Find a fall of ENOUGH rollouts' mean reward by more than half of what it gained, and beyond chance."""
+    """Find a fall of the mean reward over ENOUGH rollouts, by more than half of its gain and beyond chance."""
     rewards = [value for value in (_value(r, "reward/mean") for r in [*history, row]) if value is not None]
     if len(rewards) < 2 * ENOUGH:
         return None
@@ -157,12 +156,12 @@ RULES: Mapping[str, Callable[[Sequence[Row], Row], str | None]] = MappingProxyTy
 
 
 def noise_warning(rollouts: Sequence[Row]) -> str | None:
-    """Return the warning about the noise of the last ENOUGH rollouts; none where it is within NOISE_LIMIT.
+    """Return a warning if the noise of the last ENOUGH rollouts is above NOISE_LIMIT, else `None`.
 
-    What was not rolled out yet counts as free of noise: one noisy rollout is chance, unless it is very noisy.
+    Missing rollouts count as noise-free: one noisy rollout is chance, unless it is very noisy.
 
     Args:
-        rollouts: Metrics of the rollouts so far, in order; the message takes the distances of the last one.
+        rollouts: Metrics of the rollouts so far, in order. The message shows the distances of the last one.
     """
     values = [_value(row, "trust_region/noise_masked_fraction") or 0.0 for row in rollouts[-ENOUGH:]]
     masked = sum(values) / ENOUGH
@@ -179,8 +178,8 @@ def noise_warning(rollouts: Sequence[Row]) -> str | None:
     return (
         f"the trust region sits inside the engines' noise: found {masked:.1%} of tokens masked before any "
         f"update, mean of {len(values)} rollouts (|pi - mu|: {', '.join(known)}); expected at most "
-        f"{NOISE_LIMIT:.0%}. Loosen its threshold (algorithm.delta, eps_low and eps_high), or bring the "
-        "engines closer: rollout.routing_replay, algorithm.logits_dtype, weights of higher precision."
+        f"{NOISE_LIMIT:.0%}. Loosen its threshold (algorithm.delta, eps_low and eps_high), or reduce the "
+        "noise: rollout.routing_replay, algorithm.logits_dtype, weights of higher precision."
     )
 
 
@@ -188,12 +187,12 @@ class NoiseWatch:
     """Warns once in a run that the trust region masks the engines' noise."""
 
     def __init__(self, *, is_raised: bool = False) -> None:
-        """Begin without rollouts; with `is_raised` it stays silent."""
+        """Start without rollouts. With `is_raised` it never warns."""
         self._rollouts: list[Row] = []
         self._is_raised = is_raised
 
     def check(self, of_rollout: Row) -> str | None:
-        """Add what was measured before a rollout's first update, and return the warning if it is due."""
+        """Add the metrics before a rollout's first update. Return the warning if it is due."""
         if not of_rollout or self._is_raised:
             return None
         self._rollouts.append(of_rollout)
@@ -202,7 +201,7 @@ class NoiseWatch:
         return warning
 
     def restarted(self) -> NoiseWatch:
-        """Return a watch without rollouts that warns only if this one has not."""
+        """Return a watch without rollouts. It warns only if this watch has not warned."""
         return NoiseWatch(is_raised=self._is_raised)
 
 
@@ -216,14 +215,14 @@ def _not_finite(rows: Sequence[Row]) -> str | None:
 
 
 def _running_means(rewards: Sequence[float | None]) -> dict[int, float]:
-    """Return means of ENOUGH successive known rewards, by the number of rollouts finished after the last."""
+    """Return means of ENOUGH successive finite rewards, keyed by the number of rollouts up to the last one."""
     known = [(number, value) for number, value in enumerate(rewards, start=1) if value is not None]
     windows = (known[i : i + ENOUGH] for i in range(len(known) - ENOUGH + 1))
     return {window[-1][0]: fmean(value for _, value in window) for window in windows}
 
 
 def _value(row: Row, name: str) -> float | None:
-    """Return a metric of the row; none where it is absent or not finite."""
+    """Return a metric of the row, or `None` if it is absent or not finite."""
     value = row.get(name, math.nan)
     return value if math.isfinite(value) else None
 
@@ -234,7 +233,7 @@ def _usual(history: Sequence[Row], name: str) -> float | None:
 
 
 def _as_old(history: Sequence[Row], row: Row) -> list[Row]:
-    """Return the rollouts whose tokens were as old as this one's: age sets pi and mu apart, too."""
+    """Return the rollouts with the same token age as this one. Age also increases the mismatch."""
     return [each for each in history if _age(each) == _age(row)]
 
 

@@ -1,15 +1,18 @@
 """Estimates the paper's performance bound from a run's batches: the surrogate and the error terms.
 
-`tests/unit/exact_bounds.py` computes the same terms exactly on problems whose responses can be enumerated. Here
-a mini-batch stands for the expectation over mu, advantages for rewards (a baseline changes no term of Theorem
-3.1; a group's own mean scales the surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms),
-the largest |A| of the mini-batch for xi, and its longest response for T.
+`tests/unit/exact_bounds.py` computes the same terms exactly on problems with enumerable responses. This module
+estimates them from a mini-batch:
 
-The linear term needs the mean of the total variation. |r - 1| / 2 of the sampled token estimates that without
-bias (Eq. 10), if mu can sample every token. Binary-TV, |pi - mu| of the sampled token, has less noise and a
-mean that is too small. The quadratic term needs the maximum of the total variation, which no single token
-estimates. It takes the largest Binary-TV, |A| and length of the mini-batch. Each is at most the true maximum,
-so the term is too small, and the smaller of both terms may be. Nothing here is a guarantee.
+- The mean over the mini-batch estimates the expectation over mu.
+- Advantages replace rewards. A baseline changes no term of Theorem 3.1. Subtracting the group mean scales the
+  surrogate by 1 - 1/G, and `normalize_advantage_std` rescales all terms.
+- xi is the largest |A| of the mini-batch, and T its longest response.
+
+The linear term needs the mean of the total variation. |r - 1| / 2 of the sampled token is an unbiased estimate
+(Eq. 10), if mu can sample every token. Binary-TV, |pi - mu| of the sampled token, has less noise, but its mean
+is too small. The quadratic term needs the maximum of the total variation, which a single token cannot estimate.
+It uses the largest Binary-TV, |A| and length of the mini-batch. Each is at most the true maximum, so the
+quadratic term is too small. The smaller of both terms may also be too small. Nothing here is a guarantee.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +36,7 @@ def add_bound_of_tokens(
     advantages: Tensor,  # [T]
     loss_mask: Tensor,  # [T] bool
 ) -> None:
-    """Add the sums over learning tokens; `add_bound_of_responses` adds the number of responses."""
+    """Add the sums over learning tokens. `add_bound_of_responses` adds the number of responses."""
     rows = loss_mask.bool().nonzero()[:, 0]
     if rows.numel() == 0:
         return
@@ -49,7 +52,7 @@ def add_bound_of_tokens(
 
 
 def add_bound_of_responses(metrics: Metrics, microbatches: Sequence[Microbatch]) -> None:
-    """Count the responses with a learning token in a data-parallel group's whole micro-batches."""
+    """Count the responses with a learning token in a data-parallel group's complete micro-batches."""
     for microbatch in microbatches:
         lengths = [
             int(microbatch.loss_mask[start:stop].sum())
@@ -63,8 +66,8 @@ def add_bound_of_responses(metrics: Metrics, microbatches: Sequence[Microbatch])
 def bound_terms(merged: Mapping[str, float]) -> dict[str, float]:
     """Return `theory/linear_term`, `quadratic_term` and `composite_term` from a step's metrics over all ranks.
 
-    4 xi times the mean over responses of the sum of TV (App. B.3), 2 xi T (T - 1) max TV^2 (Theorem 3.2), and
-    the smaller of both (App. B.3); nothing if no token learnt.
+    They are 4 xi times the mean over responses of the sum of TV (App. B.3), 2 xi T (T - 1) max TV^2
+    (Theorem 3.2), and the smaller of both (App. B.3). Empty if no token learnt.
     """
     if "theory/sum_tv_ratio" not in merged or "theory/max_tv" not in merged:
         return {}

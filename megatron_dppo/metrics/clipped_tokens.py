@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ACTIVE = "active"  # in place of a preset's name: the objective that trains
+ACTIVE = "active"  # name of the training objective, used instead of its preset's name
 TOP = 50  # tokens listed for each preset and sign, as in the paper's App. E
-MEANS = ("mu", "pi", "entropy", "tv")  # of each token, after its count
+MEANS = ("mu", "pi", "entropy", "tv")  # quantities summed for each token, after its count
 
 Sums = list[float]  # a count, and the sum of each of MEANS
 State = dict[tuple[str, str], dict[int, Sums]]  # by preset and sign ("+" or "-"), by token id
 
 
 class ClippedTokens:
-    """Sums over masked tokens, by token, preset and sign; they merge over micro-batches and ranks."""
+    """Sums over masked tokens by token, preset and sign. They merge over micro-batches and ranks."""
 
     def __init__(self) -> None:
         self._sums: State = {}
@@ -51,14 +51,14 @@ class ClippedTokens:
         return self._sums
 
     def merge(self, others: Iterable[State]) -> ClippedTokens:
-        """Add the others to this one and return it; gathered states include one's own, so start empty."""
+        """Add states to this object and return it. Gathered states include the rank's own, so start empty."""
         for other in others:
             for key, of_ids in other.items():
                 self._add(key, of_ids.items())
         return self
 
     def to_json(self) -> list[list[Any]]:
-        """Return [preset, sign, rows of an id and its sums] of each preset and sign, as JSON has them."""
+        """Return a JSON list [preset, sign, rows of a token id and its sums] for each preset and sign."""
         return [
             [*key, [[token_id, *sums] for token_id, sums in of_ids.items()]]
             for key, of_ids in self._sums.items()
@@ -66,16 +66,16 @@ class ClippedTokens:
 
     @classmethod
     def from_json(cls, content: Iterable[Any]) -> ClippedTokens:
-        """Return the sums that `to_json` gave."""
+        """Return the sums from a value of `to_json`."""
         found = cls()
         for preset, sign, rows in content:
             found._add((preset, sign), ((int(token_id), sums) for token_id, *sums in rows))
         return found
 
     def rows(self, decode: Callable[[list[int]], str], top: int = TOP) -> Iterator[dict[str, Any]]:
-        """Yield the tokens most often masked, for each preset and sign, most frequent first.
+        """Yield the most often masked tokens of each preset and sign, most frequent first.
 
-        Each row has `preset`, `sign`, `token`, `token_id`, `count`, `share` (of the preset's masked tokens of
+        Each row has `preset`, `sign`, `token`, `token_id`, `count`, `share` (of the preset's masked tokens with
         that sign), and the means of mu, pi, the entropy and |pi - mu| over the token's masked occurrences.
         """
         for (preset, sign), of_ids in sorted(self._sums.items()):

@@ -14,15 +14,15 @@ from megatron_dppo.metrics.clipped_tokens import ClippedTokens
 from megatron_dppo.metrics.clipped_tokens import State as ClippedState
 from megatron_dppo.types import Microbatch
 
-FARTHEST = 20  # tokens of each sign that a gradient step lists
-TOKENS_BEFORE, TOKENS_AFTER = 48, 16  # of the context, where the sequence has as many
+FARTHEST = 20  # tokens listed for each gradient step and sign
+TOKENS_BEFORE, TOKENS_AFTER = 48, 16  # maximum tokens of context
 
 SIGNS = {"+": 1, "-": -1}
 
 
 @dataclass(frozen=True)
 class MaskedToken:
-    """One token that the mask dropped, with its response."""
+    """A token that the mask dropped, with its response."""
 
     sign: str  # of its advantage, "+" or "-"
     sample_id: str
@@ -37,12 +37,12 @@ class MaskedToken:
 
     @property
     def rank(self) -> tuple[str, float, str, int]:
-        """Return a key that sorts by sign, by divergence from the largest down, and then by place."""
+        """Return a key that sorts by sign, then by descending divergence, then by position."""
         return self.sign, -self.divergence, self.sample_id, self.position
 
 
 class MaskedTokens:
-    """The `FARTHEST` masked tokens of each sign, by the divergence of the objective that trains."""
+    """The `FARTHEST` masked tokens of each sign with the largest divergence of the training objective."""
 
     def __init__(self) -> None:
         self._tokens: list[MaskedToken] = []
@@ -52,8 +52,8 @@ class MaskedTokens:
         """Add a rank's tokens of a micro-batch.
 
         Args:
-            microbatch: This rank's tokens, T of them; `cu_seqlens` may be those of all ranks' tokens. Without
-                `sample_ids` it is left out.
+            microbatch: This rank's T tokens. `cu_seqlens` may cover the tokens of all ranks. Nothing is added
+                without `sample_ids`.
             mask: [T] bool, False where a token is dropped.
             divergence: [T].
             log_probs: [T] log pi(y_t).
@@ -67,7 +67,7 @@ class MaskedTokens:
         self._keep_farthest()
 
     def read_around(self, microbatches: Iterable[Microbatch]) -> None:
-        """Attach the surrounding text to each token, from the step's whole micro-batches."""
+        """Attach the surrounding text to each token, from the step's complete micro-batches."""
         starts = {
             sample_id: (m.tokens, *map(int, m.cu_seqlens[place : place + 2]))
             for m in microbatches
@@ -91,7 +91,7 @@ class MaskedTokens:
 
         Each row has `sign`, `rollout`, `sample` (its id in `samples/`), `position` (among the sample's tokens,
         prompt included, from 0), `token`, `token_id`, `before` and `after` (text), `mu`, `pi`, `divergence` (a
-        string where it is not finite) and `advantage`.
+        string if it is not finite) and `advantage`.
         """
         for token in self._tokens:
             yield {
@@ -115,7 +115,7 @@ class MaskedTokens:
 
 
 def _farthest(rows: Tensor, divergence: Tensor) -> Tensor:
-    """Return the rows with the largest divergences, ties with the smallest of them included."""
+    """Return the rows with the largest divergences, including all ties with the smallest one returned."""
     if rows.numel() <= FARTHEST:
         return rows
     values = divergence[rows]
@@ -147,7 +147,7 @@ def _in_context(token: MaskedToken, tokens: Tensor, start: int, stop: int) -> Ma
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Lists of a gradient step's masked tokens: the most frequent, and those of largest divergence."""
+    """Lists of a gradient step's masked tokens: the most frequent, and the ones with the largest divergence."""
 
     clipped: ClippedTokens = field(default_factory=ClippedTokens)
     masked: MaskedTokens = field(default_factory=MaskedTokens)

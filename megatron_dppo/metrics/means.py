@@ -1,6 +1,7 @@
-"""Registries of metrics that are a mean: over the learning tokens of a step, or over the groups of a rollout.
+"""Registries of metrics that are means over the learning tokens of a step, or over the groups of a rollout.
 
-One decorated function makes a metric: it is merged over micro-batches and ranks, and written to metrics.jsonl.
+One decorated function defines a metric. Its values are merged over micro-batches and ranks, and written to
+metrics.jsonl.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,16 +18,16 @@ from megatron_dppo.metrics.metrics import Metrics
 from megatron_dppo.types import Microbatch, SampleGroup
 
 TokenValue = Callable[[FusedPolicyLoss, Microbatch], Tensor]
-"""Returns a value for each token, [T], from a micro-batch and its loss; rows that do not learn are left out."""
+"""Returns a value for each token, [T], from a micro-batch and its loss. Only learning tokens count."""
 GroupValue = Callable[[SampleGroup], float]
 """Returns a value for all responses to one prompt."""
 
 _token_means: dict[str, TokenValue] = {}
 _group_means: dict[str, GroupValue] = {}
 TOKEN_MEANS: Mapping[str, TokenValue] = MappingProxyType(_token_means)
-"""Metrics of each gradient step by name, read-only; `token_mean` adds to it."""
+"""Metrics of each gradient step by name, read-only. `token_mean` adds to it."""
 GROUP_MEANS: Mapping[str, GroupValue] = MappingProxyType(_group_means)
-"""Metrics of each rollout by name, read-only; `group_mean` adds to it."""
+"""Metrics of each rollout by name, read-only. `group_mean` adds to it."""
 
 _Value = TypeVar("_Value", bound=Callable[..., object])
 
@@ -74,7 +75,7 @@ def add_group_means(metrics: Metrics, group: SampleGroup) -> None:
 
 @token_mean("policy/entropy")
 def entropy(out: FusedPolicyLoss, microbatch: Microbatch) -> Tensor:
-    """Return the entropy of the whole vocabulary at each position, [T], in nats."""
+    """Return the entropy over the full vocabulary at each position, [T], in nats."""
     return out.entropy
 
 

@@ -1,8 +1,8 @@
-"""Accumulates statistics of tokens that merge over micro-batches and ranks.
+"""Accumulates token statistics that merge over micro-batches and ranks.
 
-Each rank adds what it saw, ranks exchange `state()`, and `Metrics().merge(states).values()` is the same
-whichever rank held which token: sums, counts, extremes and histogram counts all add up. Only the last bits
-of a sum may differ, by the order of float64 additions.
+Each rank adds its values, and ranks exchange `state()`. `Metrics().merge(states).values()` does not depend on
+the distribution of tokens over ranks, because sums, counts, extremes and histogram counts can be merged. Only
+the last bits of a sum may differ, by the order of float64 additions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MetricsState(TypedDict):
 class Histogram:
     """Counts of values in log-spaced bins by sign, and the exact extremes.
 
-    Bin 0 holds zeros, bin 1 values below 1e-8, bin OUTERMOST those of 100 and more; -n is n's mirror image.
+    Bin 0 counts zeros, bin 1 values below 1e-8, and bin OUTERMOST values of 100 and more. Bin -n mirrors bin n.
     """
 
     counts: dict[int, int] = field(default_factory=dict[int, int])
@@ -79,7 +79,7 @@ class Histogram:
         return {"counts": dict(self.counts), "smallest": self.smallest, "largest": self.largest}
 
     def quantile(self, q: float) -> float:
-        """Return a quantile as `torch.quantile` does (linear), right to within one bin; NaN if a value was."""
+        """Return a linear quantile like `torch.quantile`, exact to one bin. NaN if any value was NaN."""
         num_values = sum(self.counts.values())
         if num_values == 0 or math.isnan(self.largest):
             return math.nan
@@ -89,7 +89,7 @@ class Histogram:
         return value if weight == 0 else value + weight * (self._order_statistic(low + 1, num_values) - value)
 
     def _order_statistic(self, rank: int, num_values: int) -> float:
-        """Return the value with `rank` values before it: exact at both ends, else its bin's middle."""
+        """Return the value with `rank` values before it: exact at both ends, else the middle of its bin."""
         if rank <= 0:
             return self.smallest
         if rank >= num_values - 1:
@@ -103,7 +103,7 @@ class Histogram:
 
 
 class Metrics:
-    """Named means, sums, extremes and histograms; `values()` gives the numbers to write down."""
+    """Named means, sums, extremes and histograms. `values()` returns the numbers to write."""
 
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, float]] = {}
@@ -114,32 +114,32 @@ class Metrics:
         self._log_ratios: dict[str, Histogram] = {}
 
     def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
-        """Add to `name`, which is the sum of totals over the sum of counts."""
+        """Add to the mean `name`: the sum of totals divided by the sum of counts."""
         old_total, old_count = self._means.get(name, (0.0, 0.0))
         self._means[name] = (old_total + float(total), old_count + float(count))
 
     def add_sum(self, name: str, value: float | Tensor) -> None:
-        """Add to `name`, a plain sum."""
+        """Add to the sum `name`."""
         self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def add_max(self, name: str, value: float | Tensor) -> None:
-        """Raise `name` to `value`; a NaN stays."""
+        """Raise the maximum `name` to `value`. A NaN stays."""
         self._maxima[name] = _largest(self._maxima.get(name, -math.inf), float(value))
 
     def add_min(self, name: str, value: float | Tensor) -> None:
-        """Lower `name` to `value`; a NaN stays."""
+        """Lower the minimum `name` to `value`. A NaN stays."""
         self._minima[name] = -_largest(-self._minima.get(name, math.inf), -float(value))
 
     def add_histogram(self, name: str, values: Tensor) -> None:
-        """Count `values`; reported as `<name>_p50`, `_p99`, `_p999` and the exact `_max`."""
+        """Count `values`. Reports `<name>_p50`, `_p99`, `_p999` and the exact `_max`."""
         self._histograms.setdefault(name, Histogram()).add(values)
 
     def add_log_ratios(self, name: str, log_ratios: Tensor) -> None:
-        """Count logs; of the ratios are reported `<name>_p001`, `_p999`, and the exact `_min` and `_max`."""
+        """Count log-ratios. Reports `<name>_p001`, `_p999` and the exact `_min` and `_max` of the ratios."""
         self._log_ratios.setdefault(name, Histogram()).add(log_ratios)
 
     def quantile(self, name: str, q: float) -> float:
-        """Return any quantile of a histogram; NaN where it holds nothing."""
+        """Return a quantile of a histogram, or NaN if it is empty."""
         return self._histograms[name].quantile(q) if name in self._histograms else math.nan
 
     def state(self) -> MetricsState:
@@ -154,7 +154,7 @@ class Metrics:
         }
 
     def merge(self, others: Iterable[Metrics | MetricsState]) -> Metrics:
-        """Add the others to this one and return it; gathered states include one's own, so start empty."""
+        """Add states to this object and return it. Gathered states include the rank's own, so start empty."""
         for other in others:
             state = other.state() if isinstance(other, Metrics) else other
             for name, (total, count) in state["means"].items():
@@ -172,7 +172,7 @@ class Metrics:
         return self
 
     def values(self) -> dict[str, float]:
-        """Return each metric as a number, sorted by name; a mean over nothing is left out."""
+        """Return each metric as a number, sorted by name, without means over no values."""
         values = {name: total / count for name, (total, count) in self._means.items() if count != 0}
         values |= self._sums | self._maxima | self._minima
         for name, histogram in self._histograms.items():
@@ -188,7 +188,7 @@ class Metrics:
 
 
 def _largest(a: float, b: float) -> float:
-    """Return the larger of two numbers; NaN if either is, so that a broken token cannot hide."""
+    """Return the larger of two numbers, or NaN if either is NaN, so that a broken token cannot hide."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
@@ -200,7 +200,7 @@ def _bin_edges() -> Tensor:
 
 
 def _bin_middle(index: int) -> float:
-    """Return the geometric middle of a bin; the outer bins of a sign give the edge that bounds them."""
+    """Return the geometric middle of a bin. For the outer bins of a sign, return their bounding edge."""
     if index < 0:
         return -_bin_middle(-index)
     if index == 0:

@@ -1,7 +1,7 @@
-"""Measures how far the trainer's policy pi is from the rollout policy mu, and what trust regions mask.
+"""Measures the distance of the trainer's policy pi from the rollout policy mu, and the tokens that are masked.
 
-Pure functions of detached tensors that add to a `Metrics`. All arithmetic is in float64. Ratios and both KL
-estimators use the log-ratio log pi - log mu clamped to +-LOG_RATIO_LIMIT, so that one hopeless token gives a
+The functions take detached tensors and add to a `Metrics`. All arithmetic is in float64. Ratios and both KL
+estimators clamp the log-ratio log pi - log mu to +-LOG_RATIO_LIMIT, so that one extreme token gives a
 huge but finite number, also in float32 trackers. A NaN on a learning token is reported, never dropped.
 """
 
@@ -16,7 +16,7 @@ from megatron_dppo.algorithms.ref_kl import k3
 from megatron_dppo.metrics.metrics import Metrics
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 fits float32
-OLDEST_AGE = 8  # in weight versions; stands for older ones as well
+OLDEST_AGE = 8  # weight versions; older tokens are counted here too
 
 
 def add_mismatch(
@@ -29,10 +29,10 @@ def add_mismatch(
 ) -> None:
     """Add the distance of pi from mu over the learning tokens, which are samples of mu.
 
-    `kl_k1` and `kl_k3` both estimate KL(mu || pi): k1 = -log r is unbiased but noisy and may be negative;
-    k3 = r - 1 - log r has little noise and is never negative. r = pi / mu.
-    With prefix "mismatch_live" or "mismatch_replayed", one of two paired forwards; with "drift", the policy
-    that a gradient step starts from.
+    `kl_k1` and `kl_k3` both estimate KL(mu || pi), with r = pi / mu. k1 = -log r is unbiased but noisy, and may
+    be negative. k3 = r - 1 - log r has little noise, and is never negative.
+    The prefixes "mismatch_live" and "mismatch_replayed" name the two paired forwards. "drift" names the policy
+    at the start of a gradient step.
     """
     mask = loss_mask.bool()
     log_pi, log_mu = (x.detach()[mask].double() for x in (log_probs, rollout_log_probs))
@@ -58,7 +58,7 @@ def add_prob_diff_extremes(
     rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
     loss_mask: Tensor,  # [T] bool
 ) -> None:
-    """Add `drift/prob_diff_max` and `_min`: the largest and the smallest pi - mu of the learning tokens."""
+    """Add `drift/prob_diff_max` and `_min`, the largest and smallest pi - mu of the learning tokens."""
     rows = loss_mask.nonzero()[:, 0]
     if rows.numel() == 0:
         return
@@ -72,8 +72,8 @@ def prob_diff_so_far(of_rollout: Mapping[str, float], of_step: Mapping[str, floa
     """Return `mismatch/prob_diff_max` and `_min` over a rollout's gradient steps up to this one.
 
     Args:
-        of_rollout: The rollout's metrics so far; a checkpoint keeps them between two gradient steps.
-        of_step: The metrics of its next gradient step, with `drift/prob_diff_*` unless no token learnt.
+        of_rollout: Rollout metrics so far. A checkpoint stores them between two gradient steps.
+        of_step: Metrics of the next gradient step. They have `drift/prob_diff_*` unless no token learnt.
     """
     extremes = Metrics()
     for values, area in ((of_rollout, "mismatch"), (of_step, "drift")):
@@ -93,7 +93,7 @@ def add_topk_tv(
     *,
     prefix: str,
 ) -> None:
-    """Add `<prefix>/topk_tv_*`: total variation over mu's K most probable tokens, the sampled, the rest."""
+    """Add `<prefix>/topk_tv_*`: total variation over mu's K most probable tokens, the sampled one, the rest."""
     rows = loss_mask.nonzero()[:, 0]
     if rows.numel() == 0:
         return
@@ -110,12 +110,12 @@ def add_mismatch_by_age(
     log_probs: Tensor,  # [T] log pi(y_t) of the trainer
     rollout_log_probs: Tensor,  # [T] log mu(y_t) of the sampling distribution
     loss_mask: Tensor,  # [T] bool
-    weight_versions: Tensor,  # [T] int: that sampled y_t; below 0 where it is not known
+    weight_versions: Tensor,  # [T] int, version that sampled y_t; negative if unknown
     weight_version: int,
 ) -> None:
     """Add `mismatch_age_<n>/*`: the mismatch of tokens sampled n versions before `weight_version`.
 
-    At age 0 only the engines set pi and mu apart; OLDEST_AGE holds older tokens as well.
+    At age 0, pi and mu differ only by the engines. OLDEST_AGE counts older tokens as well.
     """
     ages = (weight_version - weight_versions).clamp(max=OLDEST_AGE)
     is_known = loss_mask.bool() & (weight_versions >= 0)
@@ -125,7 +125,7 @@ def add_mismatch_by_age(
 
 
 def without_lone_age(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics without `mismatch_age_0/*` where that is the only age: it repeats `mismatch/*`."""
+    """Return the metrics without `mismatch_age_0/*` if 0 is the only age. They would repeat `mismatch/*`."""
     ages = {name.partition("/")[0] for name in values if name.startswith("mismatch_age_")}
     repeats = "mismatch_age_0/" if ages == {"mismatch_age_0"} else None
     return {name: value for name, value in values.items() if repeats is None or not name.startswith(repeats)}
@@ -143,10 +143,11 @@ def add_trust_region(metrics: Metrics, counts: Mapping[str, Tensor | float]) -> 
 
     `masked_fraction_positive` and `_negative` are over tokens with A > 0 and A < 0. `bad_update_fraction`
     (A < 0 and mu - pi >= .5), `ratio_capped_fraction` and `divergence_mean` are over all learning tokens,
-    masked or not, A = 0 included: the paper leaves the denominator of its "bad updates" open, so
-    `bad_update_fraction_of_negative` has them over the tokens with A < 0, `_of_kept` those that M keeps over
-    all that it keeps. Infinite divergences are left out of the mean; they, and log-probs clamped to 0, get a
-    fraction of their own. Of a soft trust region, `weight_positive` and `_negative` are the means of M.
+    masked or not, A = 0 included. The paper does not define the denominator of its "bad updates". So there
+    are two more shares: `bad_update_fraction_of_negative` divides by the tokens with A < 0, and `_of_kept` is
+    the share of bad updates among the tokens that M keeps. Infinite divergences are left out of the mean.
+    They are counted in their own fraction, and so are log-probs clamped to 0. For a soft trust region,
+    `weight_positive` and `_negative` are the means of M.
     """
     num_tokens, num_positive, num_negative = (
         float(counts[name]) for name in ("num_loss_tokens", "num_positive", "num_negative")
@@ -180,10 +181,10 @@ def add_clipped(
     advantages: Tensor,  # [T]
     loss_mask: Tensor,  # [T] bool
 ) -> None:
-    """Add `clipped/*`: by sign of A, how many learning tokens M masks, and their mean mu, pi and entropy.
+    """Add `clipped/*`: count, mean mu, mean pi and mean entropy of the masked learning tokens, by sign of A.
 
-    Every masked token counts once. The lists of clipped tokens hold the most frequent token ids alone, so means
-    over those lists are of other tokens.
+    Every masked token counts once. The lists of clipped tokens contain only the most frequent token ids, so
+    means over those lists cover other tokens.
     """
     rows = (loss_mask.bool() & ~mask.bool() & (advantages != 0)).nonzero()[:, 0]
     pi, mu = log_probs[rows].double().exp(), rollout_log_probs[rows].double().exp()
@@ -202,13 +203,13 @@ def add_noise(
     mask: Tensor,  # [T] bool: M
     advantages: Tensor,  # [T]
     loss_mask: Tensor,  # [T] bool
-    weight_versions: Tensor | None = None,  # [T] int: that sampled y_t; below 0 where it is not known
+    weight_versions: Tensor | None = None,  # [T] int, version that sampled y_t; negative if unknown
     weight_version: int | None = None,
 ) -> None:
     """Add `trust_region/noise_masked_fraction`: the share of tokens with A != 0 masked before any update.
 
-    Of a rollout's first mini-batch, and of tokens that these weights sampled, or unknown ones: only noise of
-    the two engines sets pi and mu apart then, and a trust region that drops it is tighter than they agree.
+    Call it for a rollout's first mini-batch. It counts tokens sampled by the current weights, or by unknown
+    ones. Only the engines' noise separates pi and mu there. A trust region that masks it is too tight.
     """
     counted = loss_mask.bool() & (advantages != 0)
     if weight_versions is not None and weight_version is not None:
@@ -220,7 +221,7 @@ def add_noise(
 
 @torch.no_grad()
 def add_ref_kl(metrics: Metrics, log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor) -> None:
-    """Add `policy/ref_kl`: the mean of `algorithms.ref_kl.k3` over learning tokens. All are [T]."""
+    """Add `policy/ref_kl`, the mean of `algorithms.ref_kl.k3` over learning tokens. All tensors are [T]."""
     mask = loss_mask.bool()
     values = k3(log_probs[mask].double(), ref_log_probs[mask].double())
     metrics.add_mean("policy/ref_kl", values.sum(), values.numel())
@@ -230,8 +231,8 @@ def add_ref_kl(metrics: Metrics, log_probs: Tensor, ref_log_probs: Tensor, loss_
 def add_shadow_masks(
     metrics: Metrics,
     objectives: Mapping[str, Objective],
-    masks: Mapping[str, Tensor],  # [T] bool each: M; those of `objectives` that could be evaluated
-    active_mask: Tensor,  # [T] bool: M of the objective that trains
+    masks: Mapping[str, Tensor],  # [T] bool each: M of each of the `objectives` that could be evaluated
+    active_mask: Tensor,  # [T] bool: M of the training objective
     *,
     log_probs: Tensor,  # [T] log pi(y_t)
     rollout_log_probs: Tensor,  # [T] log mu(y_t)
@@ -240,11 +241,12 @@ def add_shadow_masks(
 ) -> None:
     """Add `shadow/<name>/*` over the learning tokens with A != 0: the tokens that a rule can drop.
 
-    `masked_fraction`, and `masked_fraction_positive` and `_negative` over the tokens of that sign alone;
-    `agreement`: the share that the objective and the active one both keep or both drop;
-    `dropped_mass_fraction`: of the sum of min(pi/mu, C) |A| over all those tokens, with the objective's own C,
-    the part that its mask drops. The log-ratio is clamped to +-LOG_RATIO_LIMIT. One device synchronisation
-    beside that of choosing the tokens.
+    - `masked_fraction`, and `masked_fraction_positive` and `_negative` over the tokens with that sign of A.
+    - `agreement`: share of the tokens that the objective and the active one both keep or both drop.
+    - `dropped_mass_fraction`: the mask's share of the sum of min(pi/mu, C) |A| over these tokens, with the
+      objective's C. The log-ratio is clamped to +-LOG_RATIO_LIMIT.
+
+    It synchronises the device once, in addition to the selection of the tokens.
     """
     if not masks:
         return

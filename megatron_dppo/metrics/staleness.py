@@ -1,4 +1,4 @@
-"""Measures how many versions behind the trained weights those are that sampled a rollout."""
+"""Measures staleness: weight versions between sampling a token and training on it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,13 +9,13 @@ from megatron_dppo.types import Sample, TrainBatch
 def add_staleness(metrics: Metrics, steps: Sequence[TrainBatch], weight_version: int) -> None:
     """Add `rollout/staleness_mean` and `_max`: versions between a token's weights and the current ones.
 
-    The mean is over tokens that weights of a known version sampled; without any, nothing is added. Epochs, and
-    ranks that hold the same tokens, repeat all tokens alike.
+    The mean is over tokens with a known weight version. Without such a token, nothing is added. Epochs, and
+    ranks that hold the same tokens, repeat every token equally often, so the mean does not change.
 
     Args:
-        metrics: Gets them.
+        metrics: Metrics to add to.
         steps: This rank's gradient steps on the rollout.
-        weight_version: Of the weights that are to be trained on it.
+        weight_version: Version of the trainer's weights before these steps.
     """
     for step in steps:
         for microbatch in step.microbatches:
@@ -32,10 +32,10 @@ def add_ages(metrics: Metrics, samples: Iterable[Sample], weight_version: int, m
     """Add `staleness/<n>`: the share of samples whose oldest token was sampled n versions ago.
 
     Args:
-        metrics: Gets them.
-        samples: This rank's, to be trained on.
-        weight_version: Of the weights that are to be trained on them.
-        max_staleness: The largest n.
+        metrics: Metrics to add to.
+        samples: This rank's samples, before training on them.
+        weight_version: Version of the trainer's weights.
+        max_staleness: Largest n.
     """
     for sample in samples:
         oldest = min((span.version for span in sample.weight_versions), default=weight_version)

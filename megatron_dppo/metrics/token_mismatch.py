@@ -1,7 +1,7 @@
 """Compares single tokens between the rollout engine and the trainer, with the same weights.
 
-`mismatch.py` sums over tokens while a run trains; here they are kept, so that any quantile is exact and the two
-probabilities of a token can be plotted against each other.
+`mismatch.py` sums over tokens while a run trains. This module keeps the tokens, so quantiles are exact and the
+two probabilities of a token can be plotted against each other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,20 +20,20 @@ from megatron_dppo.run_folder.folder import json_number
 from megatron_dppo.types import Microbatch
 
 Routes = Literal["live", "replayed"]
-"""Whose experts the trainer used: those of its own routers, or the rollout's."""
+"""Source of the trainer's expert choices: its own routers ("live"), or the rollout ("replayed")."""
 
 RATIO_PERCENTS: Mapping[str, float] = {"p001": 0.1, "p01": 1.0, "p50": 50.0, "p99": 99.0, "p999": 99.9}
 """Suffix of `ratio_` -> percentile of pi / mu."""
 
 _ROUNDING = {True: 1e-4, False: 0.02}
-"""|log pi - log mu| in the mean of two engines with the same weights, at most, in float32 and in bfloat16."""
+"""Largest mean |log pi - log mu| of two engines with the same weights, in float32 (True) and in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredResponse:
-    """One response of R learning tokens; the mappings hold an entry for each way it was forwarded."""
+    """One response of R learning tokens. The mappings have an entry for each kind of routes."""
 
-    prompt: Tensor  # [P] int64: what stands before the first learning token
+    prompt: Tensor  # [P] int64, the tokens before the first learning token
     tokens: Tensor  # [R] int64
     rollout_log_probs: Tensor  # [R] float32 log mu
     log_probs: Mapping[Routes, Tensor]  # [R] float32 log pi
@@ -41,11 +41,11 @@ class MeasuredResponse:
 
 
 def measured_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor]) -> Iterator[MeasuredResponse]:
-    """Return the responses of a micro-batch that have a learning token.
+    """Yield the responses of a micro-batch that have a learning token.
 
     Args:
-        microbatch: T whole tokens.
-        columns: [T, 1 + K] each, as `Actor.token_log_probs` gives them.
+        microbatch: Complete micro-batch of T tokens.
+        columns: Log-probs [T, 1 + K] for each kind of routes, from `Actor.token_log_probs`.
     """
     m = microbatch
     log_probs: dict[Routes, Tensor] = {routes: values[:, 0] for routes, values in columns.items()}
@@ -56,7 +56,7 @@ def measured_responses(microbatch: Microbatch, columns: Mapping[Routes, Tensor])
         scored = start + m.loss_mask[start:stop].nonzero()[:, 0]
         if scored.numel():
             yield MeasuredResponse(
-                prompt=m.tokens[start : scored[0] + 1].clone(),  # a view would be sent to other ranks whole
+                prompt=m.tokens[start : scored[0] + 1].clone(),  # a view would send all tokens to other ranks
                 tokens=m.targets[scored],
                 rollout_log_probs=m.rollout_log_probs[scored],
                 log_probs=_rows(log_probs, scored),
@@ -70,7 +70,7 @@ def _rows(values: Mapping[Routes, Tensor], rows: Tensor) -> dict[Routes, Tensor]
 
 def _topk_tv(m: Microbatch, columns: Tensor) -> Tensor:
     """Return the total variation over the rollout's K tokens, the sampled one and the rest, [T]."""
-    assert m.topk is not None, "asked for where the rollout kept its top-K"
+    assert m.topk is not None, "called only if the rollout kept its top-K"
     topk = TopKLogProbs(m.topk.ids, m.topk.log_probs, columns[:, 1:])
     log_probs, rollout_log_probs = columns[:, 0].clamp(max=0), m.rollout_log_probs.clamp(max=0)
     num_columns = m.topk.ids.shape[1]
@@ -78,11 +78,12 @@ def _topk_tv(m: Microbatch, columns: Tensor) -> Tensor:
 
 
 def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> dict[str, float]:
-    """Return statistics of the distance of pi from mu over all tokens, for one way of forwarding them.
+    """Return statistics of the distance of pi from mu over all tokens, for one kind of routes.
 
-    The names of `add_mismatch` without a prefix; besides `log_prob_diff_mean` and `_max` (|log pi - log mu|),
-    `ratio_<suffix>` for RATIO_PERCENTS of pi / mu and, where the top-K is there, `topk_tv_mean` and `_max`.
-    Percentiles are exact, linear between neighbours. A NaN among the tokens comes out as NaN.
+    The keys are the names of `add_mismatch` without a prefix, `log_prob_diff_mean` and `_max`
+    (|log pi - log mu|), and `ratio_<suffix>` for the RATIO_PERCENTS of pi / mu. With the rollout's top-K there
+    are also `topk_tv_mean` and `_max`. Percentiles are exact, with linear interpolation. A NaN among the tokens
+    gives NaN.
     """
     log_pi, log_mu = pairs(responses, routes)
     metrics = Metrics()
@@ -107,13 +108,13 @@ def token_statistics(responses: Sequence[MeasuredResponse], routes: Routes) -> d
 
 
 def are_of_other_weights(log_probs: Tensor, rollout_log_probs: Tensor, *, is_float32: bool) -> bool:
-    """Return whether trainer and engine differ as much as two models do, and not by rounding alone.
+    """Return whether trainer and engine differ as much as two different models, beyond rounding.
 
-    They do if they differ by more than rounding in the mean, and if the mean squared difference is above half
-    of the log-probs' variance: then one engine tells little of the other. NaN counts as a difference.
+    The mean difference must be larger than rounding, and the mean squared difference larger than half of the
+    log-probs' variance: then one engine hardly predicts the other. NaN counts as a difference.
 
     Args:
-        log_probs: log pi of the same tokens, [T].
+        log_probs: log pi of the tokens, [T].
         rollout_log_probs: log mu, [T].
         is_float32: Whether both compute in float32.
     """
@@ -138,7 +139,7 @@ def pairs(responses: Sequence[MeasuredResponse], routes: Routes) -> tuple[Tensor
 
 
 def token_rows(responses: Iterable[MeasuredResponse]) -> Iterator[dict[str, object]]:
-    """Yield a JSON object for each response, whose lists run over its tokens."""
+    """Yield a JSON object for each response, with lists over its tokens."""
     for response in responses:
         row: dict[str, object] = {
             "prompt": response.prompt.tolist(),

@@ -9,14 +9,14 @@ _DIGITS = frozenset("0123456789")
 
 @register("arithmetic")
 def arithmetic_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """1.0 where the response ends with `#` and the answer's digits, lowest first; otherwise 0.0.
+    """Return 1.0 if the response ends with `#` and the answer's digits, lowest first, otherwise 0.0.
 
-    `w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0` answers 408: zeros above the highest digit do not matter. The digits
-    after the first `#` must be the last thing in a response that the model ended itself. Info `has_answer` is
-    1.0 where a number stands there, right or wrong.
+    `w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0` answers 408: zeros above the highest digit do not matter. Nothing may
+    follow the digits after the first `#`, and the model must have ended the response itself. Info `has_answer`
+    is 1.0 if there is such a number, right or wrong.
 
     Raises:
-        RewardError: The prompt's own answer is no decimal number.
+        RewardError: The prompt's reference answer is not a decimal number.
     """
     if not prompt.answer or not _DIGITS.issuperset(prompt.answer):
         raise RewardError(
@@ -26,7 +26,7 @@ def arithmetic_reward(prompt: Prompt, response: str, finish_reason: FinishReason
     tokens = response.split()
     digits = tokens[tokens.index("#") + 1 :] if "#" in tokens else []
     has_answer = bool(digits) and _DIGITS.issuperset(digits) and finish_reason == "stop"
-    # Compared as text: a response may hold more digits than int() takes.
+    # Compare as text: a response may have more digits than int() accepts.
     is_right = has_answer and _significant("".join(reversed(digits))) == _significant(prompt.answer)
     return RewardResult(float(is_right), {"has_answer": float(has_answer)})
 

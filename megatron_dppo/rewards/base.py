@@ -43,17 +43,17 @@ class Reward(Protocol):
     """Scores one response to one prompt.
 
     It must be a pure function of its arguments: the same rollout scored again, on another rank or after a
-    resume, gives the same values. It may raise; `rollout.scoring` drops and counts the sample then, as it does
-    where the value is not finite.
+    resume, gives the same values. If it raises, or if the value is not finite, `rollout.scoring` drops and
+    counts the sample.
     """
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
         """Score a response.
 
         Args:
-            prompt: What was asked; `prompt.answer` is the reference.
-            response: The response as text, special tokens such as end-of-sequence left out.
-            finish_reason: "stop" where the model ended the response itself.
+            prompt: Prompt of the response. `prompt.answer` is the reference.
+            response: Text of the response, without special tokens such as end-of-sequence.
+            finish_reason: "stop" if the model ended the response itself.
         """
         ...
 
@@ -64,9 +64,9 @@ _loads: dict[str, str] = {}
 _reads: dict[str, AnswerForm] = {}
 _PATH = "package.module:function"
 REWARDS: Mapping[str, Reward] = MappingProxyType(_registered)
-"""Every registered reward by name, read-only; `register` adds to it."""
+"""All registered rewards by name, read-only. `register` adds to it."""
 ENVIRONMENT = "environment"
-"""The value of `data.reward` that leaves every reward to the environment; no reward has this name."""
+"""Value of `data.reward` if the environment gives every reward. No reward has this name."""
 
 
 def register(
@@ -76,8 +76,8 @@ def register(
 
     Args:
         name: Unique.
-        loads: A module that `reward` imports with it: a worker does so when it starts, and nobody else pays.
-        reads: The only form of answers that it understands: prompts that ask for another do not go with it.
+        loads: Module that `reward` imports as well. Only workers pay for this import, when they start.
+        reads: Form of answers that the reward understands. Prompts that request another form do not fit.
 
     Raises:
         ConfigError: The name is taken.
@@ -98,29 +98,29 @@ def register(
 
 
 def answer_form(name: str) -> AnswerForm | None:
-    """Return the form of answers that a registered reward reads; none where it takes any, or is not ours."""
+    """Return the form of answers that a registered reward reads, or `None` for any form or another reward."""
     return _reads.get(name)
 
 
 def problem_with(name: str) -> Problem | None:
-    """Return what is wrong with the name of a reward function, as far as can be told without running it."""
+    """Return the problem with the name of a reward function, without running the function."""
     if name in _registered:
         return None
     if name in ("", ENVIRONMENT):
         found = f"{name!r} in a sum" if name else "none"
-        names = f"one of {sorted(_registered)}, {_PATH!r} for a function of your own"
-        expected = f"{names}, or {ENVIRONMENT!r} alone where rollout.environment gives the rewards"
-        return Problem("data.reward", found, expected, "Name what scores the responses to your prompts.")
+        names = f"one of {sorted(_registered)}, {_PATH!r} for your own function"
+        expected = f"{names}, or just {ENVIRONMENT!r} if rollout.environment gives the rewards"
+        return Problem("data.reward", found, expected, "Name the reward of your prompts.")
     return problem_with_path("data.reward", name, _PATH, sorted(_registered))
 
 
 def reward(name: str) -> Reward:
-    """Return the reward registered under `name`, or the function that "package.module:function" names.
+    """Return the reward registered under `name`, or the function named by "package.module:function".
 
-    Such a module is imported, and what it raises then comes through.
+    The function's module is imported, and exceptions of the import are passed on.
 
     Raises:
-        ConfigError: There is none of that name; the message says what there is.
+        ConfigError: No reward has this name. The message lists the rewards.
     """
     problem = problem_with(name)
     if problem is not None:
@@ -133,11 +133,11 @@ def reward(name: str) -> Reward:
 
 
 def checked(function: Reward, request: RewardRequest) -> RewardResult:
-    """Call the reward, and return its result once all its numbers are known to be finite.
+    """Call the reward, check that all its numbers are finite, and return its result.
 
     Raises:
-        RewardError: The reward raised, returned something else, or a number that is not finite.
-        MemoryError: As the reward raised it.
+        RewardError: The reward raised, or returned another type or a number that is not finite.
+        MemoryError: The reward ran out of memory.
     """
     where = f"prompt {request.prompt.id}"
     try:

@@ -1,4 +1,4 @@
-"""The configured reward: one or a weighted sum, the values of right and wrong, and thinking."""
+"""Builds the configured reward: one reward or a weighted sum, values of right and wrong, and thinking."""
 
 import json
 import math
@@ -29,10 +29,10 @@ class RewardChoice:
 
     Attributes:
         reward: A reward's name, weights by name, or "environment".
-        values: What a wrong and a right response get from a registered reward, whose own 0 and 1 these replace.
-            A user's function says itself what it gives.
-        thinking: "require" shows a registered reward only what follows the one `</think>` of a response, and
-            nothing of a response that has none or several: that is wrong.
+        values: Values of a wrong and a right response, instead of a registered reward's 0 and 1. Users'
+            functions return their own values.
+        thinking: "require" passes only the text after `</think>` to a registered reward. A response without
+            `</think>`, or with several, is wrong.
     """
 
     reward: str | Mapping[str, float]
@@ -41,7 +41,7 @@ class RewardChoice:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """The weight of each reward, by its name."""
+        """Weight of each reward, by its name."""
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
 
     @property
@@ -51,7 +51,7 @@ class RewardChoice:
 
     @property
     def text(self) -> str:
-        """The choice as a worker's argument: a name where that is all there is to say, else JSON."""
+        """Choice as a worker's argument: the reward's name if the other settings are defaults, else JSON."""
         if self == RewardChoice(self.reward) and isinstance(self.reward, str):
             return self.reward
         reward = self.reward if isinstance(self.reward, str) else dict(self.reward)
@@ -59,7 +59,7 @@ class RewardChoice:
 
     @classmethod
     def read(cls, text: str) -> "RewardChoice":
-        """Return the choice that `text` was made of."""
+        """Return the choice that a worker's argument `text` encodes."""
         if not text.startswith("{"):
             return cls(text)
         fields = json.loads(text)
@@ -67,7 +67,7 @@ class RewardChoice:
 
 
 def problems_with(choice: RewardChoice) -> Iterator[Problem]:
-    """Yield what is wrong with a choice, as far as can be told without running a user's code."""
+    """Yield the problems of a choice, without running a user's code."""
     names = [] if choice.is_environment else list(choice.weights)
     yield from (problem for problem in map(problem_with, names) if problem is not None)
     if not choice.reward and isinstance(choice.reward, str):
@@ -76,15 +76,15 @@ def problems_with(choice: RewardChoice) -> Iterator[Problem]:
         expected = "at least one reward with a weight that is not 0"
         yield Problem("data.reward", repr(dict(choice.weights)), expected, "Name a reward.")
     for label in {_label(name) for name in names if sum(_label(other) == _label(name) for other in names) > 1}:
-        action = "Rename a function: metrics are called after it."
+        action = "Rename a function: its name is part of the metrics' names."
         yield Problem("data.reward", f"two rewards called {label!r}", "one reward per name", action)
     wrong, right = choice.values
     if not (wrong < right and math.isfinite(right - wrong)):
-        action = "Write the value of a wrong response first, then that of a right one."
-        yield Problem("data.reward_values", str(list(choice.values)), "two numbers that rise", action)
+        action = "Write the value of a wrong response first, then the larger value of a right response."
+        yield Problem("data.reward_values", str(list(choice.values)), "two increasing numbers", action)
     if not REWARDS.keys() & set(names):
-        expected = f"no such setting where none of {sorted(REWARDS)} is used: a function sees whole responses"
-        action = "Leave it out, or set it back to {}, and let the function do so itself."
+        expected = f"no such setting without one of {sorted(REWARDS)}: a function gets complete responses"
+        action = "Leave it out, or set it back to {}, and implement it in the function."
         if choice.values != RewardChoice.values:
             default = list(RewardChoice.values)
             yield Problem("data.reward_values", str(list(choice.values)), expected, action.format(default))
@@ -94,17 +94,17 @@ def problems_with(choice: RewardChoice) -> Iterator[Problem]:
 
 
 def chosen(choice: RewardChoice) -> Reward:
-    """Return the reward of a choice. A user's modules are imported; exceptions of theirs pass through.
+    """Return the reward of a choice. A user's modules are imported, and their exceptions are passed on.
 
     Raises:
-        ConfigError: There is none of a name; the message says what there is.
+        ConfigError: No reward has one of the names. The message lists the rewards.
     """
     if isinstance(choice.reward, str):
         return _under_rules(choice.reward, choice)
     parts = {_label(name): (weight, _under_rules(name, choice)) for name, weight in choice.reward.items()}
 
     def weighted_sum(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """Return the weighted sum; info has each part's value by its name, and its info as `part/key`."""
+        """Return the weighted sum. Info has each part's value by its name, and its info as `part/key`."""
         request = RewardRequest(prompt, response, finish_reason)
         results = {label: checked(part, request) for label, (_, part) in parts.items()}
         value = math.fsum(parts[label][0] * result.value for label, result in results.items())
@@ -117,25 +117,25 @@ def chosen(choice: RewardChoice) -> Reward:
 
 
 def after_thinking(response: str) -> str | None:
-    """Return the text after the only `</think>` of a response; none where there is none or several."""
+    """Return the text after the only `</think>` of a response, or `None` without one or with several."""
     thoughts = response.split(_THINKING_ENDS, maxsplit=2)
     return thoughts[1] if len(thoughts) == 2 else None
 
 
 def _label(name: str) -> str:
-    """Return the name of a reward in metrics: its registered name, or its function's without the module."""
+    """Return the name of a reward in metrics: its registered name, or the function without its module."""
     return name.rpartition(":")[2]
 
 
 def _under_rules(name: str, choice: RewardChoice) -> Reward:
-    """Return a reward by name; a registered one with the choice's values and thinking applied."""
+    """Return a reward by name. A registered reward uses the choice's values and thinking."""
     function = reward(name)
     if name not in REWARDS or (choice.values, choice.thinking) == (RewardChoice.values, RewardChoice.thinking):
         return function
     wrong, right = choice.values
 
     def under_rules(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-        """Score with the values of right and wrong; info has `ends_thinking` where thinking is required."""
+        """Score with the values of right and wrong. Info has `ends_thinking` if thinking is required."""
         info: dict[str, float] = {}
         if choice.thinking == "require":
             rest = after_thinking(response)

@@ -1,7 +1,7 @@
-r"""DAPO's reward: is what follows the last "Answer:" the reference answer, letter for letter?
+r"""DAPO's reward: is the text after the last "Answer:" the reference answer, letter for letter?
 
-The rule of the DAPO paper (arXiv:2503.14476) and its code: the last 300 characters, the last line that says
-"Answer:", and equality of texts once both are spelled as Minerva's evaluation (arXiv:2206.14858) spells them.
+This is the rule of the DAPO paper (arXiv:2503.14476) and its code. It reads the last 300 characters, takes the
+last line with "Answer:", normalises both texts like Minerva's evaluation (arXiv:2206.14858), and compares them.
 """
 
 import re
@@ -38,18 +38,19 @@ _SHORT = ((re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"), (re.compile(r"sqrt([^
 
 @register("dapo", reads="answer_line")
 def dapo_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    """1.0 where the text after the last "Answer:" among the last 300 characters is the answer; otherwise 0.0.
+    """Return 1.0 if the text after the last "Answer:" in the last 300 characters is the answer, otherwise 0.0.
 
-    A box alone earns nothing. Info `has_answer` is 1.0 where the model ended a response that says "Answer:".
+    A box without "Answer:" earns nothing. Info `has_answer` is 1.0 if the model ended the response and it
+    contains "Answer:".
 
     Raises:
-        RewardError: The prompt's own answer is empty.
+        RewardError: The prompt's reference answer is empty.
     """
     reference = normalized(prompt.answer)
     if not reference:
         raise RewardError(
             f"prompt {prompt.id}: found answer {prompt.answer!r}; expected text or LaTeX. "
-            "Correct the answer column, or leave the prompt out."
+            "Correct the answer column, or remove the prompt."
         )
     found = _ANSWER.findall(response[-_LAST:]) if finish_reason == "stop" else []
     is_right = bool(found) and normalized(found[-1]) == reference
@@ -57,10 +58,11 @@ def dapo_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
 
 
 def normalized(answer: str) -> str:
-    r"""Return the spelling in which answers are compared.
+    r"""Return an answer's normalised text for the comparison.
 
-    What follows the last `=`; of that, what stands between dollar signs, if any; without articles, spaces,
-    units and the commands that only set text; `\frac12` and `\sqrt2` with braces; digits without commas.
+    It keeps only the text after the last `=` and, if there are dollar signs, only the text between them. It
+    drops articles, spaces, units and commands that only set text. It adds braces to `\frac12` and `\sqrt2`, and
+    removes commas from digits.
     """
     text = _DROPPED.sub("", answer.rpartition("=")[2].replace(".$", "$")).replace("mbox", "text")
     text = _NO_TEXT.sub("", _UNIT.sub("", _AND.sub(",", text)))

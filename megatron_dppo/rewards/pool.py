@@ -33,12 +33,12 @@ class RewardPool(WorkerPool[RewardRequest, RewardResult]):
     def __init__(
         self, choice: str | RewardChoice, *, num_workers: int, timeout_s: float, memory_mb: int
     ) -> None:
-        """See `WorkerPool`; `choice` is what to reward by, or its text: a name alone is one reward."""
+        """Start the workers, see `WorkerPool`. `choice` is a `RewardChoice`, its text, or a reward's name."""
         name = choice if isinstance(choice, str) else choice.text
         super().__init__(_SERVICE, name, num_workers=num_workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
-        """Return a score for each request, in order; see `WorkerPool.ask`."""
+        """Return a score for each request, in order. See `WorkerPool.ask`."""
         return [_fault(found) if isinstance(found, WorkerFault) else found for found in self.ask(requests)]
 
     async def score_one(self, request: RewardRequest) -> RewardResult | RewardFault:

@@ -28,7 +28,7 @@ def decode_result(fields: Fields) -> RewardResult:
     """Return the score that has these fields.
 
     Raises:
-        ValueError: None has.
+        ValueError: The fields are not the fields of a score.
     """
     found = require_keys(fields, "value", "info")
     return RewardResult(found["value"], found["info"])

@@ -1,6 +1,6 @@
 """The process that runs a reward: `python -m megatron_dppo.rewards.worker NAME MEMORY_MB`.
 
-NAME is a reward's, or a `RewardChoice` as JSON. `workers.worker` is its main loop.
+NAME is the name of a reward, or a `RewardChoice` as JSON. `workers.worker` is its main loop.
 """
 
 import sys

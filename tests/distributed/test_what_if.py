@@ -119,7 +119,7 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_loads(run: Path, tmp_pa
         ),
         (
             Asked(run, tmp_path, rule_options="delta=0.2"),
-            "--rule-options: found delta=0.2; expected a rule of one's own",
+            "--rule-options: found delta=0.2; expected a custom rule",
         ),
         (Asked(run, tmp_path, rollouts=("7",)), "--rollout: found '7'; expected the number .* Kept are 1, 2."),
         (Asked(run, tmp_path, rollouts=("0",)), "--rollout: found '0'; expected the number .* Kept are 1, 2."),

@@ -1272,7 +1272,7 @@ def test_an_environment_may_give_the_rewards(world: Path, where: dict[str, Any])
     assert check(_config({"data.reward": "environment", **where}), 1, needs=AT_ONCE) == []
     assert check(_config({"data.reward": "math", **where}), 1, needs=AT_ONCE) == []
     (problem,) = check(_config({"data.reward": "", **where}), 1, needs=AT_ONCE)
-    assert "or 'environment' alone where rollout.environment gives the rewards" in problem.expected
+    assert "or just 'environment' if rollout.environment gives the rewards" in problem.expected
 
 
 def test_evaluate_says_what_it_needs(world: Path) -> None:

@@ -68,8 +68,8 @@ def said(result: Result) -> str:
         (
             "check base.toml --set data.reward=",
             "data.reward: found none; expected one of ['arithmetic', 'dapo', 'math'], "
-            "'package.module:function' for a function of your own, or 'environment' alone where "
-            "rollout.environment gives the rewards. Name what scores the responses to your prompts.",
+            "'package.module:function' for your own function, or just 'environment' if "
+            "rollout.environment gives the rewards. Name the reward of your prompts.",
         ),
         (
             "train base.toml --set data.reward=environment",
@@ -93,7 +93,7 @@ def said(result: Result) -> str:
         ),
         (
             "check base.toml --set data.reward=os:getcwd --set data.reward_values=[-1.0,1.0]",
-            "Leave it out, or set it back to [0.0, 1.0], and let the function do so itself.",
+            "Leave it out, or set it back to [0.0, 1.0], and implement it in the function.",
         ),
         ("check base.toml --set run.folder=", "run.folder: found '', the working directory"),
     ],

@@ -301,7 +301,7 @@ def test_the_words_follow_the_data(report: Path, runs: list[Path]) -> None:
     assert "tracking.paired_routing_every is 0" in text
     assert "There is one seed per setting" in text
     assert "never by a single mini-batch" in text
-    assert "says nothing about SGLang" in text
+    assert "the embedded engine, not of SGLang" in text
     assert "Each run has 30 rollouts" in text
 
 

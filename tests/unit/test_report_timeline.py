@@ -88,7 +88,7 @@ def test_phases_stand_one_after_the_other_with_what_was_sampled_beneath(tmp_path
         assert bars["base"] == expected
         assert set(bars["x"]) == {seconds.get(name, 1)}
         assert (set(bars["y"]), set(bars["width"])) == ({1}, {0.8})
-    waited, beside = _bars(figure, "sampling"), _bars(figure, "sampling beside training")
+    waited, beside = _bars(figure, "sampling"), _bars(figure, "sampling during training")
     assert sorted(waited["base"]) == sorted(starts["evaluating"] + starts["waiting for a rollout"])
     assert (beside["base"], beside["x"]) == (starts["training"], [7, 7, 7])
     assert set(beside["width"]) == {0.6} and set(waited["width"]) == {0.8}
@@ -115,7 +115,7 @@ def test_shares_are_those_of_the_rows(tmp_path: Path) -> None:
 def test_a_synchronous_run_takes_turns(tmp_path: Path) -> None:
     html, figures = _report(_write(tmp_path / "run", 3, ONE_ROW))
     names = {trace["name"] for trace in figures["time-line"]["data"]}
-    assert "sampling" in names and not names & {"sampling beside training", "servers busy"}
+    assert "sampling" in names and not names & {"sampling during training", "servers busy"}
     assert "Generation and training took turns (rollout.max_staleness = 0)." in html
     assert "versions old" not in html
 
@@ -262,7 +262,7 @@ def test_each_run_and_rollout_and_phase_has_its_own_seconds(tmp_path: Path) -> N
             said = f"{share:.1f} %" if share < 9.95 else f"{share:.0f} %"
             (sentence_,) = re.findall(rf"{name}: (The trainer spent .*?)</", html)
             assert re.search(rf"{re.escape(said)} (of its time )?(on )?{words}", sentence_), (words, said)
-        beside = _bars(figure, "sampling beside training", lanes, index)
+        beside = _bars(figure, "sampling during training", lanes, index)
         busy = [row["engine/busy_in_training"] for row in rows]
         assert beside["width"] == pytest.approx([0.8 * share for share in busy], rel=1e-4)
         requests = [f"{row['engine/requests_in_training']:.3g} requests" for row in rows]

@@ -149,12 +149,12 @@ def test_a_sum_is_scored_in_workers() -> None:
         (RewardChoice({MINE: 1.0, "b:brevity": 1.0}), "two rewards called 'brevity'"),
         (
             RewardChoice("math", (1.0, 0.0)),
-            r"data.reward_values: found \[1.0, 0.0\]; expected two numbers that",
+            r"data.reward_values: found \[1.0, 0.0\]; expected two increasing",
         ),
-        (RewardChoice("math", (0.0, float("nan"))), "expected two numbers that rise"),
+        (RewardChoice("math", (0.0, float("nan"))), "expected two increasing numbers"),
         (
             RewardChoice(MINE, (-1.0, 1.0)),
-            "data.reward_values: found .*; expected no such setting where none of",
+            "data.reward_values: found .*; expected no such setting without one of",
         ),
         (RewardChoice(MINE, thinking="require"), "data.thinking: found 'require'; expected no such setting"),
     ],

@@ -42,7 +42,7 @@ WAITING = {"time/total_s": 205.0, "time/rollout_s": 60.0}
             "responses of 16384 tokens take about 537",
         ),
         # 483 with over_sampling = 1, 310 with 2, S = 1: servers are empty but for the tail.
-        (WAITING, {"over_sampling": 1.0}, "over_sampling", "from 1 to 2. Where servers report queues"),
+        (WAITING, {"over_sampling": 1.0}, "over_sampling", "from 1 to 2. If servers report queues"),
         (WAITING, {}, "over_sampling", "from 2 to 3."),
         (WAITING | {"engine/busy_in_training": 0.5}, {}, "over_sampling", "for 50% of training"),
         (WAITING, {"over_sampling": 2.5}, "over_sampling", "from 2.5 to 3."),
@@ -54,7 +54,7 @@ WAITING = {"time/total_s": 205.0, "time/rollout_s": 60.0}
             "max_staleness",
             "no request for 40% of training",
         ),
-        ({"engine/busy_in_training": 0.5}, {}, "fewer servers", "about 52% of the servers would keep up"),
+        ({"engine/busy_in_training": 0.5}, {}, "fewer servers", "about 52% of the servers would suffice"),
         # 249 with over_sampling = 2 and 250 with 1.25: only the age falls, from 1.95 to 1.23.
         ({"rollout/whole_groups": 117.0}, {}, "less over_sampling", "from 2 to 1.25"),
         ({"rollout/whole_groups": 245.0}, {"over_sampling": 5.0}, "less over_sampling", "from 5 to 2.25"),

@@ -226,7 +226,7 @@ def test_the_plot_counts_every_token_where_it_stands(tmp_path: Any) -> None:
     [
         ({"live": 0.04, "replayed": 0.01}, "lowers the KL (k3) by 75%"),
         ({"live": 0.01, "replayed": 0.02}, "raises the KL (k3) by 100%"),
-        ({"live": 0.0, "replayed": 1e-9}, "nothing is left for replay, with which it is 1.000e-09"),
+        ({"live": 0.0, "replayed": 1e-9}, "replay cannot lower it. With replay it is 1.000e-09"),
         ({"live": math.nan, "replayed": 0.1}, "not finite: nan with live routes"),
         ({"live": 0.1}, "The model has no experts"),
     ],

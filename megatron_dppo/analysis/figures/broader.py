@@ -142,7 +142,7 @@ def draw_models(kind: Kind, material: Material) -> list[Drawing] | Lacking:
 
 
 def draw_topk_scores(kind: Kind, material: Material) -> list[Drawing] | Lacking:
-    """Draw Figure 10: Top-K divergences beside binary ones and the baselines."""
+    """Draw Figure 10: Top-K divergences, binary ones and the baselines."""
     experiments = _with_topk(material.experiments)
     if not experiments:
         return Lacking("no run has a Top-K trust region", "train dppo_topk_tv or dppo_topk_kl, too")
@@ -203,7 +203,7 @@ def draw_tasks(kind: Kind, material: Material) -> list[Drawing] | Lacking:
             "train grpo (or grpo_clip_higher) and dppo_binary_tv with the same settings",
         )
     panels = [CurvePanel(e.label or "reward", "reward/mean", e.lines) for e in kept]
-    notes = ["The panels are training rewards: PPO's clip of the ratio beside the trust region by Binary-TV."]
+    notes = ["The panels are training rewards: PPO's clip of the ratio and the Binary-TV trust region."]
     lines = [line for experiment in kept for line in experiment.lines]
     sides = [
         " and ".join(dict.fromkeys(line.label for line in lines if line.objective.rule == rule))

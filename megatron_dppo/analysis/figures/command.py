@@ -43,14 +43,14 @@ KINDS: tuple[Kind, ...] = (
     Kind("thresholds", "Figure 19 of version 3", broader.draw_sensitivity),
     Kind("clipped_tokens", "the lists of Appendix E (D since version 3)", clipped_list.draw),
 )
-"""All figures. Numbers are those of arXiv 2602.04879: README.md says where they are established."""
+"""All figures, with their numbers in arXiv 2602.04879. README.md lists the sources of the numbers."""
 
 
 NO_COUNTERPART = "It has no counterpart among the figures of arXiv 2602.04879."
 
 
 def formats_of(names: Sequence[str]) -> tuple[Format, ...]:
-    """Return the formats of these names, each once; all of them where none is named.
+    """Return the named formats, each once, or all formats if no name is given.
 
     Raises:
         ConfigError: There is no such format.
@@ -68,7 +68,7 @@ class Picture:
     drawing: Drawing
     wide: bytes  # PNG
     narrow: bytes  # PNG, for screens of a telephone's width
-    files: tuple[str, ...]  # beside the gallery
+    files: tuple[str, ...]  # in the gallery's folder
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def draw_figures(
     """Draw all figures for which the folders suffice.
 
     Args:
-        folders: Of runs, finished or not, and of megatron-dppo measure-mismatch.
+        folders: Folders of runs, finished or not, and of megatron-dppo measure-mismatch.
         out: Gets `<name>.png`, `<name>.svg` and `<name>.txt`, its caption, for each figure, and `index.html`.
-        formats: Of the files; the gallery has pictures of its own.
-        title: Is written over every figure and over the gallery.
-        tokens_at: The rollout, from 1, whose masked tokens are drawn; none: the last that all runs list.
-        is_mu_logarithmic: Of `02_engine_differences`, whose axis is linear in the paper.
+        formats: Formats of the files. The gallery contains separate pictures.
+        title: Title of every figure and of the gallery.
+        tokens_at: Rollout of the masked tokens, from 1. `None` means the last one that all runs list.
+        is_mu_logarithmic: Logarithmic mu axis in `02_engine_differences`. The paper's axis is linear.
 
     Raises:
         ConfigError: No folder was named, one twice, no figure of their data can be drawn, or a run that lists

@@ -29,11 +29,11 @@ MOST_BANDS = 4  # in a panel; of more, the interval of the last rollout alone is
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of a line, [P] each; those of a single seed have no interval."""
+    """Values of a line, [P] each, without an interval if there is a single seed."""
 
     x: Floats  # rollouts
     raw: Floats  # mean over seeds
-    mean: Floats  # of the smoothed curves, where it is smoothed
+    mean: Floats  # mean of the smoothed curves if the panel is smoothed
     low: Floats | None
     high: Floats | None
     num_seeds: int
@@ -64,7 +64,7 @@ def curve_of(line: Line, panel: CurvePanel, metric: str = "") -> Curve | None:
     """Return the line's curve over the rollouts that all its seeds have; none if no seed has the metric.
 
     Args:
-        line: Of the panel.
+        line: Line of the panel.
         panel: Says how the values are scaled and smoothed.
         metric: One of the panel's; the first by default.
     """

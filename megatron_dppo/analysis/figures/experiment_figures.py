@@ -98,7 +98,7 @@ def drawings_of(
     notes: Sequence[str],
     columns: int = 3,
 ) -> list[Drawing]:
-    """Return one figure of one experiment; none where no panel has a curve."""
+    """Return one figure of one experiment, or `None` if no panel has a curve."""
     suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", experiment.label.lower()).strip("_") if experiment.label else ""
     named = replace(kind, name=kind.name + suffix)
     whole = f"{title}: {experiment.label}" if experiment.label else title

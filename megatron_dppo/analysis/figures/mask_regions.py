@@ -1,4 +1,4 @@
-"""Draws the surrogate objectives of PPO and DPPO, and the regions where their masks drop tokens.
+"""Draws the surrogate objectives of PPO and DPPO, and the regions in which their masks drop tokens.
 
 The left of the paper's Figure 1 prints these masks as formulas; no figure of it draws them.
 """
@@ -98,7 +98,7 @@ def kept(objective: Objective, mu: np.ndarray, pi: np.ndarray, advantage: float)
 
 
 def region(objective: Objective, *, is_logarithmic: bool) -> Region:
-    """Return the region where the objective's mask drops a token."""
+    """Return the region in which the objective's mask drops a token."""
     space = np.geomspace if is_logarithmic else np.linspace
     mu = pi = space(_RAREST, 1 - 1e-6, NUM_POINTS)
     positive, negative = (~kept(objective, mu[None, :], pi[:, None], sign) for sign in (1.0, -1.0))

@@ -16,7 +16,7 @@ class Material:
 
     experiments: Sequence[Experiment]
     tokens: Sequence[TokenPairs]
-    tokens_at: int | None = None  # rollout, from 1, whose masked tokens are drawn; none: the last listed one
+    tokens_at: int | None = None  # rollout of the masked tokens, from 1; None means the last listed one
     is_mu_logarithmic: bool = False  # the axis of mu of single tokens
 
     @property

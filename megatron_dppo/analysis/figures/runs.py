@@ -70,16 +70,16 @@ class Line:
     objective: Objective
     is_replayed: bool
     runs: tuple[RunCurves, ...]  # each with another seed
-    shade: int  # place of the objective among those of its preset, from 0
+    shade: int  # index of the objective among its preset's objectives, from 0
     left_out: tuple[str, ...] = ()  # names of runs in whose place a later one of the same seed stands
-    own_place: int = 0  # of an own rule among those of all runs
+    own_place: int = 0  # index of a custom rule among the custom rules of all runs
 
 
 @dataclass(frozen=True)
 class Experiment:
     """Lines whose runs differ in the trust region, in R3 and in their seeds, and in nothing else."""
 
-    label: str  # empty where there is only one
+    label: str  # empty for a single experiment
     settings: str  # on which experiments differ, in words
     lines: tuple[Line, ...]
 
@@ -88,7 +88,7 @@ def read_curves(paths: Sequence[Path]) -> list[RunCurves]:
     """Read the runs of folders, under distinct names.
 
     Raises:
-        DataError: A folder is not that of a run.
+        DataError: A folder is not a run folder.
         ConfigError: A run's [algorithm] is none that this version knows.
     """
     found: list[RunCurves] = []
@@ -143,7 +143,7 @@ def _not_imported(*_: object) -> Tensor:
 def experiments_of(runs: Sequence[RunCurves]) -> list[Experiment]:
     """Return the experiments of these runs and the lines of each, in the runs' order.
 
-    Of two runs with the same settings and the same seed the later one counts.
+    If two runs have the same settings and the same seed, the later one counts.
     """
     settings = [_settings(run) for run in runs]
     own_rules = sorted({run.objective.name for run in runs if run.objective.own is not None})

@@ -141,7 +141,7 @@ _TINTS = (
 _REPLAYED: Mapping[Any, Any] = MappingProxyType(
     {SOLID: (0, (6, 1, 1, 1)), DASHED: (0, (4, 1.2, 1, 1.2, 1, 1.2)), DOTTED: (0, (1, 1, 1, 1, 1, 3.5))}
 )
-_REPLAYED_COLOURS = ("#d55e00", "#0072b2")  # beside cold colours, beside warm ones
+_REPLAYED_COLOURS = ("#d55e00", "#0072b2")  # next to cold colours, next to warm colours
 _WARM = ("#d55e00", "#e69f00", "#cc79a7", "#882255", "#aa4499", "#999933", "#cc6677", "#ddcc77")
 
 
@@ -189,14 +189,14 @@ def look(
     """Return colour and dash of an algorithm's lines; further lines of one preset are lighter or darker.
 
     A value of another field is no other algorithm, so its colour stays the preset's. Where one algorithm alone
-    stands in a panel with and without R3, colour tells them apart; among others, the dash does.
+    is in a panel with and without R3, they differ in colour. Among other algorithms they differ in the dash.
 
     Args:
-        objective: Of the lines.
+        objective: Objective of the lines.
         shade: Place among the objectives of one preset.
         is_replayed: With R3.
         is_alone: The panel has no other algorithm.
-        own_place: Place of an own rule among those of all runs.
+        own_place: Index of a custom rule among the custom rules of all runs.
     """
     round_, place = divmod(own_place, len(OWN_COLOURS))
     of_own = OWN_COLOURS[place], (SOLID, DASHED, DOTTED)[round_ % 3]

@@ -13,7 +13,7 @@ Settings = Mapping[str, str]
 USUAL = "usual settings"
 _LONGEST = 48  # characters of a label that lists every unusual setting
 _TELLING = ("rollout.environment", "model.load", "data.prompts")  # say more than any number, in this order
-_PLAIN = "single_turn"  # the environment that says nothing about a task
+_PLAIN = "single_turn"  # the environment without a task in its name
 _MOST_KEYS = 3  # in a label that does not list every unusual setting
 _MOST_CANDIDATES = 24  # of the keys that such a label may have, the shortest
 
@@ -26,7 +26,7 @@ def labels_of(settings: Sequence[Settings]) -> list[tuple[str, str]]:
     the prompts, if one of these is enough.
 
     Args:
-        settings: Of each experiment, values as text. One alone has an empty label.
+        settings: Settings of each experiment, as text. A single experiment has an empty label.
     """
     if len(settings) < 2:
         return [("", "")] * len(settings)
@@ -81,7 +81,7 @@ def _unusual(
     usual: dict[str, str | None] = {}
     for key in differing:
         (value, count), *others = Counter(own.get(key) for own in settings).most_common()
-        usual[key] = value if not others or others[0][1] < count else ""  # "": none, so each one says its own
+        usual[key] = value if not others or others[0][1] < count else ""  # "" if none
     return [
         ", ".join(text[key] for key in differing if own.get(key) != usual[key]) or USUAL
         for own, text in zip(settings, texts, strict=True)

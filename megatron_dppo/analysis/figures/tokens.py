@@ -28,10 +28,10 @@ class TokenPairs:
 
 
 def read_token_pairs(folder: Path) -> list[TokenPairs]:
-    """Read the token pairs of a folder; empty where it has neither file.
+    """Read the token pairs of a folder, or nothing if it has neither file.
 
     Raises:
-        DataError: A file is not what its name says.
+        DataError: A file has the wrong format.
     """
     if (folder / TOKENS).is_file():
         return _of_rows(folder)

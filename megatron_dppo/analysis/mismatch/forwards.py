@@ -45,8 +45,8 @@ class Measurement:
 def measure(config: Config, runtime: Runtime, *, is_pushing: bool = False) -> Measurement:
     """Roll out once with the weights of model.load, and forward the samples; no weight changes.
 
-    Every rank calls this together. The embedded engine gets the trainer's weights. SGLang's servers hold
-    those of model.load, or get the trainer's too.
+    Every rank calls this together. The embedded engine gets the trainer's weights. SGLang's servers have
+    the weights of model.load, or get the trainer's weights too.
 
     Args:
         config: The run's; rollout.prompts_per_rollout prompts are sampled.
@@ -90,7 +90,7 @@ def _push(config: Config, actor: Actor, engine: RolloutEngine, runtime: Runtime)
 
 
 def _require_responses(own: RolloutCounts, config: Config, runtime: Runtime) -> RolloutCounts:
-    """Return the counts over all ranks; raise where no response is left to measure."""
+    """Return the counts over all ranks. Raise if no response is left to measure."""
     totals = torch.stack(runtime.all_gather(own.to_tensor())).sum(0)
     counts = own.with_totals(totals)
     refuse_if_too_many_dropped(counts, config.rollout.max_dropped_fraction)

@@ -98,9 +98,9 @@ def other_weights(
     responses: Sequence[MeasuredResponse],
     statistics: Mapping[Routes, Mapping[str, float]],
 ) -> str | None:
-    """Return the sentence on an engine that does not serve the weights of model.load; none where it does.
+    """Return a message if the engine does not serve the weights of model.load, else `None`.
 
-    It serves others where all ways of forwarding disagree with it as two models do.
+    It serves other weights if it disagrees with every kind of routes as much as two models do.
     """
     is_sglang = config.rollout.engine == "sglang"
     served = served_dtype(config) if is_sglang else config.rollout.transformers.weights
@@ -143,15 +143,15 @@ def _write(folder: Path, config: Config, found: Measurement, runtime: Runtime, f
 
 
 def _require_usable_servers(config: Config) -> bool:
-    """Require servers that hold the weights of model.load, or none yet, and capture the routes asked for.
+    """Require servers with the weights of model.load, or without weights, that capture the requested routes.
 
     Returns:
-        Whether a push must bring the weights: a server has none, or those of an earlier measurement.
+        Whether the weights must be pushed: a server has none, or has the weights of an earlier measurement.
 
     Raises:
         ConfigError: A server serves another folder, was given other weights since, or captures no routes.
-        ServerError: One does not answer.
-        WeightSyncError: One returns log-probs without the temperature.
+        ServerError: A server does not respond.
+        WeightSyncError: A server returns log-probs without the temperature.
     """
     problems: list[Problem] = []
     records, is_pushing = registered(config.run.folder / "servers"), False
@@ -165,7 +165,7 @@ def _require_usable_servers(config: Config) -> bool:
             problems.append(Problem(where, facts.model_path, f"model.load, {config.model.load}", action))
         if facts.weight_version not in (0, -1):
             found, action = f"weights of version {facts.weight_version}", "Restart it; a run has pushed others."
-            problems.append(Problem(where, found, "those of model.load, version 0, or none", action))
+            problems.append(Problem(where, found, "the weights of model.load (version 0), or none", action))
         if config.rollout.routing_replay != "off" and not facts.captures_routes:
             action = "Restart it with rollout.routing_replay = 'measure'."
             problems.append(Problem(where, "no capture of routes", "one", action))
@@ -209,9 +209,7 @@ def in_words(statistics: Mapping[Any, Mapping[str, float]]) -> str:
     if not (math.isfinite(live) and math.isfinite(replayed)):
         return f"The KL (k3) is not finite: {live} with live routes, {replayed} with replayed ones."
     if live == 0:
-        return (
-            f"With live routes the KL (k3) is 0: nothing is left for replay, with which it is {replayed:.3e}."
-        )
+        return f"With live routes the KL (k3) is 0: replay cannot lower it. With replay it is {replayed:.3e}."
     verb = "lowers" if replayed <= live else "raises"
     return (
         f"Replaying the rollout's routes {verb} the KL (k3) by {abs(1 - replayed / live):.0%} on these tokens."

@@ -18,7 +18,7 @@ OF_TRAINING_ALONE = ("minibatches", "same_experiment", "sglang_weight_sync")
 def measured_config(
     configs: Sequence[Path], overrides: Sequence[str], engine: str | None = None, prompts: int | None = None
 ) -> Config:
-    """Return the run's config with one rollout, each token trained once, and routes where there are any.
+    """Return the run's config with one rollout, each token trained once, and routes if the model has experts.
 
     Raises:
         ConfigError: The files or overrides have faults, or model.load has no config.json.
@@ -39,7 +39,7 @@ def measured_config(
 
 
 def with_servers(config: Config, folder: Path, is_serving: bool) -> Config:
-    """Return the config with a server of its own in `folder`, or with none where the run's servers are used."""
+    """Return the config with its own server in `folder`, or without one if the run's servers are used."""
     sglang = config.rollout.sglang.model_copy(update={"num_own_servers": int(is_serving)})
     rollout = config.rollout.model_copy(update={"sglang": sglang})
     run = config.run.model_copy(update={"folder": folder}) if is_serving else config.run
@@ -50,7 +50,7 @@ def require_possible(config: Config, folder: Path, is_serving: bool) -> None:
     """Refuse impossible measurements, before anything loads.
 
     Raises:
-        ConfigError: With every problem.
+        ConfigError: The measurement is impossible. The message lists every problem.
     """
     rules = {name: rule for name, rule in RULES.items() if name not in OF_TRAINING_ALONE}
     problems = check(config, world_size_from_launcher(), rules)

@@ -1,4 +1,4 @@
-"""Advice on sampling beside training, by the rules by which a run logs it."""
+"""Gives advice on asynchronous sampling, by the same rules as a run's log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _KEYS = ("prompts_per_rollout", "max_staleness", "over_sampling", "max_response_
 
 
 def sampling_advice(run: Run) -> str | None:
-    """Return advice on the run's last rollouts; none without any, or where sampling took turns."""
+    """Return advice on the run's last rollouts, or `None` if there is none or the run is synchronous."""
     values = [run.option(f"rollout.{key}") for key in _KEYS]
     rows = [row.values for row in run.rollouts[-WINDOW:]]
     if not values[1] or None in values or len(rows) < WINDOW:

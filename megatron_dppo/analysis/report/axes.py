@@ -11,7 +11,7 @@ LEAST_FACTOR = 3.0  # between the ends of a logarithmic axis
 
 
 def x_axis(title: str, anchor: str, places: Iterable[float], bar_labels: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the x axis, with a tick for each bar, or at each place where they are few."""
+    """Return the x axis, with a tick for each bar, or for each position if there are few."""
     axis: dict[str, Any] = {"anchor": anchor, "title": {"text": title, "font": {"size": 12}, "standoff": 6}}
     if bar_labels:
         axis["title"] = axis["title"] if title else {}
@@ -29,7 +29,7 @@ def y_axis(
     Args:
         values: What is drawn; without gaps.
         anchor: Name of the x axis.
-        domain: Of the panel, in parts of the figure's height.
+        domain: Range of the panel, in parts of the figure's height.
         log: Whether a logarithmic axis is wanted.
         bars: Whether the axis begins at 0 and leaves room for the bars' numbers.
         least: Range that a linear axis has at least, so that noise does not fill it; 0 for none.
@@ -52,7 +52,7 @@ def is_logarithmic(values: Sequence[float], log: bool) -> bool:
 
 
 def _widened(low: float, high: float, least: float) -> list[float]:
-    """Return a range of `least` about the values, which does not cross 0 or 1 where they do not."""
+    """Return a range of `least` about the values. It crosses 0 or 1 only if the values do."""
     start = (low + high - least) / 2
     if low >= 0:
         start = max(start, -0.02 * least)

@@ -25,11 +25,11 @@ def farthest(run: Run, beside: Path, rollout: int) -> list[dict[str, Any]]:
 
     Args:
         run: Which ran with `tracking.clipped_tokens_every`; of others there are none.
-        beside: The folder that the report lies in, for links to samples.
+        beside: Folder of the report, for links to samples.
         rollout: Counted from 1.
 
     Raises:
-        DataError: A file is not what a run writes.
+        DataError: A file has the wrong format.
     """
     files = step_files(run, "masked_tokens")
     steps = [row.step for row in run.steps if row.rollout == rollout - 1 and row.step is not None]

@@ -1,7 +1,7 @@
-"""Answers the questions that runs can answer, one sentence each: pure functions from runs to sentences.
+"""Writes the report's findings, one sentence for each question: pure functions from runs to sentences.
 
-A sentence says what was measured and whether that decides anything. What the runs cannot tell is not said at
-all: runs of different data or models are not compared, nor runs of few rollouts. One seed decides nothing
+A sentence reports a measurement and whether it decides the question. Questions that the runs cannot decide are
+left out: runs of different data or models are not compared, nor runs of few rollouts. One seed decides nothing
 between two runs; several decide by the interval of their paired differences, from MIN_SEEDS on. Only the
 forward of the same tokens with live and with replayed routes decides within a run.
 """
@@ -38,7 +38,7 @@ MIN_SEEDS = 6  # fewer equal signs come up by chance in more than 1 of 20 compar
 MIN_FORWARDS = 10  # rollouts that forwarded the same tokens twice
 MIN_ROLLOUTS = 2 * LAST  # else the closing mean still holds what a run began with
 SAME = 0.01  # a smaller relative difference is none
-MOST_COMPARISONS = 3  # settings beside the first; of more, only what is decided is said
+MOST_COMPARISONS = 3  # settings besides the first; with more, only decided findings are shown
 MOST_PLACES = 4  # rollouts named for one alarm
 _PAIRED = ("mismatch_live/num_tokens", "mismatch_live/kl_k3", "mismatch_replayed/kl_k3")
 
@@ -71,7 +71,7 @@ class Setting:
 
 
 def findings(runs: Sequence[Run], names: Sequence[str]) -> list[Finding]:
-    """Return what the runs show, what differs between them first; empty where none has a finished rollout."""
+    """Return the findings, differences between runs first. Empty if no run has a finished rollout."""
     begun = [(run, name) for run, name in zip(runs, names, strict=True) if run.rollouts]
     if not begun:
         return []
@@ -180,9 +180,9 @@ def settings_of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Setting]
 
 
 def measures(runs: Sequence[Run]) -> list[Measure]:
-    """Return what the runs are compared by, what R3 changes first where they differ in it.
+    """Return the measures to compare, the ones that R3 changes first if the runs differ in R3.
 
-    Masked shares only where the algorithm differs, speed only where seconds may be compared.
+    Masked shares are included if the algorithm differs, and speed if seconds may be compared.
     """
     keys = changed_keys(runs)
     mismatch = [Measure("mismatch", "Mean KL of the tokens trained on", _mean("mismatch/kl_k3"), _small)]
@@ -205,7 +205,7 @@ def _is_score(name: str) -> bool:
 
 
 def _compared(measure: Measure, first: Setting, other: Setting, shared: int) -> Finding | None:
-    """Return the sentence on two settings; none where a run of either lacks the number."""
+    """Return the sentence on two settings, or `None` if a run of either lacks the number."""
     seeds = [seed for seed in first.by_seed if seed in other.by_seed]
     is_paired = bool(seeds)
     befores = [measure.value(first.by_seed[seed], shared) for seed in seeds or first.by_seed]
@@ -243,7 +243,7 @@ def _verdict(measure: Measure, head: str, afters: Sequence[float], befores: Sequ
 
 
 def _one_run(run: Run) -> Iterator[Finding]:
-    """Yield whether the reward of a single run rose, where that is beyond the noise between its rollouts."""
+    """Yield whether the reward of a single run rose or fell beyond the noise between its rollouts."""
     rewards = [value for value in over_rollouts(run, "reward/mean")[1] if math.isfinite(value)]
     if len(rewards) < MIN_ROLLOUTS:
         return

@@ -153,7 +153,7 @@ _DRIFT = {
 
 
 def mismatch_tables(runs: Sequence[Run]) -> dict[str, object] | None:
-    """Return by run a table of the sources, and the cost of their extra forwards; none where no run has any."""
+    """Return each run's table of sources and the cost of the extra forwards, or `None` without any."""
     if not mismatch_sections(runs):
         return None
     tables = [[_table_row(source) for source in _sources(run) if source.values("kl_k3")] for run in runs]
@@ -184,7 +184,7 @@ def _table_row(source: Source) -> dict[str, object]:
 
 
 def _cost(run: Run) -> str:
-    """Return a sentence on the cost of the paired forward; empty where none was run."""
+    """Return a sentence on the cost of the paired forward, or an empty one without it."""
     seconds = ("time/paired_forward_s", "time/total_s")
     rows = [row.values for row in run.rollouts if all(name in row.values for name in seconds)]
     if not rows:

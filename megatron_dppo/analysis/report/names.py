@@ -1,4 +1,4 @@
-"""Names runs by what differs between them: "R3 on" says more than the name of a folder."""
+"""Names runs by what differs between them: "R3 on" is clearer than the name of a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def changed_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """Return distinct names: what differs where that is one setting, with seeds; else those of the folders."""
+    """Return distinct names: the setting that differs, if it is one, with seeds, else the folders' names."""
     folders = distinct_names(runs)
     if len(runs) == 1 or len(changed_keys(runs)) > 1:
         return folders
@@ -83,7 +83,7 @@ def setting_names(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def _r3(value: Any, values: Sequence[Any]) -> str:
-    """Return "R3 on" or "R3 off"; where runs without capture stand beside measured ones, which of them."""
+    """Return "R3 on" or "R3 off", with the value if runs differ in how routes are captured."""
     if value == "replay":
         return "R3 on"
     without = {shown(other) for other in values if other != "replay"}

@@ -37,7 +37,7 @@ class Panel:
     """One pair of axes."""
 
     title: str
-    metrics: tuple[str, ...]  # what it draws; for what a run lacks, the report says why
+    metrics: tuple[str, ...]  # metrics to draw; the report explains missing ones
     log: bool = False
     x_title: str = "rollout"
     points: Callable[[Run, str], Points] | None = None  # none: the metric over the rollouts
@@ -254,7 +254,7 @@ def _line(label: str, run: int, dash: str, x: list[float], y: list[float]) -> Tr
 
 
 def _band(run: Run, limits: tuple[str, str], label: str, index: int) -> Trace | None:
-    """Return the area between two metrics, behind the curve; none where the run lacks one of them."""
+    """Return the area between two metrics, behind the curve, or `None` if the run lacks one of them."""
     low, high = (over_rollouts(run, metric) for metric in limits)
     if not low[0] or low[0] != high[0] or not all(map(math.isfinite, low[1] + high[1])):
         return None
@@ -298,7 +298,7 @@ def _or_gap(value: float) -> float | None:
 
 
 def _title(panel: Panel, runs: Sequence[Run]) -> str:
-    """Return the panel's title, with a note where a point is the mean of several rows."""
+    """Return the panel's title, with a note if a point is the mean of several rows."""
     has_steps_only = not panel.points and any(
         any(metric in row.values for row in run.steps) and not any(metric in row.values for row in run.rollouts)
         for run in runs

@@ -62,7 +62,7 @@ def compare(runs: Sequence[Path], out: Path, refresh_s: float = 0, tokens_at: in
         runs: Run folders.
         out: The file.
         refresh_s: Seconds after which the page reloads itself; 0 never.
-        tokens_at: The rollout, from 1, whose masked tokens are shown; none: the last that all runs list.
+        tokens_at: Rollout of the masked tokens, from 1. `None` means the last one that all runs list.
 
     Raises:
         ConfigError: No run was named, one twice, `out` cannot be written, or a run does not list that rollout.
@@ -159,7 +159,7 @@ def summary_table(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, A
 
     The difference is over the rollouts that both runs have.
 
-    So are seconds that may not be compared: the section on time has those of each run.
+    Seconds that may not be compared are left out too. The section on time has each run's seconds.
     """
     summaries = [summary(run) for run in runs]
     shared = [summary(run) for run in up_to_shared(runs)] if len(runs) == 2 else []
@@ -238,7 +238,7 @@ def looks(toggled: Sequence[Toggle]) -> list[int]:
 
 
 def title(names: Sequence[str], toggled: Sequence[Toggle]) -> str:
-    """Return all names where they are few, else their number."""
+    """Return all names if they are few, else their number."""
     if len(names) <= FEW:
         return " · ".join(names)
     settings = "" if len(toggled) == len(names) else f" of {len(toggled)} settings"

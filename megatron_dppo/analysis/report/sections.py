@@ -139,7 +139,7 @@ BOUND = Section(
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return all sections; evaluation, routing, sources, shadows and the bound only where a run has them."""
+    """Return all sections. Evaluation, routing, sources, shadows and bound appear if a run has them."""
     names = {name for run in runs for row in _eval_rows(run) for name in row if name.startswith("eval/")}
     evaluation = Section(
         "evaluation",

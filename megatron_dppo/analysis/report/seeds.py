@@ -49,7 +49,7 @@ class SeedTables:
 
 
 def seed_tables(runs: Sequence[Run]) -> SeedTables | None:
-    """Return both tables, over the rollouts that all runs have; none where no setting has two seeds."""
+    """Return both tables over the rollouts that all runs have, or `None` if no setting has two seeds."""
     settings = _settings(up_to_shared(runs))
     if max((len(setting.by_seed) for setting in settings), default=0) < MIN_PAIRS:
         return None

@@ -27,7 +27,7 @@ def shadow_presets(runs: Sequence[Run]) -> list[str]:
 
 
 def shadow_sections(runs: Sequence[Run]) -> list[Section]:
-    """Return a panel for each preset, over the run and by mini-step; none where no run has shadows."""
+    """Return a panel for each preset, over the run and by mini-step. Empty if no run has shadows."""
     names = shadow_presets(runs)
     if not names:
         return []

@@ -17,7 +17,7 @@ def smoothed(values: Sequence[float], x: Sequence[float] | None = None, *, log: 
 
     Args:
         values: [P], in the order of x.
-        x: [P] places, such as rollouts; none: 0, 1, 2, ... The kernel counts points, not distances.
+        x: [P] positions, such as rollouts. `None` means 0, 1, 2, ... The kernel counts points, not distances.
         log: Smooth logarithms, as a logarithmic axis shows them; all values are positive.
     """
     known = np.asarray(values, dtype=np.float64)

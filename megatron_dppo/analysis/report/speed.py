@@ -28,7 +28,7 @@ def anchor_cost(run: Run) -> str | None:
 
 
 def why_not_comparable(runs: Sequence[Run]) -> str:
-    """Return why the runs' seconds say nothing about their settings; empty where they may be compared.
+    """Return why the runs' seconds must not be compared, or an empty text if they may be.
 
     They need one known machine, the same number of processes, and repeats: runs go one after the other, and a
     machine that was busy during one of them looks like a slow setting.

@@ -34,7 +34,7 @@ def alarms_of(run: Run) -> list[Alarm]:
 
 
 def warnings_of(run: Run) -> list[str]:
-    """Return what the run warned of beside alarms, from its rows and by the same rules, as sentences."""
+    """Return the run's warnings other than alarms, from its rows and by the same rules, as sentences."""
     rows: list[Mapping[str, float]] = []
     found: list[str] = []
     for row in run.rollouts:

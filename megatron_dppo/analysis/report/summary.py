@@ -59,7 +59,7 @@ ROWS = (
 
 
 def summary(run: Run | Path) -> Summary:
-    """Return the summary table's numbers by `ROWS` key, and two counts; None where a run lacks the metric.
+    """Return the summary table's numbers by `ROWS` key, and two counts. `None` is a missing metric.
 
     Means are over rollouts, each counting the same, and skip values that are not finite (counted in
     `num_non_finite`). Only the paired KL is pooled by tokens, over the rollouts that hold both forwards.
@@ -99,7 +99,7 @@ def summary(run: Run | Path) -> Summary:
 
 
 def num_shared(runs: Sequence[Run]) -> int | None:
-    """Return the number of rollouts that all runs have, where some have more; none where all have as many."""
+    """Return the number of rollouts that all runs have, or `None` if all have the same number."""
     counts = {len(run.rollouts) for run in runs}
     return min(counts) if len(counts) > 1 else None
 
@@ -139,7 +139,7 @@ def _first_reward(run: Run) -> float | None:
 
 
 def is_speed(row: SummaryRow) -> bool:
-    """Whether the row says how fast the machine was, not what was learnt."""
+    """Return whether the row measures the machine's speed, not learning."""
     return row.format == "seconds" or row.key == "tokens_per_s"
 
 

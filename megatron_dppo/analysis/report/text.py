@@ -135,7 +135,7 @@ def _seeds(runs: Sequence[Run]) -> str:
         )
     as_few = "one seed" if fewest == 1 else f"as few as {fewest} seeds"
     limit = (
-        "it says nothing about how much another seed would differ"
+        "it does not show how much another seed would differ"
         if len(runs) == 1
         else "a difference between two curves may be chance, and this report ranks nothing"
     )
@@ -206,7 +206,7 @@ def _mismatch(runs: Sequence[Run]) -> str:
         "both, each step's on its own mini-batch."
     )
     if any(run.option("rollout.engine") == "transformers" for run in runs):
-        text += " It is the embedded engine's, and says nothing about SGLang's."
+        text += " It is the mismatch of the embedded engine, not of SGLang."
     return text
 
 
@@ -231,7 +231,7 @@ def _routing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
         if run.option("rollout.routing_replay") in (None, "off")
     ]
     texts: list[str] = []
-    if off and len(off) < len(runs):  # where no run captured routes, nobody asks
+    if off and len(off) < len(runs):  # without any captured routes the note is useless
         texts.append(f'No routing agreement for {", ".join(off)}: rollout.routing_replay is "off".')
     if all(run.option("rollout.routing_replay") != "replay" for run in runs):
         return texts
@@ -258,7 +258,9 @@ def _machines(runs: Sequence[Run]) -> list[str]:
         return [
             f"The runs ran on different machines ({', '.join(sorted(hosts))}): do not compare their seconds."
         ]
-    return ["Seconds are those of one machine that may have done other work; they rank no implementation."]
+    return [
+        "Seconds were measured on one machine that may have done other work. They do not rank implementations."
+    ]
 
 
 def _odd_files(runs: Sequence[Run], names: Sequence[str]) -> list[str]:

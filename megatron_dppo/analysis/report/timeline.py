@@ -1,4 +1,4 @@
-"""Reads from a run's rows what the trainer did with its time, and for how much of it servers sampled beside it.
+"""Reads from a run's rows what the trainer did with its time, and how much of it overlapped with sampling.
 
 A row has the seconds of its phases, not when they were, so that the order is the loop's: evaluation,
 checkpoint, rollout, training, push. Time between rows (a start, a resume) is in no row, and left out.
@@ -35,12 +35,12 @@ class Cycle:
 
     Attributes:
         rollout: Its number, from 0.
-        seconds: Of each phase, in the order of `WORDS`; all of them.
-        hold_s: Of the push, until nothing was on its way.
-        busy: Share of `training_s` with requests on their way; none: not measured.
-        requests: Their mean number over that time; none: not measured.
-        age_mean: Staleness of its tokens, in versions; none: not measured.
-        age_max: Of its oldest token.
+        seconds: Seconds of each phase, in the order of `WORDS`.
+        hold_s: Seconds of the push until no request was in flight.
+        busy: Share of `training_s` with requests in flight, or `None` if not measured.
+        requests: Mean number of requests over that time, or `None` if not measured.
+        age_mean: Mean staleness of its tokens, in versions, or `None` if not measured.
+        age_max: Staleness of its oldest token.
     """
 
     rollout: int
@@ -116,7 +116,7 @@ def _finite(row: Mapping[str, float], name: str) -> float | None:
 
 
 def shares(of: Sequence[Cycle]) -> dict[Phase, float]:
-    """Return the share of each phase in the time of all cycles; empty where they took none."""
+    """Return the share of each phase in the time of all cycles, or nothing if they took no time."""
     total = sum(cycle.total_s for cycle in of)
     if not total:
         return {}
@@ -124,12 +124,12 @@ def shares(of: Sequence[Cycle]) -> dict[Phase, float]:
 
 
 def busy_in_training(of: Sequence[Cycle]) -> float | None:
-    """Return the share of training's time with requests on their way; none where it was not measured."""
+    """Return the share of training's time with requests in flight, or `None` if it was not measured."""
     return _mean((cycle.busy, cycle.training_s) for cycle in of)
 
 
 def hidden(of: Sequence[Cycle]) -> float | None:
-    """Return the share of generation's time that lay beside training, so was not waited for; none: unknown."""
+    """Return the share of generation's time that overlapped training, or `None` if unknown."""
     known = [cycle for cycle in of if cycle.busy is not None]
     beside = sum(cycle.busy * cycle.training_s for cycle in known if cycle.busy is not None)
     waited = sum(cycle.seconds["rollout"] for cycle in known)
@@ -173,7 +173,7 @@ def _overlap(run: Run, found: Sequence[Cycle]) -> str:
 
 
 def why_absent(run: Run) -> str:
-    """Return why a run has no time line; empty where it has one."""
+    """Return why a run has no time line, or an empty text if it has one."""
     if cycles(run):
         return ""
     if not run.rollouts:

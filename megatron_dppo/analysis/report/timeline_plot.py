@@ -39,7 +39,7 @@ SECTION = Section(
 
 
 def time_line(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the section for the page: its figure, its words and its legend; None where no run has seconds."""
+    """Return the section for the page: figure, words and legend, or `None` if no run has seconds."""
     texts = [sentence(run) for run in runs]
     if not any(texts):
         return None
@@ -74,7 +74,7 @@ def figure(drawn: Sequence[Sequence[Cycle]], names: Sequence[str]) -> dict[str, 
         "height": inner + _MARGINS["t"] + _MARGINS["b"],
         "margin": _MARGINS,
         "hovermode": "closest",
-        "barmode": "stack",  # bars with a base of their own stand where it says
+        "barmode": "stack",  # bars with an explicit base start there
         "bargap": 0,
         "annotations": [],
         "shapes": [],
@@ -111,7 +111,7 @@ def _lanes(of: Sequence[Cycle]) -> Iterator[Trace]:
         beside.append((at["train"], cycle.training_s, cycle))
     yield _lane("sampling", GENERATION, _GENERATION_LANE, sampled, lambda _: 1.0)
     if any(cycle.busy for cycle in of):
-        name = "sampling beside training, %{customdata[1]}"
+        name = "sampling during training, %{customdata[1]}"
         yield _lane(name, GENERATION, _GENERATION_LANE, beside, lambda cycle: cycle.busy or 0.0)
     ends = [at["push"] + cycle.seconds["push"] for at, cycle in zip(starts, of, strict=True)]
     pushes = [end for end, cycle in zip(ends, of, strict=True) if cycle.seconds["push"]]

@@ -27,16 +27,16 @@ def token_lists(
     """Return the page's data for each run that listed its masked tokens, as plain values.
 
     A preset has `positive` and `negative`: rows of token, id, count, share, and means of mu, pi, entropy and
-    |pi - mu|, the last five None where they are not finite.
+    |pi - mu|. The last five are `None` if they are not finite.
 
     Args:
-        runs: Of the report.
-        names: Of the runs.
-        tokens_at: The rollout, from 1, whose lists are shown; none: the last that all of these runs list.
+        runs: Runs of the report.
+        names: Names of the runs.
+        tokens_at: Rollout of the lists, from 1. `None` means the last one that all of these runs list.
 
     Raises:
         ConfigError: A run that has lists has none of that rollout.
-        DataError: A file of the list is not what a run writes.
+        DataError: A file of the list has the wrong format.
     """
     shown: list[dict[str, Any]] = []
     listed = {name: listed_rollouts(run) for run, name in zip(runs, names, strict=True)}

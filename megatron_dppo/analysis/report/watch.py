@@ -32,13 +32,13 @@ def watch(
         every_s: Seconds between two looks.
         say: Gets a sentence for each report written, and one on the end.
         wait: Waits so many seconds.
-        tokens_at: As `compare`.
+        tokens_at: See `compare`.
 
     Returns:
         The findings of the last report.
 
     Raises:
-        ConfigError: As `compare`.
+        ConfigError: See `compare`.
         DataError: A folder is no run's, or stays unreadable.
     """
     seen: list[int] = []
@@ -67,7 +67,7 @@ def watch(
 
 
 def is_going(run: Run) -> bool:
-    """Whether more rows are to be expected: rollouts are left, and nothing says that the process has ended."""
+    """Return whether more rows may come: rollouts are left, and the process is not known to have ended."""
     planned = run.option("run.num_rollouts")
     if isinstance(planned, int) and len(run.rollouts) >= planned:
         return False

@@ -37,15 +37,15 @@ from megatron_dppo.types import Microbatch, TrainBatch
 
 
 def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, Any]:
-    """Forward the kept tokens and evaluate the variants; all ranks call this together, and get the same.
+    """Forward the saved tokens and evaluate the variants. All ranks call this together and get the same result.
 
     Args:
-        config: The run's, with `model.load` naming the checkpoint that is asked.
-        question: What is asked.
+        config: The run's, with `model.load` naming the checkpoint to evaluate.
+        question: Rollouts and variants to evaluate.
         runtime: This process.
 
     Returns:
-        What `what_if.json` holds: `rows` and `agreement` of `evaluate_variants`, the variants' names in that
+        Contents of `what_if.json`: `rows` and `agreement` of `evaluate_variants`, the variants' names in that
         order, those that were left out and why, `mismatch` by routes, and their source.
 
     Raises:
@@ -86,7 +86,7 @@ def answer(config: Config, question: Question, runtime: Runtime) -> dict[str, An
 
 
 def write(folder: Path, found: Mapping[str, Any]) -> None:
-    """Write `what_if.json` and `what_if.html` of an answer; the page opens without a network."""
+    """Write `what_if.json` and `what_if.html`. The page opens without a network."""
     write_page(folder / "what_if.html", found)
     content = json_values({**found, "versions": versions()})
     (folder / "what_if.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -179,10 +179,10 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def run(config: Config, question: Question, folder: Path) -> None:
-    """Answer the question, write the answer, and show its table; every rank of the job calls this.
+    """Evaluate the question, write the results, and print the table. Every rank of the job calls this.
 
     Raises:
-        MegatronDppoError: As `answer` does.
+        MegatronDppoError: The evaluation failed.
     """
     with joined_processes(config) as runtime, full_disk_explained(folder):
         found = answer(config, question, runtime)

@@ -1,4 +1,4 @@
-"""Measures what a trust region does with kept tokens: whom it masks, and what it leaves of the gradient."""
+"""Measures what a trust region does with kept tokens: the tokens it masks and the gradient that remains."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ def updates_of(objective: Objective, inputs: PolicyLossInputs) -> Updates:
     """Evaluate an objective on tokens.
 
     Raises:
-        ConfigError: As `policy_loss` does.
+        ConfigError: The errors of `policy_loss`.
     """
     out = policy_loss(objective, inputs)
     free = replace(objective, rule="none", own=None, divergence="binary_tv", anchor="rollout")
@@ -91,7 +91,7 @@ class Bench:
         self._references: dict[tuple[str, float], Tensor | None] = {}
 
     def reference(self, name: str, ratio_cap: float) -> Tensor | None:
-        """Return the gradient factors [N] of a preset with that cap; none where the rollout has no Top-K.
+        """Return the gradient factors [N] of a preset with that cap, or `None` if the rollout has no Top-K.
 
         A Top-K preset uses all columns that were kept.
         """
@@ -108,7 +108,7 @@ class Bench:
         return self._references[key]
 
     def figures(self, objective: Objective, updates: Updates, own_weight: Tensor) -> dict[str, Any]:
-        """Return the figures of one variant; `evaluate_variants` says what they are."""
+        """Return the numbers of one variant, see `evaluate_variants`."""
         inputs, norms = self.tokens.inputs, self.tokens.score_norms
         advantages, is_kept = inputs.advantages, updates.weight != 0
         acts = advantages != 0
@@ -196,10 +196,10 @@ def evaluate_variants(
         - `agreement`: share of tokens with A != 0 that this variant and the first both mask or both keep.
         - `dropped_mass_fraction`: sum of min(pi/mu, C) |A| over masked tokens, of its sum over all.
         - `gradient_mass_kept`: sum of |M| min(r, C) |A| over the sum of min(r, C) |A|: r is pi/mu of the token,
-          or of its response where that weighs tokens (gspo); C is the preset's cap. Above 1 where M is.
+          or of its response for gspo. C is the preset's cap. It exceeds 1 if M does.
         - `cosine_*`: of the gradients by the hidden states before the output layer, of this variant's loss with
           the run's token weights and of another's with the same cap: `unmasked`, pg_is; `dppo_topk_*`, at the
-          thresholds of those presets with all Top-K columns that were kept; none where there are none.
+          thresholds of those presets with all saved Top-K columns, if there are any.
         - `rollout_prob_masked`: mean of mu over masked tokens. `divergence_p999` leaves infinite ones out.
         - `by_prob`: shares and means in bins of mu. `by_rollout`: of several rollouts, figures of each.
         - `sensitivity`: with the main threshold, `threshold`, scaled.
@@ -222,7 +222,7 @@ def evaluate_variants(
 def sensitivity(objective: Objective, tokens: PolicyTokens) -> dict[str, Any]:
     """Return `sensitivity`: masked share and mean M over tokens with A != 0, at each factor of the threshold.
 
-    Empty where the rule has no threshold.
+    Empty if the rule has no threshold.
     """
     scaled = {str(factor): with_scaled_threshold(objective, factor) for factor in FACTORS}
     objectives = {name: each for name, each in scaled.items() if each is not None}

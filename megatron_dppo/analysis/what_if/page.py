@@ -29,7 +29,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("mean M", "Over tokens with A other than 0", lambda r: number(mean_weight(r))),
     (
         "gradient mass kept [%]",
-        "Sum of |M| min(r, C) |A| over that of M = 1",
+        "Sum of |M| min(r, C) |A| over the same sum with M = 1",
         lambda r: share(r["gradient_mass_kept"]),
     ),
     (
@@ -79,7 +79,7 @@ _SMALLEST_TOP = 0.01  # of an axis of shares
 
 
 def write_page(file: Path, found: Mapping[str, Any]) -> None:
-    """Write the page from what `answer.answer` returns; it opens without a network."""
+    """Write the page from the result of the what-if evaluation. It opens without a network."""
     file.write_text(page(found), encoding="utf-8")
 
 
@@ -114,7 +114,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _reduction(figures: Mapping[str, Any]) -> float:
-    """Return 1 - mean M, which is the masked share of a mask; 0 where there are no tokens."""
+    """Return 1 - mean M, which is the masked share of a mask, or 0 without tokens."""
     mean = figures["weight_mean"]
     return 0.0 if mean is None or math.isnan(mean) else max(1.0 - mean, 0.0)
 

@@ -39,14 +39,14 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says, as it was given."""
+    """Options of the command line, unchecked."""
 
     run: Path  # a run folder with `batches/`
-    out: Path  # will hold the answer
-    checkpoint: Path | None = None  # weights to evaluate; none: the run's newest checkpoint
+    out: Path  # output folder
+    checkpoint: Path | None = None  # weights to evaluate; None means the newest checkpoint
     before: Path | None = None  # weights that the rollouts were sampled with
-    rollouts: Sequence[str] = ()  # kept rollouts, counted from 1, or "all"; none: the last
-    presets: Sequence[str] = ()  # beside the run's own; none: that one swept
+    rollouts: Sequence[str] = ()  # kept rollouts, counted from 1, or "all"; the default is the last one
+    presets: Sequence[str] = ()  # besides the run's own; by default that one is swept
     is_all: bool = False  # all presets as well, but those whose inputs were not kept
     sweeps: Sequence[str] = ()  # "field=value,value"
     rule_options: str = ""  # "name=value,name=value" of own rules
@@ -73,16 +73,16 @@ def question_of(asked: Asked, world_size: int) -> tuple[Config, Question]:
     """Return the config to build the actor from, and the question; makes the output folder.
 
     Args:
-        asked: By the user.
+        asked: Options of the user.
         world_size: Processes; with one, the run's layout is left aside.
 
     Raises:
-        ConfigError: With every problem of what was given.
+        ConfigError: Some options are invalid. The message lists every problem.
         DataError: A rollout was not kept whole.
     """
     run, before = asked.run, asked.before
     if not (run / "config.toml").is_file():
-        action = "Name the folder that run.folder said."
+        action = "Name the run.folder of the run."
         raise ConfigError(Problem("RUN", f"no config.toml in {run}", "a run folder", action))
     if not (kept := kept_rollouts(run / "batches")):
         action = "Run with tracking.batches_every, say 10: it keeps the rollout's mini-batches as tensors."
@@ -126,7 +126,7 @@ def rollouts_of(asked: Sequence[str], kept: Sequence[int]) -> tuple[int, ...]:
 def _variants(
     asked: Asked, config: Config, num_columns: int, has_old_log_probs: bool
 ) -> tuple[list[Variant], dict[str, str]]:
-    """Return the variants to evaluate, and those of --all whose inputs were not kept, with what they lack."""
+    """Return the variants to evaluate, and the variants of --all with missing inputs, with what they lack."""
     settings = config.algorithm.model_dump()
     base = Variant(config.algorithm.preset, flat_fields(overrides_in(settings)))
     own: dict[str, Value] = {}
@@ -134,7 +134,7 @@ def _variants(
         own = {f"{OPTION}{name}": value for name, value in parse_options(asked.rule_options).items()}
         if not any(":" in name for name in asked.presets):
             action = "Name it with --preset module:function, or leave the option out."
-            raise ConfigError(Problem("--rule-options", asked.rule_options, "a rule of one's own", action))
+            raise ConfigError(Problem("--rule-options", asked.rule_options, "a custom rule", action))
     others = [name for name in PRESETS if asked.is_all and name not in asked.presets]
     found = variants(base, [*asked.presets, *others], parse_sweeps(asked.sweeps), own)
     kept = {"num_columns": num_columns, "has_old_log_probs": has_old_log_probs}

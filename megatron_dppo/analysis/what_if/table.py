@@ -1,4 +1,4 @@
-"""Formats a what-if answer as tables for a terminal of 100 columns."""
+"""Formats what-if results as tables for a terminal of 100 columns."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 def at_factor(row: Row, factor: float, figure: str) -> float | None:
-    """Return a figure of a row with its main threshold scaled; none where the rule has no threshold."""
+    """Return a number of a row with its main threshold scaled, or `None` if the rule has no threshold."""
     return next((each[figure] for each in row["sensitivity"] if each["factor"] == factor), None)
 
 
@@ -23,12 +23,12 @@ def mean_weight(row: Row) -> float | None:
 
 
 def share(value: float | None) -> str:
-    """Format a share as a percentage; a dash where it is not known."""
+    """Format a share as a percentage, or a dash if it is unknown."""
     return "-" if value is None or math.isnan(value) else f"{value:.2%}" if value < 0.9995 else f"{value:.1%}"
 
 
 def number(value: float | None) -> str:
-    """Format a number to three decimals; a dash where it is not known."""
+    """Format a number to three decimals, or a dash if it is unknown."""
     return "-" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
@@ -47,7 +47,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """Return the tables of an answer: one for each way of routing, and the spread over rollouts."""
+    """Return one table for each kind of routes, and one with the spread over rollouts."""
     rollouts = ", ".join(map(str, found["rollouts"]))
     lines = [
         f"{found['num_tokens']:,} learning tokens of rollouts {rollouts}",
@@ -88,7 +88,7 @@ def spread(row: Row, figure: str) -> tuple[float, float]:
 def _table(
     names: Sequence[str], columns: Sequence[tuple[str, str, Callable[[Row], str]]], rows: Sequence[Row]
 ) -> list[str]:
-    """Return the lines of a table; a name that is too long stands on a line of its own."""
+    """Return the lines of a table; a name that is too long gets its own line."""
     width = min(max(map(len, names)), _MAX_NAME)
     lines = [" " * width + "".join(f"{column[part]:>{_CELL}}" for column in columns) for part in (0, 1)]
     for name, row in zip(names, rows, strict=True):

@@ -30,13 +30,13 @@ MAIN: Mapping[Rule, tuple[str, ...]] = MappingProxyType(
         "prefix": (*_DELTAS, "prefix_delta", "prefix_delta_max"),
     }
 )
-"""The fields that are a rule's main threshold; "none" has none, and "own" what `main_thresholds` says."""
+"""Fields of each rule's main threshold. "none" has no threshold. `main_thresholds` handles "own"."""
 
 
 def main_thresholds(objective: Objective) -> dict[str, float]:
-    """Return the numbers that are the main threshold; none where the rule has none, or all are infinite.
+    """Return the numbers of the main threshold, or none if the rule has none or all are infinite.
 
-    Of an own rule it is its option `delta`, or else its only option that is a number and no bool.
+    A custom rule's main threshold is its option `delta`, else its only numeric option.
     """
     if objective.own is not None:
         options = dict(objective.own.options)
@@ -49,7 +49,7 @@ def main_thresholds(objective: Objective) -> dict[str, float]:
 
 
 def with_scaled_threshold(objective: Objective, factor: float) -> Objective | None:
-    """Return the objective with its main threshold multiplied by a factor; none where it has none."""
+    """Return the objective with its main threshold multiplied by a factor, or `None` without a threshold."""
     found = main_thresholds(objective)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Names the trust regions of a what-if question: presets, rules of one's own, and sweeps over their fields."""
+"""Names the trust regions of a what-if question: presets, custom rules, and sweeps over their fields."""
 
 import itertools
 import logging
@@ -30,7 +30,7 @@ class Variant:
         """The objective of the variant, without an entropy bonus: that is no part of a trust region.
 
         Raises:
-            ConfigError: As `algorithms.preset` does, or the module of an own rule fails.
+            ConfigError: The preset is invalid, or the module of a custom rule fails.
         """
         options = {name.removeprefix(OPTION): value for name, value in self.fields.items() if _is_option(name)}
         given = {name: value for name, value in self.fields.items() if not _is_option(name)}
@@ -50,7 +50,7 @@ class Variant:
         return " ".join([self.preset, *words])
 
     def uses(self, name: str) -> bool:
-        """Return whether a field changes what the objective does; an own rule says which options it reads."""
+        """Return whether a field changes what the objective does; a custom rule declares its options."""
         objective = self.objective
         if objective.own is not None and _is_option(name):
             return objective.own.takes(name.removeprefix(OPTION))
@@ -107,7 +107,7 @@ def variants(
         raise ConfigError(Problem(key, found, known, did_you_mean(unused[0], fields, otherwise)))
     found = list(_swept(chosen, sweeps))
     for variant in found:
-        _ = variant.objective  # raises where a value is out of range
+        _ = variant.objective  # raises if a value is out of range
     own = base.objective
     return [base, *(variant for variant in found if replace(variant.objective, name=own.name) != own)]
 
@@ -141,7 +141,7 @@ def require_inputs(asked: Sequence[Variant], *, num_columns: int, has_old_log_pr
     """Refuse variants whose inputs the kept tokens lack, before any model loads.
 
     Raises:
-        ConfigError: With every problem.
+        ConfigError: There are problems. The message lists all of them.
     """
     kept = {"num_columns": num_columns, "has_old_log_probs": has_old_log_probs}
     problems = [problem for variant in asked for problem in inputs_lacking(variant, **kept)]
@@ -153,7 +153,7 @@ def require_own_rules(asked: Sequence[Variant]) -> None:
     """Refuse own rules that fail on a small batch, and warn of doubtful ones, before any model loads.
 
     Raises:
-        ConfigError: With every problem.
+        ConfigError: There are problems. The message lists all of them.
     """
     own = [variant for variant in asked if variant.objective.own is not None]
     problems = [

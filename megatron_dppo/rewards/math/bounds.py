@@ -1,6 +1,6 @@
-"""Tells which answers are small enough to compute with.
+"""Decides which answers are small enough to compute.
 
-Python can be interrupted between two operations, and not within one: `9^{9^{9^9}}` and `(9!)!` are one each.
+Python cannot be interrupted within one operation, and `9^{9^{9^9}}` and `(9!)!` are single operations.
 """
 
 import math
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _SIGNS = re.compile(r"[ +-]*")
 _ATOM = re.compile(r"(?P<command>\\[a-zA-Z]+)|\d+(?:\.\d+)?|[a-zA-Z]")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
-_GROWS = re.compile(r"!|binom|choose")  # beyond what its numbers make by sums and products
+_GROWS = re.compile(r"!|binom|choose")  # makes larger numbers than sums and products do
 _POWER = re.compile(r"\^|\*\*|\\uparrow")
 
 
@@ -32,9 +32,9 @@ def is_small(text: str) -> bool:
 
 
 def _groups(text: str) -> dict[int, int] | None:
-    """Return the place of each bracket's partner; none where brackets nest too deep.
+    """Return the position of each bracket's partner, or `None` if brackets nest too deep.
 
-    Kinds do not matter: `[0,1)` is a pair.
+    The kinds of brackets do not matter: `[0,1)` is a pair.
     """
     partners: dict[int, int] = {}
     opened: list[int] = []
@@ -50,7 +50,7 @@ def _groups(text: str) -> dict[int, int] | None:
 
 
 def _has_small_powers(text: str, groups: dict[int, int]) -> bool:
-    """Return whether all powers are small; powers of powers multiply, in the base or in the exponent."""
+    """Return whether all powers are small. Exponents of nested powers multiply."""
     of_groups, of_others = 1.0, 1.0
     for power in _POWER.finditer(text):
         end = _end_of_operand(text, power.end(), groups)
@@ -79,7 +79,7 @@ def _has_small_factorials(text: str, groups: dict[int, int]) -> bool:
 
 
 def _end_of_operand(text: str, place: int, groups: dict[int, int]) -> int:
-    """Return where a power's exponent ends: a number, a letter, a group, or a command with its groups."""
+    """Return the end of a power's exponent: a number, a letter, a group, or a command with its groups."""
     signs = _SIGNS.match(text, place)
     place = signs.end() if signs else place
     atom = _ATOM.match(text, place)
@@ -92,7 +92,7 @@ def _end_of_operand(text: str, place: int, groups: dict[int, int]) -> int:
 
 
 def _size(text: str) -> float:
-    """Return an upper bound of what the numbers of a text can make together, powers included."""
+    """Return an upper bound of the values that a text's numbers can produce, powers included."""
     size = 1.0
     for number in _NUMBER.finditer(text):
         value = float(number.group()[:20])

@@ -1,4 +1,4 @@
-"""Algebra on answers. Importing this loads mpmath: only the worker of `math` does."""
+"""Compares the values of answers. Importing it loads mpmath, so only the worker of `math` imports it."""
 
 import threading
 from fractions import Fraction
@@ -11,23 +11,23 @@ from megatron_dppo.rewards.math.time_limit import OutOfTimeError, within
 from megatron_dppo.rewards.math.tree import Node, NotUnderstoodError, Number, Tree
 
 _MAX_CPU_S = 1.0
-_ONE_AT_A_TIME = threading.Lock()  # of the threads: mpmath keeps numbers that it computed
+_ONE_AT_A_TIME = threading.Lock()  # for threads: mpmath caches numbers
 
 
 class TooHardError(Exception):
-    """Two answers could not be compared in the time, or with the digits, that a comparison may take."""
+    """Two answers could not be compared within the limits of time and digits."""
 
 
 def are_equal(reference: str, answer: str, *, per_cents: tuple[bool, bool] = (False, False)) -> bool:
-    r"""Return whether two answers without words and units are equal. Any thread may call it.
+    r"""Return whether two answers, without words and units, are equal. Any thread may call it.
 
     Args:
-        reference: The right answer, tidy.
-        answer: Another one, tidy.
-        per_cents: Whether a per cent sign stood after each.
+        reference: Tidy reference answer.
+        answer: Tidy answer of the response.
+        per_cents: Whether the reference and the answer had a per cent sign.
 
     Raises:
-        TooHardError: After a second of computing, or at a number with too many digits.
+        TooHardError: Computing took more than a second, or a number has too many digits.
     """
     try:
         with _ONE_AT_A_TIME:
@@ -50,7 +50,7 @@ def _compare(reference: str, answer: str, per_cents: tuple[bool, bool]) -> bool:
 
 
 def _is_below_one(node: Node) -> bool:
-    """Whether a number is a fraction of one, so that a per cent sign after it does not only repeat it."""
+    """Return whether a number is a fraction of one, so that a per cent sign changes its value."""
     try:
         value = rational(node)
     except UndefinedError:
@@ -74,4 +74,4 @@ def _tree(text: str) -> Node | None:
         return None
 
 
-_parsed = lru_cache(maxsize=256)(_tree)  # all responses to a prompt have one reference
+_parsed = lru_cache(maxsize=256)(_tree)  # all responses to a prompt share the reference

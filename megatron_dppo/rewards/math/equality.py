@@ -25,7 +25,7 @@ _MAX_ITEMS = 60
 
 
 def are_equal_trees(reference: Node, answer: Node) -> bool:
-    """Return whether an answer is what the reference is.
+    """Return whether an answer equals the reference.
 
     Raises:
         TooLargeError: A number is too large to compute.
@@ -46,13 +46,13 @@ def are_equal_trees(reference: Node, answer: Node) -> bool:
 
 
 def _are_names_of_functions(name: Node, other: Node) -> bool:
-    """Whether two names say that the value is a function's, as `y` and `f(x)` do."""
+    """Return whether two names both denote a function's value, such as `y` and `f(x)`."""
     calls = [node for node in (name, other) if isinstance(node, Tree) and node.kind.startswith("call ")]
     return len(calls) == 1 and Name("y") in (name, other)
 
 
 def _without_braces(reference: Node, answer: Node) -> tuple[Node, Node]:
-    """Return two answers without the braces of a set of one, if only one of them has them."""
+    """Return two answers. If only one is a set of one element, return it without the braces."""
     is_single = [
         isinstance(node, Tree) and node.kind == "set" and len(node.parts) == 1 for node in (reference, answer)
     ]
@@ -66,7 +66,7 @@ def _without_braces(reference: Node, answer: Node) -> tuple[Node, Node]:
 
 
 def _with_case_of(reference: Node, answer: Node) -> Node:
-    """Return the answer with the reference's letters, if they differ in upper and lower case only."""
+    """Return the answer with the reference's letters, if they differ only in upper and lower case."""
     wanted, found = names(reference), names(answer)
     folded = {name.casefold(): name for name in wanted}
     if len(folded) != len(wanted) or {name.casefold() for name in found} != folded.keys() or wanted == found:
@@ -89,7 +89,7 @@ def _renamed(node: Node, rename: Callable[[str], str]) -> Node:
 
 
 def _named(node: Node) -> tuple[Node | None, Node]:
-    """Return the name that an answer gives to its value, and the value; no name if it gives none or several."""
+    """Return the name that an answer gives its value, and the value. `None` means no name or several names."""
     items = node.parts if isinstance(node, Tree) and node.kind in LISTS else (node,)
     found = [_assignment(item) for item in items]
     first = found[0]
@@ -107,7 +107,7 @@ def _named(node: Node) -> tuple[Node | None, Node]:
 
 
 def _assignment(node: Node) -> tuple[Node | None, Node] | None:
-    """Return the name and the value of an equation that gives a value; the name is none in `2 + 3 = 5`."""
+    """Return the name and the value of an equation that gives a value. In `2 + 3 = 5` the name is `None`."""
     if not isinstance(node, Tree) or set(node.kind.removesuffix("~").split()) - {"="} or not is_relation(node):
         return None
     sides = node.parts
@@ -135,7 +135,7 @@ def _are_close(exact: Node, rounded: Node) -> bool:
 
 
 def _is_only_names(node: Node) -> bool:
-    r"""Whether a side only names something: `x`, `AB`, `f(2)`, `\frac{a}{b}`, `(x,y)`, `\cos A`."""
+    r"""Return whether a side is just a name: `x`, `AB`, `f(2)`, `\frac{a}{b}`, `(x,y)`, `\cos A`."""
     if isinstance(node, Name):
         return node.text not in SETS and node.text != INFINITY and bool(names(node))
     if isinstance(node, Number):
@@ -246,7 +246,7 @@ def _are_equal_relations(reference: Node, answer: Node) -> bool:
 
 
 def _differences(node: Node) -> list[tuple[str, Node]]:
-    """Return each relation of a chain as `=`, `<`, `<=` or `!=`, and what stands so to zero."""
+    """Return each relation of a chain as `=`, `<`, `<=` or `!=`, and the difference compared with zero."""
     if not isinstance(node, Tree):
         return []
     found = list[tuple[str, Node]]()
@@ -258,7 +258,7 @@ def _differences(node: Node) -> list[tuple[str, Node]]:
 
 
 def _are_proportional(reference: tuple[str, Node], answer: tuple[str, Node]) -> bool:
-    """Whether one difference is a constant times the other: a positive one in an inequality."""
+    """Return whether one difference is a constant times the other. In an inequality it must be positive."""
     (kind, first), (_, second) = reference, answer
     if any(is_group(node) for side in (first, second) for node in _all(side)):
         return _are_same_sides(first, second)
@@ -290,7 +290,7 @@ def _have_one_sign(first: Node, second: Node) -> bool:
 
 
 def _are_same_sides(first: Node, second: Node) -> bool:
-    """Compare equations between groups side by side, as in `(x,y) = (1,2)`."""
+    """Compare the left sides and the right sides of equations between groups, such as `(x,y) = (1,2)`."""
     if not (isinstance(first, Tree) and isinstance(second, Tree)):
         return False
     (left, right), (other, another) = first.parts, second.parts
@@ -302,7 +302,7 @@ def _all(node: Node) -> list[Node]:
 
 
 def _numerator(node: Node) -> tuple[Node, Node]:
-    """Return an expression as a fraction of two that divide by no variable, as far as it is a rational one."""
+    """Return an expression as numerator and denominator without divisions by variables, if it is rational."""
     one = Number(Fraction(1))
     if isinstance(node, Tree) and node.kind in ("+", "-", "*", "/"):
         fractions = [_numerator(part) for part in node.parts]

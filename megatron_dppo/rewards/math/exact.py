@@ -1,4 +1,4 @@
-"""Computes the values of trees that are rational numbers, exactly."""
+"""Computes the exact values of trees that are rational numbers."""
 
 import math
 import operator
@@ -8,25 +8,25 @@ from typing import Any
 
 from megatron_dppo.rewards.math.tree import Name, Node, Number
 
-MAX_BITS = 1 << 17  # of a rational number
-_MAX_COUNT = 20_000  # of factors in a factorial or a number of combinations
+MAX_BITS = 1 << 17  # maximum bits of a rational number
+_MAX_COUNT = 20_000  # maximum factors in a factorial or a number of combinations
 _MAX_ROOT = 64
 
 
 class TooLargeError(Exception):
-    """A number has more digits than may be computed."""
+    """A number has more digits than the limit."""
 
 
 class UndefinedError(Exception):
-    """A tree has no value: a division by zero, or what is no number."""
+    """A tree has no value: it divides by zero, or is not a number."""
 
 
 class _NotRationalError(Exception):
-    """A value is no rational number, or is not known to be one."""
+    """A value is not a rational number, or not known to be one."""
 
 
 def rational(node: Node) -> Fraction | None:
-    """Return the value of a tree without variables, exactly; none if it is not known to be rational.
+    """Return the exact value of a tree without variables, or `None` if it is not known to be rational.
 
     Raises:
         TooLargeError: The number is too large.
@@ -131,7 +131,7 @@ def _whole(numbers: tuple[Fraction, ...]) -> list[int]:
 
 
 def _logarithm(number: Fraction, base: Fraction = Fraction(10)) -> Fraction:
-    """A logarithm that is a whole number, or one over it."""
+    """Return a logarithm that is an integer."""
     if number <= 0 or base <= 0 or base == 1:
         raise _NotRationalError
     guess = round(math.log2(number.numerator) - math.log2(number.denominator), 6)

@@ -1,7 +1,7 @@
-"""Parses the LaTeX of an answer into a tree, strictly: text that it does not understand is no tree.
+"""Parses the LaTeX of an answer into a tree. It is strict: text that it does not understand is an error.
 
-A parser that drops or guesses would judge a wrong answer right. Words, units and spellings are gone before:
-see `text.py` and `words.py`.
+A parser that skips or guesses would accept wrong answers. `text.py` and `words.py` remove words, units and
+variant spellings first.
 """
 
 from fractions import Fraction
@@ -25,7 +25,7 @@ from megatron_dppo.rewards.math.tree import (
     with_both_signs,
 )
 
-_OPAQUE = frozenset("fghFGHPQ")  # letters that before a bracket name a function, whose values are unknown
+_OPAQUE = frozenset("fghFGHPQ")  # before a bracket, names of functions with unknown values
 _TIMES, _DIVIDE = frozenset({r"\cdot", r"\times", "*"}), frozenset({"/", r"\div", ":"})
 _SET_OPERATIONS = {r"\cup": "cup", r"\cap": "cap", r"\setminus": "minus"}
 _MATRICES = frozenset({"matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix"})
@@ -36,7 +36,7 @@ def parsed(text: str) -> Node:
     r"""Return the tree of a tidy text without words. A list without brackets is a `Tree("list", ...)`.
 
     Raises:
-        NotUnderstoodError: The text is none.
+        NotUnderstoodError: The text cannot be parsed.
     """
     parser = _Parser(text)
     node = parser.items()
@@ -49,13 +49,13 @@ class _Parser(Tokens):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        self._bars = 0  # `|` that are open
+        self._bars = 0  # open `|`
         self._is_angle = False
 
     # Lists and relations
 
     def items(self) -> Node:
-        """Items with commas, semicolons or "or" between; one item alone is no list."""
+        """Parse items between commas, semicolons or "or". A single item is not a list."""
         separators = set[str]()
         items = with_both_signs(self._relation())
         while self.next in (",", ";", r"\lor"):
@@ -108,7 +108,7 @@ class _Parser(Tokens):
             factor = self._implicit_product()
             factor = negative(factor) if is_minus else factor
             if operator == ":" and self.next == ":":
-                raise NotUnderstoodError  # a ratio of three numbers is no quotient
+                raise NotUnderstoodError  # a ratio of three numbers is not a quotient
             node = Tree("*" if operator in _TIMES else "/", (node, factor))
         return node
 
@@ -128,7 +128,7 @@ class _Parser(Tokens):
         return node
 
     def _mixed(self, whole: Number) -> Node:
-        """A whole number before a fraction: a mixed number if the fraction is a proper one of whole numbers."""
+        """Parse an integer before a fraction. It is a mixed number if the fraction is proper, with integers."""
         fraction = self._power()
         if not (isinstance(fraction, Tree) and fraction.kind == "/"):
             return Tree("*", (whole, fraction))
@@ -168,7 +168,7 @@ class _Parser(Tokens):
                     node = Tree("^", (node, self._argument()))
             elif self.has("!"):
                 if self.next == "!" or has_power:
-                    raise NotUnderstoodError  # `n!!` is no factorial of a factorial, `2^3!` has two readings
+                    raise NotUnderstoodError  # `n!!` is not a factorial's factorial, `2^3!` is ambiguous
                 node = Tree("factorial", (node,))
             else:
                 return node
@@ -187,16 +187,16 @@ class _Parser(Tokens):
         return Tree("/", (Tree("*", (node, Name(r"\pi"))), Number(Fraction(180))))
 
     def _argument(self) -> Node:
-        """Return a group in braces, or what one token starts: a digit, a letter, a command."""
+        """Parse a group in braces, or the operand that one token starts: a digit, a letter, a command."""
         if self.next == "{":
             return self._group()
         token = self.next
-        if token.isdigit() and len(token) > 1:  # `x^12` is `x^{1}2` to TeX, and hardly what is meant
+        if token.isdigit() and len(token) > 1:  # TeX reads `x^12` as `x^{1}2`, which is hardly meant
             raise NotUnderstoodError
         return self._atom()
 
     def _digit(self) -> Node:
-        r"""Return an argument of `\frac` or `\sqrt`: of a number without braces one digit alone."""
+        r"""Parse an argument of `\frac` or `\sqrt`. Without braces it is only one digit of a number."""
         token = self.next
         if token[:1].isdigit():
             self.tokens[self.place : self.place + 1] = list(token)
@@ -295,7 +295,7 @@ class _Parser(Tokens):
         if name in ("frac", "binom"):
             above, below = self._digit(), self._digit()
             if name == "frac" and first_factor(above) == first_factor(below) == Name("d"):
-                raise NotUnderstoodError  # a derivative is no quotient
+                raise NotUnderstoodError  # a derivative is not a quotient
             return Tree("/" if name == "frac" else "binom", (above, below))
         if name == "sqrt":
             return self._root()

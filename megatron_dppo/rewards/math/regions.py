@@ -12,7 +12,7 @@ from megatron_dppo.rewards.math.value import INFINITY, are_equal_leaves, infinit
 
 @dataclass(frozen=True)
 class Interval:
-    """The numbers between two ends, with or without each."""
+    """Interval between two ends, each included or not."""
 
     start: Node
     end: Node
@@ -24,7 +24,7 @@ _EVERYTHING = Interval(Tree("-", (Name(INFINITY),)), Name(INFINITY), is_start_in
 
 
 def region(node: Node) -> list[Interval] | None:
-    """Return a part of the real line as intervals in order; none if a tree is none."""
+    """Return a part of the real line as intervals in order, or `None` if the tree is not one."""
     if node == Name(r"\mathbb{R}"):
         return [_EVERYTHING]
     if not isinstance(node, Tree):
@@ -52,7 +52,7 @@ def region(node: Node) -> list[Interval] | None:
 
 
 def _line(node: Node) -> str | None:
-    """Return the one variable of an inequality that stands alone on its side, as in `1 < x < 2`."""
+    """Return the only variable of an inequality if it is alone on its side, such as in `1 < x < 2`."""
     if not isinstance(node, Tree) or not is_relation(node) or "=" in node.kind.split():
         return None
     variables = [side for side in node.parts if isinstance(side, Name) and side.text != INFINITY]

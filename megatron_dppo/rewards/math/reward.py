@@ -1,4 +1,4 @@
-r"""The reward of mathematics problems: is what the last box holds the reference answer?"""
+r"""The reward of mathematics problems: is the content of the last box the reference answer?"""
 
 import math
 import re
@@ -18,27 +18,27 @@ from megatron_dppo.rewards.math.words import (
 )
 from megatron_dppo.types import FinishReason, Prompt
 
-_PIECE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
+_PIECE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace does not count
 _RATIO = re.compile(r"[0-9.]+(?: ?: ?[0-9.]+)+")
 _CLOCK = re.compile(r"0?([0-9]|1[0-9]|2[0-4]):([0-9]{2})")
 
 
 @register("math", loads="megatron_dppo.rewards.math.compare", reads="boxed")
 def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> RewardResult:
-    r"""Return 1.0 if the last whole `\boxed{...}` equals `prompt.answer`, and otherwise 0.0.
+    r"""Return 1.0 if the last complete `\boxed{...}` equals `prompt.answer`, otherwise 0.0.
 
-    Any thread may call it. Info `has_answer` is 1.0 if the model ended a response that has a box, `is_too_hard`
-    if its answer could not be compared with the digits or in the time that a comparison may take.
+    Any thread may call it. Info `has_answer` is 1.0 if the model ended the response and it has a box. Info
+    `is_too_hard` is 1.0 if its answer could not be compared within the limits of time and digits.
 
     Raises:
-        RewardError: The prompt's own answer is empty.
+        RewardError: The prompt's reference answer is empty.
     """
     boxed = last_boxed(prompt.answer)
     reference = tidy(prompt.answer if boxed is None else boxed)
     if not reference:
         raise RewardError(
             f"prompt {prompt.id}: found answer {prompt.answer!r}; expected text or LaTeX. "
-            "Correct the answer column, or leave the prompt out."
+            "Correct the answer column, or remove the prompt."
         )
     answer = last_boxed(response) if finish_reason == "stop" else None
     is_right, is_too_hard = (False, False) if answer is None else _compared(reference, answer)
@@ -47,9 +47,9 @@ def math_reward(prompt: Prompt, response: str, finish_reason: FinishReason) -> R
 
 
 def is_matched_as_text(answer: str) -> bool:
-    """Return whether a reference answer holds no value that `math` reads, so that only the same text is right.
+    """Return whether `math` reads no value in a reference answer, so that only the same text is right.
 
-    Words and letters of a choice are read as such. Takes about 0.2 ms, and never more than a few.
+    Words and letters of a choice count as readable. It takes about 0.2 ms, and never more than a few.
     """
     from megatron_dppo.rewards.math.parser import parsed
 
@@ -87,7 +87,7 @@ def _compared(reference: str, answer: str) -> tuple[bool, bool]:
 
 
 def _is_right(reference: str, answer: str) -> bool:
-    """Compare two tidy answers, by the cheapest comparison that can tell."""
+    """Compare two tidy answers, by the cheapest comparison that applies."""
     if not answer or is_same_text(reference, answer):
         return bool(answer)
     numbers = integer(reference), integer(answer)
@@ -137,7 +137,7 @@ def _are_equal_values(reference: Parts, answer: Parts) -> bool:
 
 
 def _ratio(text: str) -> tuple[int, ...] | None:
-    """Return a ratio of whole numbers in lowest terms; none if a text is none."""
+    """Return a ratio of integers in lowest terms, or `None` if a text is not a ratio."""
     if not _RATIO.fullmatch(text) or "." in text:
         return None
     numbers = [int(number) for number in text.split(":")]
@@ -146,12 +146,12 @@ def _ratio(text: str) -> tuple[int, ...] | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the closed `\boxed{...}` or `\fbox{...}` that opens last; none if there is none.
+    r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`, or `None` without one.
 
-    One pass over the text, whatever it is: braces pair as TeX pairs them, `\{` and `\}` are text, and a brace
-    without a partner outside of the box does not matter. Of boxes within boxes it is the innermost.
+    It always takes one pass over the text. Braces pair as in TeX, `\{` and `\}` are text, and unpaired braces
+    outside the box do not matter. If boxes are nested, it returns the innermost.
     """
-    open_since: list[int | None] = []  # where the content of each open brace starts; none where it is no box
+    open_since: list[int | None] = []  # start of each open brace's content; None if it is not a box
     found: tuple[int, int] | None = None
     for piece in _PIECE.finditer(text):
         if piece.group().startswith(("\\boxed", "\\fbox")):

@@ -1,4 +1,4 @@
-r"""Tidies answers as text: what is written in several ways gets one spelling."""
+r"""Tidies answers as text: variants get one spelling."""
 
 import re
 
@@ -127,7 +127,7 @@ def spelled_out(text: str) -> str:
 
 
 def _stands_alone(text: str) -> bool:
-    """Whether a comma in the text can only stand between thousands: it is in no list and no bracket."""
+    """Return whether commas in the text can only separate thousands: there is no list and no bracket."""
     without = _THOUSANDS.sub("", text)
     return not ({",", ";"} & set(without) or re.search(r"[(\[]|\\\{", without))
 
@@ -144,12 +144,12 @@ def _half_open(match: re.Match[str]) -> str:
 
 
 def without_spaces(text: str) -> str:
-    """Return the text without spaces, but for the spaces between two letters or two digits."""
+    """Return the text without spaces, except between two letters or two digits."""
     return _LOOSE.sub("", text)
 
 
 def integer(text: str) -> str | None:
-    """Return a tidy whole number without commas and leading zeros, as text; none if it is no number."""
+    """Return a tidy integer as text without commas and leading zeros, or `None` if it is not an integer."""
     if not _INTEGER.fullmatch(text):
         return None
     digits = text.lstrip("+-").replace(",", "").replace(" ", "").lstrip("0")

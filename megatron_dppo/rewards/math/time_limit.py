@@ -1,7 +1,7 @@
 """Ends a computation after some seconds of its thread's processor time, in any thread.
 
-A busy machine then decides as an idle one does. In the main thread a signal ends it. Python delivers signals
-nowhere else, so in another thread a watcher raises the exception.
+Processor time gives the same result on a busy machine as on an idle one. In the main thread a signal ends the
+computation. Python delivers signals only there, so in other threads a watcher raises the exception.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ _AGAIN_AFTER_S = 0.1
 
 
 class OutOfTimeError(BaseException):
-    """The time is over. No `except Exception` of a library may stop it."""
+    """The time is over. It is not an `Exception`, so that libraries do not catch it."""
 
 
 def within(seconds: float, compute: Callable[[], _Result]) -> _Result:
-    """Return what a function computes.
+    """Return the result of a function.
 
     Raises:
-        OutOfTimeError: After so many seconds of the processor.
+        OutOfTimeError: The function used more processor time than the limit.
     """
     if threading.current_thread() is threading.main_thread():
         return _by_signal(seconds, compute)
@@ -68,12 +68,12 @@ def _by_watcher(seconds: float, compute: Callable[[], _Result]) -> _Result:
             try:
                 is_over.set()
                 watcher.join()
-            except OutOfTimeError:  # it came while the result was on its way
+            except OutOfTimeError:  # raised after the result was computed
                 continue
         _raise_in(thread, None)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Let a thread raise an exception at its next step; none takes back one that it has not raised yet."""
+    """Make a thread raise an exception at its next step. `None` cancels an exception not yet raised."""
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

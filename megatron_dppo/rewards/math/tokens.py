@@ -11,7 +11,7 @@ _MAX_TOKENS = 8
 
 
 class Tokens:
-    """The tokens of a text without its spaces, and the place of the next one."""
+    """Tokens of a text without its spaces, and the position of the next token."""
 
     def __init__(self, text: str) -> None:
         """Cut a text into tokens: commands, numbers, single letters and other characters."""
@@ -20,19 +20,19 @@ class Tokens:
 
     @property
     def next(self) -> str:
-        """The next token; empty at the end."""
+        """Next token, or an empty string at the end."""
         return self.tokens[self.place] if self.place < len(self.tokens) else ""
 
     @property
     def last(self) -> str:
-        """The token before the next one."""
+        """Token before the next one."""
         return self.tokens[self.place - 1]
 
     def take(self, token: str | None = None) -> str:
-        """Return the next token, and go on.
+        """Return the next token and advance.
 
         Raises:
-            NotUnderstoodError: There is none, or another one than was expected.
+            NotUnderstoodError: The text ends, or the next token is not the expected one.
         """
         found = self.next
         if not found or (token is not None and found != token):
@@ -41,7 +41,7 @@ class Tokens:
         return found
 
     def has(self, token: str) -> bool:
-        """Take the next token if it is this one, and return whether it is."""
+        """Take the next token if it equals the given one. Return whether it does."""
         is_next = self.next == token
         self.place += is_next
         return is_next
@@ -59,7 +59,7 @@ class Tokens:
             pieces.append(token)
 
     def combinations(self) -> tuple[int, int] | None:
-        """Take `(10,3)` or `_{10}^{3}`, which make a number of combinations after a C, and return both."""
+        """Take `(10,3)` or `_{10}^{3}` after a C, a number of combinations, and return both numbers."""
         text, end = "", self.place
         while end < len(self.tokens) and end < self.place + _MAX_TOKENS:
             text, end = text + self.tokens[end], end + 1
@@ -72,12 +72,12 @@ class Tokens:
         return None
 
     def starts_new_number(self) -> bool:
-        """Return whether the next number is a factor for certain, as in `2^{3}5^{2}` and `3!4!`."""
+        """Return whether the next number is certainly a factor, such as in `2^{3}5^{2}` and `3!4!`."""
         after = self.tokens[self.place + 1] if self.place + 1 < len(self.tokens) else ""
         return (self.last, after) in (("}", "^"), ("!", "!"))
 
     def has_inverse(self) -> bool:
-        """Take `^{-1}` if a bracket follows, and return whether it does: `f^{-1}(x)` is no power."""
+        """Take `^{-1}` if a bracket follows. Return whether it does: `f^{-1}(x)` is not a power."""
         is_next = self.tokens[self.place : self.place + 6] == ["^", "{", "-", "1", "}", "("]
         self.place += 5 * is_next
         return is_next

@@ -1,4 +1,4 @@
-"""The tree of an answer: numbers, names, and what is made of them."""
+"""The tree of an answer: numbers, names, and operators on them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ Node = Union["Number", "Name", "Tree"]
 
 
 class NotUnderstoodError(Exception):
-    """A text that is no expression, list, set, interval, relation or matrix, or an ambiguous one."""
+    """A text is not an expression, list, set, interval, relation or matrix, or it is ambiguous."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is written; a decimal has the count of its decimal places."""
+    """A number, with its count of decimal places if it is a decimal."""
 
     value: Fraction
     places: int | None = None
@@ -29,7 +29,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Tree:
-    """An operator, a function, a list or a relation, and what it applies to."""
+    """An operator, a function, a list or a relation, with its operands."""
 
     kind: str
     parts: tuple[Node, ...]
@@ -84,7 +84,7 @@ CONSTANTS = frozenset({r"\pi", "e", "i"})
 BRACKETS = frozenset({"()", "[]", "(]", "[)"})
 LISTS = frozenset({"list", "or"})
 GROUPS = frozenset({*BRACKETS, *LISTS, "set", "matrix", "row", "cup", "cap", "minus"})
-_MAX_SIGNS = 4  # of plus or minus in one item
+_MAX_SIGNS = 4  # maximum plus-minus signs in one item
 
 
 def negative(node: Node) -> Node:
@@ -95,7 +95,7 @@ def negative(node: Node) -> Node:
 
 
 def with_both_signs(node: Node) -> list[Node]:
-    r"""Return an item once for each choice of its signs `\pm`; with `\mp` in it, all signs are one choice."""
+    r"""Return an item once for each choice of its signs `\pm`. With `\mp`, all its signs are one choice."""
     kinds = list(_signs(node))
     if not kinds:
         return [node]
@@ -135,12 +135,12 @@ def is_inequality(node: Node) -> bool:
 
 
 def is_group(node: Node) -> bool:
-    """Return whether a tree is a list, a set, an interval, a union or a matrix, and so no number."""
+    """Return whether a tree is a list, a set, an interval, a union or a matrix, and so not a number."""
     return isinstance(node, Tree) and node.kind in GROUPS
 
 
 def names(node: Node) -> frozenset[str]:
-    """Return the variables of a tree, and the functions of unknown values."""
+    """Return the variables of a tree, and its functions with unknown values."""
     if isinstance(node, Name):
         return frozenset() if node.text in CONSTANTS else frozenset({node.text})
     if isinstance(node, Number):

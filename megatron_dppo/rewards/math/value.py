@@ -1,8 +1,8 @@
-"""Computes what an answer's tree is worth: exactly if it is rational, else to as many digits as tell.
+"""Computes the value of an answer's tree: exactly if it is rational, else to enough digits for a decision.
 
-A value comes with a bound of its error, so two values are found to differ for certain. Values that still agree
-when far more digits are computed than the largest and the smallest number in them has are equal.
-A decimal number of six places or more stands for what it rounds.
+Each value has an error bound, so a difference between two values is certain. Two values are equal if they still
+agree at far more digits than their largest and smallest numbers have.
+A decimal number of six places or more equals the numbers that round to it.
 """
 
 import math
@@ -23,12 +23,12 @@ _NUM_POINTS = 8
 _NUM_PRECISE_POINTS = 3
 INFINITY = r"\infty"
 _NO_NUMBERS = frozenset({INFINITY, r"\dots", *SETS})
-_FEWEST_PLACES = 6  # and as few digits after leading zeros
+_FEWEST_PLACES = 6  # also the minimum of digits after leading zeros
 _MOST_PLACES = 100
 
 
 def are_equal_leaves(reference: Node, answer: Node) -> bool:
-    """Return whether two numbers or expressions are equal, whatever their variables are.
+    """Return whether two numbers or expressions are equal for all values of their variables.
 
     Raises:
         TooLargeError: A number is too large to compute.
@@ -48,21 +48,21 @@ def are_equal_leaves(reference: Node, answer: Node) -> bool:
 
 
 def infinity_sign(node: Node) -> int | None:
-    """Return 1 or -1 if a tree is infinity with that sign; else none."""
+    """Return 1 or -1 if a tree is infinity with that sign, else `None`."""
     if node == Name(INFINITY):
         return 1
     return -1 if node == Tree("-", (Name(INFINITY),)) else None
 
 
 def _is_precise(number: Number) -> bool:
-    """Whether a decimal has so many places and digits that it may be a rounded one."""
+    """Return whether a decimal has enough places and digits to be a rounded number."""
     if number.places is None or not _FEWEST_PLACES <= number.places <= _MOST_PLACES:
         return False
     return abs(number.value) * 10**number.places >= 10 ** (_FEWEST_PLACES - 1)
 
 
 def _rounds_to(node: Node, decimal: Number) -> bool:
-    """Whether a value, rounded or cut off after as many places, is the decimal."""
+    """Return whether a value, rounded or truncated to the decimal's places, equals the decimal."""
     if names(node):
         return False
     places = decimal.places or 0
@@ -80,7 +80,7 @@ def _rounds_to(node: Node, decimal: Number) -> bool:
 
 
 def are_equal_values(first: Node, second: Node) -> bool:
-    """Return whether two trees have the same value, whatever their variables are.
+    """Return whether two trees have the same value for all values of their variables.
 
     Raises:
         TooLargeError: A number is too large.
@@ -90,7 +90,7 @@ def are_equal_values(first: Node, second: Node) -> bool:
 
 
 def is_zero(node: Node) -> bool:
-    """Return whether a tree is zero, whatever its variables are.
+    """Return whether a tree is zero for all values of its variables.
 
     Raises:
         TooLargeError: A number is too large.
@@ -114,14 +114,14 @@ def is_zero(node: Node) -> bool:
 
 
 def coordinate(name: str, point: int) -> Fraction:
-    """Return the value of a variable at one of the points at which trees are compared, 0.2 to 2.2 in size."""
+    """Return the value of a variable at one of the comparison points, with a magnitude of 0.2 to 2.2."""
     hashed = zlib.crc32(f"{point} {name}".encode(errors="replace"))
     sign = -1 if point % 4 == 1 or ((hashed >> 8) & 1 and point % 4 == 2) else 1
     return sign * Fraction(hashed % 9973 + 1009, 4999)
 
 
 def numeric(node: Node) -> Fraction | None:
-    """Return the value of a tree without variables, to more digits than a decimal has; none if it is not real.
+    """Return a variable-free tree's value to more digits than a decimal has, or `None` if it is not real.
 
     Raises:
         TooLargeError: A number is too large.
@@ -138,7 +138,7 @@ def numeric(node: Node) -> Fraction | None:
 
 
 def sign_of(node: Node, point: int) -> int:
-    """Return the sign of a real tree at one of the points at which trees are compared; 0 if it is not known.
+    """Return the sign of a real tree at one of the comparison points, or 0 if it is unknown.
 
     Raises:
         TooLargeError: A number is too large.
@@ -153,7 +153,7 @@ def sign_of(node: Node, point: int) -> int:
 
 
 def _vanishes(node: Node, values: Mapping[str, Fraction], *, is_rough: bool = False) -> bool:
-    """Return whether a tree is zero at a point: first roughly, then to all digits that can matter."""
+    """Return whether a tree is zero at a point. Compute roughly first, then to all digits that can matter."""
     precision = _FIRST_PRECISION
     while True:
         context = _Numeric(precision, values)
@@ -169,12 +169,12 @@ def _vanishes(node: Node, values: Mapping[str, Fraction], *, is_rough: bool = Fa
 
 
 class _Numeric:
-    """Values to a precision in bits, each with a bound of its error."""
+    """Computes values to a precision in bits, each with an error bound."""
 
     def __init__(self, precision: int, values: Mapping[str, Fraction]) -> None:
         self.context: Any = MPContext()
         self.context.prec = precision
-        self.largest = 0  # bits of the largest number met, or of the smallest number's inverse
+        self.largest = 0  # bits of the largest number so far, or of the smallest number's inverse
         self._values = values
         self._epsilon = self.context.ldexp(1, 4 - precision)
         self._functions = _functions(self)
@@ -184,7 +184,7 @@ class _Numeric:
         return isinstance(value, self.context.mpc) and value.imag != 0
 
     def value(self, node: Node) -> tuple[Any, Any]:
-        """Return the value, and a bound of its error."""
+        """Return the value and its error bound."""
         if isinstance(node, Number) and node.value.denominator == 1:
             self.count_bits(node.value.numerator.bit_length())
             return self.of_fraction(node.value), self.context.zero
@@ -197,15 +197,15 @@ class _Numeric:
         return value, error
 
     def count(self, value: Any) -> None:
-        """Take note of how large or small a number is that others are computed from.
+        """Record the magnitude of an intermediate number.
 
         Raises:
-            TooLargeError: It is too large, or too small.
+            TooLargeError: The number is too large or too small.
         """
         self.count_bits(abs(int(self.context.mag(value))))
 
     def count_bits(self, count: int) -> None:
-        """Take note of how many bits a number has, as `count` does."""
+        """Record the number of bits of a number, like `count`."""
         self.largest = max(self.largest, count)
         if self.largest > _MAX_PRECISION:
             raise TooLargeError
@@ -245,7 +245,7 @@ class _Numeric:
         return self.of_fraction(self._values[text])
 
     def _function(self, kind: str, values: list[Any], errors: list[Any]) -> tuple[Any, Any]:
-        """Return a function's value; its error is how far it moves if each argument moves by its error."""
+        """Return a function's value. Its error is the change if each argument moves by its error."""
         if kind == "/" and abs(values[1]) <= errors[1] * 4:
             raise UndefinedError
         opaque = partial(_opaque, self, kind) if kind.startswith("call ") else None
@@ -298,7 +298,7 @@ def _functions(numeric: _Numeric) -> Mapping[str, Callable[..., Any]]:
         return compute(number)
 
     def tanh(number: Any) -> Any:
-        """Compute from a power of e, which counts: the value differs from 1 by as little."""
+        """Compute from a power of e. Record its magnitude: the value differs from 1 by its inverse."""
         grown = bounded(context.exp, 2 * number)
         numeric.count(grown)
         return 1 - 2 / (grown + 1)
@@ -337,7 +337,7 @@ def _functions(numeric: _Numeric) -> Mapping[str, Callable[..., Any]]:
 
 
 def _opaque(numeric: _Numeric, kind: str, *arguments: Any) -> Any:
-    """Return a value of a function without a known formula: of one that no identity holds for."""
+    """Return a value of an unknown function, chosen so that no identity holds for it."""
     total = numeric.context.zero
     for place, argument in enumerate(arguments):
         shift = numeric.of_fraction(coordinate(f"{kind} {place}", 0))
@@ -346,9 +346,9 @@ def _opaque(numeric: _Numeric, kind: str, *arguments: Any) -> Any:
 
 
 def _compute_constants() -> None:
-    """Compute the constants that mpmath keeps, once to all the digits that may be needed.
+    """Compute mpmath's cached constants once, to the maximum number of digits.
 
-    mpmath is not made to be interrupted while it replaces one, or to be used by two threads then.
+    mpmath must not be interrupted while it replaces a constant, or be used by two threads meanwhile.
     """
     context: Any = MPContext()
     context.prec = _MAX_PRECISION * 4 // 3

@@ -1,4 +1,4 @@
-"""Units and words that stand around the value of an answer."""
+"""Units and words around the value of an answer."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

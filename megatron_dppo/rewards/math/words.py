@@ -1,7 +1,7 @@
 """Splits an answer into its value and the words, units and letter of a choice around it.
 
-Words count. A unit, or a word that only names what is counted, may be left out. A word that can change what the
-number means may not, and two answers with different words differ.
+Words matter. A unit, or a word that only names the things counted, may be left out. A word that can change the
+meaning of the number may not be left out. Two answers with different words differ.
 """
 
 import re
@@ -22,8 +22,8 @@ from megatron_dppo.rewards.math.vocabulary import (
 _CURRENCY = re.compile("|".join(re.escape(sign) for sign in sorted(CURRENCIES, key=len, reverse=True)))
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _WORD = re.compile(r"[^\W\d_]+(?:[ '-]+[^\W\d_]+)*")
-_LONGEST_SHORT = 3  # letters of a word that counts as one beside another only
-_FEWEST_LETTERS = 4  # of a plain word; fewer are taken for variables: `ab` is `ba`
+_LONGEST_SHORT = 3  # maximum letters of a word that is recognised only next to another word
+_FEWEST_LETTERS = 4  # minimum letters of a plain word; shorter ones are variables: `ab` is `ba`
 _ARTICLE = re.compile(r"(?:an?|the) (?=.{4})")
 _OPTION = re.compile(r"(?:option|choice|answer) ", re.IGNORECASE)
 _IN_TEXT = WRAPPED.pattern.removesuffix(r"([^{}]*)\}")
@@ -59,14 +59,14 @@ _PER_CENT = re.compile(r" *\\% *(?=$|,|\\lor)")
 
 @dataclass(frozen=True)
 class Parts:
-    """What an answer consists of.
+    """Parts of an answer.
 
     Attributes:
         value: LaTeX without words.
-        words: What the words say, without words that say nothing.
-        unit: In one spelling, with its power; none if there is none.
-        letter: Of a choice; none if the answer is none.
-        per_cents: How many values have a per cent sign.
+        words: Words with a meaning, without neutral words.
+        unit: Unit in one spelling, with its power, or `None`.
+        letter: Letter of a choice, or `None`.
+        per_cents: Number of values with a per cent sign.
     """
 
     value: str
@@ -77,9 +77,10 @@ class Parts:
 
 
 def are_same_words(reference: str, answer: str) -> bool | None:
-    r"""Return whether two tidy texts are the same letter of a choice, or the same words; none if neither.
+    r"""Return whether two tidy texts are the same letter of a choice, or the same words, else `None`.
 
-    Case matters in a choice only. Words are letters inside `\text{...}` and its like, or four and more of them.
+    Case matters only in a choice. Words are letters inside `\text{...}` and similar commands, or four letters
+    and more.
     """
     texts = [" ".join(unwrapped(text).removesuffix(".").split()) for text in (reference, answer)]
     choices = [_CHOICE.fullmatch(_OPTION.sub("", text, count=1)) for text in texts]
@@ -90,26 +91,26 @@ def are_same_words(reference: str, answer: str) -> bool | None:
     is_text = any(WRAPPED.search(text) for text in (reference, answer))
     if not is_text and min(map(len, texts)) < _FEWEST_LETTERS:
         return None
-    if max(map(len, texts)) == 1:  # `\mathrm{e}` is a letter and no word
+    if max(map(len, texts)) == 1:  # `\mathrm{e}` is a letter, not a word
         return None
     one, other = (_ARTICLE.sub("", SAME.get(text.casefold(), text.casefold())) for text in texts)
     return one == other
 
 
 def unwrapped(text: str) -> str:
-    r"""Return a text with what stands in `\text{...}` and its like as it stands."""
+    r"""Return a text with `\text{...}` and similar commands replaced by their contents."""
     return WRAPPED.sub(r"\1", text)
 
 
 def as_value(text: str) -> str:
-    r"""Return `\emptyset` for "no solution", and the like; else the text."""
+    r"""Return `\emptyset` for "no solution" and similar phrases, else the text."""
     words = " ".join(unwrapped(text).casefold().split())
     value = SAME.get(words, text)
     return value if value.startswith("\\") else text
 
 
 def are_compatible(reference: Parts, answer: Parts) -> bool:
-    """Return whether the words and units of two answers say the same, or may be left out."""
+    """Return whether the words and units of two answers are equal, or may be left out."""
     if reference.unit and answer.unit:
         return reference.unit == answer.unit and _are_compatible_words(reference.words, answer.words)
     if (reference.unit and answer.per_cents) or (answer.unit and reference.per_cents):
@@ -125,12 +126,12 @@ def _are_compatible_words(reference: frozenset[str], answer: frozenset[str]) -> 
 
 
 def split_words(text: str) -> Parts:
-    r"""Return the parts of a tidy answer: `\textbf{(C)}\ 12\text{ cm}^2` is the choice C, 12, and `cm^2`.
+    r"""Return the parts of a tidy answer: `\textbf{(C)}\ 12\text{ cm}^2` is the choice C, 12 and `cm^2`.
 
     Degrees, currencies and the base of a number, as in `101_2`, count as units.
 
     Raises:
-        NotUnderstoodError: Words stand where they belong to no value.
+        NotUnderstoodError: Some words belong to no value.
     """
     text, letter = _without_letter(text)
     text, currency = _without_currency(text)
@@ -233,7 +234,7 @@ def _without_power(text: str) -> tuple[str, str | None]:
 
 
 def _without_blocks(text: str, words: list[str]) -> str:
-    """Take words off the ends of values, and collect them."""
+    """Remove words from the ends of values and collect them."""
     text = re.sub(r"«[^«»]*»", lambda match: match[0] if _said(match[0]).strip() else " ", text).strip()
     pieces, place = list[str](), 0
     for block in _BLOCK.finditer(text):
@@ -252,7 +253,7 @@ def _without_blocks(text: str, words: list[str]) -> str:
 
 
 def _said(phrase: str) -> str:
-    """Return a phrase in lower case without full stops, `p.m.` as `pm`."""
+    """Return a phrase in lower case without full stops: `p.m.` becomes `pm`."""
     return phrase.casefold().replace(".", "").replace(":", "").replace("'s ", " ")
 
 
@@ -263,7 +264,7 @@ def _word(word: str) -> str:
 
 
 def _unit_in(words: list[str], power: str | None) -> str | None:
-    """Take the unit out of the words, if all their values have the same one, and return it."""
+    """Remove the unit from the words and return it, if all values have the same unit."""
     found = set[str]()
     for place, phrase in enumerate(words):
         name, of_power = " ".join(_said(phrase).split()), power
@@ -280,6 +281,6 @@ def _unit_in(words: list[str], power: str | None) -> str | None:
 
 
 def is_same_text(reference: str, answer: str) -> bool:
-    r"""Return whether two tidy answers are the same text, spaces and `\text{...}` aside."""
+    r"""Return whether two tidy answers are the same text, apart from spaces and `\text{...}`."""
     one, other = (without_spaces(" ".join(unwrapped(text).split())) for text in (reference, answer))
     return one == other and bool(one)

@@ -211,8 +211,8 @@ def measure_mismatch(
     less noise. The agreement is the fraction of the rollout's experts that the trainer's routers choose too,
     after live or after replayed earlier layers.
 
-    With --engine sglang the servers in the run's servers/ are used. Start them with megatron-dppo serve and this
-    config. They have the weights of model.load, or receive the trainer's. --serve starts a server for the
+    With --engine sglang the servers in the run's servers/ are used. Start them with megatron-dppo serve and
+    this config. They have the weights of model.load, or receive the trainer's. --serve starts a server for the
     measurement, in the output folder. On a GPU it shares the trainer's device: set
     sglang.mem_fraction_static.
 

@@ -70,8 +70,8 @@ def train(
 
         torchrun --nproc-per-node 2 -m megatron_dppo train ep2.toml
 
-    A run folder that contains a checkpoint is resumed, unless checkpoint.resume is false. Settings that would make
-    it another experiment (algorithm, data, reward, model, sampling, learning rate) are refused then, unless
+    A run folder that contains a checkpoint is resumed, unless checkpoint.resume is false. Settings that would
+    make it another experiment (algorithm, data, reward, model, sampling, learning rate) are refused then, unless
     you add --accept-changes. SIGTERM and SIGUSR1 save the run and end it with status 75: start the same
     command again. Exit code 2: invalid arguments or config.
 
@@ -191,8 +191,8 @@ def plan(
     number of GPUs that suffices. Times are estimates.
 
     --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
-    data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each peak
-    by source line, the planned memory, and how often a layer launches a kernel or waits for the GPU:
+    data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each
+    peak by source line, the planned memory, and how often a layer launches a kernel or waits for the GPU:
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --trace --trace-layers 8
 

@@ -96,7 +96,7 @@ class DataConfig(Section):
     reward_values: tuple[float, float] = (0.0, 1.0)
     """Rewards of a wrong and of a right response, for registered rewards."""
     thinking: Literal["ignore", "require"] = "ignore"
-    """require: registered rewards score only the text after the one </think>. Without it a response is wrong."""
+    """require: registered rewards score the text after the one </think>. A response without it is wrong."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """Overlong buffer (DAPO): last tokens before `rollout.max_response_tokens`, which cost a penalty; 0 is off.
     Only tokens that the policy sampled count."""

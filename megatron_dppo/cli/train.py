@@ -71,7 +71,7 @@ def train(
         torchrun --nproc-per-node 2 -m megatron_dppo train ep2.toml
 
     A run folder that contains a checkpoint is resumed, unless checkpoint.resume is false. Settings that would
-    make it another experiment (algorithm, data, reward, model, sampling, learning rate) are refused then, unless
+    make it another experiment (algorithm, data, reward, model, sampling, learning rate) are then refused unless
     you add --accept-changes. SIGTERM and SIGUSR1 save the run and end it with status 75: start the same
     command again. Exit code 2: invalid arguments or config.
 

@@ -72,7 +72,7 @@ class _Running:
     is_stopped: bool = False
 
     def run(self, task: Task) -> int:
-        """Return its exit status: negative after a signal, 1 if the study stopped before it began."""
+        """Run a task and return its exit status: negative after a signal, 1 if the study has stopped."""
         process = _FORKS.Process(target=_train, args=(task,))
         with self.lock:
             if self.is_stopped:

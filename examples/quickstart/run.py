@@ -143,7 +143,7 @@ def closing(results: dict[str, dict[str, Any]]) -> str:
 
 
 def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
-    """Return the results table and next steps. It omits seconds: one run of each is too few to compare."""
+    """Print the results table without seconds, because one run of each is too few, and the next steps."""
     num_last = min(LAST, int(results["replay"]["num_rollouts"]))
     rows = {
         "reward of rollout 1": "reward_first",

@@ -185,10 +185,9 @@ def plan(
     Settings that cost or save memory are the config's keys, as for train: optimizer.offload=true,
     algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
 
-    A config that check refuses on this number of processes is refused, except for files and libraries. The
-    plan computes the worst rank's memory at the loss, in backward, in the optimizer step, in a rollout and
-    in the weight sync. It lists fitting layouts with their --set options. If none fits, it prints the smallest
-    number of GPUs that suffices. Times are estimates.
+    The plan refuses what check refuses, except for files and libraries. It computes the worst rank's memory
+    at the loss, in backward, in the optimizer step, in a rollout and in the weight sync. It lists fitting
+    layouts with their --set options, or else the smallest sufficient number of GPUs. Times are estimates.
 
     --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
     data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each

@@ -144,7 +144,7 @@ def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def last_line(log: Path) -> str:
-    """The end of what a process said."""
+    """Return the last lines of a process's log."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
     return lines[-1] if lines else "it said nothing"
 

@@ -1,4 +1,4 @@
-"""The grid of grid.toml: which runs there are, where they stand, and what is expected of them."""
+"""Read grid.toml: the runs, their folders, and the expected results."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ class Grid:
         return [f"{key}={_as_toml(value)}" for table in tables for key, value in _flat(table)]
 
     def number(self, setting: str, key: str) -> float:
-        """What a setting has for a dotted key; 0 where it does not name it."""
+        """Return a setting's value for a dotted key, or 0 if it has none."""
         return float(dict(_flat(self.settings[setting])).get(key, 0))
 
     def only(self, algorithms: Sequence[str], settings: Sequence[str], blocks: Sequence[str] = ()) -> "Grid":

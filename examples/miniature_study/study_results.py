@@ -29,7 +29,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run's figures; NaN where it did not get so far."""
+    """Metrics of one run; NaN if the run ended before the metric."""
 
     seed: int
     rewards: tuple[float, ...]  # of each rollout

@@ -26,7 +26,7 @@ _FORKS.set_forkserver_preload(["megatron_dppo.train"])
 
 @dataclass(frozen=True)
 class Task:
-    """One run: where it stands, and what its config is."""
+    """One run: its folder and its config."""
 
     folder: Path
     configs: tuple[Path, ...]
@@ -54,7 +54,7 @@ class Task:
 
 
 def _train(task: Task) -> None:
-    """The body of a run's process; what it says goes to its log."""
+    """Run a process's body with its output in the log."""
     task.log.parent.mkdir(parents=True, exist_ok=True)
     with task.log.open("ab") as log:
         for stream in (1, 2):
@@ -72,7 +72,7 @@ class _Running:
     is_stopped: bool = False
 
     def run(self, task: Task) -> int:
-        """Its exit status, negative where a signal ended it; 1 where the study was stopped before it began."""
+        """Run a task and return its exit status: negative after a signal, 1 if the study has stopped."""
         process = _FORKS.Process(target=_train, args=(task,))
         with self.lock:
             if self.is_stopped:
@@ -88,7 +88,7 @@ class _Running:
 
     @contextmanager
     def ended_at_the_end(self) -> Iterator[None]:
-        """Ask what still runs to save and end, where the body is left early."""
+        """Ask running processes to save and exit, if the body ends early."""
         try:
             yield
         finally:
@@ -99,10 +99,10 @@ class _Running:
 
 
 def run_all(tasks: Sequence[Task], num_jobs: int) -> list[Task]:
-    """Run what is not finished, `num_jobs` at a time; interrupted runs go on where they were saved.
+    """Run unfinished tasks, `num_jobs` at a time. Interrupted runs resume from their checkpoint.
 
     Returns:
-        Tasks whose process failed; the end of its log says why.
+        Tasks with a failed process. The end of its log shows the reason.
     """
     open_tasks = [task for task in tasks if not task.is_finished]
     failed: list[Task] = []

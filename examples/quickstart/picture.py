@@ -66,7 +66,7 @@ def panels(runs: Sequence[Run], names: Sequence[str]) -> list[CurvePanel]:
 
 
 def line(run: Run, label: str, metric: str, *, is_replayed: bool) -> Line:
-    """Return one metric of a run as a line; its colour is that of R3 on or off."""
+    """Return one metric of a run as a line; its colour shows whether R3 is on."""
     objective = objective_of(run)
     curves = RunCurves(run, label, objective, {CURVE: over_rollouts(run, metric)}, clipped={})
     return Line(label, objective, is_replayed, (curves,), shade=0)

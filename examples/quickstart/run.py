@@ -3,8 +3,8 @@
     python examples/quickstart/run.py            # about 4 minutes on 2 cores
     python examples/quickstart/run.py --short    # the same steps with few rollouts, to see that they work
 
-Two processes train; one where there is one GPU. Everything goes to runs/quickstart/. The warm start is kept
-from one call to the next; the two runs start anew.
+Two processes train, or one if there is only one GPU. Output goes to runs/quickstart/. The warm start is kept
+from one call to the next. The two runs start again.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def python(*arguments: Any) -> None:
 
 
 def processes_here(num_devices: int) -> int:
-    """Two, each with half of the experts; one where there is one device: NCCL has no two ranks on it."""
+    """Return two processes, each with half of the experts, or one for one GPU: NCCL needs a GPU per rank."""
     return 1 if num_devices == 1 else 2
 
 
@@ -143,7 +143,7 @@ def closing(results: dict[str, dict[str, Any]]) -> str:
 
 
 def show(results: dict[str, dict[str, Any]], total_s: float) -> None:
-    """The table, without seconds, which one run of each says little about; and what to try next."""
+    """Print the results table without seconds, because one run of each is too few, and the next steps."""
     num_last = min(LAST, int(results["replay"]["num_rollouts"]))
     rows = {
         "reward of rollout 1": "reward_first",

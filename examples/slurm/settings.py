@@ -20,7 +20,7 @@ from megatron_dppo.errors import ConfigError
 
 
 def main() -> int:
-    """Print the line; 2 where the config has problems."""
+    """Print the line. Return 2 if the config has problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--set", action="append", default=[])

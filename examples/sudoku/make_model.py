@@ -1,4 +1,4 @@
-"""Make the sudoku's model: a tiny Qwen3-MoE that answers every board with a digit, and knows nothing else.
+"""Make the sudoku's model: a tiny Qwen3-MoE that answers every board with a digit, right or wrong.
 
     python examples/sudoku/make_model.py --out runs/sudoku/model
 
@@ -103,7 +103,7 @@ def warm_start(model: Qwen3MoeForCausalLM, steps: int) -> None:
 
 
 def conversation(generator: random.Random) -> list[tuple[str, bool]]:
-    """A game with random answers: its words, and whether the policy says them."""
+    """Return the words of a game with random digits, and a mask of the policy's words."""
     game = Sudoku()
     opening = game.reset(Prompt("", str(NUM_EMPTY), "", text="<bos>"), generator.getrandbits(31))
     said, words = opening.text, list[tuple[str, bool]]()

@@ -35,7 +35,7 @@ def _print_version(is_asked: bool) -> None:
 def common(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training of MoE language models with Divergence PPO."""

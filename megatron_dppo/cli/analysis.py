@@ -1,4 +1,4 @@
-"""Commands of `megatron-dppo` that train nothing: compare, figures, what-if, measure-mismatch."""
+"""Analysis commands of `megatron-dppo`: compare, figures, what-if, measure-mismatch."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ TokensAt = Annotated[
         "--tokens-at",
         min=1,
         metavar="ROLLOUT",
-        help="Show masked tokens of this rollout, from 1. [default: the last that all runs list]",
+        help="Rollout (from 1) of the masked tokens to show. [default: the last one that all runs list]",
     ),
 ]
 
@@ -28,19 +28,19 @@ def compare(
     watch: Annotated[
         bool, typer.Option("--watch", help="Rewrite the report until the runs have ended, or Ctrl-C.")
     ] = False,
-    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two looks of --watch.")] = 10.0,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between updates of --watch.")] = 10.0,
     tokens_at: TokensAt = None,
 ) -> None:
     """Overlay several runs in one HTML report.
 
-    It opens with findings, which are printed as well: one sentence for each question that the runs can answer,
-    and whether they decide it. It needs nothing but the run folders, and opens in a browser without a network:
+    The report starts with findings, which are also printed: one sentence per question, and whether the runs
+    decide it. The command reads only the run folders, and the report opens without a network:
 
         megatron-dppo compare runs/no_replay runs/replay -o report.html
 
         megatron-dppo compare runs/no_replay runs/replay --watch
 
-    With --watch the page in the browser reloads itself, and stays where it was scrolled to.
+    With --watch the page reloads in the browser and keeps its scroll position.
 
     Runs with tracking.clipped_tokens_every also show the tokens that their masks dropped most often, in one
     rollout:
@@ -63,31 +63,33 @@ def compare(
 @app.command()
 def figures(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run folders, and those of measure-mismatch.")
+        list[Path], typer.Argument(metavar="RUN", help="Run folders, and output folders of measure-mismatch.")
     ],
     out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="DIR", help="Gets the figures, captions and index.html.")
+        Path,
+        typer.Option("-o", "--out", metavar="DIR", help="Output folder for figures, captions and index.html."),
     ] = Path("figures"),
     formats: Annotated[
-        list[str] | None, typer.Option("--format", metavar="png|svg", help="Many times. [default: both]")
+        list[str] | None,
+        typer.Option("--format", metavar="png|svg", help="File format (repeatable). [default: both]"),
     ] = None,
-    title: Annotated[str, typer.Option(help="Is written over every figure and over the gallery.")] = "",
+    title: Annotated[str, typer.Option(help="Title of every figure and of the gallery.")] = "",
     tokens_at: TokensAt = None,
     mu_axis: Annotated[
-        Literal["linear", "log"], typer.Option(help="Of 02_engine_differences; linear in the paper.")
+        Literal["linear", "log"],
+        typer.Option(help="Axis of mu in 02_engine_differences; the paper's is linear."),
     ] = "linear",
 ) -> None:
-    """Draw the paper's figures of runs, with captions, and a gallery of them.
+    """Draw the paper's figures for these runs, with captions and a gallery.
 
-    Runs that differ in run.seed alone are one line with an interval; what else tells them apart, their own
-    configs say:
+    Runs that differ only in run.seed become one line with an interval. Labels show the settings that differ:
 
         megatron-dppo figures runs/moe_base/*/ runs/moe_base_r3/*/ -o figures
 
         megatron-dppo figures runs/stability/*/seed_* --format svg --title "tiny model"
 
-    Runs may still be going on. A figure that these runs lack the data of is left out, and the command says what
-    to set. The gallery, DIR/index.html, opens without a network.
+    Runs may still be in progress. A figure without data is left out, and the command prints the settings that
+    record it. The gallery, DIR/index.html, opens without a network.
     """
     with user_errors():
         from megatron_dppo.analysis.figures.command import draw_figures, formats_of
@@ -103,9 +105,9 @@ def figures(
 
 @app.command(name="what-if")
 def what_if(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that kept mini-batches.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder with saved mini-batches.")],
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Weights to ask. [default: the run's newest checkpoint]")
+        Path | None, typer.Option(metavar="DIR", help="Checkpoint to evaluate. [default: the run's newest]")
     ] = None,
     before: Annotated[
         Path | None,
@@ -113,30 +115,33 @@ def what_if(
     ] = None,
     rollouts: Annotated[
         list[str] | None,
-        typer.Option("--rollout", metavar="N|all", help="Kept rollouts, from 1. [default: the last]"),
+        typer.Option(
+            "--rollout", metavar="N|all", help="Saved rollouts, from 1 (repeatable). [default: the last]"
+        ),
     ] = None,
     presets: Annotated[
         list[str] | None,
-        typer.Option("--preset", help="A preset, or module:function; many times. [default: the run's]"),
+        typer.Option("--preset", help="A preset, or module:function (repeatable). [default: the run's]"),
     ] = None,
     every_preset: Annotated[
-        bool, typer.Option("--all", help="All presets whose inputs were kept; the others are named.")
+        bool, typer.Option("--all", help="All presets with saved inputs; others are listed.")
     ] = False,
     rule_options: Annotated[
-        str, typer.Option(metavar="NAME=VALUE,...", help="Of rules of your own. [default: the run's]")
+        str, typer.Option(metavar="NAME=VALUE,...", help="Options of custom rules. [default: the run's]")
     ] = "",
     sweeps: Annotated[
-        list[str] | None, typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Of the presets; many times.")
+        list[str] | None,
+        typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Values to try for a field (repeatable)."),
     ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="DIR", help="[default: RUN/what_if]")
     ] = None,
 ) -> None:
-    """Compare trust regions on a run's mini-batches: what each masks, and what it leaves of the gradient.
+    """Compare trust regions on a run's saved mini-batches: masked tokens and remaining gradient.
 
-    No engine samples: the tokens that tracking.batches_every kept are forwarded once with the weights of a
-    checkpoint, with live and with replayed routes where the rollout has them, and each variant masks them:
+    Nothing is sampled. The tokens saved by tracking.batches_every are forwarded once with a checkpoint's
+    weights, with live and with replayed routes if the rollout has routes, and each variant masks them:
 
         megatron-dppo what-if runs/r3 --preset grpo --preset dppo_topk_tv --sweep delta=0.05,0.1,0.2
 
@@ -144,10 +149,10 @@ def what_if(
 
         megatron-dppo what-if runs/r3 --preset my_rules:fades_out --sweep rule_options.delta=0.1,0.2
 
-    A table is printed; what_if.json has all figures, what_if.html shows them in a browser. Options of a rule of
-    your own are --rule-options delta=0.2, or swept; its divergence is --sweep rule_divergence=topk_tv.
+    It prints a table. what_if.json has all numbers and what_if.html has plots. Set options of a custom rule
+    with --rule-options delta=0.2 or a sweep, and its divergence with --sweep rule_divergence=topk_tv.
 
-    One process reads the batches of any job; torchrun with the run's layout does, too.
+    Run it in one process, for a job of any size, or under torchrun with the run's layout.
     """
     with user_errors():
         from megatron_dppo.analysis.what_if.question import Asked, question_of
@@ -179,14 +184,12 @@ def measure_mismatch(
     overrides: Overrides = None,
     engine: Annotated[
         Literal["transformers", "sglang"] | None,
-        typer.Option(help="In the place of rollout.engine. [default: as configured]"),
+        typer.Option(help="Engine. [default: rollout.engine]"),
     ] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts to sample. [default: rollout.prompts_per_rollout]")
     ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Start an SGLang server for the time of the measurement.")
-    ] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Start an SGLang server for the measurement.")] = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="DIR", help="[default: run.folder/mismatch]")
     ] = None,
@@ -199,25 +202,24 @@ def measure_mismatch(
 
         torchrun --nproc-per-node 2 -m megatron_dppo measure-mismatch base.toml --set parallel.tensor=2
 
-    The run's own parts are used: the engine samples responses to the run's first prompts with the weights of
-    model.load, then the trainer forwards the same tokens in the layout of [parallel], once with its live routes
-    and once with those of the rollout replayed (R3). Nothing is trained. Both forwards see the same tokens, so
-    what differs between the two columns of the table is what replay changes.
+    The engine samples responses to the run's first prompts with the weights of model.load. Then the trainer
+    forwards the same tokens in the layout of [parallel], once with live routes and once with the rollout's
+    routes replayed (R3). Nothing is trained. The two columns of the table differ only by replay.
 
-    Read the tails: a mean of |pi - mu| hides the few tokens on which an update goes wrong. A trust region whose
-    threshold lies below the TV's 99.9th percentile masks noise. k1 and k3 both estimate KL(mu || pi); k3 has
-    little noise. The agreement is the share of the rollout's experts that the trainer's own routers choose too:
-    with live routes after what they chose before, with replayed routes after the replayed layers before them.
+    Read the tails: the mean of |pi - mu| hides the few tokens that cause harmful updates. A trust region with
+    a threshold below the TV's 99.9th percentile masks noise. k1 and k3 both estimate KL(mu || pi); k3 has
+    less noise. The agreement is the fraction of the rollout's experts that the trainer's routers choose too,
+    after live or after replayed earlier layers.
 
-    With --engine sglang the servers are those of the run's servers/, started with megatron-dppo serve and this
-    config. They hold the weights of model.load, or none yet: those get the trainer's. --serve starts one for
-    the time of the measurement, in the output folder. On a GPU it shares the trainer's device: set
+    With --engine sglang the servers in the run's servers/ are used. Start them with megatron-dppo serve and
+    this config. They have the weights of model.load, or receive the trainer's. --serve starts a server for the
+    measurement, in the output folder. On a GPU it shares the trainer's device: set
     sglang.mem_fraction_static.
 
-    Written to the output folder: mismatch.json (all figures, the config and versions), tokens.jsonl (a response
-    per line: log mu, log pi live and replayed of each token), mismatch.html (pi against mu; opens in a browser)
-    and mismatch.toml (the resolved config). A folder that holds a finished measurement is refused. The command
-    ends with 2 if the engine does not serve these weights: if both differ as two models do.
+    The output folder gets mismatch.json (all numbers, the config and versions), tokens.jsonl (one response per
+    line: log mu, live and replayed log pi of each token), mismatch.html (plots of pi against mu) and
+    mismatch.toml (the resolved config). A folder with a finished measurement is refused. Exit code 2: the
+    engine does not serve these weights, because they differ as much as two models.
     """
     with user_errors():
         from megatron_dppo.analysis.mismatch.settings import measured_config, require_possible, with_servers

@@ -34,11 +34,11 @@ convert = typer.Typer(
         megatron-dppo convert to-hf --megatron runs/a/checkpoints/step_00000100 --out trained
         megatron-dppo convert verify Qwen3-30B-A3B Qwen3-30B-A3B-megatron
 
-    One process, or several under torchrun, which then share the work; the folders must be seen by all:
+    One process, or several under torchrun, which divide the work. All must see the folders:
 
         torchrun --nproc-per-node 4 -m megatron_dppo convert to-megatron --hf MODEL --out MODEL-megatron
 
-    An interrupted conversion is resumed by the same command. Errors in what you gave end with 2.
+    Run the same command again to resume a conversion. Exit code 2: invalid arguments.
     """,
     no_args_is_help=True,
     add_completion=False,
@@ -51,10 +51,10 @@ Out = Annotated[Path, typer.Option(help="Folder to write; must not exist.")]
 HuggingFace = Annotated[Path, typer.Option(help="Hugging Face folder: config.json, safetensors, tokenizer.")]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="Write float32 or bfloat16 in the place of the checkpoint's own type (a rounding)."),
+    typer.Option(help="Output type: float32 or bfloat16 (rounds). [default: the checkpoint's]"),
 ]
-ShardSize = Annotated[str, typer.Option(help="Most bytes of a file, as 500MB or 4GiB.")]
-Writers = Annotated[int, typer.Option(min=1, help="Files that a process writes at a time.")]
+ShardSize = Annotated[str, typer.Option(help="Maximum file size, such as 500MB or 4GiB.")]
+Writers = Annotated[int, typer.Option(min=1, help="Files that a process writes concurrently.")]
 
 
 @convert.command()
@@ -169,7 +169,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
 ) -> None:
-    """Show what a checkpoint is and holds; no tensor is read."""
+    """Show a checkpoint's type and contents, without reading tensors."""
     with user_errors(), _named("FOLDER"):
         from megatron_dppo.checkpoints.convert.contents import contents_of
 
@@ -182,7 +182,7 @@ def verify(
     first: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
     second: Annotated[Path, typer.Argument(help="The other one, of either kind.")],
 ) -> None:
-    """Compare two checkpoints bit for bit by Hugging Face name; ends with 1 where they differ."""
+    """Compare two checkpoints bit for bit by Hugging Face name. Exit code 1: they differ."""
     with user_errors():
         from megatron_dppo.checkpoints.convert.compare import compare
         from megatron_dppo.checkpoints.convert.sources import source_of
@@ -206,18 +206,19 @@ def quantize(
     hf: Annotated[Path, typer.Option(help="Hugging Face folder to quantise.")],
     out: Out,
     prompts: Annotated[Path, typer.Option(help="A .jsonl or .parquet file of prompts.")],
-    weight_format: Annotated[WeightFormat, typer.Option("--format", help="Of weights and inputs.")],
-    prompt_column: Annotated[str, typer.Option(help="As data.prompt_column.")] = "prompt",
-    answer_column: Annotated[str, typer.Option(help="As data.answer_column.")] = "answer",
+    weight_format: Annotated[WeightFormat, typer.Option("--format", help="Format of weights and inputs.")],
+    prompt_column: Annotated[str, typer.Option(help="Value of data.prompt_column.")] = "prompt",
+    answer_column: Annotated[str, typer.Option(help="Value of data.answer_column.")] = "answer",
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to calibrate and measure with.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of a prompt, and of a response.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a prompt and of a response.")] = 512,
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help='Linears to leave, as "*.self_attn.*".')
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help='Linear layers to skip, such as "*.self_attn.*".'),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Measure the mismatch with the original.")] = True,
-    device: Annotated[str | None, typer.Option(help="[default: a GPU where there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="Device. [default: a GPU if there is one]")] = None,
 ) -> None:
-    """Quantise a checkpoint to FP8 or NVFP4 with nvidia-modelopt, and measure what that changes.
+    """Quantise a checkpoint to FP8 or NVFP4 with nvidia-modelopt, and measure the mismatch.
 
         megatron-dppo quantize --format nvfp4 --hf MODEL --out MODEL-nvfp4 --prompts prompts.jsonl
 
@@ -229,11 +230,10 @@ def quantize(
     generation_config.json: SGLang takes the format from there. Training starts from the original: a quantised
     folder is for inference.
 
-    Then the folder is read back and measured: mu, the quantised model, answers each prompt, and both it and
-    the original, pi, forward the answers. The table and mismatch.json in the folder hold |pi - mu|, the KL,
-    the tails of pi / mu, the share of positions whose most probable token is the same, and of experts that
-    both choose. Weights and inputs are rounded as the format says and multiplied in bfloat16, which no
-    engine's kernel does.
+    Then the folder is read back and measured. The quantised model mu samples a response to each prompt, and mu
+    and the original model pi forward it. The table and mismatch.json report |pi - mu|, the KL, the tails of
+    pi / mu, and the fractions of equal most probable tokens and of equal experts. Weights and inputs are
+    rounded to the format and multiplied in bfloat16, unlike in an engine's kernel.
     """
     with _process() as this:
         from megatron_dppo.analysis.mismatch.quantized import measure as distance
@@ -281,7 +281,7 @@ def _show_mismatch(found: Mapping[str, float], num_responses: int) -> None:
 
 @contextmanager
 def _process() -> Iterator[runtime.Runtime]:
-    """This process, started alone or by torchrun; ends errors made for users, and keeps libraries quiet."""
+    """Start the runtime, with or without torchrun; handle user errors and silence libraries."""
     with user_errors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         this = runtime.start(num_threads=torch.get_num_threads())

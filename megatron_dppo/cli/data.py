@@ -1,4 +1,4 @@
-"""The command of `megatron-dppo` that makes files of prompts: prepare-data."""
+"""The command prepare-data, which writes prompt files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,10 +20,10 @@ Instruction = Annotated[
 ]
 Answers = Annotated[
     Literal["final", "as-is"],
-    typer.Option(help="Take the final answer out of texts that mark it, or keep every cell as it is."),
+    typer.Option(help="Extract marked final answers, or keep the column unchanged."),
 ]
-BadRows = Annotated[Literal["refuse", "drop"], typer.Option(help="What to do with rows that cannot be used.")]
-TooLong = Annotated[Literal["drop", "refuse"], typer.Option(help="What to do with longer prompts.")]
+BadRows = Annotated[Literal["refuse", "drop"], typer.Option(help="Action for unusable rows.")]
+TooLong = Annotated[Literal["drop", "refuse"], typer.Option(help="Action for longer prompts.")]
 SourceName = Annotated[
     str | None, typer.Option(help="A .jsonl or .parquet file, a folder, or a name on the Hugging Face hub.")
 ]
@@ -31,40 +31,44 @@ SourceName = Annotated[
 
 @app.command()
 def prepare_data(
-    name: Annotated[Name, typer.Argument(help="Which set; custom is any other.")],
+    name: Annotated[Name, typer.Argument(help="Data set; custom for any other.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder of the model to be trained, converted or not.")],
-    template: Annotated[Template, typer.Option(help="How problems are put; none keeps the source's prompts.")],
+    template: Annotated[Template, typer.Option(help="Prompt template; none keeps the source's prompts.")],
     out: Annotated[Path, typer.Option(help="The .jsonl file to write; must not exist.")],
     instruction: Instruction = None,
     source: SourceName = None,
-    config: Annotated[list[str] | None, typer.Option(help="Configurations to read; all for all.")] = None,
+    config: Annotated[list[str] | None, typer.Option(help="Dataset configs to read (all: every one).")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a folder or a data set on the hub.")] = None,
-    question_column: Annotated[str | None, typer.Option(help="With --answer-column: not detected.")] = None,
-    answer_column: Annotated[str | None, typer.Option(help="With --question-column: not detected.")] = None,
+    question_column: Annotated[
+        str | None, typer.Option(help="Column of problems; requires --answer-column.")
+    ] = None,
+    answer_column: Annotated[
+        str | None, typer.Option(help="Column of answers; requires --question-column.")
+    ] = None,
     answers: Answers = "final",
     bad_rows: BadRows = "refuse",
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="As data.max_prompt_tokens will be.")] = 1024,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Value of data.max_prompt_tokens.")] = 1024,
     too_long: TooLong = "drop",
     language: Annotated[Literal["en", "zh"] | None, typer.Option(help="Keep only these problems.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Keep so many, drawn by --seed.")] = None,
-    seed: Annotated[int, typer.Option(help="For --limit.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Keep this many random problems.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --limit.")] = 0,
 ) -> None:
-    r"""Make a file of prompts out of a published data set: each problem once, and every drop counted.
+    r"""Write a prompt file from a data set, without duplicates, and count dropped rows.
 
-    Without --source the set is read from where it is published; with it, from a file that you have:
+    Without --source the data set is downloaded from the hub. --source reads your own file:
 
         megatron-dppo prepare-data dapo-math-17k --tokenizer MODEL --template dapo --out dapo.jsonl
 
         megatron-dppo prepare-data aime24 --source a.parquet --tokenizer MODEL --template dapo --out a.jsonl
 
-    For a chat model and wording of your own, the chat template writes one message of the user:
+    The chat template writes one user message, with your own instruction:
 
         megatron-dppo prepare-data custom --source a.jsonl --tokenizer MODEL --template chat --out b.jsonl
         --instruction "Put your final answer within \boxed{}."
 
-    The template decides which reward reads the answers: "dapo" goes with data.reward = "dapo"; "base",
-    "thinking" and "r1_distill" go with "math"; for "chat" and "none" the prompts' words decide. OUT with
-    .counts.json holds the count of rows by outcome. Errors in what you gave end with 2.
+    The template decides which reward can read the responses: "dapo" needs data.reward = "dapo", and "base",
+    "thinking" and "r1_distill" need "math". For "chat" and "none" it depends on the prompts' text. OUT with
+    the suffix .counts.json contains row counts. Exit code 2: invalid arguments.
     """
     with user_errors():
         from megatron_dppo.data.prompts.prepare import Options

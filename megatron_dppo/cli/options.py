@@ -1,4 +1,4 @@
-"""What commands of `megatron-dppo` have in common: arguments, and how errors made for users end."""
+"""Common arguments and error handling of the commands of `megatron-dppo`."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,33 +17,33 @@ Configs = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be given many times."),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key (repeatable)."),
 ]
 AcceptChanges = Annotated[
     bool,
     typer.Option(
         "--accept-changes",
-        help="Resume the run with settings that make it another experiment; metrics.jsonl notes them.",
+        help="Resume although settings changed that make it another experiment; metrics.jsonl records them.",
     ),
 ]
 SplitGpus = Annotated[
     int | None,
-    typer.Option(metavar="GPUS", min=2, help="Also divide so many GPUs between servers and training."),
+    typer.Option(metavar="GPUS", min=2, help="Also divide this many GPUs between servers and training."),
 ]
 MeasuredRun = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="A run's folder, whose rates --split takes.")
+    Path | None, typer.Option(metavar="RUN", help="Run folder with measured rates for --split.")
 ]
 Assumptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="A rate for --split, such as serving_rate=2000; many times."),
+    typer.Option(metavar="NAME=VALUE", help="A rate for --split, such as serving_rate=2000 (repeatable)."),
 ]
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Errors made for users end as a message and status 2; each rank finds the same faults in a config.
+    """Print user errors and a full disk as a message, and exit with status 2.
 
-    So does a full disk, whichever command meets it.
+    Only rank 0 prints config errors, because every rank finds the same ones.
     """
     try:
         with full_disk_explained():
@@ -57,7 +57,7 @@ def user_errors() -> Iterator[None]:
 
 
 def program(command: Callable[..., None]) -> typer.Typer:
-    """Returns an app of one command alone, with the same options and help: what a program in tools/ runs."""
+    """Return an app with only this command, its options and its help, for a program in tools/."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(command)
     return app

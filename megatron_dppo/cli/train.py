@@ -54,14 +54,15 @@ def train(
     configs: Configs,
     overrides: Overrides = None,
     rollout_only: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Only sample, and keep the gradient steps in DIR.")
+        Path | None, typer.Option(metavar="DIR", help="Only sample, and save the mini-batches in DIR.")
     ] = None,
     train_only: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Only train, on what --rollout-only kept in DIR.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Only train, on the mini-batches of --rollout-only in DIR."),
     ] = None,
     accepts_changes: AcceptChanges = False,
 ) -> None:
-    """Train a model, as the config says.
+    """Train a model.
 
     One process per GPU (or per CPU rank), started by torchrun or srun:
 
@@ -69,13 +70,13 @@ def train(
 
         torchrun --nproc-per-node 2 -m megatron_dppo train ep2.toml
 
-    A run folder that holds a checkpoint is resumed, unless checkpoint.resume is false. Settings that would make
-    it another experiment (algorithm, data, reward, model, sampling, learning rate) are refused then, unless
+    A run folder that contains a checkpoint is resumed, unless checkpoint.resume is false. Settings that would
+    make it another experiment (algorithm, data, reward, model, sampling, learning rate) are then refused unless
     you add --accept-changes. SIGTERM and SIGUSR1 save the run and end it with status 75: start the same
-    command again. Errors in what you gave end with 2.
+    command again. Exit code 2: invalid arguments or config.
 
-    --rollout-only and --train-only run one half of the loop, to find out which one goes wrong. Give each a
-    run.folder of its own.
+    --rollout-only and --train-only run one half of the loop, to isolate a fault. Use a separate run.folder for
+    each.
     """
     with user_errors():
         config = load_config(configs, overrides or ())
@@ -112,15 +113,15 @@ def check(
         bool, typer.Option("--verbose", "-v", help="Print every setting first, as TOML.")
     ] = False,
 ) -> None:
-    """Say in a few lines what a run would be, and find all its problems, without loading a model.
+    """Validate a config and summarize the run, without loading a model.
 
         megatron-dppo check base.toml dppo.toml --set optimizer.lr=2e-6
 
         megatron-dppo check ep2.toml --world-size 2
 
     It reads every row of the prompt files with the model's tokenizer, tries rewards and environments in
-    processes of their own, writes and removes a folder where the run's will be, and compares the settings with
-    those of a run that would be resumed. Exits with 1 when there is a problem.
+    separate processes, writes and removes a test folder next to the run's, and compares the settings with the
+    run that would be resumed. Exit code 1: a problem was found.
     """
     try:
         config = load_config(configs, overrides or ())
@@ -148,17 +149,21 @@ def check(
 def plan(
     configs: Configs,
     gpus: Annotated[
-        int, typer.Option("--gpus", min=1, help="Processes of train, one to a GPU, over all nodes.")
+        int, typer.Option("--gpus", min=1, help="Number of GPUs, one process each, over all nodes.")
     ],
     gpu_memory: Annotated[
-        str, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU: 80GB (80e9 bytes), 79.6GiB, ...")
+        str,
+        typer.Option(
+            "--gpu-memory", metavar="SIZE", help="Memory of each GPU: 80GB (80e9 bytes), 79.6GiB, ..."
+        ),
     ],
     overrides: Overrides = None,
     host_memory: Annotated[
-        str | None, typer.Option("--host-memory", metavar="SIZE", help="Of each node. [default: not checked]")
+        str | None,
+        typer.Option("--host-memory", metavar="SIZE", help="Host memory of each node. [default: not checked]"),
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink connects.")] = 8,
-    proposals: Annotated[int, typer.Option(min=0, help="Layouts to show of those that fit.")] = 5,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, connected by NVLink.")] = 8,
+    proposals: Annotated[int, typer.Option(min=0, help="Maximum number of fitting layouts to show.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes throughout.")] = False,
     is_traced: Annotated[
         bool,
@@ -171,35 +176,34 @@ def plan(
     measured: MeasuredRun = None,
     assume: Assumptions = None,
 ) -> None:
-    """Say whether train admits a run on so many GPUs, whether it fits, and which layouts do.
+    """Check whether a run fits on this many GPUs, and list the layouts that do.
 
-    Reads the config and the config.json of model.load; no weights are needed, and no GPU:
+    Reads the config and the config.json of model.load. It needs no weights and no GPU:
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB
 
-    What costs memory or saves it are keys of the config, the same as for train: optimizer.offload=true,
+    Settings that cost or save memory are the config's keys, as for train: optimizer.offload=true,
     algorithm.loss_from=logits, rollout.sglang.colocated=false, a table [megatron] with recompute_granularity.
 
-    Refused: what check says of the config on as many processes, except about files and libraries. Fits, or
-    does not: the worst rank is counted at the loss, in backward, in the optimizer's step, in a rollout and
-    while weights go to the engine. Layouts that fit are listed with the --set that makes them; where none fits,
-    the fewest GPUs that are enough. Times are estimates.
+    The plan refuses what check refuses, except for files and libraries. It computes the worst rank's memory
+    at the loss, in backward, in the optimizer step, in a rollout and in the weight sync. It lists fitting
+    layouts with their --set options, or else the smallest sufficient number of GPUs. Times are estimates.
 
     --trace takes one real gradient step of the worst rank, with floating-point tensors that have shapes and no
-    data: a few minutes on a CPU for a model of any size, without weights. It prints what is live at each peak,
-    by source line, beside what is planned, and how often a layer launches a kernel or waits for the GPU:
+    data: a few minutes on a CPU for a model of any size, without weights. It prints the live memory at each
+    peak by source line, the planned memory, and how often a layer launches a kernel or waits for the GPU:
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --trace --trace-layers 8
 
-    --split says how many of so many GPUs should serve and how many train, and what sampling beside training
-    (rollout.max_staleness) would gain, from rates that a run measured, or that you give:
+    --split divides a number of GPUs between servers and training, and estimates the gain of sampling during
+    training (rollout.max_staleness), from the rates of a run or from --assume:
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --measured runs/short
 
         megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB --split 32 --assume serving_rate=2000
 
-    Exits with 0 when the configured run is admitted and fits, with 1 when not, and with 2 for errors in what
-    you gave. Neither a trace that finds other than the plan nor a split changes the status.
+    Exit code 0: the configured run is accepted and fits. 1: it does not. 2: invalid arguments or config. The
+    results of --trace and --split do not change the exit code.
     """
     with user_errors():
         config = load_config(configs, overrides or ())
@@ -228,7 +232,7 @@ def plan(
 def serve(
     configs: Configs,
     overrides: Overrides = None,
-    name: Annotated[str, typer.Option(help="Of the server, among those of the run.")] = "server",
+    name: Annotated[str, typer.Option(help="Name of the server, unique in the run.")] = "server",
 ) -> None:
     """Start an SGLang server for a run, keep it running, and register it in run.folder/servers.
 
@@ -236,8 +240,8 @@ def serve(
 
         megatron-dppo serve base.toml --set sglang.python=.venv-sglang/bin/python
 
-    A server that ends by itself is started again, rollout.sglang.max_restarts times; its log is
-    servers/NAME.log. Clients must know the key in $MEGATRON_DPPO_SGLANG_API_KEY, where there is one.
+    A server that exits unexpectedly is restarted up to rollout.sglang.max_restarts times. Its log is
+    servers/NAME.log. If MEGATRON_DPPO_SGLANG_API_KEY is set, clients must send this key.
     """
     with user_errors():
         config = load_config(configs, overrides or ())
@@ -257,13 +261,14 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Of a run: RUN/checkpoints/step_... [default: model.load]"),
+        typer.Option(metavar="DIR", help="Checkpoint of a run: RUN/checkpoints/step_... [default: model.load]"),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Another Hugging Face folder or Megatron checkpoint.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="DIR", help="Gets metrics.json and every response.")
+        Path,
+        typer.Option("-o", "--out", metavar="DIR", help="Output folder for metrics.json and all responses."),
     ] = Path("evaluation"),
 ) -> None:
     """Evaluate a model or a checkpoint on the config's evaluation sets, without training.
@@ -272,9 +277,9 @@ def evaluate(
 
         megatron-dppo evaluate base.toml --checkpoint runs/dppo/checkpoints/step_00000320 -o step_320
 
-    It needs the config's [model], [rollout], [data] and [evaluation], and no data.prompts; under torchrun the
-    prompts are spread over the processes. Of a checkpoint it draws what the run draws in its evaluation after
-    as many rollouts. Started again, it keeps the sets that were finished, unless weights or settings differ.
+    It needs the config's [model], [rollout], [data] and [evaluation], but no data.prompts. Under torchrun the
+    prompts are divided among the processes. The random draws for a checkpoint equal the run's own evaluation
+    after the same number of rollouts. Started again, it skips finished sets, unless weights or settings differ.
     """
     with user_errors():
         if checkpoint is not None and model is not None:
@@ -284,7 +289,7 @@ def evaluate(
             raise ConfigError(Problem("--checkpoint", found, "a checkpoint of a run", action))
         folder = checkpoint or model
         load = [] if folder is None else [f"model.load={json.dumps(str(folder))}"]
-        # 0 turns off the evaluation of training; this command was asked to evaluate.
+        # 0 turns off the evaluation of training; this command always evaluates.
         config = load_config(configs, [*(overrides or ()), *load, "evaluation.every=1"])
         require_evaluable(config, world_size_from_launcher())
         quiet_library_warnings()

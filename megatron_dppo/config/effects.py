@@ -1,6 +1,6 @@
 """Classify every setting once: may a resume change it, and do results of `evaluate` depend on it?
 
-A key of the schema without a row fails the tests. No row is a pattern, so a new key is never classified by
+The tests fail for a key of the schema without a row. Rows are not patterns, so a new key is never classified by
 accident. An option of the pass-through tables [megatron] and [sglang] without a row is part of the experiment.
 """
 
@@ -11,18 +11,18 @@ Evaluated = Literal["no", "all sets", "own set", "weights"]
 
 
 class Effect(NamedTuple):
-    """What one setting changes."""
+    """Effects of one setting."""
 
-    resume: str | None = None  # why a resume may change it; None: it is part of the experiment
-    evaluated: Evaluated = "no"  # whether scores depend on it, and where the kept results record that
+    resume: str | None = None  # reason why a resume may change it; None if it is part of the experiment
+    evaluated: Evaluated = "no"  # whether scores depend on it, and the place that records it in saved results
 
 
 _EXPERIMENT = Effect()
 _ALL_SETS = Effect(evaluated="all sets")
 _OWN_SET = Effect(evaluated="own set")
 _TIME_OUT = Effect("A time limit.")
-_MEMORY = Effect("Where memory is; the numbers are the same.")
-_MEMORY_ROUNDING = Effect("Where memory is; the numbers are the same to rounding.")
+_MEMORY = Effect("Memory placement; the numbers are the same.")
+_MEMORY_ROUNDING = Effect("Memory placement; the numbers are the same up to rounding.")
 _LAYOUT = Effect("The layout; a checkpoint that cannot be resharded is refused when it is loaded.")
 _SERVERS = Effect("How servers are started, called and updated.")
 _SAVING = Effect("Saving.")
@@ -33,7 +33,7 @@ EFFECTS: Mapping[str, Effect] = {
     "run.folder": Effect("The run was moved."),
     "run.seed": _ALL_SETS,
     "run.num_rollouts": Effect(
-        "The length of the run, while optimizer.schedule is constant and rollout.lag is 0. Both depend on it."
+        "The length of the run, if optimizer.schedule is constant and rollout.lag is 0; both depend on it."
     ),
     "run.num_threads": Effect("CPU threads."),
     "run.timeout_s": _TIME_OUT,
@@ -147,7 +147,7 @@ EFFECTS: Mapping[str, Effect] = {
     "optimizer.eps": _EXPERIMENT,
     "optimizer.clip_grad": _EXPERIMENT,
     "optimizer.distributed": Effect(
-        "Where memory is; a checkpoint that stores states the other way is refused."
+        "Memory placement; a checkpoint that stores states the other way is refused."
     ),
     "optimizer.offload": _MEMORY,
     "optimizer.max_skipped_steps": _LIMIT,
@@ -183,7 +183,7 @@ EFFECTS: Mapping[str, Effect] = {
 }
 """The effect of each key of the schema."""
 
-_SERVER_PLACE = "Where servers are."
+_SERVER_PLACE = "Addresses of the servers."
 _SERVER_LAYOUT = "The layout of a server."
 _SERVER_LOAD = "Load of a server."
 _SERVER_GRAPHS = "How a server launches kernels."
@@ -191,7 +191,7 @@ _SERVER_LOG = "A server's log."
 
 OPTION_MAY_CHANGE: Mapping[str, str] = {
     **{
-        f"megatron.recompute_{name}": "Where memory is; the numbers are the same."
+        f"megatron.recompute_{name}": "Memory placement; the numbers are the same."
         for name in ("granularity", "method", "num_layers", "modules")
     },
     "sglang.python": "The interpreter of the servers.",
@@ -268,7 +268,7 @@ def free_settings() -> Mapping[str, list[str]]:
 
 
 def evaluated(key: str) -> Evaluated:
-    """Return whether results of `evaluate` depend on a setting, and where the kept results record it."""
+    """Return whether results of `evaluate` depend on a setting, and the place that records it."""
     return "all sets" if key.startswith("sglang.") else _effect(key).evaluated
 
 

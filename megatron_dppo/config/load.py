@@ -42,11 +42,11 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
     Args:
         paths: TOML files; a later one wins.
-        overrides: `section.key=value`; the value is read as TOML, or as a string where it is no TOML, and
-            `none` takes the setting away.
+        overrides: Overrides `section.key=value`. The value is read as TOML, or as a string if it is not valid
+            TOML. `none` removes the setting.
 
     Raises:
-        ConfigError: With one `Problem` per fault in all files and overrides together.
+        ConfigError: One `Problem` per fault, over all files and overrides.
     """
     problems: list[Problem] = []
     merged: Table = {}
@@ -201,13 +201,13 @@ def _explain(details: ErrorDetails, origins: dict[KeyPath, str]) -> Problem:
     section, name = _section(keys[:-1]), keys[-1]
     field = section.model_fields.get(name) if section else None
     if field is not None and _section(keys) is not None:
-        return Problem(where, found, expected, f"Write a table [{where}] with keys of its own.")
+        return Problem(where, found, expected, f"Write a table [{where}] with its keys.")
     meaning = field.description if field is not None and field.description else f"Fix {where}."
     return Problem(where, found, expected, meaning.replace("\n", " "))
 
 
 def _number_of_values(details: ErrorDetails) -> int | None:
-    """Return how many values a list should have, where it has too many or too few."""
+    """Return the required length of a list that has too many or too few values, else None."""
     limits: dict[str, Any] = details.get("ctx", {})
     return {"too_long": limits.get("max_length"), "too_short": limits.get("min_length")}.get(details["type"])
 
@@ -221,7 +221,7 @@ def _section(keys: KeyPath) -> type[BaseModel] | None:
 
 
 def _kind_of(kind: Any, key: str) -> Any:
-    """Return the type of a key in a table of this type; none where it has no such key."""
+    """Return the type of a key in a table of this type, or None if the table has no such key."""
     if get_origin(kind) is dict:
         return get_args(kind)[1]
     field = kind.model_fields.get(key) if _is_section(kind) else None

@@ -12,20 +12,20 @@ ShadowOption = bool | int | float | str | dict[str, bool | int | float | str]
 
 
 def is_due(every: int, rollout: int) -> bool:
-    """Whether a period acts in a rollout.
+    """Return whether a periodic action is due in a rollout.
 
     Args:
-        every: The period: N acts in the rollouts N, 2N, 3N, ..., counted from 1; 0 never acts.
+        every: Period N: the action is due in the rollouts N, 2N, 3N, ..., counted from 1. 0 means never.
         rollout: Index of the rollout, from 0.
     """
     return every > 0 and (rollout + 1) % every == 0
 
 
 class EvaluationSetConfig(Section):
-    """[evaluation.sets.<name>]: one set of held-out prompts; a field that is none is as in [evaluation]."""
+    """[evaluation.sets.<name>]: a set of held-out prompts. Fields that are None default to [evaluation]."""
 
     prompts: Path
-    """A file like data.prompts."""
+    """Prompt file in the format of `data.prompts`."""
     samples_per_prompt: PositiveInt | None = None
     """Responses to each prompt of this set."""
     temperature: NonNegativeFloat | None = None
@@ -33,59 +33,60 @@ class EvaluationSetConfig(Section):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus sampling of this set."""
     max_response_tokens: PositiveInt | None = None
-    """Where responses of this set are cut."""
+    """Maximum length of this set's responses."""
     reward: RewardSetting | None = None
-    """As data.reward; none: that one. Here right is worth 1 and wrong 0."""
+    """Reward of this set. Default: `data.reward`. In evaluation a right response scores 1 and a wrong one 0."""
 
 
 class EvaluationConfig(Section):
-    """[evaluation]: scores on sets of held-out prompts, with sampling of its own."""
+    """[evaluation]: scores on sets of held-out prompts, with separate sampling settings."""
 
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
-    """Tables [evaluation.sets.<name>], each with its prompts; without any there is no evaluation."""
+    """Tables [evaluation.sets.<name>], each with its prompts. Without a table there is no evaluation."""
     every: NonNegativeInt = 10
-    """Evaluate after this many rollouts, before the first and after the last; 0 never."""
+    """Rollouts between evaluations, which also run before the first and after the last rollout; 0 never."""
     samples_per_prompt: PositiveInt = 32
-    """Responses to each prompt: n of avg@n."""
+    """Responses per prompt: n of avg@n."""
     temperature: NonNegativeFloat = 0.7
-    """0 decodes greedily."""
+    """Sampling temperature; 0 decodes greedily."""
     top_p: float = Field(default=0.95, gt=0, le=1)
     """Nucleus sampling."""
     max_response_tokens: PositiveInt | None = None
-    """Longer responses are cut and counted as truncated; none: rollout.max_response_tokens."""
+    """Maximum length. Longer responses count as truncated. Default: `rollout.max_response_tokens`."""
     pass_at: tuple[PositiveInt, ...] | None = None
-    """k of pass@k; none: 1, 2, 4, ... up to a set's samples_per_prompt."""
+    """Values k of pass@k. Default: 1, 2, 4, ... up to a set's `samples_per_prompt`."""
 
     @property
     def used_sets(self) -> Mapping[str, EvaluationSetConfig]:
-        """The sets that are evaluated: without evaluation not even their files are read."""
+        """Sets to evaluate: none if `every` is 0, and then their files are not read."""
         return self.sets if self.every else {}
 
 
 class TrackingConfig(Section):
-    """[tracking]: what is written beside the metrics file, and diagnostics that cost time."""
+    """[tracking]: trackers, output files and diagnostics in addition to metrics.jsonl."""
 
     backends: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Trackers to feed beside metrics.jsonl (extra `track`)."""
+    """Trackers that receive the metrics, in addition to metrics.jsonl (extra `track`)."""
     samples_every: NonNegativeInt = 10
-    """Write the samples of the rollouts N, 2N, 3N, ... (from 1) as text; 0 never."""
+    """Rollouts between files of samples as text: N writes rollouts N, 2N, 3N, ... (from 1); 0 never."""
     batches_every: NonNegativeInt = 0
-    """Keep the mini-batches of the rollouts N, 2N, 3N, ... (from 1) as tensors, for what-if; 0 never."""
+    """Rollouts between saved mini-batches for what-if: N saves rollouts N, 2N, 3N, ... (from 1); 0 never."""
     paired_routing_every: NonNegativeInt = 0
-    """In the rollouts N, 2N, 3N, ... (from 1), forward one mini-batch with both kinds of routes; 0 never."""
+    """Rollouts between measurements that forward one mini-batch with live and with replayed routes; 0 never."""
     mismatch_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the samples that this forward takes, and that drift and age are measured on; chosen by id."""
+    """Fraction of the samples, selected by id, for this forward and for the drift and age metrics."""
     alarms: Literal["log", "stop", "roll_back", "off"] = "log"
-    """What follows where a rollout looks wrong: reward, length, tails, routers, values that are not finite.
+    """Action on an alarm about reward, length, tails, router agreement or values that are not finite.
 
-    "roll_back" goes on from the newest checkpoint before the trouble began, with the prompts that come next."""
+    "roll_back" resumes from the newest checkpoint before the fault began, with the next prompts."""
     max_roll_backs: PositiveInt = 3
-    """The run ends at the alarm after so many."""
+    """Maximum roll-backs. The next alarm ends the run."""
     clipped_tokens_every: NonNegativeInt = 0
-    """In the rollouts N, 2N, 3N, ... (from 1), list the tokens that masks drop, also in context; 0 never."""
+    """Rollouts between lists of the masked tokens with their context: N, 2N, 3N, ... (from 1); 0 never."""
     shadow: bool = True
-    """Beside each gradient step, evaluate other presets on its tokens: what they would have masked."""
+    """Evaluate other presets at each gradient step: the tokens that they would have masked."""
     shadow_presets: tuple[str, ...] = ()
-    """Names in megatron_dppo.algorithms.PRESETS, or own rules; none: the paper's whose inputs the batch has."""
+    """Names in megatron_dppo.algorithms.PRESETS, or custom rules. Default: the paper's presets, if the batch
+    has their inputs."""
     shadow_options: dict[str, dict[str, ShadowOption]] = Field(default_factory=dict)
-    """Tables [tracking.shadow_options."<name>"] with fields as in [algorithm], rule_options among them."""
+    """Tables [tracking.shadow_options."<name>"] with fields of [algorithm], `rule_options` included."""

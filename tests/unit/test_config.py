@@ -124,7 +124,7 @@ def test_a_misspelt_key_of_an_evaluation_set_is_explained(tmp_path: Path) -> Non
     assert problem.action == "Did you mean evaluation.sets.aime.temperature?"
     of_values = _problems([], ("evaluation.sets.aime.top_p=2.0",))
     assert set(of_values) == {"evaluation.sets.aime.top_p", "evaluation.sets.aime.prompts"}
-    assert of_values["evaluation.sets.aime.prompts"].action == "A file like data.prompts."
+    assert of_values["evaluation.sets.aime.prompts"].action == "Prompt file in the format of `data.prompts`."
 
 
 def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ def test_all_faults_are_reported_at_once_with_the_file_that_set_them(tmp_path: P
         ("[run]\nzzz = 1", "run.zzz", "folder", "Remove it"),
         ("run = 3", "run", "a table", "Write a table [run]"),
         ("[rollout.transformers]\nweight = 1", "rollout.transformers.weight", "batch_size", "weights?"),
-        ("[rollout]\nengine = 'sglan'", "rollout.engine", "'transformers' or 'sglang'", "Which engine"),
-        ("[run]\nseed = '3'", "run.seed", "a whole number", "Seeds"),
+        ("[rollout]\nengine = 'sglan'", "rollout.engine", "'transformers' or 'sglang'", "Engine that samples"),
+        ("[run]\nseed = '3'", "run.seed", "a whole number", "Seed of"),
         ("[run]\nnum_rollouts = 3.0", "run.num_rollouts", "a whole number", "Rollouts"),
         ("[run]\nnum_rollouts = true", "run.num_rollouts", "a whole number", "Rollouts"),
         ("[run]\nnum_rollouts = 0", "run.num_rollouts", "greater than 0", "Rollouts"),
         ("[rollout]\ntemperature = nan", "rollout.temperature", "greater than 0", "Sampling"),
-        ("[data]\nshuffle = 'yes'", "data.shuffle", "true or false", "Reorder"),
+        ("[data]\nshuffle = 'yes'", "data.shuffle", "true or false", "Shuffle"),
         ("[model]\nload = 3", "model.load", "a string in quotes", "Hugging Face"),
         ("[tracking]\nbackends = ['tb']", "tracking.backends[0]", "'tensorboard'", "Trackers"),
         ("[tracking]\nbackends = 'wandb'", "tracking.backends", "a", "Trackers"),

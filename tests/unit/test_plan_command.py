@@ -383,6 +383,6 @@ def test_help_teaches_with_an_example() -> None:
     result = _plan("--help")
     assert "megatron-dppo plan base.toml --gpus 16 --gpu-memory 80GB" in result.stdout
     assert "optimizer.offload=true" in result.stdout
-    assert "Exits" in result.stdout
+    assert "Exit code 0" in result.stdout
     for option in ("--offload-optimizer", "--recompute", "--moments", "--separate-engine", "--layer-spec"):
         assert option not in result.stdout

@@ -28,12 +28,12 @@ def compare(first: Source, second: Source, on_bytes: Callable[[int], object] = l
     """Compare every tensor bit for bit, one group at a time.
 
     Args:
-        first: What was converted.
-        second: What came out.
-        on_bytes: Called with the bytes of each tensor that was compared.
+        first: Source of the conversion.
+        second: Result of the conversion.
+        on_bytes: Callback with the bytes of each compared tensor.
 
     Raises:
-        CheckpointError: One of them is torn.
+        CheckpointError: One of the checkpoints is torn.
     """
     outlines = first.outline(), second.outline()
     common = outlines[0].keys() & outlines[1].keys()

@@ -1,4 +1,4 @@
-"""Reads and writes Megatron checkpoint folders: `megatron/` is a distributed checkpoint, `hf/` has config.json."""
+"""Reads and writes Megatron checkpoint folders: `megatron/` (distributed checkpoint), `hf/` (config, tokenizer)."""
 
 import queue
 from collections.abc import Callable, Iterator, Sequence

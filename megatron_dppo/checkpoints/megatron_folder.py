@@ -63,7 +63,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
     has_adapters = any(is_adapter(name) for chunk in chunks for name, _ in chunk.named_parameters())
     if not has_adapters and stored_lora(folder) is not None:
         raise CheckpointError(
-            f"{folder} contains LoRA adapters in addition to weights; expected only weights. Merge them "
+            f"{folder} holds LoRA adapters in addition to weights; expected only weights. Merge them "
             "with megatron-dppo convert to-hf and load the result, or resume the run that wrote it."
         )
     load_model_states(chunks, load_sharded(model_states(chunks), folder / WEIGHTS))

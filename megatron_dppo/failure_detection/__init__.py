@@ -1,22 +1,24 @@
 """Ends the whole job when one rank dies, raises or hangs, and logs that rank's error last.
 
-A collective reports that another rank is gone, but not which one, nor why. So each rank keeps a TCP connection to
-rank 0, in addition to the process group. There is no heartbeat. A dead process is detected by its closed socket, and
-a hung process by the timeout of the collective that others wait in. A busy rank is never mistaken for either.
+A collective reports that another rank is gone, but not which one, nor why. So each rank keeps a TCP connection
+to rank 0, in addition to the process group. There is no heartbeat. A dead process is detected by its closed
+socket, and a hung process by the timeout of the collective that others wait in. A busy rank is never mistaken
+for either.
 
-torchrun and the process groups' time-outs do a part of this without this package. With two ranks under torchrun and
-a time-out of 6 s, faults of tests/faults ended the job after these times, with this package and without it:
+torchrun and the process groups' time-outs do a part of this without this package. With two ranks under torchrun
+and a time-out of 6 s, faults of tests/faults ended the job after these times, with this package and without it:
 
     kill -9 of a rank     2 s    2 to 3 s
     an exception          3 s   10 s
     a rank that hangs     9 s   40 s, including torchrun's --shutdown-timeout of 30 s (480 s in examples/slurm)
     a stopped rank 0     18 s   39 s
 
-Without this package, torchrun reports the waiting rank as the root cause of a hang, and shows no stack of the hung
-rank. A second torchrun, as on another node, still kept its hung rank 26 s after the first torchrun had ended.
+Without this package, torchrun reports the waiting rank as the root cause of a hang, and shows no stack of the
+hung rank. A second torchrun, as on another node, still kept its hung rank 26 s after the first torchrun had
+ended.
 
-`report` describes the failure of a rank, and `cause` finds the report of the first cause. `head` is rank 0's side of
-the connections, and `member` the other ranks' side. `ending` ends the process.
+`report` describes the failure of a rank, and `cause` finds the report of the first cause. `head` is rank 0's
+side of the connections, and `member` the other ranks' side. `ending` ends the process.
 """
 
 import contextlib
@@ -39,9 +41,10 @@ _CONNECT_TIMEOUT_S = 60.0
 def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0) -> Iterator[None]:
     """End the job on every rank as soon as the body fails on one; a job of one rank just raises.
 
-    Enter it on all ranks, inside the handler of SIGTERM: torchrun sends SIGTERM to rank 0 when another rank dies,
-    and rank 0 must live to report. With several ranks, no exception leaves the body: the process ends with status
-    2 for a user's error (MegatronDppoError), and with 1 otherwise. SystemExit passes, because it is not a failure.
+    Enter it on all ranks, inside the handler of SIGTERM: torchrun sends SIGTERM to rank 0 when another rank
+    dies, and rank 0 must live to report. With several ranks, no exception leaves the body: the process ends
+    with status 2 for a user's error (MegatronDppoError), and with 1 otherwise. SystemExit passes, because it is
+    not a failure.
 
     Args:
         runtime: Runtime of this rank. Messages use its `progress` as the place of an error.

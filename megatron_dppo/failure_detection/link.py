@@ -22,8 +22,8 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         """Wrap the connection, and set its time-outs and keep-alive.
 
-        The kernel sends keep-alive probes to an idle peer. The kernel of a busy or stopped process replies to them,
-        so only a host that is gone does not reply.
+        The kernel sends keep-alive probes to an idle peer. The kernel of a busy or stopped process replies to
+        them, so only a host that is gone does not reply.
         """
         self.socket = connection
         connection.settimeout(_SEND_TIMEOUT_S)

@@ -10,8 +10,9 @@ T = TypeVar("T")
 def run_loop(work: Awaitable[T]) -> T:
     """Return the result of `work` in a new event loop, like `asyncio.run`.
 
-    `asyncio.run` would format the result, including its tensors: its handler of SIGINT holds the task, and `signal`
-    looks up handlers in an enum, which formats an error message for an unknown handler and discards it.
+    `asyncio.run` would format the result, including its tensors: its handler of SIGINT holds the task, and
+    `signal` looks up handlers in an enum, which formats an error message for an unknown handler and discards
+    it.
     """
     results: list[T] = []
 

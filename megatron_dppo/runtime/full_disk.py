@@ -17,8 +17,8 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
     """Replace errors of a full disk in the body, whichever library raised them, by an error of one line.
 
     Args:
-        folders: Folders that the body writes to. The message names the one with the least free space or, without
-            folders, the file in the error.
+        folders: Folders that the body writes to. The message names the one with the least free space or,
+            without folders, the file in the error.
         kept: Function that returns a sentence on the data that is kept, such as "The newest checkpoint is X. ".
 
     Raises:

@@ -34,8 +34,9 @@ class Entry:
 class GpuLedger:
     """Current holders of the GPU's memory, and the changes so far, oldest first.
 
-    If trainer and engine take turns, an entry raises AssertionError if it would put the trainer and the engine's
-    cache on the GPU together, or a cache without weights. This happens before memory runs out, and on CPUs too.
+    If trainer and engine take turns, an entry raises AssertionError if it would put the trainer and the
+    engine's cache on the GPU together, or a cache without weights. This happens before memory runs out, and on
+    CPUs too.
     """
 
     def __init__(self, give_back: Callable[[], None], free_bytes: Callable[[], int | None]) -> None:

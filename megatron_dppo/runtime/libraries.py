@@ -1,8 +1,8 @@
 """Finds out whether this process can use GPU kernels of Transformer Engine, NVIDIA apex and DeepEP.
 
 Megatron-Core uses each of them if its import does not raise ImportError, whatever the device. A package
-that is installed and cannot be loaded raises many other errors, and PyPI's `apex` is another project. So this module
-hides unusable packages from Megatron, and must be called before Megatron is imported.
+that is installed and cannot be loaded raises many other errors, and PyPI's `apex` is another project. So this
+module hides unusable packages from Megatron, and must be called before Megatron is imported.
 """
 
 import functools

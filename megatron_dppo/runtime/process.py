@@ -55,8 +55,8 @@ class RaisedOnMain(Exception):
 class Runtime:
     """This process's rank in the job, and the device that it computes on.
 
-    Ranks exchange small objects through `control`, a gloo group. A rank that waits in gloo keeps its GPU free. NCCL
-    would run a kernel on the GPU, on which a colocated engine may be sampling.
+    Ranks exchange small objects through `control`, a gloo group. A rank that waits in gloo keeps its GPU free.
+    NCCL would run a kernel on the GPU, on which a colocated engine may be sampling.
     """
 
     device: torch.device
@@ -101,7 +101,8 @@ class Runtime:
         """Send `parcels[r]` to rank r, peer to peer, and return the parcels received, in rank order.
 
         Args:
-            parcels: [n] uint8 on the CPU, one for each rank. The list is emptied, to avoid a third copy in memory.
+            parcels: [n] uint8 on the CPU, one for each rank. The list is emptied, to avoid a third copy in
+                memory.
         """
         assert len(parcels) == self.world_size, "one parcel for each rank, empty ones too"
         to_send = [parcel.numel() for parcel in parcels]

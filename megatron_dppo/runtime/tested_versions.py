@@ -1,8 +1,8 @@
 """Lists the library versions that this package's tests ran with, and reports other versions to users.
 
 `tests/versions.jsonl` has the tests that passed with each of them. SGLang's versions are in
-`engines/sglang/protocol.py`. `mcore/fixes.py` refuses untested versions of Megatron-Core. Other libraries may work in
-other versions.
+`engines/sglang/protocol.py`. `mcore/fixes.py` refuses untested versions of Megatron-Core. Other libraries may
+work in other versions.
 """
 
 import platform

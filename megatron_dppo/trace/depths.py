@@ -129,99 +129,9 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
         action = "Solve the plan's problems first."
         raise ConfigError(Problem("--trace", "a run that train refuses", "one that it accepts", action))
     if job.config.model.dtype == "float32" and job.shape.sizes.num_experts:
-        found = "model.dtype = 'float32' of a model with experts, but torch traces their products only in
-        bfloat16" action = "Add --set model.dtype=bfloat16. The plan itself counts
-       
-       
-       
-        float32." raise ConfigError(Problem("--trace",
-        found, "bfloat16",
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-       
-        action))
+        found = "model.dtype = 'float32' with experts; torch can trace their products only in bfloat16"
+        action = "Add --set model.dtype=bfloat16. The plan itself counts float32."
+        raise ConfigError(Problem("--trace", found, "bfloat16", action))
     _refuse_other_layers(job)
     layout, stage = job.layout, plan.memory.worst.stage
     shallow, deep = _depths(job, layout, stage, num_layers)
@@ -276,8 +186,8 @@ def _refuse_other_layers(job: Job) -> None:
 def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tuple[int, int]:
     """Return the numbers of layers of the two models: the first has half the layers, or one per chunk.
 
-    If both are less deep than the model, this rank has all its dense layers in both. Then only the number of
-    MoE layers differs between the two, and from the model.
+    If both have fewer layers than the full model, this rank has all its dense layers in both. Then only the
+    number of MoE layers differs between the two, and from the full model.
     """
     whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
     asked = whole if num_layers is None else num_layers
@@ -307,7 +217,7 @@ def _own_layers(layout: Layout, stage: int, num_layers: int) -> list[int]:
 
 
 def _kinds(job: Job, layout: Layout, stage: int, num_layers: int) -> tuple[int, bool]:
-    """Return the number of a rank's dense layers in a model of `num_layers` layers, and whether it has MoE layers.
+    """Return the number of a rank's dense layers in a model of `num_layers`, and whether it has MoE layers.
 
     Without MoE layers, the optimizer states of experts would not determine the peak of the step.
     """

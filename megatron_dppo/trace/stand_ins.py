@@ -67,7 +67,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keep flash attention's saved tensors: inputs, result [B, L, heads, D] and one float32 per row of the result."""
+    """Keep flash attention's saved tensors: inputs, result [B, L, heads, D] and one float32 per result row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reads and writes Megatron checkpoint folders: `megatron/` (distributed checkpoint), `hf/` (config, tokenizer)."""
+"""Reads and writes Megatron folders: a distributed checkpoint (`megatron/`), config and tokenizer (`hf/`)."""
 
 import queue
 from collections.abc import Callable, Iterator, Sequence

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # import before a process group exists: its defaults would keep it alive after stop()
+import torch.distributed.nn.functional  # before a process group exists: its defaults would keep it after stop()
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 

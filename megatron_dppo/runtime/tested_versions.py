@@ -21,7 +21,7 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the installed versions of the packages in `TESTED`, without local parts; None for a missing one."""
+    """Return the installed versions of the packages in `TESTED`, without local parts; None if missing."""
     packages = {name: installed(name) for name in TESTED if name != "python"}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **packages}
 

@@ -34,7 +34,7 @@ _ACTION = "Use a model of the supported variant; another one would be trained wr
 
 
 def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]]) -> Iterator[Problem]:
-    """Yield the keys of a config.json whose values are not implemented; see `ModelFamily.variants`."""
+    """Yield the keys of a config.json with values that are not implemented; see `ModelFamily.variants`."""
     for key, (default, supported) in variants.items():
         found = hf.get(key, default)
         if found != supported:

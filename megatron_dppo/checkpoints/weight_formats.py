@@ -67,7 +67,7 @@ def quantize_nvfp4(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp4_codes(values: Tensor) -> Tensor:
-    """Return the nearest of NVFP4's values, as bits; halfway between two, the one whose last bit is 0."""
+    """Return the nearest of NVFP4's values, as bits; halfway between two, the one with last bit 0."""
     bounds = values.new_tensor(_FP4_BOUNDS)
     lower = torch.searchsorted(bounds, values.abs().contiguous())
     upper = torch.searchsorted(bounds, values.abs().contiguous(), right=True)

@@ -23,8 +23,8 @@ from megatron_dppo.plan.options import LayerSpec, Recompute
 EXPERT_IMBALANCE = 1.3
 """Rows of the busiest expert-parallel rank, relative to the mean of all ranks."""
 ATTENTION_PADDING = 1.25
-"""Rows of the padded batches in which our torch spec attends where it cannot by flash attention, against the
-tokens in them (2 at worst)."""
+"""Rows of our torch spec's padded batches, relative to the tokens in them (2 at worst), if it cannot use flash
+attention."""
 WORKING_COPIES = 3
 """Temporary tensors of a layer's widest size in its forward or backward pass, in addition to kept ones."""
 FLOAT, INDEX = 4, 8

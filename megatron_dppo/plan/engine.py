@@ -110,8 +110,8 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
 def _bytes_to_sample_a_logit(config: Config) -> int:
     """Return the bytes per logit, besides the logit, that the embedded engine takes to draw a token.
 
-    With top_p = 1, drawing takes most: log-probs and probabilities in float32, and the probabilities and
-    their cumulative sum in float64. With top_p < 1, sorting the tempered log-probs in float64 takes most.
+    If top_p = 1, drawing takes most: log-probs and probabilities in float32, and the probabilities and
+    their cumulative sum in float64. If top_p < 1, sorting the tempered log-probs in float64 takes most.
     """
     nuclei = [config.rollout.top_p]
     for each in config.evaluation.used_sets.values():

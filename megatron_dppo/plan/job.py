@@ -132,7 +132,9 @@ class Job:
     def recomputes_log_probs(self) -> bool:
         """Whether the trust region's anchor is recomputed, which needs one more forward per gradient step."""
         algorithm = self.config.algorithm
-        preset = PRESETS.get(algorithm.preset)  # none of a user's own rule, whose anchor is the rollout policy
+        preset = PRESETS.get(
+            algorithm.preset
+        )  # None for a user's rule, which is anchored at the rollout policy
         default = "rollout" if preset is None else preset.anchor
         return (algorithm.anchor or default) == "recomputed"
 

@@ -58,7 +58,7 @@ class StagePart:
 
     @property
     def shard(self) -> int:
-        """Number of elements whose optimizer states the rank owns."""
+        """Number of elements with optimizer states on this rank."""
         return self.dense.shard + self.expert.shard
 
 

@@ -193,6 +193,6 @@ def _num_serving(run: Run, rows: Sequence[Mapping[str, float]], given: float | N
 def _num_training(run: Run) -> int:
     found = run.versions.get("world_size")
     if not isinstance(found, int) or found < 1:
-        action = "Name a run whose folder is whole."
+        action = "Name a run with a complete folder."
         raise ConfigError(Problem("--measured", "no world_size in its versions.json", "one", action))
     return found

@@ -129,7 +129,7 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
         action = "Solve the plan's problems first."
         raise ConfigError(Problem("--trace", "a run that train refuses", "one that it accepts", action))
     if job.config.model.dtype == "float32" and job.shape.sizes.num_experts:
-        found = "model.dtype = 'float32' with experts; torch can trace their products only in bfloat16"
+        found = "model.dtype = 'float32' of a model with experts; torch shapes their products only in bfloat16"
         action = "Add --set model.dtype=bfloat16. The plan itself counts float32."
         raise ConfigError(Problem("--trace", found, "bfloat16", action))
     _refuse_other_layers(job)

@@ -59,7 +59,7 @@ def compare(first: Source, second: Source, on_bytes: Callable[[int], object] = l
 
 
 def _num_different(first: Tensor, second: Tensor) -> int:
-    """Count elements whose bits differ: NaNs of equal bits are equal, and -0 differs from 0."""
+    """Count elements with different bits: NaNs with equal bits are equal, and -0 differs from 0."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.itemsize]
     pair = (first.contiguous().view(bits), second.contiguous().view(bits))
     return 0 if torch.equal(*pair) else int((pair[0] != pair[1]).sum())

@@ -114,7 +114,7 @@ def _of_rank(folder: Path, runtime: Runtime) -> Path:
 
 def _refuse_what_needs_both(config: Config) -> None:
     if config.rollout.lag:
-        expected = "0: each half of the loop has the run's first weights alone, so nothing lags behind others"
+        expected = "0: each half of the loop has only the run's first weights, so no rollout lags behind"
         raise ConfigError(Problem("rollout.lag", str(config.rollout.lag), expected, "--set rollout.lag=0"))
     if config.tracking.alarms == "roll_back":
         expected = "log, stop or off: half a loop meets the same rollouts again"

@@ -251,7 +251,7 @@ def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | No
             changed = num_changed + (expert_tensor != kept), -math.prod(choice)
             if best is None or changed < best[0]:
                 best = changed, Layout.of(candidate, world_size)
-    assert best is not None, "data parallelism alone is proven and divides everything"
+    assert best is not None, "pure data parallelism is proven and divides everything"
     return best[1]
 
 

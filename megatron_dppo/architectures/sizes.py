@@ -54,7 +54,7 @@ class ModelSizes:
 
     @property
     def routing(self) -> ModelRouting | None:
-        """Dimensions of this model's routes; none for a dense model."""
+        """Dimensions of this model's routes; None for a dense model."""
         if self.num_experts is None:
             return None
         return ModelRouting(self.moe_layers, self.num_experts, self.experts_per_token)

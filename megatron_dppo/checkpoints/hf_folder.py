@@ -164,7 +164,7 @@ class HFWeights:
         return {name: stored.shown_dtype for name, stored in self._stored.items()}
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
+        """Return the file that contains a tensor."""
         return self.folder / self._stored[name].file
 
 

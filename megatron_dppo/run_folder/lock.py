@@ -69,7 +69,7 @@ def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterat
 
 
 def holder(folder: Path, beat_s: float = 5.0) -> str | None:
-    """Return the process that holds the run folder, in words; None if the folder is free.
+    """Describe the process that holds the run folder; None if the folder is free.
 
     Args:
         folder: Run folder.
@@ -113,9 +113,7 @@ def _lock(stream: BinaryIO) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
-        logger.warning(
-            "%s: the file system has no locks (%s); trusting signs of life alone", stream.name, error
-        )
+        logger.warning("%s: the file system has no locks (%s); relying only on heartbeats", stream.name, error)
         return None
     return True
 

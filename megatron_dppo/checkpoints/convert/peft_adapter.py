@@ -107,8 +107,8 @@ class PeftAdapter:
             if not _is_target(module, self.config):
                 raise ConversionError(
                     f"{self.folder / WEIGHTS}: {a!r} is of no module that {CONFIG} names. Expected "
-                    "only factors of target_modules in layers_to_transform, because peft reads no others. Correct "
-                    "the config."
+                    "only factors of target_modules in layers_to_transform, because peft reads no others. "
+                    "Correct the config."
                 )
 
     def scaling(self, name: str, rank: int) -> float:

@@ -1,4 +1,4 @@
-"""Exceptions for users. Each message says what was found, what was expected, and what to do."""
+"""Exceptions for users. Each message states the found value, the expected value, and the remedy."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,11 +12,11 @@ class Problem:
     """One fault of the user's input: its place, the value found and expected, and the remedy.
 
     Attributes:
-        where: The config key ("parallel.expert"), file, or file and line that is at fault.
-        found: What stands there.
-        expected: What would be accepted.
-        action: What to do about it, as an imperative sentence.
-        details: Lines that follow, indented: a table, or the first of many cases.
+        where: Config key ("parallel.expert"), file, or file and line at fault.
+        found: Value at that place.
+        expected: Accepted values.
+        action: Remedy, as an imperative sentence.
+        details: Indented lines after the message: a table, or the first of many cases.
     """
 
     where: str
@@ -31,20 +31,20 @@ class Problem:
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str, spelt: Callable[[str], str] = repr) -> str:
-    """Return an action: ask whether the choice that `word` resembles was meant, or say what to do otherwise.
+    """Return an action: suggest the choice that `word` resembles, or return `otherwise`.
 
     Args:
-        word: What was found.
-        choices: What is known.
-        otherwise: The action where no choice is similar.
-        spelt: Spells a choice as the user would write it.
+        word: Found word.
+        choices: Known words.
+        otherwise: Action if no choice is similar.
+        spelt: Function that formats a choice as the user would write it.
     """
     close = difflib.get_close_matches(word, list(choices), n=1)
     return f"Did you mean {spelt(close[0])}?" if close else otherwise
 
 
 class MegatronDppoError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error that this package raises on purpose."""
 
 
 class DiskError(MegatronDppoError):
@@ -63,11 +63,11 @@ class ConfigError(MegatronDppoError, ValueError):
 
 @contextmanager
 def writing_to(key: str, path: Path) -> Iterator[None]:
-    """Turn a failure to write in the body into a ConfigError that names the user's path.
+    """Convert a failure to write in the body into a ConfigError that names the user's path.
 
     Args:
-        key: The option or setting that holds the path.
-        path: As it was given.
+        key: Option or setting with the path.
+        path: Path as the user gave it.
 
     Raises:
         ConfigError: The body raised an OSError.
@@ -96,27 +96,27 @@ class DataError(MegatronDppoError):
 
 
 class RewardError(MegatronDppoError):
-    """A reward function failed or returned something that is no finite number."""
+    """A reward function failed, or did not return a finite number."""
 
 
 class EnvironmentFailedError(MegatronDppoError):
-    """An environment raised, or returned something that is no turn of a conversation."""
+    """An environment raised an error, or did not return a turn of a conversation."""
 
 
 class RolloutError(MegatronDppoError):
-    """The rollout engine cannot do what was asked, or returned something that does not fit."""
+    """The rollout engine cannot do what was requested, or returned an unexpected result."""
 
 
 class ServerError(RolloutError):
-    """An SGLang server does not start, does not answer, refuses, or is of an unknown version."""
+    """An SGLang server does not start, does not reply, refuses a request, or has an unknown version."""
 
 
 class ReplyError(RolloutError):
-    """An SGLang server's answer does not match its request."""
+    """An SGLang server's response does not match the request."""
 
 
 class RoutingReplayError(MegatronDppoError):
-    """Captured expert choices do not fit the tokens or the model they would be replayed on."""
+    """Captured expert choices do not fit the tokens or the model that replays them."""
 
 
 class WeightSyncError(MegatronDppoError):
@@ -124,11 +124,11 @@ class WeightSyncError(MegatronDppoError):
 
 
 class ConversionError(MegatronDppoError):
-    """A checkpoint does not hold what the model's weight table asks for."""
+    """A checkpoint does not contain the tensors of the model's weight table."""
 
 
 class CheckpointError(MegatronDppoError):
-    """A checkpoint is missing, torn, or of another model."""
+    """A checkpoint is missing, torn, or belongs to another model."""
 
 
 class KernelBuildError(MegatronDppoError):
@@ -136,7 +136,7 @@ class KernelBuildError(MegatronDppoError):
 
 
 class TrainingError(MegatronDppoError):
-    """Training itself goes wrong: losses or gradients are not finite, step after step."""
+    """Training fails: losses or gradients are not finite, step after step."""
 
 
 class TraceError(MegatronDppoError):

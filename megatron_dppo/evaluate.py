@@ -43,16 +43,18 @@ Results = dict[str, dict[str, Any]]  # by set: "of", all that the metrics depend
 def evaluate(config: Config, folder: Path, rollout: int = 0) -> Results:
     """Evaluate model.load on every set, in this process of the job.
 
-    A set is not sampled again if `folder` has its results of the same weights, tokenizer, settings and prompts,
-    and the modules of its reward and environment are unchanged. Modules that these import are not compared.
+    A set is not sampled again if `folder` has its results for the same weights, tokenizer, settings and
+    prompts, and the modules of its reward and environment are unchanged. Modules that they import are not
+    compared.
 
     Args:
-        config: The run's; what is only for training is neither used nor checked.
-        folder: Gets metrics.json, and `<set>.jsonl` with every response.
-        rollout: Keys the noise: a run draws the same in its evaluation after so many rollouts.
+        config: Config of the run; settings that are only for training are neither used nor checked.
+        folder: Output folder for metrics.json, and `<set>.jsonl` with every response.
+        rollout: Seed of the sampling noise: a run uses the same noise in its evaluation after `rollout`
+            rollouts.
 
     Raises:
-        ConfigError: The configuration cannot work, or `folder` holds other things, or another process uses it.
+        ConfigError: The configuration cannot work, or `folder` has other content or is used by another process.
         DiskError: The disk of `folder` is full.
     """
     with joined_processes(config) as runtime, full_disk_explained(folder):
@@ -72,7 +74,7 @@ def finished_rollouts(checkpoint: Path) -> int:
     """Return the number of rollouts that a run had finished when it saved this checkpoint.
 
     Raises:
-        CheckpointError: The folder is no checkpoint of a run.
+        CheckpointError: The folder is not a checkpoint of a run.
     """
     try:
         return int(json.loads((checkpoint / STATE).read_text())["state"]["rollout"])
@@ -101,7 +103,7 @@ def as_table(results: Results) -> str:
 
 @contextlib.contextmanager
 def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
-    """Lock the folder for this job; where servers get other weights, the folder of their run as well."""
+    """Lock the folder for this job; if servers get other weights, also lock their run's folder."""
     with contextlib.ExitStack() as stack:
 
         def hold() -> None:
@@ -114,7 +116,7 @@ def _held(config: Config, folder: Path, runtime: Runtime) -> Iterator[None]:
 
 
 def _wanted(config: Config, weights: str, rollout: int) -> Results:
-    """Return all that the metrics of each set depend on."""
+    """Return all inputs that the metrics of each set depend on."""
     other = "transformers" if config.rollout.engine == "sglang" else "sglang"
     unused = f"{other}.", f"rollout.{other}."
     of_model = [file for file in hf_files(config.model.load).iterdir() if file.suffix in _TEXT]
@@ -149,7 +151,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 def _kept(folder: Path, wanted: Results) -> Results:
-    """Return results of sets that need not be sampled again; the file drops all others before sampling."""
+    """Return results of sets that need no sampling, and remove all other results from the file."""
     file = folder / METRICS
     if not file.exists():
         return {}
@@ -181,7 +183,7 @@ def _evaluate_rest(
     done: Results,
     runtime: Runtime,
 ) -> None:
-    """Sample the sets that are not in `done`, and add each to it and to the folder as it finishes."""
+    """Sample the sets that are not in `done`, and add each to `done` and to the folder when it finishes."""
     hf_folder = hf_files(config.model.load)
     engine = build_engine(config, hf_folder, runtime.device)
     tokenizer: Any = AutoTokenizer.from_pretrained(hf_folder, trust_remote_code=False)

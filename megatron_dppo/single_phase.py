@@ -1,4 +1,4 @@
-"""Runs one phase of the loop alone, for debugging: rollouts that are kept, or training on kept ones."""
+"""Runs only one phase of the loop, for debugging: saves rollouts, or trains on saved rollouts."""
 
 import json
 from contextlib import closing
@@ -18,7 +18,7 @@ _METRICS = "metrics.json"
 
 
 def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
-    """Sample all rollouts of a run with its first weights, and keep their gradient steps in `folder`.
+    """Sample all rollouts of a run with its first weights, and save their gradient steps in `folder`.
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
@@ -41,13 +41,13 @@ def rollout_only(config: Config, folder: Path, *, accepts_changes: bool = False)
 
 
 def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -> None:
-    """Train on the rollouts in `folder`, in the layout that they were kept in; without an engine.
+    """Train on the rollouts in `folder`, in the layout that saved them, without an engine.
 
-    Later rollouts were sampled with the run's first weights: their mismatch is that of training, too.
+    All rollouts were sampled with the run's first weights, so the mismatch of later ones includes the training.
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
-        DataError: A rollout is not there, or was kept by another number of processes.
+        DataError: A rollout is missing, or was saved by another number of processes.
         Preempted: A signal asked the run to stop, and it has saved.
     """
     _refuse_what_needs_both(config)
@@ -60,7 +60,7 @@ def train_only(config: Config, folder: Path, *, accepts_changes: bool = False) -
 
 
 class RolloutOnly(Training):
-    """The loop with writing in place of training: no weight changes, and no checkpoint is due."""
+    """The loop with writing instead of training: weights do not change, and no checkpoint is due."""
 
     folder: Path
 
@@ -80,12 +80,12 @@ class RolloutOnly(Training):
         self.runtime.on_main(lambda: (folder / _METRICS).write_text(json.dumps(metrics)))
 
     def sync(self) -> None:
-        """Finish the rollout; the engine keeps its weights."""
+        """Finish the rollout without a push; the engine keeps its weights."""
         self.finish_rollout(self.state.weight_version, {})
 
 
 class TrainOnly(Training):
-    """The loop with reading in place of sampling; it has no engine to evaluate with or to push to."""
+    """The loop with reading instead of sampling, without an engine, evaluations and pushes."""
 
     folder: Path
 
@@ -114,7 +114,7 @@ def _of_rank(folder: Path, runtime: Runtime) -> Path:
 
 def _refuse_what_needs_both(config: Config) -> None:
     if config.rollout.lag:
-        expected = "0: each half of the loop has the run's first weights alone, so nothing lags behind others"
+        expected = "0: each half of the loop has only the run's first weights, so no rollout lags behind"
         raise ConfigError(Problem("rollout.lag", str(config.rollout.lag), expected, "--set rollout.lag=0"))
     if config.tracking.alarms == "roll_back":
         expected = "log, stop or off: half a loop meets the same rollouts again"

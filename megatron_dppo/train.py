@@ -14,7 +14,7 @@ from megatron_dppo.run.session import Session, start_session
 
 
 def main(config: Config, *, accepts_changes: bool = False) -> None:
-    """Train as `config` says, in this process of the job; resumes from the run's latest checkpoint.
+    """Train as configured, in this process of the job; resume from the run's latest checkpoint.
 
     Raises:
         ConfigError: The configuration cannot work; raised before any model loads.
@@ -46,7 +46,7 @@ class Training(SamplingParts):
         rollouts.seek(training.state.run_state.data_cursor)
         training.rollouts, training.weight_sync = rollouts, build_sync(config, training.actor, engine, runtime)
         training.turns.sync = training.weight_sync
-        if training.state.open_rollout is None:  # else the engine gets the weights that come of the open one
+        if training.state.open_rollout is None:  # otherwise the engine gets the weights after the open rollout
             training.push(training.state.weight_version)
         return training
 
@@ -64,7 +64,7 @@ class Training(SamplingParts):
         self.checkpoints.wait()
 
     def evaluate(self) -> None:
-        """Evaluate the policy where an evaluation is due."""
+        """Evaluate the policy if an evaluation is due."""
         rollout, folder = self.state.rollout, self.logger.evaluations
         if self.state.is_evaluation_due:
             with (timer := self.state.restart_timer()).time("evaluation"):
@@ -73,14 +73,14 @@ class Training(SamplingParts):
             self.state.finish_evaluation()
 
     def roll_out(self) -> None:
-        """Sample rollouts until `rollout.lag` wait behind the next one, and open that."""
+        """Sample rollouts until `rollout.lag` rollouts wait after the next one, and open the next one."""
         self.state.restart_timer()
         while (number := self.state.next_to_sample) is not None:
             self.sample(number)
         self.begin_rollout()
 
     def train(self) -> None:
-        """Take the remaining gradient steps of the open rollout; save between them where that is due."""
+        """Take the remaining gradient steps of the open rollout; save between them if a checkpoint is due."""
         while (opened := self.state.open_rollout) is not None and opened.steps:
             with self.state.timer.time("train"):
                 step = self.actor.train_step(
@@ -101,6 +101,6 @@ class Training(SamplingParts):
         alarm = self.finish_rollout(version, sync_metrics)
         if alarm is not None:
             self.rollback.go_back(alarm)
-            if self.rollouts.is_ahead:  # what is open was sampled by weights that were taken back
+            if self.rollouts.is_ahead:  # open groups were sampled with weights that were rolled back
                 self.rollouts.seek(self.state.run_state.data_cursor)
             self.push(self.state.weight_version)

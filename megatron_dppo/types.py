@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # reward workers read this module and start without a tensor 
 FinishReason = Literal["stop", "length", "abort"]
 RoutingReplay = Literal["off", "measure", "replay"]
 AnswerForm = Literal["boxed", "answer_line"]
-"""How a response gives its answer: in its last box, or in a last line "Answer: ..."."""
+"""Format of the final result in a response: in its last box, or in a last line "Answer: ..."."""
 
 
 DataCursor = Mapping[str, "int | list[int]"]
-"""Where a stream of prompts stands, as JSON."""
+"""Position in a stream of prompts, as JSON."""
 
 
 class Message(TypedDict):
@@ -48,9 +48,9 @@ class Prompt:
 
 
 def each_token(record: Any, apply: Callable[[Tensor, float], Tensor]) -> Any:
-    """Copy a record with `apply(values, fill)` in place of each per-token tensor; `fill` is for padding.
+    """Copy a record, replacing each per-token tensor by `apply(values, fill)`; `fill` is the padding value.
 
-    A per-token tensor is a field of a dataclass whose metadata name its `fill`. Other fields stay as they are.
+    A per-token tensor is a dataclass field with `fill` in its metadata. Other fields are unchanged.
     """
     changed: dict[str, Any] = {}
     for each in fields(record):
@@ -102,13 +102,13 @@ class WeightVersionSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, as the rollout engine returned it, then scored."""
+    """One scored response of the rollout engine to one prompt."""
 
     id: str
     group_id: str
     tokens: Tensor  # [L] int64: prompt, then response
     prompt_length: int
-    loss_mask: Tensor  # [R] bool: the response tokens that learn
+    loss_mask: Tensor  # [R] bool: response tokens in the loss
     rollout_log_probs: Tensor  # [R] float32: log mu of the sampling distribution
     finish_reason: FinishReason
     topk: RolloutTopK | None = None
@@ -128,11 +128,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """All responses to one prompt; advantages are taken within it."""
+    """All responses to one prompt; advantages are computed within the group."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    index: int  # the prompt's place in its rollout, over all ranks
+    index: int  # index of the prompt in its rollout, over all ranks
 
 
 _PADS_0: Mapping[str, float] = {"fill": 0}
@@ -140,7 +140,7 @@ _PADS_0: Mapping[str, float] = {"fill": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTokens:
-    """Inputs of a loss on T tokens beside the policy: one record, from packing to the kernels.
+    """Inputs of a loss on T tokens besides the policy's outputs: one record, from packing to the kernels.
 
     A new per-token input of the loss is one line here, with the value that pads it, and its rule in
     `data.batches.packing.pack`. Slicing, moving, saving and `PolicyLossInputs.of` treat all fields alike.
@@ -149,19 +149,19 @@ class RolloutTokens:
     targets: Tensor = field(metadata=_PADS_0)  # [T] int64: the token that each position scores
     rollout_log_probs: Tensor = field(metadata=_PADS_0)  # [T] float32 log mu
     advantages: Tensor = field(metadata=_PADS_0)  # [T] float32
-    loss_mask: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] bool: which learn; none: all
-    token_weights: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32; none: 1 everywhere
+    loss_mask: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] bool: tokens in the loss; None: all
+    token_weights: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32; None: 1 everywhere
     old_log_probs: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32, for recomputed anchors
     ref_log_probs: Tensor | None = field(default=None, metadata=_PADS_0)  # [T] float32, for the reference KL
     topk: RolloutTopK | None = None  # ids, log_probs [T, K]
 
     def rows(self, which: Any) -> Self:
-        """Return the record of some tokens alone, chosen by an index, a mask or a slice."""
+        """Return the record of selected tokens, chosen by an index, a mask or a slice."""
         return each_token(self, lambda values, _: values[which])
 
 
 ROLLOUT_TOKENS = tuple(each.name for each in fields(RolloutTokens))
-"""Names of the fields of `RolloutTokens`; of a micro-batch, which has more, those that a loss reads."""
+"""Names of the fields of `RolloutTokens`: the fields of a micro-batch that a loss reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +177,15 @@ class Microbatch(RolloutTokens):
     position_ids: Tensor = field(metadata=_PADS_0)  # [T] int64, from 0 in each sequence
     cu_seqlens: Tensor  # [S+1] int32: where sequences start, and T
     routed_experts: RoutedExperts | None = None  # indices [T, moe_layers, top_k]
-    sample_ids: tuple[str, ...] = ()  # of the S sequences; none where they are no samples
+    sample_ids: tuple[str, ...] = ()  # of the S sequences; empty if they are not samples
     weight_versions: Tensor | None = field(default=None, metadata={"fill": -1})
-    # [T] int32: which sampled the target; -1: none did, or not known
+    # [T] int32: version of the weights that sampled the target; -1: not sampled, or not known
     is_measured: Tensor | None = field(default=None, metadata=_PADS_0)
-    # [T] bool: of a sample whose mismatch is told apart; none: all are
+    # [T] bool: tokens of samples selected for mismatch metrics; None: all
 
     @property
     def num_loss_tokens(self) -> int:
-        """Number of positions that learn."""
+        """Number of positions in the loss."""
         return int(self.loss_mask.sum())
 
     @property
@@ -196,7 +196,7 @@ class Microbatch(RolloutTokens):
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One gradient step's work on this rank. The counts are global: over all data-parallel ranks."""
+    """One gradient step's batch on this rank. The counts are over all data-parallel ranks."""
 
     microbatches: tuple[Microbatch, ...]
     num_loss_tokens: int
@@ -205,18 +205,18 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class SampledRollout:
-    """A sampled rollout that waits to be trained on, which every checkpoint must keep."""
+    """A sampled rollout that waits for training; every checkpoint must contain it."""
 
     steps: tuple[TrainBatch, ...]  # this rank's gradient steps
-    metrics: Mapping[str, float]  # of its row: what was measured when it was sampled, over all ranks
+    metrics: Mapping[str, float]  # metrics of its row from sampling, over all ranks
 
 
 @dataclass(frozen=True)
 class OpenRollout:
-    """A sampled rollout that is being trained on, which a checkpoint in the middle of it must keep."""
+    """A sampled rollout that is being trained on; a checkpoint in the middle of it must contain it."""
 
-    steps: tuple[TrainBatch, ...]  # this rank's gradient steps, those not yet taken
-    num_done: int  # gradient steps taken
+    steps: tuple[TrainBatch, ...]  # this rank's remaining gradient steps
+    num_done: int  # number of gradient steps taken
     metrics: Mapping[str, float]  # of the rollout's row so far, over all ranks
     seconds: Mapping[str, float]  # spent in its phases so far, and "total"
     listed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # masked tokens of its steps so far
@@ -224,12 +224,12 @@ class OpenRollout:
 
 @dataclass(frozen=True)
 class RunState:
-    """Counters of a run; with weights, optimizer, RNG and an open rollout, all that resuming needs."""
+    """Counters of a run. Resuming also needs weights, optimizer, RNG states and the sampled rollouts."""
 
-    rollout: int  # rollouts finished
-    step: int  # gradient steps finished, skipped ones included
-    weight_version: int  # of the weights the engine holds
+    rollout: int  # number of finished rollouts
+    step: int  # number of finished gradient steps, including skipped ones
+    weight_version: int  # version of the engine's weights
     data_cursor: DataCursor
-    last_evaluation: int = -1  # rollouts finished when the policy was last evaluated; -1 before the first
-    skipped_in_a_row: int = 0  # gradient steps just skipped for values that were not finite
-    roll_backs: int = 0  # times that the run went back to an earlier checkpoint
+    last_evaluation: int = -1  # finished rollouts at the last evaluation; -1 before the first
+    skipped_in_a_row: int = 0  # latest consecutive gradient steps skipped for non-finite values
+    roll_backs: int = 0  # times that the run returned to an earlier checkpoint

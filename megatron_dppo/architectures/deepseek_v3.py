@@ -1,9 +1,9 @@
 """Latent attention and sigmoid routers: DeepSeek-V3 and R1, Moonlight, Kimi-K2; GLM-4.7-Flash.
 
-transformers norms the latents with an epsilon of 1e-6, whatever config.json says of the other norms. SGLang,
-which samples, takes config.json's `rms_norm_eps`, and so do we. DeepSeek-V3, R1 and Kimi-K2 have 1e-6 there: no
-difference. Moonlight and GLM-4.7-Flash have 1e-5: their logits here are SGLang's, and not transformers' (of a
-tiny random model by some 5e-6 of their norm).
+transformers normalises the latents with an epsilon of 1e-6, whatever `rms_norm_eps` is in config.json. SGLang,
+which samples, uses `rms_norm_eps`, and so does this package. DeepSeek-V3, R1 and Kimi-K2 have 1e-6, so there is
+no difference. Moonlight and GLM-4.7-Flash have 1e-5: their logits here equal SGLang's and differ from
+transformers' (by some 5e-6 of their norm for a tiny random model).
 """
 
 from collections.abc import Iterator, Mapping
@@ -114,7 +114,7 @@ def _family(architecture: str, defaults: Mapping[str, Any], sglang: SglangFacts)
     """Build a family.
 
     Args:
-        architecture: In config.json.
+        architecture: Name in config.json's `architectures`.
         defaults: Defaults of transformers' config class that differ from `SIGMOID_DEFAULTS`.
         sglang: Facts about SGLang's model.
     """

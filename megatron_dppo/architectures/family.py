@@ -1,6 +1,6 @@
 """Defines a model family: the traits of a Hugging Face architecture, without Megatron.
 
-A new family is one file that builds a `ModelFamily`; README.md shows one, and where to name it.
+A new family is one file that builds a `ModelFamily`. README.md shows an example, and how to register it.
 """
 
 import re
@@ -36,7 +36,7 @@ _MAY_BE_NULL = frozenset(
     {"head_dim", "num_key_value_heads", "q_lora_rank", "mlp_only_layers", "first_k_dense_replace"}
 )
 FURTHER_LAYERS = "num_nextn_predict_layers"
-"""Key of config.json: how many layers after the model's own predict further tokens."""
+"""Key of config.json: number of layers for multi-token prediction after the model's own layers."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FURTHER_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
 _FURTHER_MODULE = re.compile(r"(?:model\.)?mtp(?:_\w+)?\.")
@@ -55,20 +55,21 @@ class ModelFamily:
     """Traits of one architecture.
 
     Attributes:
-        architecture: The name in config.json's `architectures`.
-        rules: Weight rules: names, shapes and fusions. They also say whether there are head norms, biases and
-            experts, and how many parameters; tied embeddings leave out the output layer by themselves.
-        variants: What of config.json is refused: any value but the second of each key.
-        defaults: Values that transformers' config class gives to keys that config.json leaves out. Sizes of
-            tensors without a value here must be in config.json.
-        spellings: Other names of keys that transformers' config class takes, and the names that are read.
-        problems: What else of config.json is refused.
-        rope_types: Kinds of rotary frequencies that are computed as transformers computes them.
-        partial_rotary: Part of a head that is rotated where config.json says none; none: whole heads alone.
-        sizes: From a completed config.json to the model's sizes. Callers use `sizes_of`.
-        transformer_config: Keywords of Megatron's TransformerConfig that rules and sizes do not say.
-        module_names: Parts of the names of transformers' modules that checkpoints spell otherwise, and how.
-        sglang: What SGLang makes of the architecture.
+        architecture: Name in config.json's `architectures`.
+        rules: Weight rules: names, shapes and fusions. They also determine head norms, biases, experts and the
+            number of parameters. With tied embeddings, the output layer is left out automatically.
+        variants: Keys of config.json with restricted values: any value but the second is refused.
+        defaults: Values that transformers' config class gives to keys that config.json leaves out. Tensor
+            sizes without a default must be in config.json.
+        spellings: Other names of keys that transformers' config class accepts, and the names that are read.
+        problems: Function that yields other reasons to refuse a config.json.
+        rope_types: Types of rotary frequencies that are computed as transformers computes them.
+        partial_rotary: Default part of a head that is rotated, if config.json has none. None allows only
+            complete heads.
+        sizes: Function from a completed config.json to the model's sizes. Callers use `sizes_of`.
+        transformer_config: Keywords of Megatron's TransformerConfig that rules and sizes do not determine.
+        module_names: Parts of transformers' module names that differ in checkpoints, and their replacements.
+        sglang: Facts about SGLang's implementation of the architecture.
     """
 
     architecture: str
@@ -85,10 +86,10 @@ class ModelFamily:
     sglang: SglangFacts = field(default_factory=SglangFacts)
 
     def completed(self, hf: HFConfig) -> dict[str, Any]:
-        """Return a config.json with the values of the keys that it leaves out, as transformers takes them.
+        """Return a config.json, completed with transformers' values of the keys that it leaves out.
 
-        `rope_theta` is taken from the table of rotary frequencies if it is there. If a key is there in two
-        spellings, the one in `spellings` counts, and the weights decide whether it is right.
+        `rope_theta` comes from the table of rotary frequencies if it is there. If a key occurs in two
+        spellings, the one in `spellings` is used, and a comparison with the weights shows whether it is right.
         """
         others = {key: hf[other] for other, key in self.spellings.items() if hf.get(other) is not None}
         theta = rope_table(hf).get("rope_theta")
@@ -146,7 +147,7 @@ class ModelFamily:
         return found
 
     def travelling_together(self, hf: HFConfig) -> dict[str, str]:
-        """Return the tensors that weight sync sends in one bucket with others, each with its group's name."""
+        """Return the tensors that weight sync sends in one bucket with others, with their groups' names."""
         return {
             name: f"{entry.rule.travels_with} of layer {entry.layer}"
             for entry in self.entries(self.sizes_of(hf))
@@ -157,8 +158,8 @@ class ModelFamily:
     def left_out(self, names: Iterable[str], hf: HFConfig) -> frozenset[str]:
         """Return the names of the tensors that are neither trained nor exported.
 
-        They are of layers that predict further tokens, after the model's own layers. Such a layer has tensors
-        that no other layer has, so it is known whatever config.json says of `num_nextn_predict_layers`.
+        They belong to layers for multi-token prediction, after the model's own layers. Such a layer has tensors
+        that no other layer has, so it is recognised whatever `num_nextn_predict_layers` is in config.json.
         """
         names, first = list(names), int(hf["num_hidden_layers"])
         marked = {int(match[1]) for match in map(_FURTHER_LAYER.match, names) if match}
@@ -169,13 +170,13 @@ class ModelFamily:
     def require_shapes(
         self, hf: HFConfig, found: Mapping[str, Shape], folder: Path, file_of: Callable[[str], Path]
     ) -> None:
-        """Compare a checkpoint's tensors with those that its config.json asks for, before any is read.
+        """Compare a checkpoint's tensor names and shapes with its config.json, before any tensor is read.
 
         Args:
-            hf: config.json.
+            hf: Content of config.json.
             found: Shapes of the tensors by name.
-            folder: Where they are.
-            file_of: The file of a tensor.
+            folder: Folder of the checkpoint.
+            file_of: Function that returns the file of a tensor.
 
         Raises:
             ConversionError: A tensor is missing, left over, or of another shape.
@@ -206,7 +207,7 @@ class ModelFamily:
         num_layers = int(hf["num_hidden_layers"])
         layers = {int(match[1]) for match in map(_LAYER.match, found) if match}
         if layers and layers != set(range(num_layers)):
-            said = f"config.json says num_hidden_layers = {num_layers}"
+            said = f"config.json has num_hidden_layers = {num_layers}"
             return f"The files have layers {min(layers)} to {max(layers)}, and {said}. Download both again."
         stray = {file_of(name).name for name in extra}
         if not missing and stray.isdisjoint(file_of(name).name for name in set(found) - set(extra)):
@@ -240,7 +241,7 @@ class ModelFamily:
                 moe_shared_expert_intermediate_size=sizes.shared_expert_intermediate_size or None,
                 moe_layer_freq=1 if all(is_sparse) else is_sparse,
                 moe_router_topk=sizes.experts_per_token,
-                # The k best logits, then a softmax over them: softmax, top-k and renormalisation.
+                # Top-k of the logits, then a softmax over them, equals softmax, top-k and renormalisation.
                 moe_router_pre_softmax=False,
                 moe_router_score_function="softmax",
                 moe_router_dtype="fp32",

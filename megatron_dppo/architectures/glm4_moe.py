@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6, with and without "Air": experts behind a sigmoid router, half of each head rotated."""
+"""GLM-4.5 and GLM-4.6, with and without "Air": experts with a sigmoid router, half of each head rotated."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Parallel layouts: the sizes of the process groups, and refusal of unproven or indivisible ones.
+"""Defines parallel layouts (sizes of the process groups), and refuses unproven or indivisible ones.
 
-A layout is admitted only when its kind is in `PROVEN`: when tests show that a layout which splits the same
-things gives one process's loss, gradients and updates. Pure Python: `megatron-dppo check` answers at once.
+A layout is accepted only if its kind is in `PROVEN`: tests show that a layout with the same split dimensions
+gives the loss, gradients and updates of one process. Pure Python, so that `megatron-dppo check` is fast.
 """
 
 import itertools
@@ -63,10 +63,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """Dimensions that a layout splits, whatever the sizes; data parallelism joins any of them."""
+    """Dimensions that a layout splits, whatever the sizes; any kind can be combined with data parallelism."""
 
     split: frozenset[str]  # of "tensor", "pipeline", "virtual_pipeline", "context", "expert"
-    expert_tensor: str  # "whole" experts, "as tensor", or "alone": split where the rest of the layer is not
+    expert_tensor: str  # "whole" experts, "as tensor", or "alone": split although the rest of the layer is not
 
     def __str__(self) -> str:
         experts = {"whole": "", "as tensor": " with split experts", "alone": " with experts alone split"}
@@ -74,7 +74,7 @@ class LayoutKind:
 
 
 def kind_of(layout: Layout) -> LayoutKind | None:
-    """Return the kind of a layout; none where experts and the rest are split into different numbers."""
+    """Return the kind of a layout; None if experts and the rest are split into different numbers of parts."""
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     split = frozenset(name for name in names if getattr(layout, name) > 1)
     if layout.expert_tensor == 1:
@@ -116,11 +116,11 @@ PROVEN: frozenset[LayoutKind] = frozenset(
         _kind("tensor", "context", "pipeline", "expert", expert_tensor="whole"),
     }
 )
-"""Kinds whose loss, gradients and updates the distributed tests compare with one process's."""
+"""Kinds of layouts that the distributed tests compare with one process: loss, gradients and updates."""
 
 
 def is_admitted(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> bool:
-    """Whether `layout_problems` finds none, without the search for the nearest layout that it names."""
+    """Whether `layout_problems` finds no problem, without its search for the nearest proven layout."""
     problems = itertools.chain(
         _world_size_problems(parallel, world_size),
         _wrong_in_megatron(parallel, sizes, ""),
@@ -135,7 +135,7 @@ def layout_problems(parallel: "ParallelConfig", world_size: int, sizes: ModelSiz
     Args:
         parallel: The configured sizes.
         world_size: Number of processes.
-        sizes: The model's sizes; None skips what depends on them.
+        sizes: Model's sizes. None skips the rules that depend on them.
     """
     if is_admitted(parallel, world_size, sizes):
         return []
@@ -177,17 +177,17 @@ def _wrong_in_megatron(parallel: "ParallelConfig", sizes: ModelSizes | None, nea
         yield Problem("parallel.expert_tensor", found, expected, nearest)
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         found = f"{parallel.virtual_pipeline} with parallel.pipeline = 1"
-        yield Problem("parallel.virtual_pipeline", found, "1 where there is no pipeline", nearest)
+        yield Problem("parallel.virtual_pipeline", found, "1 without a pipeline", nearest)
     if sizes is not None and sizes.num_experts is None and parallel.expert > 1:
         found = f"{parallel.expert} for a dense model"
         yield Problem("parallel.expert", found, "1", nearest)
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
-    """Return the layers of each pipeline stage; none where a stage would be without.
+    """Return the layers of each pipeline stage; None if a stage would have no layer.
 
-    Where the stages do not divide the layers, the first and the last, which have the embedding and the output
-    layer besides, get fewer than the others, the last no more than the first.
+    If the stages do not divide the layers, the first and the last stage get fewer layers than the others,
+    because they also have the embedding and the output layer. The last stage gets at most as many as the first.
     """
     of_others, rest = divmod(num_layers, num_stages)
     if not rest:
@@ -235,7 +235,7 @@ def _stage_problems(parallel: "ParallelConfig", num_layers: int, nearest: str) -
 
 
 def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | None) -> Layout:
-    """Return the proven layout of as many processes that changes the user's choices least."""
+    """Return the proven layout of `world_size` processes that changes the user's choices least."""
     wanted = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
     best: tuple[tuple[int, int], Layout] | None = None
     for choice in itertools.product(*map(_divisors, wanted)):
@@ -251,7 +251,7 @@ def _nearest(parallel: "ParallelConfig", world_size: int, sizes: ModelSizes | No
             changed = num_changed + (expert_tensor != kept), -math.prod(choice)
             if best is None or changed < best[0]:
                 best = changed, Layout.of(candidate, world_size)
-    assert best is not None, "data parallelism alone is proven and divides everything"
+    assert best is not None, "pure data parallelism is proven and divides everything"
     return best[1]
 
 

@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer behind a softmax router."""
+"""Mixtral: experts in every layer with a softmax router."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Lists the model's parameters as Megatron splits them: the tensors of each rank, without building any."""
+"""Lists the parameters of each rank as Megatron splits them, without building a model."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megatron_dppo.architectures.weight_map import EMBEDDING, OUTPUT, WeightRule
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A family and its sizes, from which all parameter counts follow."""
+    """A family and its sizes, which determine all parameter counts."""
 
     family: ModelFamily
     sizes: ModelSizes
@@ -35,7 +35,7 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters used for one token: experts_per_token of the experts."""
+        """Number of parameters used for one token, with experts_per_token experts in each layer."""
         return sum(num for _, num in self._met_by_token())
 
     @property
@@ -59,9 +59,9 @@ class ModelShape:
 class Tensor:
     """One parameter of one rank."""
 
-    name: str  # Megatron's; "{layer}" stands for the number of its layer
+    name: str  # Megatron's name; "{layer}" is the placeholder of the layer's number
     shape: tuple[int, ...]
-    is_expert: bool = False  # reduced over expert-data-parallel ranks, where experts are split
+    is_expert: bool = False  # reduced over expert-data-parallel ranks, if experts are split
     is_shared_embedding: bool = False  # tied across pipeline stages
 
     @cached_property
@@ -72,7 +72,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA's: the factors A [rank, in] and B [out, rank] beside each targeted Hugging Face linear."""
+    """LoRA factors A [rank, in] and B [out, rank] of each targeted Hugging Face linear."""
 
     rank: int
     targets: tuple[str, ...]  # last parts of the linears' names
@@ -80,15 +80,15 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of one pipeline stage: all of it, or one virtual stage."""
+    """Consecutive layers of one pipeline stage: the complete stage, or one virtual stage."""
 
     layers: range
-    is_first: bool  # holds the embedding
-    is_last: bool  # holds the final norm and the output layer
+    is_first: bool  # has the embedding
+    is_last: bool  # has the final norm and the output layer
 
     @classmethod
     def whole(cls, shape: ModelShape) -> "Chunk":
-        """Return the model in one piece."""
+        """Return the complete model as one chunk."""
         return cls(range(shape.sizes.num_layers), is_first=True, is_last=True)
 
 
@@ -113,12 +113,13 @@ def padded_vocab(shape: ModelShape, layout: Layout) -> int:
 
 
 def experts_at_once(num_own: int, bytes_of_one: int, max_bytes: int | None) -> int:
-    """Return how many of its experts each rank gives at a time where whole weights are gathered.
+    """Return the number of experts that each rank sends at a time when unsplit weights are gathered.
 
     Args:
-        num_own: Experts of a rank, of one layer.
-        bytes_of_one: Of a parameter of one expert of each rank, gathered.
-        max_bytes: Of what is gathered at a time; one expert of each rank may take more. None: no limit.
+        num_own: Number of a rank's experts in one layer.
+        bytes_of_one: Gathered bytes of a parameter of one expert of each rank.
+        max_bytes: Most bytes that are gathered at a time, although one expert of each rank may take more.
+            None means no limit.
     """
     return num_own if max_bytes is None else min(max(max_bytes // bytes_of_one, 1), num_own)
 
@@ -126,13 +127,13 @@ def experts_at_once(num_own: int, bytes_of_one: int, max_bytes: int | None) -> i
 def largest_gathered_bytes(
     shape: ModelShape, layout: Layout, dtype_bytes: int, max_bytes: int | None = None
 ) -> int:
-    """Return the bytes of the most that `checkpoints.megatron_weights.export_hf_weights` gathers at a time.
+    """Return the most bytes that `checkpoints.megatron_weights.export_hf_weights` gathers at a time.
 
     Args:
-        shape: The model's.
-        layout: How it is split.
-        dtype_bytes: Of an element.
-        max_bytes: The export's limit of a layer's experts.
+        shape: Shape of the model.
+        layout: Parallel layout.
+        dtype_bytes: Bytes of an element.
+        max_bytes: Limit of the export for a layer's experts.
     """
     rules = _rules_of(shape)
     return max(_gathered_bytes(rule, shape, layout, dtype_bytes, max_bytes) for rule in rules)
@@ -158,12 +159,12 @@ def _gathered_bytes(
 
 
 def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tensor, ...]:
-    """Return the parameters of one rank in one model chunk; buffers, which no optimizer sees, are left out.
+    """Return the parameters of one rank in one model chunk, without buffers, which no optimizer updates.
 
     Args:
-        shape: The model's.
-        layout: How it is split.
-        chunk: Which layers.
+        shape: Shape of the model.
+        layout: Parallel layout.
+        chunk: Layers of the chunk.
     """
     rules = [rule for rule in shape.family.rules if not rule.is_buffer]
     first_of_kind = {shape.is_moe(layer): layer for layer in reversed(chunk.layers)}
@@ -178,7 +179,7 @@ def chunk_tensors(shape: ModelShape, layout: Layout, chunk: Chunk) -> tuple[Tens
 
 
 def adapter_tensors(shape: ModelShape, layout: Layout, chunk: Chunk, adapters: Adapters) -> tuple[Tensor, ...]:
-    """Return the factors of one rank in one model chunk, split as `models.lora` splits them."""
+    """Return the LoRA factors of one rank in one model chunk, split as `models.lora` splits them."""
     return tuple(
         factor
         for layer in chunk.layers
@@ -189,7 +190,7 @@ def adapter_tensors(shape: ModelShape, layout: Layout, chunk: Chunk, adapters: A
 
 
 def _factors(rule: WeightRule, shape: ModelShape, layout: Layout, adapters: Adapters) -> Iterator[Tensor]:
-    """Yield one rank's A and B of each targeted linear of a parameter; one of them is split."""
+    """Yield one rank's A and B of each targeted linear of a parameter; one of the two is split."""
     linears, num_parts = linears_of(rule), layout.expert_tensor if rule.is_expert else layout.tensor
     for linear, (num_outputs, num_inputs) in zip(linears, rule.hf_shapes(shape.sizes), strict=False):
         if linear not in adapters.targets:
@@ -202,7 +203,7 @@ def _factors(rule: WeightRule, shape: ModelShape, layout: Layout, adapters: Adap
 
 
 def _is_outside_layers(rule: WeightRule, shape: ModelShape, layout: Layout, chunk: Chunk) -> bool:
-    """Whether a chunk holds a parameter of no layer."""
+    """Whether a chunk has this parameter, which is outside of the layers."""
     if rule.megatron == EMBEDDING.megatron:
         return chunk.is_first
     if not rule.is_of(shape.sizes):

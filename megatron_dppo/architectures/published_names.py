@@ -1,7 +1,7 @@
-"""Maps the tensor names of published checkpoints to those of the weight table.
+"""Maps the tensor names of published checkpoints to the names of the weight table.
 
-Newer transformers may stack all experts of a layer in one tensor; some publishers store weights as 8-bit floats
-with a scale for each block. Either is shown as one tensor per expert and linear, in a type to compute with.
+Newer transformers may stack all experts of a layer in one tensor. Some publishers store weights as 8-bit floats
+with a scale for each block. Both are mapped to one tensor per expert and linear, in a dtype for computation.
 """
 
 import re
@@ -15,9 +15,9 @@ from megatron_dppo.architectures.weight_map import EXPERT_BIAS
 from megatron_dppo.errors import ConversionError
 
 SCALES = "_scale_inv"
-"""Ends the name of an 8-bit weight's scales."""
+"""Suffix of the name of an 8-bit weight's scales."""
 BLOCK = 128
-"""Rows and columns of a block with one scale, in every published checkpoint that has them."""
+"""Rows and columns of a block with one scale, in every published checkpoint with 8-bit weights."""
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Tensors in which transformers stacks a layer's experts, and the linears of each expert in them."""
 _STACKED = re.compile(rf"(.+\.mlp\.experts)\.({'|'.join(STACKS)})")
@@ -26,7 +26,7 @@ _FLOAT32 = EXPERT_BIAS.hf[0].rpartition(".")[2]
 
 
 def stays_float32(name: str) -> bool:
-    """Whether a tensor is read, held and written as float32, as a router's expert bias is."""
+    """Whether a tensor is always read, kept and written as float32, such as a router's expert bias."""
     return name.endswith(_FLOAT32)
 
 
@@ -35,13 +35,13 @@ class StoredTensor:
     """A tensor, or a part of one, in a safetensors file.
 
     Attributes:
-        file: Its name in the folder.
-        name: As the file has it.
-        dtype: As the header says it ("BF16").
-        shape: Of the part.
-        expert: Which of the stacked ones; none where experts are apart.
-        rows: Of the whole's (or of the expert's) dimension 0, from and to; none: all.
-        scales: Where the blocks' scales are, of 8-bit weights.
+        file: File name in the folder.
+        name: Tensor name in the file.
+        dtype: Dtype in the file's header, such as "BF16".
+        shape: Shape of the part.
+        expert: Index in the stack of experts; None if experts are separate.
+        rows: First and last row along dimension 0 of the tensor or of the expert; None means all.
+        scales: Location of the block scales of 8-bit weights.
     """
 
     file: str
@@ -63,15 +63,14 @@ class StoredTensor:
 def in_table_spelling(
     stored: Mapping[str, StoredTensor], module_names: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
-    """Return a folder's tensors under the weight table's names: experts one by one, with their scales.
+    """Return a folder's tensors under the weight table's names: separate experts, with their scales.
 
     Args:
         stored: Tensors by their names in the files.
-        module_names: Of the family. Parts of transformers' names, and the parts that replace them.
+        module_names: The family's parts of transformers' names, and the parts that replace them.
 
     Raises:
-        ConversionError: Scales without a weight, or an 8-bit weight without scales, or with others than its
-            blocks need.
+        ConversionError: Scales have no weight, or an 8-bit weight has no scales or scales of a wrong shape.
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -106,8 +105,8 @@ def _experts(name: str, whole: StoredTensor) -> Iterator[tuple[str, StoredTensor
 def _require_weight(scales: StoredTensor, weight: StoredTensor | None) -> None:
     if weight is None:
         raise ConversionError(
-            f"{scales.file}: {scales.name!r} are scales of a weight that is not there. Expected "
-            f"{scales.name.removesuffix(SCALES)!r} beside them; download the checkpoint again."
+            f"{scales.file}: {scales.name!r} are scales of a weight that is not there. Expected also "
+            f"{scales.name.removesuffix(SCALES)!r}; download the checkpoint again."
         )
 
 
@@ -130,7 +129,7 @@ def dequantized(weight: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
     Args:
         weight: [N, M] float8_e4m3fn.
         scales: [ceil(rows / 128), ceil(M / 128)] of the whole weight.
-        first_row: Which row of the whole `weight` begins with.
+        first_row: Index of `weight`'s first row in the complete weight.
     """
     rows = (torch.arange(weight.shape[0]) + first_row) // BLOCK
     columns = torch.arange(weight.shape[1]) // BLOCK

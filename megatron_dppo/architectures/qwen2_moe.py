@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: experts beside a shared one that a gate weighs."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: experts and a shared expert with a gate."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Qwen3: dense, and with experts (Qwen3-30B-A3B and its kin)."""
+"""Qwen3: dense, and with experts (Qwen3-30B-A3B and similar models)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _VARIANTS: Variants = {
 
 
 SPARSE_LAYERS: Mapping[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-"""transformers' values of the keys that `sparse_layers` reads."""
+"""transformers' default values of the keys that `sparse_layers` reads."""
 
 
 def sparse_layers(hf: HFConfig) -> list[int]:

@@ -1,4 +1,4 @@
-"""Refuses variants of supported architectures that would be computed wrongly."""
+"""Refuses variants of supported architectures that are not implemented."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,9 +9,9 @@ from megatron_dppo.errors import Problem
 QUANTIZED = "quantization_config"
 
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""Megatron's llama3 frequencies have these built in; only `factor` can be chosen."""
+"""Constants that Megatron hard-codes for llama3 frequencies; only `factor` can be chosen."""
 _YARN_AS_DERIVED = {"attention_factor": None, "truncate": True}
-"""Keys of YaRN that Megatron's latent attention cannot be told."""
+"""Keys of YaRN that Megatron's latent attention has no option for."""
 _GATED_DELTA = (
     "gated delta nets in three of four layers (Megatron-Core 0.16.1's take no packed sequences, later ones on "
     "GPUs alone with flash-linear-attention), norms of 1 + weight, gated attention outputs and shared experts"
@@ -28,13 +28,13 @@ _LACKING: Mapping[str, str] = {
         f"{_GATED_DELTA}, and the names of a model with vision",
     ),
 }
-"""Architectures that are asked for, and what their families would need."""
+"""Requested architectures, and the features that their families would need."""
 
 _ACTION = "Use a model of the supported variant; another one would be trained wrongly."
 
 
 def value_problems(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, Any]]) -> Iterator[Problem]:
-    """Yield the keys of a config.json whose values are not implemented; see `ModelFamily.variants`."""
+    """Yield the keys of a config.json with values that are not implemented; see `ModelFamily.variants`."""
     for key, (default, supported) in variants.items():
         found = hf.get(key, default)
         if found != supported:
@@ -47,9 +47,9 @@ def common_problems(
     """Yield the problems common to all families: quantised weights, other attention, other rotary tables.
 
     Args:
-        hf: config.json.
-        rope_types: Kinds of rotary frequencies that the family has.
-        partial_rotary: Its default part of a head that is rotated; none: whole heads alone.
+        hf: Content of config.json.
+        rope_types: Types of rotary frequencies that the family supports.
+        partial_rotary: Default part of a head that is rotated. None allows only complete heads.
     """
     quantized = hf.get(QUANTIZED)
     if quantized is not None and not is_block_fp8(quantized):
@@ -71,7 +71,7 @@ def is_block_fp8(quantized: object) -> bool:
 
 
 def of_dequantized(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the weights as they are read: block-wise 8-bit ones become bfloat16."""
+    """Return the config.json of the weights after reading: block-wise 8-bit weights become bfloat16."""
     if not is_block_fp8(hf.get(QUANTIZED)):
         return dict(hf)
     rest = {key: value for key, value in hf.items() if key != QUANTIZED}
@@ -79,7 +79,7 @@ def of_dequantized(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architecture_problem(architecture: str, families: Iterable[str]) -> Problem:
-    """Return the problem of a model of no family; with the reason where the architecture is known."""
+    """Return the problem of an unsupported architecture, with the missing features if it is known."""
     if architecture in _LACKING:
         expected = f"layers that Megatron computes as transformers does; lacking: {_LACKING[architecture]}"
         return Problem(
@@ -90,7 +90,7 @@ def architecture_problem(architecture: str, families: Iterable[str]) -> Problem:
 
 
 def rope_scaling_factor(hf: Mapping[str, Any]) -> float | None:
-    """Return the factor of llama3's frequencies; None where rotary frequencies are others."""
+    """Return the factor of llama3's frequencies; None for other rotary frequencies."""
     rope = rope_table(hf)
     return float(rope["factor"]) if _rope_type(rope) == "llama3" else None
 
@@ -106,10 +106,10 @@ def rotary_part(hf: Mapping[str, Any], default: float = 1.0) -> float:
 
 
 def yarn_table(hf: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return YaRN's numbers as Megatron takes them; None where rotary frequencies are others.
+    """Return YaRN's numbers for Megatron; None for other rotary frequencies.
 
-    transformers scales cosines and sines by the quotient of both mscales where it has both, and else as if they
-    were 1 and 0.
+    transformers scales cosines and sines by the quotient of both mscales if both are set, and otherwise as if
+    they were 1 and 0.
     """
     rope = rope_table(hf)
     if _rope_type(rope) != "yarn":
@@ -120,7 +120,7 @@ def yarn_table(hf: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary embedding's table that transformers reads: the older spelling first."""
+    """Return the rotary embedding's table that transformers reads; the older key takes precedence."""
     table = hf.get("rope_scaling") or hf.get("rope_parameters")
     return table if isinstance(table, Mapping) else {}
 

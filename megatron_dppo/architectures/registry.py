@@ -24,7 +24,7 @@ from megatron_dppo.architectures.sizes import HFConfig, ModelSizes, architecture
 from megatron_dppo.errors import ConfigError, Problem
 
 ENTRY_POINTS = "megatron_dppo.families"
-"""The entry-point group in which an installed package names families of its own."""
+"""Entry-point group in which an installed package registers its families."""
 
 
 def _families() -> Iterator[ModelFamily]:
@@ -33,7 +33,7 @@ def _families() -> Iterator[ModelFamily]:
 
 
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.architecture: family for family in _families()})
-"""All families; one that a package names replaces ours of the same architecture."""
+"""All families; a package's family replaces the built-in family of the same architecture."""
 
 
 def family_of(hf: HFConfig) -> ModelFamily:
@@ -49,7 +49,7 @@ def family_of(hf: HFConfig) -> ModelFamily:
 
 
 def variant_problems(hf: HFConfig) -> Iterator[Problem]:
-    """Yield the problems of a config.json that a supported architecture would compute wrongly."""
+    """Yield the problems of a config.json: variants of a supported architecture that are not implemented."""
     family = FAMILIES.get(architecture_of(hf))
     if family is None:
         yield from common_problems(hf, ("default", "llama3"), None)
@@ -67,10 +67,11 @@ def variant_problems(hf: HFConfig) -> Iterator[Problem]:
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a Hugging Face folder, or of a Megatron checkpoint made from one (`hf/config.json`).
 
-    Block-wise 8-bit weights become bfloat16 when they are read, so the entry that describes them is left out.
+    The entry for block-wise 8-bit weights is left out, because these weights become bfloat16 when they are
+    read.
 
     Raises:
-        ConfigError: There is none, it is torn, or it describes a model that we would compute wrongly.
+        ConfigError: There is no config.json, it is torn, or it describes a variant that is not implemented.
     """
     _, hf = read_model_config(folder)
     problems = list(variant_problems(hf))
@@ -80,7 +81,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def model_sizes(hf: HFConfig) -> ModelSizes:
-    """Return the sizes in a config.json; KeyError, TypeError or ValueError where one is missing or no number.
+    """Return the sizes in a config.json; KeyError, TypeError or ValueError if one is missing or not a number.
 
     Raises:
         ConfigError: No family has the architecture.
@@ -92,8 +93,8 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     """Read a model's sizes from its folder, without loading any weight.
 
     Args:
-        folder: A Hugging Face folder, or a Megatron checkpoint with `hf/config.json` inside. Keys are taken as
-            transformers 4 or 5 spells them (num_experts or num_local_experts, rope_theta or rope_parameters).
+        folder: Hugging Face folder, or Megatron checkpoint with `hf/config.json`. Keys may be written by
+            transformers 4 or 5 (num_experts or num_local_experts, rope_theta or rope_parameters).
 
     Raises:
         ConfigError: There is no config.json, no family has its architecture, or a size is missing.

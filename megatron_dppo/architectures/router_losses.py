@@ -1,4 +1,4 @@
-"""Losses on routers that `[megatron]` adds to the policy's loss: their coefficients, and which are refused."""
+"""Reads the coefficients of router losses in `[megatron]`, and refuses unsupported losses."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class RouterCoefficients:
         """Read the coefficients from `[megatron]`.
 
         Raises:
-            ConfigError: One of them cannot be made the same in every layout.
+            ConfigError: A loss cannot be computed equally in every layout.
         """
         problems = list(router_loss_problems(megatron))
         if problems:
@@ -37,7 +37,7 @@ class RouterCoefficients:
 
 
 def router_loss_problems(megatron: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what is wrong with the losses on routers in `[megatron]`; values of other types are left out."""
+    """Yield the problems of the router losses in `[megatron]`; values of wrong types are ignored."""
     kinds = megatron.get(KIND)
     if kinds == "sinkhorn":
         found = "'sinkhorn', which chooses a token's experts by the other tokens of its micro-batch"

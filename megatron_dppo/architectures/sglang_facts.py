@@ -1,4 +1,4 @@
-"""What SGLang makes of an architecture: facts of its source that say what it can serve, and how."""
+"""Defines facts about SGLang's implementation of an architecture, read from its source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ class SglangFacts:
     """Facts of SGLang's model class of an architecture.
 
     Attributes:
-        has_dense_layers: It builds `first_k_dense_replace` dense layers in front of those with experts.
-            Otherwise it takes every layer as sparse, loads what fits, and serves nonsense.
-        config_keys: Keys that it reads of config.json and transformers may leave out, with the values that are
-            trained by. Without them no server starts.
-        arguments: Arguments of a server to which [sglang] says nothing.
-        derives_head_dim: It takes a head as hidden_size / num_attention_heads, whatever `head_dim` says.
-        has_plain_rotary: It reads no more of rotary frequencies than `rope_theta`. Others would be served as
-            plain ones, without a word.
-        has_own_output: It builds an output layer beside the embedding even where config.json ties the two, and
-            loads none from a checkpoint without one. Weight sync then sends the embedding by that name too.
-        lacks_routes: Versions whose routers do not say of which layer they are: a server that is to return
-            routes ends at the first request.
+        has_dense_layers: Whether it builds `first_k_dense_replace` dense layers before the MoE layers. If not,
+            it treats every layer as sparse, loads the tensors that fit, and serves nonsense.
+        config_keys: Keys of config.json that it needs and transformers may leave out, with the values that
+            training uses. Without them no server starts.
+        arguments: Server arguments that apply unless [sglang] sets them.
+        derives_head_dim: Whether it uses hidden_size / num_attention_heads as head size and ignores `head_dim`.
+        has_plain_rotary: Whether it reads only `rope_theta` of the rotary frequencies. It would silently serve
+            other frequencies as plain ones.
+        has_own_output: Whether it builds a separate output layer even if config.json ties it to the embedding,
+            and loads none from a checkpoint without one. Weight sync then sends the embedding by that name too.
+        lacks_routes: Versions with routers that do not know their layer. A server that returns routes fails at
+            the first request.
     """
 
     has_dense_layers: bool = False
@@ -36,5 +36,6 @@ class SglangFacts:
 SHARED_EXPERTS_APART: Mapping[str, Any] = {"disable_shared_experts_fusion": True}
 """Arguments for models with shared experts.
 
-SGLang would fuse one with the routed experts on some GPUs, as a further column of the routes, by another name.
+On some GPUs, SGLang would otherwise fuse one with the routed experts, as another column of the routes, under
+another name.
 """

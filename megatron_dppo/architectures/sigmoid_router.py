@@ -1,4 +1,4 @@
-"""Routers of DeepSeek-V3's kind: sigmoid scores, a bias that only chooses, groups of experts."""
+"""Routers like DeepSeek-V3's: sigmoid scores, a bias used only for selection, groups of experts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ SIGMOID_VARIANTS: Variants = {
 
 
 SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": FURTHER_LAYERS}
-"""Other names of keys that transformers' config classes take."""
+"""Other names of keys that transformers' config classes accept."""
 SIGMOID_DEFAULTS: Mapping[str, Any] = {
     **DEFAULTS,
     "n_shared_experts": 1,
@@ -28,14 +28,15 @@ SIGMOID_DEFAULTS: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
     FURTHER_LAYERS: 1,
 }
-"""GLM-4.5's values of keys that config.json leaves out; other families replace some."""
+"""GLM-4.5's values of keys that config.json leaves out; other families override some."""
 
 
 def sparse_layers(hf: HFConfig) -> list[int]:
     """Return the 0-based layers that have experts.
 
     Args:
-        hf: config.json. Its `mlp_layer_types` come before its `first_k_dense_replace`, which may then be null.
+        hf: Content of config.json. `mlp_layer_types` takes precedence over `first_k_dense_replace`, which may
+            then be null.
     """
     num_layers, kinds = int(hf["num_hidden_layers"]), hf["mlp_layer_types"]
     if kinds:
@@ -46,7 +47,7 @@ def sparse_layers(hf: HFConfig) -> list[int]:
 def sigmoid_router(hf: HFConfig) -> Mapping[str, Any]:
     """Return keywords of Megatron's TransformerConfig.
 
-    The bias stays the checkpoint's unless [megatron] moe_router_bias_update_rate moves it.
+    The bias keeps the checkpoint's value unless [megatron] moe_router_bias_update_rate updates it.
     """
     groups, best = int(hf["n_group"]), int(hf["topk_group"])
     is_limited = best < groups
@@ -61,7 +62,7 @@ def sigmoid_router(hf: HFConfig) -> Mapping[str, Any]:
 
 
 def router_problems(hf: HFConfig) -> Iterator[Problem]:
-    """Yield the values of a completed config.json that Megatron's router would compute otherwise."""
+    """Yield the problems of a completed config.json: values that Megatron's router treats differently."""
     groups, best = int(hf["n_group"]), int(hf["topk_group"])
     top_k = int(hf["num_experts_per_tok"])
     action = "Use a model of the supported variant; another one would be trained wrongly."
@@ -77,5 +78,5 @@ def router_problems(hf: HFConfig) -> Iterator[Problem]:
 
 
 def shared_width(hf: HFConfig) -> int:
-    """Return the width of all shared experts together."""
+    """Return the total width of all shared experts."""
     return int(hf["n_shared_experts"]) * int(hf["moe_intermediate_size"])

@@ -1,4 +1,4 @@
-"""Reads a model's config.json and its sizes without torch: `megatron-dppo check` answers at once."""
+"""Reads a model's config.json and its sizes without torch, so that `megatron-dppo check` is fast."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ HFConfig = Mapping[str, Any]  # config.json, in either spelling of transformers 
 class LatentSizes:
     """Sizes of multi-head latent attention: queries, keys and values are projected up from small latents."""
 
-    query_rank: int | None  # of the queries' latent; none: projected from the hidden states in one step
+    query_rank: int | None  # of the queries' latent; None: queries are projected directly from hidden states
     rank: int  # of the latent of keys and values
     plain_head_dim: int  # of a query and a key, without rotation
     rotary_head_dim: int  # of a query, and of the one key part that all heads share
@@ -42,8 +42,8 @@ class ModelSizes:
     moe_intermediate_size: int
     moe_layers: tuple[int, ...]  # 0-based indices of the layers that have experts
     is_tied: bool = False  # the output layer is the embedding
-    shared_expert_intermediate_size: int = 0  # of the experts that every token meets, together
-    latent: LatentSizes | None = None  # none: grouped-query attention
+    shared_expert_intermediate_size: int = 0  # total width of the experts that process every token
+    latent: LatentSizes | None = None  # None: grouped-query attention
     rotary_percent: float = 1.0  # part of a head that is rotated, in grouped-query attention
     options: frozenset[str] = frozenset()  # what weight rules are `only_with`
 
@@ -54,7 +54,7 @@ class ModelSizes:
 
     @property
     def routing(self) -> ModelRouting | None:
-        """Dimensions of this model's routes; none for a dense model."""
+        """Dimensions of this model's routes; None for a dense model."""
         if self.num_experts is None:
             return None
         return ModelRouting(self.moe_layers, self.num_experts, self.experts_per_token)
@@ -90,7 +90,7 @@ def _latent_dimensions(latent: LatentSizes, heads: int) -> dict[str, int]:
 
 
 def dense_sizes(hf: HFConfig) -> ModelSizes:
-    """Read the sizes of a dense model; KeyError, TypeError or ValueError where one is missing or no number."""
+    """Read the sizes of a dense model; KeyError, TypeError or ValueError if one is missing or not a number."""
     return replace(_backbone_sizes(hf), intermediate_size=int(hf["intermediate_size"]))
 
 
@@ -102,14 +102,14 @@ def moe_sizes(
     *,
     shared_width: int = 0,
 ) -> ModelSizes:
-    """Read the sizes of a model with experts, errors as in `dense_sizes`.
+    """Read the sizes of a model with experts; raises like `dense_sizes`.
 
     Args:
-        hf: config.json.
-        num_experts: Of each layer that has experts.
-        width: Of an expert's feed-forward.
-        moe_layers: Layers that have experts, 0-based; all where left out.
-        shared_width: Of the experts that every token meets, together; 0 where there is none.
+        hf: Content of config.json.
+        num_experts: Number of experts in each MoE layer.
+        width: Width of an expert's feed-forward.
+        moe_layers: 0-based layers that have experts. None means all.
+        shared_width: Total width of the experts that process every token; 0 without such experts.
     """
     sizes = _backbone_sizes(hf)
     layers = tuple(range(sizes.num_layers) if moe_layers is None else moe_layers)
@@ -156,7 +156,7 @@ def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Read the path and content of a model folder's config.json.
 
     Raises:
-        ConfigError: There is none, or it is torn.
+        ConfigError: There is no config.json, or it is torn.
     """
     path = config_file(folder)
     expected = "a Hugging Face folder (config.json) or a Megatron checkpoint (hf/config.json)"
@@ -175,7 +175,7 @@ def read_model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _where_models_are(folder: Path) -> str:
-    """Return advice on a name that is no model's folder."""
+    """Return advice on a name that is not a model folder."""
     of_run = sorted(path for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit())
     if of_run:
         return f"It is a run: name one of its checkpoints, such as {of_run[-1]}."
@@ -199,9 +199,9 @@ def architecture_of(content: Mapping[str, Any]) -> str:
 
 
 def end_tokens(hf_folder: Path, default: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens: generation_config.json's where it names any, else config.json's.
+    """Return the end-of-sequence tokens of generation_config.json if it has any, and of config.json otherwise.
 
-    Nothing else is read from generation_config.json: sampling is ours to say.
+    Nothing else is read from generation_config.json, because our config sets the sampling parameters.
     """
     file = hf_folder / "generation_config.json"
     ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None

@@ -23,7 +23,7 @@ class SpecChoice:
 def choose_layer_spec(
     config: Config, transformer_engine: Library, sizes: ModelSizes | None = None
 ) -> SpecChoice:
-    """Resolve `model.layer_spec` with the library as found, for a model of these sizes."""
+    """Resolve `model.layer_spec` for a model of these sizes, depending on the installed library."""
     if config.model.layer_spec != "auto":
         return SpecChoice(config.model.layer_spec, "model.layer_spec asks for it")
     if config.model.dtype == "float32":
@@ -37,13 +37,13 @@ def choose_layer_spec(
 
 
 def transformer_engine_problems(config: Config, transformer_engine: Library) -> Iterator[Problem]:
-    """Yield the problems that keep this config from Transformer Engine's modules."""
+    """Yield the problems that prevent this config from using Transformer Engine's modules."""
     yield from library_problems(transformer_engine)
     yield from transformer_engine_limits(config)
 
 
 def library_problems(transformer_engine: Library) -> Iterator[Problem]:
-    """Yield the problems that keep any config from Transformer Engine's modules on this machine."""
+    """Yield the problems that prevent any config from using Transformer Engine's modules on this machine."""
     if not transformer_engine.is_usable:
         found = f"Transformer Engine, which cannot be used here: {transformer_engine.fault}"
         action = (
@@ -54,17 +54,17 @@ def library_problems(transformer_engine: Library) -> Iterator[Problem]:
 
 
 def transformer_engine_limits(config: Config, sizes: ModelSizes | None = None) -> Iterator[Problem]:
-    """Yield the problems of features that are not proven with Transformer Engine's modules."""
+    """Yield the problems of features that are untested with Transformer Engine's modules."""
     use_torch = "or set model.layer_spec = 'torch'."
     if sizes is not None and sizes.latent is not None:
         found = "latent attention with Transformer Engine's layers"
-        expected = "grouped-query attention: the other was compared with nothing yet"
+        expected = "grouped-query attention: latent attention has not been tested yet"
         yield Problem("model.layer_spec", found, expected, "Set model.layer_spec = 'torch'.")
     if config.lora.rank:
         found = f"{config.lora.rank} with Transformer Engine's layers"
-        expected = "0: adapters stand beside the linears and stacked experts of the torch spec"
+        expected = "0: adapters need the linears and stacked experts of the torch spec"
         yield Problem("lora.rank", found, expected, f"Set it to 0, {use_torch}")
     if config.parallel.context > 1:
         found = f"{config.parallel.context} with Transformer Engine's layers"
-        expected = "1: its ring of ranks, on CUDA streams of its own, was compared with nothing yet"
+        expected = "1: its ring of ranks, on separate CUDA streams, has not been tested yet"
         yield Problem("parallel.context", found, expected, f"Set it to 1, {use_torch}")

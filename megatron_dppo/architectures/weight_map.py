@@ -1,11 +1,11 @@
 """The one weight table: the Hugging Face tensors of each Megatron parameter, their shapes and fusion.
 
-Conversion, weight sync and the planner read it. Names use Hugging Face's checkpoint spelling (one name per
-expert); `{layer}` and `{expert}` are global indices. Letters in shapes: H hidden, V vocabulary, D of a head,
-Q rows of all query heads, K of all key-value heads, O of all heads' outputs, I feed-forward width, F expert
-width, S width of the shared experts, E experts, 1 one row. Of latent attention: A the queries' latent, C the
-latent of keys and values, B that and the rotated part of keys, U rows of all heads' keys without it and of
-their values.
+Conversion, weight sync and the planner read it. Names are Hugging Face checkpoint names (one name per expert).
+`{layer}` and `{expert}` are global indices. Letters in shapes: H hidden size, V vocabulary, D head size, Q rows
+of all query heads, K rows of all key-value heads, O rows of all heads' outputs, I feed-forward width, F expert
+width, S width of the shared experts, E number of experts, 1 one row. For latent attention: A latent of queries,
+C latent of keys and values, B this latent plus the rotated part of keys, U rows of all heads' keys without the
+rotated part and of their values.
 """
 
 import re
@@ -29,21 +29,21 @@ class WeightRule:
 
     Attributes:
         megatron: Parameter name in our layer spec.
-        transformer_engine: Its name in Transformer Engine's spec where that differs; `{local}` counts this
-            rank's experts, which are a parameter each there.
-        hf: Checkpoint names, in the order they are fused.
-        shapes: Of each of those tensors, a letter for each dimension; of one expert.
-        fusion: "one" tensor as it is; "concatenate" along dimension 0 (gate, up);
-            "qkv" interleaved by key-value group: the group's queries, its key, its value.
-        tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits; none where
-            it is replicated.
-        is_vocabulary: Rows are the vocabulary, which Megatron may pad.
-        layers: Which layers have it, where `megatron` names a layer.
-        is_expert: The parameter stacks its experts along a leading dimension.
-        only_with: Option of `ModelSizes.options` without which a model has no such parameter; none: always.
-        is_buffer: No parameter but a buffer: without gradient, and float32 whatever the model's dtype.
-        travels_with: Rules of one name travel in one bucket of weight sync, layer by layer: engines fuse their
-            tensors within one load, and drop them where they come in two.
+        transformer_engine: Parameter name in Transformer Engine's spec, if it differs. There each expert is one
+            parameter, and `{local}` counts this rank's experts.
+        hf: Checkpoint names, in the order in which they are fused.
+        shapes: Shape of each `hf` tensor, of one expert, with a letter for each dimension.
+        fusion: "one" for a single unchanged tensor. "concatenate" for concatenation along dimension 0 (gate,
+            up). "qkv" for interleaving by key-value group: the group's queries, its key, its value.
+        tensor_parallel_dim: Dimension of each *Hugging Face* tensor that tensor parallelism splits. None means
+            replicated.
+        is_vocabulary: Whether rows are the vocabulary, which Megatron may pad.
+        layers: Kinds of layers that have the parameter, if `megatron` names a layer.
+        is_expert: Whether the parameter stacks experts along a leading dimension.
+        only_with: Option of `ModelSizes.options` that a model needs to have the parameter. None means always.
+        is_buffer: Whether it is a buffer: no gradient, and float32 whatever the model's dtype is.
+        travels_with: Name of a group. Weight sync sends a group's tensors of one layer in one bucket, because
+            engines fuse them within one load, and drop them if they arrive in two.
     """
 
     megatron: str
@@ -179,7 +179,7 @@ EXPERT_BIAS = WeightRule(
     layers="sparse",
     is_buffer=True,
 )
-"""Added to the scores by which a sigmoid router chooses, and to no weight."""
+"""Bias added to a sigmoid router's selection scores, but not to the experts' weights."""
 SHARED_EXPERTS = "shared experts"
 _S = _H + "mlp.shared_experts."
 SHARED_MLP = (
@@ -208,12 +208,12 @@ SHARED_GATE = WeightRule(
     layers="sparse",
     only_with=SHARED_EXPERTS,
 )
-"""Weighs what the shared experts give each token, by a sigmoid."""
+"""Gate of the shared experts: a sigmoid weight for each token."""
 QUERY_RANK, NO_QUERY_RANK = "query rank", "no query rank"
 
 
 def _latent(ours: str, theirs: str, shape: str, only_with: str | None = None) -> WeightRule:
-    """Return the rule of a projection: down to a latent, whole on each rank, or up to split heads."""
+    """Return the rule of a projection: down to a latent (replicated), or up to the heads (split)."""
     is_down = ours.endswith("down_proj")
     return WeightRule(
         _M + f"self_attention.linear_{ours}.weight",
@@ -250,25 +250,25 @@ LATENT_BACKBONE = (
     _latent("kv_up_proj", "kv_b_proj", "UC"),
     _ATTENTION_OUTPUT,
 )
-"""In the place of BACKBONE, of models whose attention is multi-head latent attention."""
+"""Replacement of BACKBONE for models with multi-head latent attention."""
 
 
 ADAPTER_SUFFIX = "_lora"
-"""Ends the names of modules that hold LoRA's parameters, which no rule names."""
+"""Suffix of the names of modules with LoRA parameters, which have no rules."""
 
 
 def is_adapter(megatron_name: str) -> bool:
-    """Whether a parameter is LoRA's, not the base model's."""
+    """Whether a parameter belongs to LoRA, and not to the base model."""
     return f"{ADAPTER_SUFFIX}." in megatron_name
 
 
 def is_weight_buffer(name: str) -> bool:
-    """Whether a tensor of a Megatron model is a buffer that checkpoints hold: a router's expert bias."""
+    """Whether a tensor of a Megatron model is a buffer that checkpoints contain: a router's expert bias."""
     return name.endswith("mlp.router.expert_bias")
 
 
 def linears_of(rule: WeightRule) -> tuple[str, ...]:
-    """Return the last name parts of a parameter's Hugging Face linears that LoRA can adapt; often none."""
+    """Return the last name parts of a parameter's Hugging Face linears that LoRA can adapt; often empty."""
     is_linear = re.search(r"_proj(_with_mqa)?\.weight$", rule.hf[0]) is not None
     return tuple(name.split(".")[-2] for name in rule.hf) if is_linear else ()
 
@@ -279,7 +279,7 @@ class WeightEntry:
 
     rule: WeightRule
     layer: int | None
-    is_one_expert: bool = False  # of this rank's, as Transformer Engine's spec has them, and no stack of them
+    is_one_expert: bool = False  # one of this rank's experts, as in Transformer Engine's spec, and not a stack
 
     @property
     def name(self) -> str:
@@ -287,7 +287,7 @@ class WeightEntry:
         return self.rule.megatron.format(layer=self.layer)
 
     def hf_names(self, expert: int | None = None) -> tuple[str, ...]:
-        """Return checkpoint names, for one expert where the parameter stacks experts."""
+        """Return checkpoint names, of one expert if the parameter stacks experts."""
         return tuple(name.format(layer=self.layer, expert=expert) for name in self.rule.hf)
 
 
@@ -302,7 +302,7 @@ class WeightTable:
         self._sizes = sizes
 
     def entry(self, megatron_name: str) -> WeightEntry:
-        """Return the rule of a parameter, named as in a model on one process, of either layer spec.
+        """Return the rule of a parameter by its name in a model on one process, in either layer spec.
 
         Raises:
             ConversionError: The table has no such parameter.
@@ -322,12 +322,12 @@ class WeightTable:
         return WeightEntry(self._rules[key], layer)
 
     def fuse(self, rule: WeightRule, tensors: Sequence[Tensor], num_parts: int = 1) -> Tensor:
-        """Fuse Hugging Face tensors, or parts of them, to the Megatron parameter (of one expert).
+        """Fuse Hugging Face tensors, or parts of them, into the Megatron parameter (of one expert).
 
         Args:
-            rule: The parameter's.
-            tensors: In the order of `rule.hf`; each the same part of the whole.
-            num_parts: How many equal parts the tensor-parallel dimension is split into.
+            rule: Rule of the parameter.
+            tensors: Tensors in the order of `rule.hf`, all with the same part of the parameter.
+            num_parts: Number of equal parts that the tensor-parallel dimension is split into.
         """
         if rule.fusion == "one":
             return tensors[0]

@@ -1,1 +1,1 @@
-"""Reads and writes checkpoint folders: Hugging Face's, the run's own, and untrusted ones."""
+"""Reads, writes and converts every checkpoint format: Megatron, Hugging Face, LoRA and quantised folders."""

@@ -5,9 +5,9 @@
       step_00000320/
         megatron/                    weights and optimizer, as Megatron shards them
         rng/rank_00000.safetensors   random states of each rank
-        remaining/rank_00000.safetensors   gradient steps not yet taken, where a rollout is open or waits
+        remaining/rank_00000.safetensors   gradient steps not yet taken, if a rollout is open or waits
         hf/                          config and tokenizer
-        state.json                   where the run stands
+        state.json                   progress of the run
         SHA256SUMS                   of every other file; `sha256sum -c SHA256SUMS` checks it by hand
       step_00000280.torn/            set aside: a checksum did not match
       step_00000400.abandoned/       set aside: the run went on from an earlier one
@@ -15,7 +15,7 @@
       .step_00000360.replaced.<id>/      the step was saved again; restored if a kill left no other copy
       .step_00000240.deleted.<id>/       being deleted
 
-No tensor library is needed here.
+This module needs no tensor library.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Kept:
 
     folder: Path
     rollout: int  # rollouts finished
-    score: float | None  # of the metric that "best" means; none in the middle of a rollout
+    score: float | None  # value of checkpoint.best_metric; None in the middle of a rollout
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Retention:
     """Rules for keeping checkpoints; each adds to the others."""
 
     keep_last: int  # newest ones; 0 keeps all
-    keep_every: int  # those whose number of rollouts is a multiple of it; 0 none
-    keep_best: int  # those with the best score
+    keep_every: int  # checkpoints after a multiple of this number of rollouts; 0 keeps none
+    keep_best: int  # number of checkpoints with the best scores
     highest_is_best: bool
 
     def deleted(self, checkpoints: Sequence[Kept]) -> list[Path]:
@@ -75,12 +75,12 @@ class Retention:
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a complete Megatron checkpoint of ours, of a run or converted."""
+    """Whether a folder is a complete Megatron checkpoint, from a run or a conversion."""
     return (folder / WEIGHTS / "metadata.json").is_file()
 
 
 def require_megatron_checkpoint(folder: Path) -> None:
-    """Refuse a folder that is no complete Megatron checkpoint, and name a Hugging Face folder as such.
+    """Refuse a folder that is not a complete Megatron checkpoint; the error identifies a Hugging Face folder.
 
     Raises:
         CheckpointError: The folder has no `megatron/metadata.json`.
@@ -98,20 +98,20 @@ def require_megatron_checkpoint(folder: Path) -> None:
 
 
 def name_of(step: int) -> str:
-    """Return the folder name of the checkpoint after so many gradient steps."""
+    """Return the folder name of the checkpoint after `step` gradient steps."""
     return f"step_{step:08d}"
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a run's `checkpoints/`, oldest first; not yet checked."""
+    """Return the complete checkpoints in a run's `checkpoints/`, oldest first, without checking their files."""
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints to resume from, best first: the one that `latest` names, then those before it.
+    """Return the checkpoints to resume from, best first: the one that `latest` names, then the earlier ones.
 
-    Where `latest` is missing or names nothing, the newest comes first.
+    If `latest` is missing or names no checkpoint, the newest comes first.
     """
     newest_first = complete(folder)[::-1]
     name = _latest(folder)
@@ -125,13 +125,13 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def _latest(folder: Path) -> str | None:
-    """Return the name that `latest` holds; None if there is no such file."""
+    """Return the checkpoint name in `latest`; None if there is no such file."""
     pointer = folder / LATEST
     return pointer.read_text(errors="replace").strip() if pointer.is_file() else None
 
 
 def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
-    """Return the newest complete checkpoint of at most so many rollouts, with none open; not yet checked."""
+    """Return the newest complete checkpoint of at most `num_rollouts` rollouts, with none open; not checked."""
     for checkpoint in reversed(complete(folder)):
         with contextlib.suppress(OSError, ValueError, KeyError):
             content = json.loads((checkpoint / STATE).read_text())
@@ -142,21 +142,21 @@ def newest_between_rollouts(folder: Path, num_rollouts: int) -> Path | None:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Config and progress in the checkpoint that a resume would take; its files are not checked."""
+    """Config and progress in the checkpoint that a resume would load; its files are not checked."""
 
     checkpoint: Path
-    config: str  # resolved, as TOML; "" where an older version saved
+    config: str  # resolved, as TOML; "" if an older version saved it
     prompts_digest: str
     num_rollouts: int  # finished
 
     @property
     def is_in_prompts(self) -> bool:
-        """Whether the run's cursor is in a file of prompts, not in rollouts that were kept."""
+        """Whether the run's cursor is in a file of prompts, and not in saved rollouts."""
         return re.fullmatch("[0-9a-f]{32}", self.prompts_digest) is not None
 
 
 def saved_run(folder: Path) -> SavedRun | None:
-    """Read the saved run of the first readable candidate in a run's `checkpoints/`; none without any."""
+    """Read the saved run of the first readable candidate in a run's `checkpoints/`; None if there is none."""
     interrupted = _interrupted(folder)
     for checkpoint in candidates(folder) if interrupted is None else [interrupted]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -178,11 +178,12 @@ def write_sums(checkpoint: Path, sums: dict[str, str]) -> None:
 
 
 def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return the faults of a checkpoint's files, as messages; empty where there are none.
+    """Return messages about faults in a checkpoint's files; an empty list if there are none.
 
     Args:
         checkpoint: A complete checkpoint's folder.
-        share: (rank, size): hash this rank's share of the files only. Together the ranks read each file once.
+        share: (rank, size): only this rank's share of the files is hashed. All ranks together read each file
+            once.
     """
     try:
         lines = (checkpoint / SUMS).read_text().splitlines()
@@ -204,7 +205,7 @@ def faults(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def set_aside(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint to `<name>.<why>`, so that it is neither tried nor deleted any more."""
+    """Rename a checkpoint to `<name>.<why>`, so that it is no longer loaded or deleted."""
     number = 1
     while (aside := checkpoint.with_name(f"{checkpoint.name}.{why}{'' if number == 1 else number}")).exists():
         number += 1
@@ -213,17 +214,17 @@ def set_aside(checkpoint: Path, why: str) -> Path:
 
 
 def set_aside_newer(checkpoint: Path) -> list[Path]:
-    """Set aside the complete checkpoints after this one, which a run that resumes from it leaves behind.
+    """Set aside the complete checkpoints after this one, because a run resumes from this one.
 
-    They would be taken for the newest, and have the ones to come deleted. There are some where `latest` was set
-    back by hand, or a run was killed before it was flipped.
+    Otherwise they would count as the newest, and retention would delete the checkpoints that this run writes.
+    They exist if `latest` was set back by hand, or if a run was killed before it updated `latest`.
     """
     every = complete(checkpoint.parent)
     return [set_aside(newer, "abandoned") for newer in every[every.index(checkpoint) + 1 :]]
 
 
 def publish(unfinished: Path, final: Path) -> None:
-    """Make a written checkpoint visible, then point `latest` at it; it replaces one of the same step.
+    """Make a written checkpoint visible, then point `latest` at it; replace a checkpoint of the same step.
 
     A kill between the two renames leaves neither visible. `recover` then makes one of them visible.
     """
@@ -235,9 +236,9 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def recover(folder: Path) -> Path | None:
-    """Finish what a kill interrupted in `publish`; return the checkpoint that is visible again, if any.
+    """Finish an interrupted `publish`; return the checkpoint that becomes visible again, if any.
 
-    The new checkpoint is taken if it was written whole, and the earlier one of the same step otherwise.
+    The new checkpoint is used if it is complete, and the earlier one of the same step otherwise.
     No other process may be using the folder.
     """
     replaced = _interrupted(folder)
@@ -260,7 +261,7 @@ def _interrupted(folder: Path) -> Path | None:
 
 
 def hide(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint to `.<name>.<why>.<id>`: it stays whole, and is neither used nor counted any more."""
+    """Rename a checkpoint to `.<name>.<why>.<id>`: it stays complete, but is no longer used or counted."""
     return checkpoint.rename(checkpoint.with_name(f".{_step_of(checkpoint)}.{why}.{time.time_ns()}"))
 
 
@@ -269,7 +270,7 @@ def _step_of(checkpoint: Path) -> str:
 
 
 def set_latest(checkpoint: Path) -> None:
-    """Set `latest` to a complete checkpoint, in one step."""
+    """Set `latest` to a complete checkpoint, atomically."""
     temporary = checkpoint.with_name(f".{LATEST}.unfinished")
     write_durably(temporary, checkpoint.name + "\n")
     temporary.replace(checkpoint.with_name(LATEST))
@@ -277,19 +278,19 @@ def set_latest(checkpoint: Path) -> None:
 
 
 def delete(checkpoints: Iterable[Path]) -> None:
-    """Delete in the background; a checkpoint disappears from sight at once."""
+    """Hide checkpoints at once, and delete their files in the background."""
     hidden = [hide(checkpoint, "deleted") for checkpoint in checkpoints]
     if hidden:
         threading.Thread(target=_remove, args=(hidden,), daemon=True, name="delete checkpoints").start()
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the folders that earlier processes left half written, replaced or half deleted."""
+    """Return the partly written, replaced or partly deleted folders of earlier processes."""
     return [path for path in folder.glob(".step_*") if path.is_dir()]
 
 
 def require_free(folder: Path, num_bytes: int, reserve_bytes: int) -> None:
-    """Raise where the disk lacks room.
+    """Raise an error if the disk has too little free space.
 
     Raises:
         CheckpointError: Writing `num_bytes` would leave less than `reserve_bytes`.
@@ -312,7 +313,7 @@ def write_durably(file: Path, text: str) -> None:
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Wait until files written by others, or a folder's names, are on the disk."""
+    """Wait until files of other writers, or a folder's entries, are on the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face checkpoint folders: safetensors files, one index, and the files beside them."""
+"""Reads and writes Hugging Face checkpoint folders: safetensors files, one index, config and tokenizer."""
 
 import json
 import shutil
@@ -35,23 +35,24 @@ _NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 class HFWeights:
     """Reads the tensors of a Hugging Face folder by name through memory maps; threads may share it.
 
-    Names are the weight table's whichever way experts are stored, and block-wise 8-bit weights are read as
-    bfloat16 (`architectures/published_names.py`). Layers that predict further tokens are left out, where
-    config.json stands beside the weights.
+    Names are the names of the weight table, for stacked and separate experts. Block-wise 8-bit weights are read
+    as bfloat16 (`architectures/published_names.py`). If the folder has a config.json, layers for multi-token
+    prediction are left out.
     """
 
     def __init__(self, folder: Path, num_mapped: int = 2, files: Sequence[str] | None = None) -> None:
-        """Read the headers of all files; tensors are read when asked for.
+        """Read the headers of all files; tensors are read on demand.
 
         Args:
-            folder: With safetensors, and an index where there are several.
-            num_mapped: Files that are mapped at a time: what was read of others leaves this process's memory.
+            folder: Folder with one safetensors file, or with several and an index.
+            num_mapped: Most files that are mapped at a time. Unmapping a file frees this process's memory of
+                it.
             files: Names of the files to read. None chooses the files that hold a model's weights.
 
         Raises:
-            ConversionError: There are no safetensors or two sets of them, an adapter is beside them, a file of
-                the index is missing, a file or the index is torn, a tensor is not in the file that the index
-                names, or two files without an index have it.
+            ConversionError: There are no safetensors or two sets of them, the folder also has an adapter, a
+                file of the index is missing, a file or the index is torn, a tensor is not in the file that the
+                index names, or two files without an index have it.
         """
         self.folder = folder
         self._num_mapped = num_mapped
@@ -103,7 +104,7 @@ class HFWeights:
         }
 
     def _map(self, file: str) -> safe_open:
-        """Return a memory-mapped file; the least recently used one is unmapped where there are too many."""
+        """Return a memory-mapped file; if too many are mapped, unmap the least recently used one."""
         with self._lock:
             if file not in self._mapped:
                 try:
@@ -124,12 +125,12 @@ class HFWeights:
 
     @property
     def files(self) -> list[Path]:
-        """Files that hold the tensors."""
+        """Files that contain the tensors."""
         names = {part.file for tensor in self._stored.values() for part in (tensor, tensor.scales) if part}
         return [self.folder / name for name in sorted(names)]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, a view of its file where it is stored as it is: only touched bytes are read.
+        """Return one tensor, as a view of its file if no conversion is needed: only touched bytes are read.
 
         Raises:
             ConversionError: It is not in the checkpoint.
@@ -155,15 +156,15 @@ class HFWeights:
         return whole[rows] if stored.expert is None else whole[stored.expert, rows]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor, read from the headers alone."""
+        """Return the shape of each tensor, read only from the headers."""
         return {name: stored.shape for name, stored in self._stored.items()}
 
     def dtypes(self) -> dict[str, str]:
-        """Return Safetensors' name of each tensor's dtype ("BF16"), read from the headers alone."""
+        """Return safetensors' name of each tensor's dtype ("BF16"), read only from the headers."""
         return {name: stored.shown_dtype for name, stored in self._stored.items()}
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
+        """Return the file that contains a tensor."""
         return self.folder / self._stored[name].file
 
 
@@ -178,7 +179,7 @@ def require_one_set(folder: Path) -> tuple[str, ...]:
     """Compare the names of a folder's weight files with its index, and return the names that are not read.
 
     Raises:
-        ConversionError: As `HFWeights` raises it, without a look into the files.
+        ConversionError: The files are not one complete set, by their names; see `HFWeights`.
     """
     file_of = _read_index(folder) if (folder / INDEX).is_file() else None
     return weight_files(folder, file_of and file_of.values()).ignored
@@ -204,7 +205,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder to write in, which gets the name `out` when the body has ended without an error.
+    """Yield a new folder to write to, and rename it to `out` when the body has ended without an error.
 
     Raises:
         ConversionError: `out` exists already.
@@ -221,15 +222,15 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def write_hf_checkpoint(
     weights: Iterable[tuple[str, Tensor]], out: Path, template: Path, shard_bytes: int = 2 << 30
 ) -> None:
-    """Write a Hugging Face folder that appears whole or not at all.
+    """Write a Hugging Face folder that appears completely or not at all.
 
-    A file is written while the next one's tensors come, so that those of two files are held.
+    A file is written while the tensors of the next one are produced, so memory holds the tensors of two files.
 
     Args:
         weights: Names and tensors in checkpoint spelling.
-        out: The folder to make.
+        out: Folder to create.
         template: Folder whose config, tokenizer and licence are copied.
-        shard_bytes: A new file is begun when the current one would exceed this.
+        shard_bytes: Most bytes per file. A new file starts when the current one would exceed this.
 
     Raises:
         ConversionError: `out` exists already, or a tensor comes twice.
@@ -257,7 +258,7 @@ def write_hf_checkpoint(
 
 
 def _shards(weights: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield copies of the tensors, in runs that fit into a file."""
+    """Yield copies of the tensors in consecutive groups that fit into a file."""
     names: set[str] = set()
     shard: dict[str, Tensor] = {}
     size = 0

@@ -1,4 +1,4 @@
-"""Exports LoRA's adapters under Hugging Face names, and as a folder that peft reads."""
+"""Exports LoRA adapters under Hugging Face names, and as a folder that peft reads."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from megatron_dppo.runtime.tensor_files import save_tensors
 def adapter_tensors(
     chunks: Sequence[GPTModel], value: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> dict[str, Tensor]:
-    """Return every whole factor on each rank's CPU, as "model.layers.0.self_attn.q_proj.lora_A.weight".
+    """Return every unsplit factor on each rank's CPU, as "model.layers.0.self_attn.q_proj.lora_A.weight".
 
     All ranks must call this together.
 
     Args:
         chunks: This rank's part of the model, with adapters.
-        value: What to take of each factor in its own place and shape, such as its gradient.
+        value: Function that returns the tensor to export for a factor, of the same shape, such as its gradient.
     """
     own: dict[str, Tensor] = {}
     for adapter in adapters(chunks):
@@ -59,13 +59,13 @@ def _joined(tensor: Tensor, dim: int, group: Any) -> Tensor:
 
 
 def write_adapter(tensors: dict[str, Tensor], options: LoraConfig, out: Path, base: str) -> None:
-    """Write an adapter folder that peft loads; it appears whole or not at all.
+    """Write an adapter folder that peft loads; it appears completely or not at all.
 
     Args:
-        tensors: From `adapter_tensors`.
-        options: `[lora]` that they were trained with.
-        out: The folder to make.
-        base: The model that the adapter belongs to, a folder or a name, for the reader.
+        tensors: Result of `adapter_tensors`.
+        options: `[lora]` of the training run.
+        out: Folder to create.
+        base: Folder or name of the adapter's base model, as information for the reader.
 
     Raises:
         ConversionError: `out` exists already.

@@ -1,4 +1,4 @@
-"""Megatron checkpoint folders: `megatron/`, a distributed checkpoint, and `hf/`, config and tokenizer."""
+"""Reads and writes Megatron folders: a distributed checkpoint (`megatron/`), config and tokenizer (`hf/`)."""
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.mcore.fixes import forget_stored_strides, plan_save, refuse_newer
 
 HF = "hf"
-# What torch and Megatron raise on a torn file, or on tensors that are absent or of another shape.
+# Errors that torch and Megatron raise on a torn file, or on missing or misshapen tensors.
 _LOAD_ERRORS = (
     *(CheckpointingException, CheckpointException, UnpicklingError),
     *(OSError, RuntimeError, ValueError, KeyError, EOFError),
@@ -53,9 +53,9 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
     """Load `model.load` into this rank's parameters, from a Hugging Face folder or a Megatron checkpoint.
 
     Raises:
-        ConversionError: Hugging Face weights that do not fit `hf`.
-        CheckpointError: A Megatron checkpoint that is torn, of another model, or with LoRA's adapters, which
-            the model has not.
+        ConversionError: Hugging Face weights do not fit `hf`.
+        CheckpointError: A Megatron checkpoint is torn, belongs to another model, or has LoRA adapters that
+            the model does not have.
     """
     if not is_megatron_checkpoint(folder):
         load_hf_weights(chunks, HFWeights(folder), hf)
@@ -63,14 +63,14 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, hf: HFConfig) -> None
     has_adapters = any(is_adapter(name) for chunk in chunks for name, _ in chunk.named_parameters())
     if not has_adapters and stored_lora(folder) is not None:
         raise CheckpointError(
-            f"{folder} holds LoRA adapters beside the weights they update; expected weights alone. Merge them "
-            "with megatron-dppo convert to-hf and load the result, or go on with the run that wrote it."
+            f"{folder} holds LoRA adapters in addition to weights; expected only weights. Merge them "
+            "with megatron-dppo convert to-hf and load the result, or resume the run that wrote it."
         )
     load_model_states(chunks, load_sharded(model_states(chunks), folder / WEIGHTS))
 
 
 def model_states(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the sharded state of this rank's part of the model; the stored form fits every layout."""
+    """Return the sharded state of this rank's part of the model; every layout can load its stored form."""
     return {_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
 
 
@@ -80,7 +80,7 @@ def _is_extra_state(name: str) -> bool:
 
 @torch.no_grad()
 def load_model_states(chunks: Sequence[GPTModel], states: dict[str, Any]) -> None:
-    """Load the chunks from the result of `load_sharded` for their `model_states`."""
+    """Load the chunks from the result of `load_sharded` of their `model_states`."""
     for index, chunk in enumerate(chunks):
         missing, unexpected = chunk.load_state_dict(states[_key(index)], strict=False)
         odd = [name for name in (*missing, *unexpected) if not _is_extra_state(name)]
@@ -92,12 +92,12 @@ def _key(chunk: int) -> str:
 
 
 def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
-    """Write a Megatron checkpoint of weights alone, whole or not at all; for one process.
+    """Write a Megatron checkpoint of only weights, completely or not at all, from one process.
 
     Args:
-        chunks: What to write.
-        out: The folder to make.
-        template: Hugging Face folder whose config and tokenizer go into `hf/`.
+        chunks: Model chunks to write.
+        out: Folder to create.
+        template: Hugging Face folder. Its config and tokenizer are copied into `hf/`.
 
     Raises:
         ConversionError: `out` exists already.
@@ -109,13 +109,14 @@ def save_weights(chunks: Sequence[GPTModel], out: Path, template: Path) -> None:
 
 
 def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run Megatron's distributed load; its many errors become one of ours.
+    """Run Megatron's distributed load, and raise its many errors as CheckpointError.
 
-    Each `_extra_state` is left out. Transformer Engine's modules keep fp8 scales there, which no model of ours
-    has, as pickles that they would load; and the checkpoint may be of modules that have none.
+    Each `_extra_state` is left out. Transformer Engine's modules keep fp8 scales there, as pickles that they
+    would load. No supported model has fp8 scales, and the checkpoint may come from modules without
+    `_extra_state`.
 
     Raises:
-        CheckpointError: The folder is torn, holds another model or optimizer, or code.
+        CheckpointError: The folder is torn, belongs to another model or optimizer, or contains code.
     """
     refuse_code(folder)
     refuse_newer(folder)
@@ -137,10 +138,10 @@ def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class PendingSave:
-    """A distributed save: planned by all ranks, written by each on its own, then made valid by all.
+    """A distributed save: all ranks plan it together, each writes its files, then all make it valid together.
 
-    Megatron would write from forked children; a thread does it as well, since writing releases the interpreter
-    lock, and a killed trainer then leaves no writer behind.
+    Megatron would write from forked children. A thread is enough, since writing releases the interpreter
+    lock, and no writer survives a killed trainer.
     """
 
     def __init__(self, state: dict[str, Any], folder: Path, *, is_copied: bool) -> None:
@@ -148,8 +149,8 @@ class PendingSave:
 
         Args:
             state: Sharded state dict.
-            folder: Where to write.
-            is_copied: Hold copies on the host, so that training may change the tensors before they are written.
+            folder: Empty folder to write to.
+            is_copied: Keep copies on the host, so that training may change the tensors before they are written.
                 Otherwise a tensor is copied from its device when it is written.
         """
         live = _storages(state)
@@ -162,7 +163,7 @@ class PendingSave:
             self._buckets = _copied(self._request.preload_fn(), live)
 
     def write(self) -> list[Path]:
-        """Write and sync this rank's files, in any thread; communicates with no other rank.
+        """Write and sync this rank's files, in any thread, without communicating with other ranks.
 
         Raises:
             OSError: The disk is full, or fails in another way.
@@ -183,7 +184,7 @@ class PendingSave:
         return [Path(path) for path, *_ in self._buckets]
 
     def finish(self) -> None:
-        """Write the metadata that makes the folder loadable; every rank calls this, after all have written.
+        """Write the metadata that makes the folder loadable; every rank calls this after all have written.
 
         Raises:
             CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
@@ -193,7 +194,7 @@ class PendingSave:
 
 
 def finish_save(request: Any) -> None:
-    """Write a planned save's metadata; every rank calls this, after all have written.
+    """Write a planned save's metadata; every rank calls this after all ranks have written.
 
     Raises:
         CheckpointError: The metadata could not be written, or a rank did not write; raised on every rank.
@@ -212,7 +213,7 @@ def finish_save(request: Any) -> None:
 
 @contextmanager
 def _disk_errors_kept() -> Iterator[list[OSError]]:
-    """Let rank 0 continue where Megatron cannot write metadata: other ranks wait for it in collectives."""
+    """Let rank 0 continue if Megatron cannot write metadata, because other ranks wait for it in collectives."""
     errors: list[OSError] = []
 
     def keeping(write: Callable[..., None]) -> Callable[..., None]:
@@ -239,7 +240,7 @@ def bytes_to_write(state: Any) -> int:
 
 
 class _OnHost:
-    """Iterable of tensors for Megatron's writer, each copied to the host when it is written."""
+    """Iterates over tensors for Megatron's writer, and copies each to the host when it is written."""
 
     def __init__(self, tensors: Sequence[tuple[Any, Tensor]]) -> None:
         self._tensors = tensors
@@ -250,13 +251,13 @@ class _OnHost:
 
 
 def _storages(state: Any) -> set[int]:
-    """Return the storages of a sharded state's tensors, which training goes on to change."""
+    """Return the storages of a sharded state's tensors, which later training changes."""
     sharded, _ = extract_sharded_tensors_and_factories(state)
     return {each.data.untyped_storage().data_ptr() for each in nested_values(sharded)}
 
 
 def _copied(buckets: Sequence[Any], live: set[int]) -> list[Any]:
-    """Copy the tensors that share memory with the model or its optimizer; those from a device share none."""
+    """Copy the tensors that share memory with the model or its optimizer; tensors from a device share none."""
     return [
         (path, key, (objects, [(item, _apart(tensor, live)) for item, tensor in tensors]))
         for path, key, (objects, tensors) in buckets
@@ -268,7 +269,7 @@ def _apart(tensor: Tensor, live: set[int]) -> Tensor:
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Save into an existing empty folder from a single process; returns when the bytes are on disk."""
+    """Save into an existing empty folder from a single process; return when the bytes are on disk."""
     save = PendingSave(state, folder, is_copied=False)
     save.write()
     save.finish()
@@ -276,7 +277,7 @@ def save_sharded(state: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def results_in_this_process() -> Iterator[None]:
-    """Let a save return its results in a plain queue.
+    """Make a save return its results in a plain queue.
 
     Megatron otherwise starts a manager process by spawning, which takes seconds and runs the main module again.
     """
@@ -289,12 +290,12 @@ def results_in_this_process() -> Iterator[None]:
 
 
 def stored_lora(folder: Path) -> LoraConfig | None:
-    """Return the `[lora]` that a Megatron checkpoint was trained with; none where it has no adapters.
+    """Return the `[lora]` that a Megatron checkpoint was trained with; None if it has no adapters.
 
     Every rank calls this together.
 
     Raises:
-        CheckpointError: The folder holds code, or is torn.
+        CheckpointError: The folder contains code, or is torn.
     """
     tensors = _stored_tensors(folder)
     stored = {k: tensor for k, tensor in tensors.items() if is_adapter(k) and not k.startswith("optimizer.")}
@@ -310,10 +311,10 @@ def stored_lora(folder: Path) -> LoraConfig | None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of the weights in a Megatron checkpoint, its float32 buffers left out.
+    """Return the dtype of the weights in a Megatron checkpoint, ignoring its float32 buffers.
 
     Raises:
-        CheckpointError: The folder is no checkpoint, or its weights are of several types.
+        CheckpointError: The folder is not a checkpoint, or its weights have several dtypes.
     """
     require_megatron_checkpoint(folder)
     own = ((key, tensor) for key, tensor in _stored_tensors(folder).items() if not key.startswith("optimizer."))
@@ -325,7 +326,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _stored_tensors(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, without data: Megatron's `ShardedTensor`s by name."""
+    """Return a checkpoint's tensors without data: Megatron's `ShardedTensor`s by name."""
     refuse_code(folder / WEIGHTS)
     forget_stored_strides()
     return dict(dist_checkpointing.load_tensors_metadata(str(folder / WEIGHTS)))

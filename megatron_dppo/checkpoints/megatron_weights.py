@@ -1,8 +1,8 @@
 """Converts weights between a Hugging Face checkpoint and a Megatron model, through the one weight table.
 
-Import slices what this rank owns; export gathers each parameter over the tensor- and expert-parallel ranks of
-its pipeline stage and shows it to the other stages. Conversion tools, `model.load` and weight sync all use
-these two functions.
+Import slices this rank's part of each tensor. Export gathers each parameter over the tensor- and
+expert-parallel ranks of its pipeline stage and sends it to the other stages. Conversion tools, `model.load` and
+weight sync all use these two functions.
 """
 
 import logging
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig) -> None:
-    """Load this rank's parameters; a cast to the parameter's dtype is the only change.
+    """Load this rank's parameters, cast to each parameter's dtype.
 
     Args:
         chunks: This rank's part of the model: one per virtual pipeline stage.
@@ -67,7 +67,7 @@ def load_hf_weights(chunks: Sequence[GPTModel], weights: HFWeights, hf: HFConfig
 @dataclass(frozen=True, eq=False)
 class _Parameter:
     name: str  # in our layer spec
-    tensors: tuple[Tensor, ...]  # one; of experts that are a parameter each, all of this rank's
+    tensors: tuple[Tensor, ...]  # one tensor; if each expert is a parameter, all of this rank's experts
     is_apart: bool = False
 
     @property
@@ -81,7 +81,7 @@ class _Parameter:
         return [t.detach() for t in (self.tensors if self.is_apart else self.tensors[0].unbind())]
 
     def whole(self, read: Read) -> Tensor:
-        """Return the tensor in our layer spec's shape, with LoRA's update; a copy where experts are apart."""
+        """Return the tensor in our layer spec's shape, with LoRA's update; a copy if experts are separate."""
         if self.is_apart:
             return torch.stack([read(t.detach()) for t in self.tensors])
         return merged(self.tensors[0], read)
@@ -90,10 +90,10 @@ class _Parameter:
 def _parameters(
     chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> list[_Parameter]:
-    """Return this rank's parameters but LoRA's, or `tensors` in their place, named as on one process.
+    """Return this rank's parameters without LoRA's, or `tensors` in their place, with the names of one process.
 
-    Where no `tensors` are given, buffers that checkpoints hold come with them. Those of Transformer Engine's
-    spec have the names, and experts the places, that they have in ours.
+    Without `tensors`, the result includes the buffers that checkpoints contain. With Transformer Engine's
+    spec, names and positions of experts are converted to the names and positions of our spec.
     """
     table, values = family_of(hf).weight_table(hf), iter(tensors) if tensors is not None else None
     found: dict[str, _Parameter] = {}
@@ -116,7 +116,7 @@ def _parameters(
 
 
 def weight_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that checkpoints hold, float32 whatever the model's dtype, with their names."""
+    """Yield the buffers that checkpoints contain, with their names; float32 whatever the model's dtype is."""
     yield from (pair for pair in chunk.named_buffers() if is_weight_buffer(pair[0]))
 
 
@@ -128,7 +128,7 @@ def _require_fit(weights: HFWeights, hf: HFConfig) -> None:
 
 
 def _of_all_stages(value: T) -> list[T]:
-    """Gather every pipeline stage's value, first stage first. Small picklable objects only."""
+    """Gather every pipeline stage's value, first stage first. Only for small picklable objects."""
     gathered: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(gathered, value, group=parallel_state.get_pipeline_model_parallel_group())
     return gathered
@@ -150,7 +150,7 @@ def _fill(
 
 
 def _tensor_parallel_group(rule: WeightRule) -> dist.ProcessGroup:
-    """Return the ranks over which a parameter is split, or would be if it had a dimension for it."""
+    """Return the ranks over which a parameter is split, or would be split if it had a parallel dimension."""
     if rule.is_expert:
         group: Any = parallel_state.get_expert_tensor_parallel_group()
     else:
@@ -163,7 +163,7 @@ def _num_shards(rule: WeightRule) -> int:
 
 
 def _shard(tensor: Tensor, rule: WeightRule, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a Hugging Face tensor; a vocabulary is padded with zeros to equal parts."""
+    """Return a rank's part of a Hugging Face tensor; a vocabulary is padded with zeros for equal parts."""
     if size == 1 or rule.tensor_parallel_dim is None:
         return tensor
     dim = rule.tensor_parallel_dim
@@ -187,18 +187,18 @@ def export_hf_weights(
     """Yield every tensor of the model under its Hugging Face name, on every rank, in the same order.
 
     All ranks must call it, then iterate together: parameters are gathered one at a time. The tensors may be
-    views of live parameters; copy what you keep.
+    views of live parameters, so copy the tensors that you keep.
 
     Args:
         chunks: This rank's part of the model: one per virtual pipeline stage.
         hf: The model's config.json.
-        tensors: What to export in the place of the parameters (LoRA's left out) and in their order, such as
-            their gradients; none exports the weights, with LoRA's updates and with buffers.
-        of_own_stage: Leave out what other pipeline stages hold; then only the ranks of one stage iterate
+        tensors: Tensors to export instead of the parameters (without LoRA's), in their order, such as their
+            gradients. None exports the weights, with LoRA's updates and with buffers.
+        of_own_stage: Export only this pipeline stage's tensors. Then only the ranks of one stage iterate
             together.
-        max_bytes: Gather no more of a layer's experts at a time than fit; one of each rank at least. Their
-            order changes with it.
-        read: Gives the values of a parameter, whose memory may be elsewhere.
+        max_bytes: Most bytes of a layer's experts that are gathered at a time; at least one expert of each rank
+            is gathered. The order of experts depends on it.
+        read: Function that returns the values of a parameter if its memory is elsewhere.
     """
     table = family_of(hf).weight_table(hf)
     own = {parameter.name: parameter for parameter in _parameters(chunks, hf, tensors)}
@@ -230,7 +230,7 @@ def describe_hf_weights(
     """Return the tensors of `export_hf_weights` without data; all ranks must call it.
 
     Raises:
-        ConversionError: Two parameters hold a tensor of one name.
+        ConversionError: Two parameters contain a tensor of the same name.
     """
     table, found = family_of(hf).weight_table(hf), dict[str, Tensor]()
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -266,7 +266,7 @@ class _Place:
 def _places(
     chunks: Sequence[GPTModel], hf: HFConfig, tensors: Sequence[Tensor] | None = None
 ) -> dict[str, _Place]:
-    """Return the location of every parameter of the model; of tied layers, the first stage's."""
+    """Return the location of every parameter of the model; the first stage's location for tied layers."""
     own = {p.name: (p.shape, p.tensors[0].dtype) for p in _parameters(chunks, hf, tensors)}
     places: dict[str, _Place] = {}
     for stage, described in enumerate(_of_all_stages(own)):
@@ -283,7 +283,7 @@ def _gathered(
     device: torch.device,
     max_bytes: int | None,
 ) -> Iterator[tuple[int | None, Tensor]]:
-    """Yield each expert and its parts [tensor-parallel ranks, ...]; other parameters as one part."""
+    """Yield each expert with its parts [tensor-parallel ranks, ...]; yield other parameters as one part."""
     experts: Any = parallel_state.get_expert_model_parallel_group()
     num_holders = experts.size() if rule.is_expert else 1
     local = place.shape if rule.is_expert else torch.Size((1, *place.shape))
@@ -302,7 +302,7 @@ def _gathered(
 def _gathered_piece(
     own: Tensor | None, place: _Place, rule: WeightRule, stages: Any, device: torch.device
 ) -> Tensor:
-    """Gather [experts, tensor-parallel ranks, ...]: the parts of some experts of each rank."""
+    """Gather the parts of some experts of each rank: [experts, tensor-parallel ranks, ...]."""
     num_shards = _num_shards(rule)
     experts: Any = parallel_state.get_expert_model_parallel_group()
     num_holders = experts.size() if rule.is_expert else 1

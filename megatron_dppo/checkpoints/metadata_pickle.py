@@ -1,10 +1,10 @@
 """Reads torch's `.metadata` into stand-ins of torch's classes, so that no pickle reaches a real one.
 
 An allow-list of the real classes is not enough: a pickle may set attributes of an allowed *class*, such as
-`__setstate__`, and then mean something else when it is read again. A stand-in can be made empty and filled
-once, with its own fields. A pickle that does no more to the stand-ins does no more to the real classes, and
-means the same to both. torch's own `weights_only` cannot take this place: it does not read the pickle protocol
-in which torch writes `.metadata`.
+`__setstate__`, and then have another effect when it is read again. A stand-in can only be created empty and
+filled once, with its own fields. A pickle that passes with the stand-ins has the same effect on the real
+classes. torch's own `weights_only` cannot replace this module: it does not read the pickle protocol in which
+torch writes `.metadata`.
 """
 
 import io
@@ -20,15 +20,15 @@ _ARE_STRIDES_KNOWN = any(field.name == "strides" for field in fields(TensorPrope
 
 
 class ForbiddenError(Exception):
-    """A pickle names or calls something that torch's metadata does not need."""
+    """A pickle names or calls an object that torch's metadata does not need."""
 
 
 class NewerTorchError(Exception):
-    """A newer torch wrote it than the one that would read it."""
+    """The metadata was written by a newer torch than the one that reads it."""
 
 
 class _Record:
-    """Stands in for a dataclass; the annotations of a subclass are the fields it may have."""
+    """Replaces a dataclass; the annotations of a subclass are the fields it may have."""
 
     def __new__(cls, *arguments: Any) -> Any:
         if arguments:
@@ -38,7 +38,7 @@ class _Record:
     def __init__(self) -> None:
         raise ForbiddenError(f"a call of {type(self).__name__}")
 
-    def __setstate__(self, *state: Any) -> None:  # without a state where the pickle means the class
+    def __setstate__(self, *state: Any) -> None:  # called without a state if the pickle names the class
         if len(state) != 1 or vars(self):
             raise ForbiddenError("a change to what is made already")
         vars(self).update(self.fields_of(state[0]))
@@ -59,7 +59,7 @@ class _Record:
         """Check the fields, once they are set."""
 
     def require(self, **types: type | tuple[type, ...]) -> None:
-        """Require that each named field is of exactly one of the types; a missing one is None."""
+        """Require each named field to have exactly one of the types; a missing field is None."""
         for name, allowed in types.items():
             found = type(vars(self).get(name))
             if found not in (allowed if isinstance(allowed, tuple) else (allowed,)):
@@ -67,7 +67,7 @@ class _Record:
 
 
 class _Value:
-    """Stands in for an immutable object that a call makes."""
+    """Replaces an immutable object that a call creates."""
 
     __slots__ = ()
 
@@ -76,7 +76,7 @@ class _Value:
 
 
 class Size(_Value, tuple[int, ...]):
-    """Stands in for torch.Size."""
+    """Replaces torch.Size."""
 
     __slots__ = ()
 
@@ -134,7 +134,7 @@ class _TensorProperties(_Record):
 
 
 class TensorKey(_Record):
-    """Stands in for MetadataIndex: the name of a stored item, and the part of it."""
+    """Replaces MetadataIndex: the name of a stored item, and its part."""
 
     fqn: str
     offset: Size | None
@@ -154,7 +154,7 @@ class TensorKey(_Record):
 
 
 class StoredPlace(_Record):
-    """Stands in for _StorageInfo, an item's place. With a transform, torch would read other bytes."""
+    """Replaces _StorageInfo, an item's place in a file. With a transform, torch would read other bytes."""
 
     relative_path: str
     offset: int
@@ -169,7 +169,7 @@ class StoredPlace(_Record):
 
 
 class StoredTensor(_Record):
-    """Stands in for TensorStorageMetadata."""
+    """Replaces TensorStorageMetadata."""
 
     properties: _TensorProperties
     size: Size
@@ -181,7 +181,7 @@ class StoredTensor(_Record):
 
 
 class StoredBytes(_Record):
-    """Stands in for BytesStorageMetadata: a pickled object."""
+    """Replaces BytesStorageMetadata: a pickled object."""
 
 
 class _Chunk(_Record):
@@ -220,7 +220,7 @@ class _TensorWriteData(_Record):
 
 
 class StoredMetadata(_Record):
-    """Stands in for Metadata, with the field that Megatron adds."""
+    """Replaces Metadata, with the field that Megatron adds."""
 
     state_dict_metadata: dict[str, Any]
     planner_data: Any
@@ -270,9 +270,9 @@ def read_metadata(content: bytes) -> StoredMetadata:
     """Read a `.metadata` file as stand-ins.
 
     Raises:
-        ForbiddenError: It is more than metadata.
-        NewerTorchError: It holds what the installed torch does not read.
-        Exception: Whatever the unpickler raises on damaged bytes.
+        ForbiddenError: The pickle contains more than metadata.
+        NewerTorchError: The pickle contains fields that the installed torch does not read.
+        Exception: Any error of the unpickler on damaged bytes.
     """
     metadata: Any = _StandInUnpickler(io.BytesIO(content)).load()
     if type(metadata) is not StoredMetadata or not metadata.is_filled:

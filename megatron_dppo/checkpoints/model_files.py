@@ -1,4 +1,4 @@
-"""Copies the files beside a model's weights, and names the weights' type in config.json."""
+"""Copies the files next to a model's weights, and sets the weights' dtype in config.json."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ _WEIGHTS = (
 
 
 def copy_model_files(source: Path, out: Path) -> list[str]:
-    """Copy the files beside the weights: config, generation config, tokenizer, chat templates, licences.
+    """Copy the files next to the weights: config, generation config, tokenizer, chat templates, licences.
 
-    They are copied byte for byte, with the mode of a new file. One thing is changed: if config.json has layers
-    that predict further tokens, which are left out of the weights, it then has none.
+    Files are copied byte for byte, with the mode of a new file, with one exception: layers for multi-token
+    prediction are removed from config.json, because the weights leave them out.
 
     Returns:
-        Names of the other files in the folder that hold no weights; they are not copied.
+        Names of the files in the folder that are not copied and contain no weights.
     """
     out.mkdir(parents=True, exist_ok=True)
     there = sorted(file for file in (*source.glob("*"), *source.glob("additional_chat_templates/*")))
@@ -69,7 +69,7 @@ def _without_further_layers(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Write the type of the tensors into a config.json, in its spelling; a file that has it is left alone."""
+    """Set the tensors' dtype in a config.json, under its key; a file with this dtype is not changed."""
     content = json.loads(config.read_text(encoding="utf-8"))
     named = with_dtype(content, str(dtype).removeprefix("torch."))
     if named != content:
@@ -77,7 +77,7 @@ def name_dtype(config: Path, dtype: torch.dtype) -> None:
 
 
 def with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json whose `dtype` or `torch_dtype`, in its parts too, is the type of the tensors."""
+    """Return a config.json with `dtype` or `torch_dtype`, also in its sections, set to the tensors' dtype."""
     is_older = str(content.get("transformers_version", "")).startswith("4.")
     keys = [key for key in _DTYPES if key in content] or ["torch_dtype" if is_older else "dtype"]
     parts = {
@@ -89,10 +89,10 @@ def with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def main_dtype(num_elements: Iterable[tuple[str, torch.dtype, int]]) -> torch.dtype:
-    """Return the type of most elements; tensors that stay float32 whatever the rest is are not counted.
+    """Return the dtype of most elements, ignoring tensors that always stay float32.
 
     Args:
-        num_elements: Name, dtype and number of elements of each tensor; at least one.
+        num_elements: Name, dtype and number of elements of each tensor; at least one tensor.
     """
     found: Counter[torch.dtype] = Counter()
     for name, dtype, number in num_elements:

@@ -22,40 +22,41 @@ def require_reshardable(
     """Refuse a checkpoint that cannot be moved from the layout in its state.json to this one.
 
     Raises:
-        CheckpointError: The checkpoint stands in the middle of a rollout, or holds some sampled ahead, whose
-            batches were made for its layout; or optimizer states are not distributed, which Megatron stores by
-            their place on a rank.
+        CheckpointError: The checkpoint is in the middle of a rollout, or contains rollouts sampled ahead, with
+            batches made for its layout. Or the optimizer states are not distributed, and Megatron stores them
+            by their position on a rank.
     """
     saved = Layout(**content["layout"])
     found = f"{checkpoint} was saved on {saved}; this run has {layout}"
-    weights_alone = f"or train from its weights alone: model.load = {str(checkpoint)!r}."
+    weights_alone = f"or train from its weights only: model.load = {str(checkpoint)!r}."
     if content["open_rollout"] is not None:
         raise CheckpointError(
-            f"{found}, and it stands in the middle of a rollout whose batches were made for the former. Start "
-            f"as it was until a rollout is finished and saved, name an earlier checkpoint in "
+            f"{found}, and it stands in the middle of a rollout with batches for the saved layout. Start with "
+            f"that layout until a rollout is finished and saved, name an earlier checkpoint in "
             f"{checkpoint.parent / 'latest'}, {weights_alone}"
         )
     if content.get("queue"):
         raise CheckpointError(
-            f"{found}, and it holds {len(content['queue'])} rollouts sampled ahead (rollout.lag), whose "
-            f"batches were made for the former. Start as it was, {weights_alone}"
+            f"{found}, and it holds {len(content['queue'])} rollouts sampled ahead (rollout.lag), with "
+            f"batches for the saved layout. Start with that layout, {weights_alone}"
         )
     if not is_optimizer_distributed:
         raise CheckpointError(
-            f"{found}, and optimizer.distributed = false stores moments by their place on a rank. Start as it "
-            f"was, {weights_alone}"
+            f"{found}, and optimizer.distributed = false stores moments by their place on a rank. Start with "
+            f"that layout, {weights_alone}"
         )
     logger.info("%s: resharding from %s to %s", checkpoint, saved, layout)
 
 
 def fit_to_chain(state: dict[Any, Any], num_members: int) -> dict[Any, Any]:
-    """Convert the optimizer's loaded state to the structure of the optimizer that takes it.
+    """Convert the optimizer's loaded state to the structure of this run's optimizer.
 
-    Megatron chains an optimizer for what expert-parallel ranks do not share behind that for the rest; a layout
-    without expert parallelism has one for all. Tensors are stored alike, but not the parameter groups.
+    Megatron chains a second optimizer, for parameters that expert-parallel ranks do not share, after the first.
+    A layout without expert parallelism has one optimizer for all parameters. Tensors are stored in the same
+    form, but parameter groups are not.
 
     Args:
-        state: As loaded: common entries as the checkpoint has them, tensors as this run asked for them.
+        state: Loaded state: common entries as in the checkpoint, tensors as this run requested them.
         num_members: Optimizers in this run's chain.
     """
     chained = [

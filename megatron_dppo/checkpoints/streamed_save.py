@@ -1,4 +1,4 @@
-"""Writes a Megatron distributed checkpoint of tensors that are made while writing, never all at once."""
+"""Writes a Megatron distributed checkpoint while its tensors are made, without holding all of them."""
 
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Places = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Block:
-    """Equal part of a stored tensor."""
+    """One of the equal parts of a stored tensor."""
 
     key: str
     whole: tuple[int, ...]
@@ -51,16 +51,16 @@ class StreamedFile:
 
 
 class StreamedSave:
-    """A save, planned by all ranks, whose files may be written in any thread, at any time."""
+    """A save that all ranks plan together; its files may be written in any thread, at any time."""
 
     def __init__(self, own: Sequence[Block], folder: Path, rank: int, file_bytes: int) -> None:
         """Plan the save; every rank calls this together, and all ranks' blocks cover each tensor once.
 
         Args:
             own: This rank's blocks, in the order in which they are written.
-            folder: The checkpoint, empty.
-            rank: This process's.
-            file_bytes: A new file is begun when the current one would exceed this.
+            folder: Empty folder for the checkpoint.
+            rank: Rank of this process.
+            file_bytes: Most bytes per file. A new file starts when the current one would exceed this.
         """
         states = {str(i): _on_meta(block) for i, block in enumerate(own)}
         with results_in_this_process():
@@ -79,8 +79,8 @@ class StreamedSave:
 
         Args:
             file: One of `files`.
-            path: Where; it belongs into the folder under the file's own name.
-            tensor_of: Makes a block's tensor, on the CPU and with memory of its own.
+            path: Path to write; the finished file belongs in the folder under the file's own name.
+            tensor_of: Function that makes a block's tensor, on the CPU and in new memory.
 
         Raises:
             OSError: The disk is full, or fails in another way.
@@ -100,10 +100,10 @@ class StreamedSave:
         return [(result.storage_data.offset, result.storage_data.length) for result in written]
 
     def finish(self, places: Mapping[str, Places]) -> None:
-        """Make the folder a checkpoint; every rank calls this, after all have written all files.
+        """Make the folder a checkpoint; every rank calls this after all ranks have written all files.
 
         Args:
-            places: What `write` gave for each of this rank's files, by name; now, or when it wrote them before.
+            places: Result of `write` for each of this rank's files, by name, from this start or an earlier one.
 
         Raises:
             CheckpointError: The metadata could not be written; raised on every rank.
@@ -143,7 +143,7 @@ def _on_meta(block: Block) -> ShardedTensor:
 def _files(
     items: Sequence[tuple[Any, Block]], objects: Sequence[Any], rank: int, file_bytes: int
 ) -> Iterator[StreamedFile]:
-    """Split items into files in their order; a rank's objects come first."""
+    """Split items into files, in order; a rank's objects come first."""
     run: list[tuple[Any, Block]] = []
     size = number = 0
     first = tuple(objects)

@@ -1,10 +1,10 @@
-"""Checks untrusted checkpoints: pickles are read as data or not at all.
+"""Checks untrusted checkpoints: a pickle is read as plain data, or refused.
 
-Megatron's distributed checkpoints hold pickles in three places: `.metadata`, `common.pt` (where an older
+Megatron's distributed checkpoints contain pickles in three places: `.metadata`, `common.pt` (if an older
 version wrote them), and the objects (not the tensors) inside `*.distcp`. The libraries load the first and the
-last without restriction. What passes here runs no code there: `.metadata` by `metadata_pickle.py`, the others
-because torch's own restricted unpickler has accepted the same bytes. Nobody else may change the folder
-between this check and the loading.
+last without restriction. A checkpoint that passes this check runs no code there: `metadata_pickle.py` has read
+`.metadata`, and torch's own restricted unpickler has accepted the bytes of the others. Nobody else may change
+the folder between this check and the load.
 """
 
 import io
@@ -30,23 +30,25 @@ from megatron_dppo.checkpoints.metadata_pickle import (
 from megatron_dppo.errors import CheckpointError
 
 _BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-# Of older versions; newer ones store an object in the place of `common.pt`.
+# Older versions write this file; newer ones store an object instead.
 _COMMON_FILE = {"common_backend": "torch", "common_backend_version": 1}
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuse a distributed checkpoint with a pickle that is more than plain data; reads no tensor.
+    """Refuse a distributed checkpoint if a pickle contains more than plain data, without reading tensors.
 
     Args:
-        folder: With `metadata.json`, `.metadata`, `*.distcp` files and, of older versions, `common.pt`.
+        folder: Folder with `metadata.json`, `.metadata`, `*.distcp` files and, from older versions,
+            `common.pt`.
 
     Raises:
-        CheckpointError: A pickle is more than data, a file is torn or missing, or a path leads elsewhere.
+        CheckpointError: A pickle contains more than data, a file is torn or missing, or a path leaves the
+            folder.
     """
     is_common_a_file = _require_backends(folder / "metadata.json")
     metadata = _read_metadata(folder / ".metadata")
     common = folder / "common.pt"
-    if is_common_a_file or common.exists():  # Megatron reads it where it is, whatever else is said
+    if is_common_a_file or common.exists():  # Megatron reads the file if it exists
         _require_data(common, _read(common), "a pickle")
     for name, file, place in _objects(folder, metadata):
         content = _read(file, place.offset, place.length)
@@ -80,7 +82,7 @@ def _read_metadata(file: Path) -> StoredMetadata:
 
 
 def _objects(folder: Path, metadata: StoredMetadata) -> Iterator[tuple[str, Path, StoredPlace]]:
-    """Yield name, file and place of each stored object, after checking the places of all items."""
+    """Yield name, file and position of each stored object, after checking the positions of all items."""
     kinds, places = metadata.state_dict_metadata, metadata.storage_data
     source = folder / ".metadata"
     for name, kind in kinds.items():
@@ -102,7 +104,7 @@ def _objects(folder: Path, metadata: StoredMetadata) -> Iterator[tuple[str, Path
 
 
 def _size_inside(folder: Path, name: str) -> int:
-    """Return the bytes of a file of the folder, which must be in it and not only linked from it."""
+    """Return the size of a file in bytes; the file must be in the folder, and not only linked from it."""
     file = folder / name
     try:
         is_inside = Path(name).name == name and file.resolve().parent == folder.resolve()
@@ -143,7 +145,7 @@ def _require_data(file: Path, content: bytes, what: str) -> None:
 def _no_added_classes() -> Iterator[None]:
     """Restrict `weights_only` to torch's own classes; our checkpoints need no other.
 
-    Megatron adds a list when it is imported, among it numpy's, which torch itself does not trust.
+    Megatron's import adds classes to the list, including numpy's, which torch itself does not trust.
     """
     added = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()

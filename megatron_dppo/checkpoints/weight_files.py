@@ -1,4 +1,4 @@
-"""Chooses the files of a Hugging Face folder that hold the weights, and refuses two sets of them."""
+"""Chooses the files of a Hugging Face folder that contain the weights, and refuses two sets of them."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -38,15 +38,15 @@ class WeightFiles:
 
 
 def weight_files(folder: Path, named: Iterable[str] | None) -> WeightFiles:
-    """Choose the files that hold a folder's weights, by name alone.
+    """Choose the files that contain a folder's weights, only by their names.
 
     Args:
         folder: A Hugging Face folder.
-        named: Files that its index names. None if there is no index.
+        named: Files that the folder's index names. None if there is no index.
 
     Raises:
-        WeightFilesError: There are no safetensors, a file is missing, two sets of weights are there, or an
-            adapter is beside a model's weights.
+        WeightFilesError: There are no safetensors, a file is missing, there are two sets of weights, or the
+            folder has an adapter in addition to a model's weights.
     """
     there = sorted(file.name for file in folder.glob("*.safetensors") if file.is_file())
     adapter = [name for name in _ADAPTER if (folder / name).is_file()]

@@ -1,8 +1,8 @@
-"""FP8 and NVFP4, the number formats of nvidia-modelopt's checkpoints: rounding to them, and reading them.
+"""Rounds to FP8 and NVFP4, the number formats of nvidia-modelopt's checkpoints, and reads them.
 
 FP8 is float8-e4m3 with one scale for a weight. NVFP4 is e2m1 (4 bits, two values to a byte) with a float8-e4m3
 scale for each block of 16 along the input, and one float32 scale above those. Linears that inference engines
-fuse (q, k and v; gate and up) share the scale that is one for the weight, so that fusing them rounds nothing.
+fuse (q, k and v; gate and up) share the scale of the weight, so that fusing them rounds nothing.
 The arithmetic is modelopt's, bit for bit (`tests/unit/test_weight_formats.py`), without the library, which
 is optional, has 14 dependencies, and takes five times as long to import as torch.
 """
@@ -28,13 +28,13 @@ _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"
 
 
 def scale_for(weight_format: WeightFormat, largest: Tensor) -> Tensor:
-    """Return the float32 scale `[]` for a largest absolute value of `largest`; NVFP4's is the outer one."""
+    """Return the float32 scale `[]` for a largest absolute value of `largest`; for NVFP4, the outer scale."""
     most = _FP8_MAX if weight_format == "fp8" else _FP4_VALUES[-1] * _FP8_MAX
     return largest.float().clamp_min(_LEAST) / most
 
 
 def quantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """Quantise `values` to float8_e4m3fn of the same shape, for `dequantize_fp8`; too large values saturate.
+    """Quantise `values` to float8_e4m3fn of the same shape, for `dequantize_fp8`; overflowing values saturate.
 
     Args:
         values: bfloat16 or float32; the quotient is rounded to this dtype before it is rounded to 8 bits.
@@ -67,7 +67,7 @@ def quantize_nvfp4(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp4_codes(values: Tensor) -> Tensor:
-    """Return the nearest of NVFP4's values, as bits; halfway between two, the one whose last bit is 0."""
+    """Return the nearest of NVFP4's values, as bits; halfway between two, the one with last bit 0."""
     bounds = values.new_tensor(_FP4_BOUNDS)
     lower = torch.searchsorted(bounds, values.abs().contiguous())
     upper = torch.searchsorted(bounds, values.abs().contiguous(), right=True)
@@ -91,7 +91,7 @@ def rounded(values: Tensor, weight_format: WeightFormat, scale: Tensor) -> Tenso
 
 
 def is_linear(name: str) -> bool:
-    """Whether a tensor is the weight of a linear that is quantised; routers and vocabulary layers are not."""
+    """Whether a tensor is the weight of a quantised linear; routers and vocabulary layers are not quantised."""
     return _LINEAR.fullmatch(name) is not None
 
 
@@ -107,11 +107,11 @@ def fused_linears(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 @torch.no_grad()
 def round_linears(weights: Mapping[str, Tensor], weight_format: WeightFormat) -> None:
-    """Round the linears among a model's weights in place; all of a group's must be there.
+    """Round the linears among a model's weights in place; each group of fused linears must be complete.
 
     Args:
-        weights: By Hugging Face checkpoint name, one per expert.
-        weight_format: To what.
+        weights: Weights by Hugging Face checkpoint name, one per expert.
+        weight_format: Format to round to.
     """
     for group in fused_linears(weights):
         largest = torch.stack([weights[name].abs().amax() for name in group]).amax()

@@ -1,22 +1,24 @@
 """Ends the whole job when one rank dies, raises or hangs, and logs that rank's error last.
 
-A collective tells a rank that another is gone, not which one, nor why; so each rank keeps a TCP connection to
-rank 0, beside the process group. There is no heartbeat: a dead process is noticed by its closed socket, and a
-hung one by the collective in which others time out, so that a busy rank is never taken for either.
+A collective reports that another rank is gone, but not which one, nor why. So each rank keeps a TCP connection
+to rank 0, in addition to the process group. There is no heartbeat. A dead process is detected by its closed
+socket, and a hung process by the timeout of the collective that others wait in. A busy rank is never mistaken
+for either.
 
-torchrun and the process groups' time-outs do a part of this alone. With two ranks under torchrun and a time-out
-of 6 s, faults of tests/faults took so long to end the job, with this package and without it:
+torchrun and the process groups' time-outs do a part of this without this package. With two ranks under torchrun
+and a time-out of 6 s, faults of tests/faults ended the job after these times, with this package and without it:
 
     kill -9 of a rank     2 s    2 to 3 s
     an exception          3 s   10 s
-    a rank that hangs     9 s   40 s, 30 of them torchrun's --shutdown-timeout, which examples/slurm sets to 480
+    a rank that hangs     9 s   40 s, including torchrun's --shutdown-timeout of 30 s (480 s in examples/slurm)
     a stopped rank 0     18 s   39 s
 
-Without it torchrun calls the rank that waited the root cause of a hang, and shows no stack of the one that
-hung; and a second torchrun, as on another node, still kept its hung rank 26 s after the first one's end.
+Without this package, torchrun reports the waiting rank as the root cause of a hang, and shows no stack of the
+hung rank. A second torchrun, as on another node, still kept its hung rank 26 s after the first torchrun had
+ended.
 
-`report` says what happened to a rank, `cause` which report was the first cause; `head` is rank 0's side of
-the connections, `member` that of the others; `ending` leaves the process.
+`report` describes the failure of a rank, and `cause` finds the report of the first cause. `head` is rank 0's
+side of the connections, and `member` the other ranks' side. `ending` ends the process.
 """
 
 import contextlib
@@ -39,14 +41,15 @@ _CONNECT_TIMEOUT_S = 60.0
 def watching(runtime: Runtime, *, grace_s: float = 1.0, patience_s: float = 10.0) -> Iterator[None]:
     """End the job on every rank as soon as the body fails on one; a job of one rank just raises.
 
-    Enter it on all ranks, inside of what handles SIGTERM: torchrun sends that to rank 0 when another rank dies,
-    and it must live to speak. With several ranks an exception does not leave: the process ends with status 2
-    for an error made for users (MegatronDppoError), else 1. SystemExit passes; it is no failure.
+    Enter it on all ranks, inside the handler of SIGTERM: torchrun sends SIGTERM to rank 0 when another rank
+    dies, and rank 0 must live to report. With several ranks, no exception leaves the body: the process ends
+    with status 2 for a user's error (MegatronDppoError), and with 1 otherwise. SystemExit passes, because it is
+    not a failure.
 
     Args:
-        runtime: Its `progress` is what messages call the place of an error.
-        grace_s: How long rank 0 waits for other reports, which may be the cause of the first one.
-        patience_s: How long a failed rank waits for rank 0 to end it, before it ends by itself.
+        runtime: Runtime of this rank. Messages use its `progress` as the place of an error.
+        grace_s: Seconds that rank 0 waits for other reports, which may be the cause of the first one.
+        patience_s: Seconds that a failed rank waits for rank 0 to end it, before it ends itself.
 
     Raises:
         LaunchError: A rank cannot be reached.

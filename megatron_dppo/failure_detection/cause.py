@@ -12,18 +12,18 @@ _MAX_STACKS = 6
 
 @dataclass
 class Rank:
-    """Rank 0's knowledge of a rank.
+    """State of a rank, as known to rank 0.
 
     Attributes:
-        number: The rank.
-        host: Its host's name.
-        pid: Its process.
-        where: Its progress, as last heard.
-        since: When that progress was made, by rank 0's monotonic clock.
-        end: "failed", "died" or "left", which is no failure; empty while it runs.
-        how: With what it left.
-        stack: Of its main thread, once it has answered.
-        silence: Why it may not have answered.
+        number: Rank number.
+        host: Name of its host.
+        pid: Process id.
+        where: Last reported progress.
+        since: Time of that progress, on rank 0's monotonic clock.
+        end: "failed", "died" or "left" (which is no failure); empty while it runs.
+        how: Reason of a rank that left.
+        stack: Stack of its main thread, once it has replied.
+        silence: Possible reason for a missing reply.
     """
 
     number: int
@@ -49,9 +49,9 @@ class JobFailure:
 
 
 def first_cause(reports: Sequence[Report]) -> Report:
-    """Return the report that explains the others: an own error or a death, then a time-out; the first to come.
+    """Return the earliest report of the most likely cause: an error or a death, then a time-out.
 
-    What several ranks raised alike is told by the lowest.
+    If several ranks raise the same error, the lowest rank's report is returned.
     """
     first = min(reports, key=lambda report: _PRECEDENCE[report.kind])
     alike = [report for report in reports if (report.kind, report.summary) == (first.kind, first.summary)]
@@ -59,7 +59,7 @@ def first_cause(reports: Sequence[Report]) -> Report:
 
 
 def job_failure(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> JobFailure:
-    """Write the message over all reports, in order of arrival; `now` by the clock of `Rank.since`."""
+    """Write the message about all reports, in order of arrival; `now` is on the clock of `Rank.since`."""
     cause = first_cause(reports)
     rank, others = ranks[cause.rank], [report for report in reports if report.rank != cause.rank]
     if cause.kind == "died":
@@ -82,7 +82,7 @@ def job_failure(reports: Sequence[Report], ranks: Mapping[int, Rank], now: float
 
 
 def _consequences(cause: Report, others: Sequence[Report]) -> list[str]:
-    """Return a line each on the ranks that failed like the first, and on those that failed after it."""
+    """Return a line about the ranks that failed like the first one, and a line about later failures."""
     alike = {report.rank for report in others if report.summary == cause.summary or report.kind == "repeated"}
     after = {report.rank for report in others} - alike
     lines = [f"{_listed(alike)} failed like this:"] if alike else []
@@ -90,14 +90,14 @@ def _consequences(cause: Report, others: Sequence[Report]) -> list[str]:
 
 
 def _no_show(cause: Report, others: Sequence[Report], ranks: Mapping[int, Rank], now: float) -> str:
-    """Describe who waited in a collective, and the stacks of ranks that did not report; the rarest last."""
+    """Describe the ranks that waited in a collective, and the stacks of silent ranks, with the rarest last."""
     silent = [rank for rank in ranks.values() if not rank.end]
     verb = f"waited {cause.waited_s:.1f} s for other ranks" if cause.kind == "late" else "lost other ranks"
     lines = [f"{ranks[cause.rank]} {verb} in {cause.where}:", cause.text]
     waiting: dict[tuple[str, str], list[int]] = {}
     for report in others:
         how = f"waited {report.waited_s:.1f} s" if report.kind == "late" else "failed"
-        text = "" if silent else f":\n{report.text}"  # each waits for another: show where
+        text = "" if silent else f":\n{report.text}"  # ranks wait for each other: show their stacks
         waiting.setdefault((f"{how} too, in {report.where}", text), []).append(report.rank)
     for (what, text), numbers in list(waiting.items())[:_MAX_STACKS]:
         lines.append(f"{_listed(numbers)} {what}{text}")

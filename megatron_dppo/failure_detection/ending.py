@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NoReturn
 
 _WRITE_TIMEOUT_S = 2.0
-_ending = threading.Lock()  # taken by the thread that ends the process: another would cut its last words off
+_ending = (
+    threading.Lock()
+)  # held by the thread that ends the process, so that no other thread cuts off its message
 
 
 def leave_at_once(exit_code: int) -> NoReturn:
@@ -31,7 +33,7 @@ def leave_with(text: str, exit_code: int) -> NoReturn:
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a local process as /proc has it, "T" where it is stopped; empty if not known."""
+    """Return the state of a local process from /proc, such as "T" if it is stopped; empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

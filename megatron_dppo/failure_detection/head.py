@@ -61,7 +61,7 @@ class Head:
         """Wait until every rank is connected.
 
         Raises:
-            LaunchError: Some are not, in time.
+            LaunchError: Some ranks do not connect in time.
         """
         if not self._all_here.wait(timeout_s):
             absent = sorted(set(range(self._runtime.world_size)) - set(self._ranks))
@@ -73,12 +73,12 @@ class Head:
     def fail(self, report: Report) -> NoReturn:
         """Report a failure, and end with the job's first cause, or with this report if none is found."""
         self._tell(report)
-        self._thread.join(self._patience_s)  # the thread ends the process where it finds the cause
+        self._thread.join(self._patience_s)  # the thread ends the process if it finds the cause
         place = f"rank 0 failed in {report.where}, and no first cause was found within {self._patience_s:.0f} s"
         leave_with(f"{place}:\n{report.text}", report.exit_code)
 
     def leave(self, how: str) -> None:
-        """Wait some seconds for the other ranks to leave; their failures are still reported meanwhile."""
+        """Wait some seconds for the other ranks to leave, and still report their failures."""
         self._tell(how)
         self._thread.join(_FAREWELL_S + self._patience_s)
 
@@ -109,7 +109,7 @@ class Head:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._meet(link))
 
     def _meet(self, link: Link) -> None:
-        """Read the first message of a connection: register a rank that knows the token, refuse others."""
+        """Read the first message of a connection: register a rank that sends the token, and refuse others."""
         messages = link.receive()
         if messages == []:
             return
@@ -150,7 +150,7 @@ class Head:
             self._add(Report(**message["report"]))
         elif kind == "goodbye":
             rank.end, rank.how = "left", message["how"]
-        else:  # "progress", or the "stack" that was asked for
+        else:  # "progress", or the requested "stack"
             rank.where, rank.since = message["where"], time.monotonic() - message["for_s"]
             rank.stack = message.get("stack", rank.stack)
 
@@ -167,7 +167,7 @@ class Head:
         self._reports.append(report)
 
     def _tell_progress(self) -> None:
-        """Send this rank's progress to the others, for their messages should it die."""
+        """Send this rank's progress to the others, for their messages if it dies."""
         progress, now, me = self._runtime.progress, time.monotonic(), self._ranks[0]
         if progress.since == self._told_since or now - self._told_at < _PROGRESS_EVERY_S:
             return
@@ -177,9 +177,9 @@ class Head:
             link.send(kind="progress", where=me.where, for_s=now - me.since)
 
     def _is_decidable(self) -> bool:
-        """Whether the first cause is known: no report can still come that explains the others.
+        """Whether the first cause is known, so that no later report can explain the others.
 
-        After a time-out, asks the ranks that did not report what they are doing.
+        After a time-out, request the stacks of the ranks that did not report.
         """
         silent = [rank for rank in self._ranks.values() if not rank.end]
         waited = time.monotonic() - self._first_report_at
@@ -213,7 +213,7 @@ class Head:
             if not rank.end and is_near and state_of(rank.pid) == "T":
                 rank.silence = "its process is stopped (by SIGSTOP, or a debugger)"
         failure = job_failure(self._reports, self._ranks, time.monotonic())
-        if first_cause(self._reports).kind != "raised":  # else the rank that raised has recorded it
+        if first_cause(self._reports).kind != "raised":  # the rank that raised has already recorded it
             try:
                 raise _JobFailed(failure.text)
             except _JobFailed as error:

@@ -20,10 +20,10 @@ class Link:
     """A connection that carries one JSON object per line; any thread may send, one receives."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take the connection, and set its time-outs and keep-alive.
+        """Wrap the connection, and set its time-outs and keep-alive.
 
-        The kernel asks an idle peer for a sign of life, which that of a busy or stopped process gives as well:
-        only a host that is gone does not answer.
+        The kernel sends keep-alive probes to an idle peer. The kernel of a busy or stopped process replies to
+        them, so only a host that is gone does not reply.
         """
         self.socket = connection
         connection.settimeout(_SEND_TIMEOUT_S)
@@ -45,7 +45,7 @@ class Link:
         return True
 
     def receive(self) -> list[Message] | None:
-        """Return the messages received, once the socket is readable; none when the other side has ended."""
+        """Return the received messages, once the socket is readable; None if the other side has ended."""
         try:
             data = self.socket.recv(1 << 16)
         except TimeoutError:
@@ -66,7 +66,7 @@ class Link:
 
 
 def close_in_children(connection: socket.socket) -> None:
-    """Close the connection in forked children, which would hide their parent's death."""
+    """Close the connection in forked children; an open copy would hide their parent's death."""
     reference = weakref.ref(connection)
 
     def close() -> None:
@@ -79,7 +79,7 @@ def close_in_children(connection: socket.socket) -> None:
 def listen(master: str) -> tuple[socket.socket, str]:
     """Return a listening socket on the interface of MASTER_ADDR, and the name by which other ranks reach it.
 
-    A host's own name may stand for loopback on that host; then it listens everywhere.
+    A host's own name may mean loopback on that host. Then the socket listens on all interfaces.
     """
     is_loopback = _is_loopback(master)
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -94,7 +94,7 @@ def listen(master: str) -> tuple[socket.socket, str]:
 
 
 def this_machine() -> str:
-    """Return an id shared by processes that can signal each other; empty where it cannot be known."""
+    """Return an id shared by processes that can signal each other; empty if it is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

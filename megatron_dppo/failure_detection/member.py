@@ -1,4 +1,4 @@
-"""Failure detection on every other rank: reports to rank 0, and ends when rank 0 asks for it."""
+"""Failure detection on every other rank: reports to rank 0, and ends when rank 0 requests it."""
 
 import os
 import select
@@ -24,7 +24,7 @@ class Member:
         """Introduce this rank, and start the thread that serves the connection.
 
         Raises:
-            LaunchError: Rank 0 does not answer.
+            LaunchError: Rank 0 does not reply.
         """
         self._runtime, self._link, self._patience_s = runtime, link, patience_s
         self._head: Message = {}
@@ -40,11 +40,11 @@ class Member:
             raise LaunchError(f"rank {runtime.rank}: rank 0 did not answer within 60 s. See what it waits for.")
 
     def fail(self, report: Report) -> NoReturn:
-        """Report a failure, and end when rank 0 asks for it, or with this report if it does not in time."""
+        """Report a failure, and end when rank 0 requests it, or with this report if it does not in time."""
         self._report = report
         if not self._has_head_left:
             self._link.send(kind="report", report=vars(report))
-            self._thread.join(self._patience_s)  # being told to end, or a lost rank 0, ends the process
+            self._thread.join(self._patience_s)  # rank 0's request, or losing rank 0, ends the process
         place = f"rank {report.rank} (host {socket.gethostname()}, pid {os.getpid()}) failed in {report.where}"
         if self._has_head_left:
             leave_with(f"{place}; rank 0 had already left:\n{report.text}", report.exit_code)
@@ -115,5 +115,5 @@ class Member:
 
 
 def _is_own(report: Report | None) -> TypeGuard[Report]:
-    """Whether this rank raised an error of its own."""
+    """Whether this rank itself raised an error."""
     return report is not None and report.kind == "raised"

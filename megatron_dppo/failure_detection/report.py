@@ -17,7 +17,7 @@ from megatron_dppo.runtime.process import RaisedOnMain, Runtime
 
 _MAX_TEXT = 60_000
 
-# How gloo, the store and NCCL say that another rank is gone, or late. Both are RuntimeErrors.
+# Error texts of gloo, the store and NCCL if another rank is gone, or late. Both are RuntimeErrors.
 _LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -38,16 +38,16 @@ _LATE = (
 
 @dataclass(frozen=True)
 class Report:
-    """How one rank ended.
+    """End of one rank.
 
     Attributes:
-        rank: Whose.
-        kind: "raised" an exception of its own; "died" without a word; "late", timed out waiting for others in a
-            collective; "lost" others in one; or "repeated" what rank 0 raised.
-        is_user_error: Whether the message says it all, without a traceback.
-        summary: The exception, in one line.
-        text: Its traceback, or its message for users; empty for a death.
-        where: The rank's progress.
+        rank: Rank number.
+        kind: "raised" an exception itself; "died" without a report; "late", timed out waiting for others in a
+            collective; "lost" others in a collective; or "repeated" an exception of rank 0.
+        is_user_error: Whether the message is complete without a traceback.
+        summary: Exception in one line.
+        text: Traceback, or message for users; empty for a death.
+        where: Progress of the rank.
         for_s: Seconds since that progress.
     """
 
@@ -61,7 +61,7 @@ class Report:
 
     @classmethod
     def of(cls, error: BaseException, runtime: Runtime) -> "Report":
-        """Build this rank's report of the exception that is being handled."""
+        """Build this rank's report of the current exception."""
         progress = runtime.progress
         is_user_error = isinstance(error, MegatronDppoError)
         message = f"{type(error).__name__}: {error}".strip()
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the job when this was the first cause."""
+        """Exit code of the job if this was the first cause."""
         return 2 if self.is_user_error else 1
 
     @property
@@ -91,17 +91,17 @@ class Report:
 
 
 def main_thread_stack() -> str:
-    """Return the stack of this process's main thread as a traceback; the inmost call last."""
+    """Return the stack of this process's main thread as a traceback, innermost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)).rstrip() if frame else ""
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Record the exception that is being handled for torchrun's summary."""
+    """Record the current exception for torchrun's summary."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with contextlib.suppress(OSError):  # a full disk must not keep us from reporting
+        with contextlib.suppress(OSError):  # a full disk must not prevent the report
             get_error_handler().record_exception(error)
 
 

@@ -1,4 +1,4 @@
-"""Plans a run without loading a model: whether `train` admits it, its memory, and the layouts that fit."""
+"""Plans a run without loading a model: whether `train` accepts it, its memory, and the layouts that fit."""
 
 from megatron_dppo.plan.machine import Machine
 from megatron_dppo.plan.plan import Plan, make_plan

@@ -1,11 +1,11 @@
 """Estimates the bytes that a transformer layer keeps for backward, per micro-batch, module by module.
 
-The lists follow our torch layer spec, whose figures tests compare with the tensors that autograd really
-saves ("torch-cpu"). On a GPU ("torch") PyTorch's RMSNorm is fused and keeps its input alone, and half-precision
-attention is flash attention, without padding: traced steps hold both to 5 %. Transformer Engine ("te") also
-fuses the activation functions: read from its sources, not measured. What latent attention keeps otherwise than
-grouped queries is in `latent.py`.
-Letters: e bytes of an activation, H hidden, D head dimension, F expert width, I feed-forward width.
+The lists follow our torch layer spec. Tests compare its figures on a CPU ("torch-cpu") with the tensors that
+autograd really saves. On a GPU ("torch") PyTorch's RMSNorm is fused and keeps only its input. Half-precision
+attention is flash attention without padding. Traced steps verify both within 5 %. Transformer Engine ("te")
+also fuses the activation functions; its figures come from its sources and are not measured. `latent.py` has the
+differences of latent attention.
+Letters: e bytes of an activation, H hidden size, D head dimension, F expert width, I feed-forward width.
 """
 
 import math
@@ -21,12 +21,12 @@ from megatron_dppo.plan.machine import FRAGMENTATION
 from megatron_dppo.plan.options import LayerSpec, Recompute
 
 EXPERT_IMBALANCE = 1.3
-"""Rows that the busiest expert-parallel rank gets, against the mean of all."""
+"""Rows of the busiest expert-parallel rank, relative to the mean of all ranks."""
 ATTENTION_PADDING = 1.25
-"""Rows of the padded batches in which our torch spec attends where it cannot by flash attention, against the
-tokens in them (2 at worst)."""
+"""Rows of our torch spec's padded batches, relative to the tokens in them (2 at worst), if it cannot use flash
+attention."""
 WORKING_COPIES = 3
-"""Tensors as large as a layer's widest that its forward or backward pass holds beside what is kept."""
+"""Temporary tensors of a layer's widest size in its forward or backward pass, in addition to kept ones."""
 FLOAT, INDEX = 4, 8
 
 
@@ -46,19 +46,19 @@ EXPECTED = Assumptions()
 class LayerTokens:
     """Token counts of one micro-batch on one rank."""
 
-    attended: int  # after context parallelism; what attention and split matrices work on
-    sequence: int  # of those, this rank's share under sequence parallelism
+    attended: int  # after context parallelism; the input of attention and split matrices
+    sequence: int  # this rank's share of `attended` under sequence parallelism
 
     @classmethod
     def of(cls, microbatch_tokens: int, layout: Layout) -> "LayerTokens":
-        """Return this rank's part of a micro-batch of so many tokens."""
+        """Return this rank's part of a micro-batch with this number of tokens."""
         attended = math.ceil(microbatch_tokens / layout.context)
         return cls(attended, math.ceil(attended / layout.tensor))
 
 
 @dataclass(frozen=True)
 class LayerModel:
-    """Sizes and options that decide the bytes that a layer keeps."""
+    """Sizes and options that determine the bytes that a layer keeps."""
 
     shape: ModelShape
     layout: Layout
@@ -86,7 +86,7 @@ class LayerModel:
         groups = sizes.num_key_value_heads // self.layout.tensor
         kept = self.norm(rows * heads, sizes.head_dim) + self.norm(rows * groups, sizes.head_dim)
         is_copied = self.spec != "torch" or groups > 1  # the queries of one group lie in a row in qkv
-        # Where the casts are kept, the keys' source is not; else keys are a view of all of qkv.
+        # If the casts are kept, the keys' source is not kept. Otherwise keys are a view of qkv.
         rest = 0 if self.is_norm_cast else (heads * is_copied + groups) * sizes.head_dim
         return kept + rows * rest * e
 
@@ -97,18 +97,18 @@ class LayerModel:
 
     @property
     def is_flash(self) -> bool:
-        """Whether our spec attends by flash attention: on a GPU, in half precision."""
+        """Whether our spec uses flash attention: on a GPU, in half precision."""
         return self.spec == "torch" and self.dtype_bytes < FLOAT
 
     @property
     def attended_keys(self) -> int:
-        """Keys that this rank attends to by flash attention: of each piece under context parallelism."""
+        """Keys that this rank attends to with flash attention, summed over pieces with context parallelism."""
         context = self.layout.context
         return self.tokens.attended if context == 1 else self.tokens.attended * (2 * context + 1) // 2
 
     @property
     def operands(self) -> Operands:
-        """Columns of what core attention takes and makes, of this rank's heads."""
+        """Columns of core attention's inputs and outputs, of this rank's heads."""
         sizes = self.shape.sizes
         if sizes.latent is not None:
             return latent.operands(self)
@@ -151,7 +151,7 @@ class LayerModel:
 
     @property
     def copies(self) -> int:
-        """Tensors of the width of a feed-forward that it keeps."""
+        """Number of kept tensors with the width of the feed-forward."""
         return 3 if self.spec == "te" else 5  # 2 of fc1; silu(gate), up and the product apart, or fused
 
     def dense_mlp(self, width: int) -> int:
@@ -168,7 +168,7 @@ class LayerModel:
         )
 
     def shared_gate(self) -> int:
-        """Return the bytes of what shared experts give, and of the weights of it, where a gate weighs it."""
+        """Return the bytes of the shared experts' output, and of its gate weights if there is a gate."""
         is_weighed = SHARED_GATE in self.shape.family.rules
         return self.tokens.sequence * (self.shape.sizes.hidden_size + 1) * self.dtype_bytes * is_weighed
 
@@ -188,7 +188,7 @@ class LayerModel:
         return self.norm(self.tokens.sequence, self.shape.sizes.hidden_size) + self.hidden_bytes
 
     def layer(self, is_moe: bool, dropped: Iterable[str] = ()) -> int:
-        """Return the bytes that one layer keeps, without the modules that are recomputed."""
+        """Return the bytes that one layer keeps, without the recomputed modules."""
         dropped = set(dropped)
         kept = self.attention() + self.mlp_norm()
         kept += self.core_attention_inputs() if "core_attn" in dropped else self.core_attention()
@@ -202,7 +202,7 @@ class LayerModel:
         whole = int(sizes.head_dim * sizes.rotary_percent)
         tables = 2 * (whole if sizes.latent is None else sizes.latent.rotary_head_dim) * FLOAT
         rows = self.tokens.attended * (1 + self.layout.context)
-        if self.is_flash:  # from which to take keys, and to which to bring each of their gradients
+        if self.is_flash:  # indices for gathering keys, and for adding up their gradients
             rows = 3 * self.attended_keys if self.layout.context > 1 else 0
         return self.tokens.attended * tables + rows * INDEX
 
@@ -220,7 +220,7 @@ class LayerModel:
     def attention_gradients(self) -> int:
         """Return the temporary bytes of flash attention's backward: keys' and values' gradients by each head.
 
-        Beside them stand the queries' sums in float32, and the gradients of all three; of ours alone.
+        Also counts the queries' sums in float32, and the gradients of all three; only for our spec.
         """
         of, e = self.operands, self.dtype_bytes
         if not self.is_flash:
@@ -244,17 +244,17 @@ class LayerModel:
 class Kept:
     """Bytes of activations of some layers in one micro-batch."""
 
-    held: int  # from forward to backward
-    again: int  # made again in backward, on top of it, at most at one time
+    held: int  # kept from forward to backward
+    again: int  # most bytes that are recomputed in backward at one time, in addition
 
 
 def kept_by_layers(model: LayerModel, layers: range, recompute: Recompute) -> Kept:
     """Return the bytes that the layers of one chunk keep of one micro-batch.
 
     Args:
-        model: The layers'.
-        layers: 0-based indices.
-        recompute: What is dropped and made again.
+        model: Sizes and options of the layers.
+        layers: 0-based indices of the layers.
+        recompute: Activations that are dropped and recomputed.
     """
     kinds = [model.shape.is_moe(layer) for layer in layers]
     if not kinds:

@@ -1,4 +1,4 @@
-"""Advises changes of the config that make a run fit, or faster; each is planned before it is advised."""
+"""Advises changes of the config that make a run fit, or faster. Each change is planned before it is advised."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,17 +29,17 @@ class Advice:
     settings: Settings = field(default_factory=dict)
 
 
-Change = tuple[str, Settings]  # an imperative without a full stop, and what it sets
-Changer = Callable[[Job], Change | None]  # none where it does not apply
+Change = tuple[str, Settings]  # an imperative without a full stop, and its settings
+Changer = Callable[[Job], Change | None]  # returns None if the change does not apply
 
 
 def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
-    """Return the advice for a layout that `train` admits.
+    """Return the advice for a layout that `train` accepts.
 
     Args:
-        job: What was configured.
-        memory: Of the configured layout.
-        found: The layouts that fit.
+        job: Configured job.
+        memory: Memory of the configured layout.
+        found: Layouts that fit.
     """
     if fits(job, memory):
         return [_when_it_fits(job, memory, found)]
@@ -57,7 +57,7 @@ def advise(job: Job, memory: Memory, found: Found) -> list[Advice]:
 
 
 def fewest_with_other_engine(job: Job) -> Fewest | None:
-    """Return the fewest GPUs that are enough after a change of the engine, if any are."""
+    """Return the smallest sufficient number of GPUs after a change of the engine, if there is one."""
     enough: list[Fewest] = []
     for change in (_larger_engine, _smaller_engine, _wider_engine, _other_engine):
         changed = change(job)
@@ -91,7 +91,7 @@ def _when_it_fits(job: Job, memory: Memory, found: Found) -> Advice:
 
 
 def _remedy(job: Job) -> Advice | None:
-    """Return the fewest changes after which the configured layout fits, of equally few the fastest."""
+    """Return the fewest changes that make the configured layout fit, preferring the fastest."""
     changes: list[Changer] = [
         *(_recompute_all, _chunk_logits, _park, _larger_engine, _smaller_engine, _wider_engine, _other_engine),
         _synchronous_checkpoints,
@@ -109,7 +109,7 @@ def _remedy(job: Job) -> Advice | None:
 
 
 def _tried(job: Job, chosen: Sequence[Changer]) -> Iterator[tuple[float, str, Settings]]:
-    """Yield (seconds of a step, sentence, settings) where all the changes apply and make the layout fit."""
+    """Yield (seconds of a step, sentence, settings) if all the changes apply and make the layout fit."""
     texts: list[str] = []
     settings: dict[str, object] = {}
     for change in chosen:
@@ -173,7 +173,7 @@ def _smaller_engine(job: Job) -> Change | None:
 
 
 def _larger_engine(job: Job) -> Change | None:
-    """Propose SGLang with the smallest larger share of the GPU whose cache holds a sequence."""
+    """Propose SGLang with the next larger share of the GPU that gives its cache room for a sequence."""
     if not job.has_colocated_sglang or engine_alone(job).holds(job.workload.sequence_tokens):
         return None
     own = job.config.sglang.get("mem_fraction_static", SGLANG_MEMORY_FRACTION)
@@ -207,7 +207,7 @@ def _other_engine(job: Job) -> Change | None:
 
 
 def _smaller_microbatch(job: Job) -> Change | None:
-    """Propose the largest micro-batch that fits, if one of whole sequences does."""
+    """Propose the largest micro-batch of complete sequences that fits, if there is one."""
     key = "parallel.max_tokens_per_microbatch"
     low, high = -(-job.workload.sequence_tokens // TOKENS_STEP), (job.workload.max_tokens - 1) // TOKENS_STEP
     best: int | None = None

@@ -40,12 +40,12 @@ def largest_component(memory: Memory) -> str:
 
 
 def keys_of(component: str) -> str:
-    """Return the settings that decide the bytes of a component; empty if none does."""
+    """Return the settings that determine the bytes of a component; empty if none does."""
     return _KEYS.get(component, "")
 
 
 def conclusion_of(job: Job, memory: Memory) -> str:
-    """Return one sentence about a layout that `train` admits."""
+    """Return one sentence about a layout that `train` accepts."""
     worst, machine, engine = memory.worst, job.machine, memory.engine
     name = largest_component(memory)
     most = worst.moments[worst.worst_moment][name]

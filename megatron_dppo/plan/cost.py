@@ -1,10 +1,10 @@
 """Estimates the relative time of one gradient step: floating-point operations and bytes moved.
 
-Good for ordering layouts, not for planning a day. Matrix products run at a fixed share of the published peak,
-every transfer at a fixed share of its link and never behind the arithmetic, all sequences are as long as
-allowed, and the slowest pipeline stage sets the pace. The rollout is not counted. What the sums leave out,
-smaller matrices and ranks that wait for each other because packed micro-batches differ, is a loss for each
-doubling of a parallel size, least for tensors and most for the pipeline.
+Use it to order layouts, not to forecast durations. Matrix products run at a fixed share of the published peak.
+Every transfer runs at a fixed share of its link's speed and never overlaps with computation. All sequences have
+the longest allowed length, and the slowest pipeline stage sets the pace. The rollout is not counted. Smaller
+matrices, and waits between ranks with different packed micro-batches, are modelled as a loss for each doubling
+of a parallel size: the smallest for tensors, the largest for the pipeline.
 """
 
 import math
@@ -18,8 +18,8 @@ from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.options import Recompute
 from megatron_dppo.plan.states import GRADIENT_BYTES, optimizer_bytes
 
-BACKWARD = 2  # times the operations of forward
-CORE_ATTENTION = 0.3  # of an attention block's operations
+BACKWARD = 2  # operations relative to forward
+CORE_ATTENTION = 0.3  # share of an attention block's operations
 LOSS_PER_DOUBLING = {"tensor": 0.03, "context": 0.05, "pipeline": 0.08}
 """Share of the time of micro-batches that each doubling of the size adds; an estimate, not a measurement."""
 
@@ -35,9 +35,9 @@ class StepTime:
     pipeline: float  # between stages, and the time that stages wait
     losses: float  # see LOSS_PER_DOUBLING
     data: float  # gradients and parameters of data parallelism
-    optimizer: float  # its states from the host and back, where they are kept there
-    reference: float  # its forward, and its weights from the host and back; algorithm.ref_kl_coef
-    anchor: float  # the forward that recomputes log-probs; algorithm.anchor
+    optimizer: float  # optimizer states from the host and back, if they are offloaded
+    reference: float  # reference forward, and its weights from the host and back; algorithm.ref_kl_coef
+    anchor: float  # forward that recomputes log-probs; algorithm.anchor
 
     @property
     def total(self) -> float:
@@ -109,7 +109,7 @@ def _forward(job: Job, layout: Layout, tokens: float, num: float) -> float:
 
 
 def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
-    """Return the seconds of one step's forward by the reference, and its share of exchanging the weights."""
+    """Return the seconds of the reference's forward for one step, and the step's share of swapping weights."""
     forward = _forward(job, layout, tokens, num)
     if not job.has_reference_weights:
         return forward
@@ -119,7 +119,7 @@ def _reference(job: Job, layout: Layout, tokens: float, num: float) -> float:
 
 
 def _slowest_stage(job: Job, layout: Layout, tokens: float, passes: int = 1 + BACKWARD) -> _Seconds:
-    """Return the seconds of a micro-batch; with 1 pass, of its forward alone."""
+    """Return the seconds of a micro-batch; with 1 pass, only of its forward."""
     sizes, is_forward = job.shape.sizes, passes == 1
     of_layer = {
         is_moe: _layer_seconds(job, layout, _layer(job, layout, tokens, is_moe), is_forward=is_forward)
@@ -182,7 +182,7 @@ def _layer(job: Job, layout: Layout, tokens: float, is_moe: bool) -> _Layer:
 
 @lru_cache(maxsize=16)
 def _attention_weights(shape: ModelShape) -> int:
-    """Return the number of a layer's weights that attention multiplies a token's states by."""
+    """Return the number of a layer's attention weights that are used for one token."""
     rules = (
         rule for rule in shape.family.rules if "self_attention" in rule.megatron and rule.is_of(shape.sizes)
     )
@@ -191,9 +191,10 @@ def _attention_weights(shape: ModelShape) -> int:
 
 
 def _latent_columns(shape: ModelShape) -> int:
-    """Return the columns that tensor ranks gather for latent attention beside hidden states, once and back.
+    """Return the columns that tensor ranks gather for latent attention, in addition to hidden states.
 
-    Latents and the rotated part of keys; for queries that come from a latent, no hidden states are gathered.
+    They gather latents and the rotated part of keys. If queries come from a latent, hidden states are not
+    gathered, and are subtracted here.
     """
     latent = shape.sizes.latent
     if latent is None:
@@ -203,7 +204,7 @@ def _latent_columns(shape: ModelShape) -> int:
 
 
 def _recomputed(recompute: Recompute) -> tuple[float, float]:
-    """Return the share of forward that is recomputed: (of attention, of the feed-forward)."""
+    """Return the recomputed shares of the forward pass: (attention, feed-forward)."""
     if recompute.granularity == "none":
         return 0.0, 0.0
     if recompute.granularity == "full":

@@ -11,9 +11,9 @@ from megatron_dppo.plan.machine import ENGINE_RESIDUE_BYTES, Machine
 from megatron_dppo.plan.units import GIB, counted
 
 SGLANG_MEMORY_FRACTION = 0.8
-"""mem_fraction_static where [sglang] names none: weights and cache, of the GPU's memory."""
+"""Default of mem_fraction_static if [sglang] sets none: share of weights and cache in the GPU's memory."""
 SGLANG_WORKSPACE_BYTES = 4 * GIB
-"""Activations and CUDA graphs of SGLang beside its static memory; an assumption."""
+"""Bytes of SGLang's activations and CUDA graphs, in addition to its static memory; an assumption."""
 _CACHED_DTYPE_BYTES = 2
 _WITHOUT_NUCLEUS, _WITH_NUCLEUS = 24, 45  # bytes per logit; measured by a test
 
@@ -23,15 +23,15 @@ class EngineMemory:
     """Bytes of the engine on one GPU.
 
     Attributes:
-        weights: Its copy of the weights.
-        cache: Keys and values while it rolls out.
-        workspace: What it takes besides while it rolls out.
-        residue: What it keeps in training besides weights.
-        is_resident: The weights stay during training; otherwise engine and trainer take turns on the GPU.
-        cached_tokens: Tokens that fit the caches of one engine at once.
-        num_gpus: GPUs that one engine is split over.
-        is_separate: It has GPUs of its own; everything else here is 0.
-        text: What it is, for people.
+        weights: Bytes of its copy of the weights.
+        cache: Bytes of keys and values during a rollout.
+        workspace: Other bytes during a rollout.
+        residue: Bytes that it keeps during training, besides weights.
+        is_resident: Whether the weights stay during training. If not, engine and trainer take turns on the GPU.
+        cached_tokens: Number of tokens that fit the cache of one engine.
+        num_gpus: Number of GPUs that one engine is split over.
+        is_separate: Whether it has separate GPUs; then all bytes here are 0.
+        text: Description for the report.
     """
 
     weights: int
@@ -46,19 +46,19 @@ class EngineMemory:
 
     @property
     def at_work(self) -> int:
-        """Bytes while it rolls out."""
+        """Bytes during a rollout."""
         return self.weights + self.cache + self.workspace
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits its cache."""
+        """Whether a sequence of `num_tokens` tokens fits its cache."""
         return self.is_separate or self.cached_tokens >= num_tokens
 
 
 def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Machine) -> EngineMemory:
-    """Return the memory of the engine that `rollout.engine` names, beside a trainer of this layout.
+    """Return the memory of the engine that `rollout.engine` names, next to a trainer with this layout.
 
     Raises:
-        ConfigError: An option of [sglang] that matters here has no meaningful value.
+        ConfigError: An option of [sglang] that affects memory has an invalid value.
     """
     if config.rollout.engine == "transformers":
         return _embedded(config, shape, layout)
@@ -69,7 +69,7 @@ def engine_memory(config: Config, shape: ModelShape, layout: Layout, machine: Ma
 
 
 def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
-    """Return the bytes of a token's keys and values, of all heads."""
+    """Return the bytes of a token's keys and values for all heads."""
     sizes = shape.sizes
     of_head = sizes.head_dim + sizes.value_head_dim
     return sizes.num_layers * sizes.num_key_value_heads * of_head * dtype_bytes
@@ -78,7 +78,8 @@ def _cache_bytes_per_token(shape: ModelShape, dtype_bytes: int) -> int:
 def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:
     """Return the bytes of a token in the cache of each of an engine's GPUs.
 
-    Heads are split over them. A latent is of all heads: each GPU holds it, with the rotated part of keys.
+    Heads are split over the GPUs. A latent belongs to all heads, so each GPU has it, with the rotated part of
+    keys.
     """
     sizes = shape.sizes
     if sizes.latent is not None:
@@ -87,7 +88,7 @@ def _sglang_cache_bytes_per_token(shape: ModelShape, size: int) -> int:
 
 
 def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory:
-    """Return the memory of the embedded engine: a whole copy of the model in each trainer process."""
+    """Return the memory of the embedded engine: a full copy of the model in each trainer process."""
     rollout = config.rollout
     dtype_bytes = 4 if config.embedded_weights == "float32" else 2
     samples = -(-rollout.prompts_per_rollout // layout.data) * rollout.samples_per_prompt
@@ -109,8 +110,8 @@ def _embedded(config: Config, shape: ModelShape, layout: Layout) -> EngineMemory
 def _bytes_to_sample_a_logit(config: Config) -> int:
     """Return the bytes per logit, besides the logit, that the embedded engine takes to draw a token.
 
-    Without a nucleus the draw takes most: log-probs and probabilities in float32, and the probabilities and
-    their cumulative sum in float64. With one it is the sort in float64 of log-probs that were tempered.
+    If top_p = 1, drawing takes most: log-probs and probabilities in float32, and the probabilities and
+    their cumulative sum in float64. If top_p < 1, sorting the tempered log-probs in float64 takes most.
     """
     nuclei = [config.rollout.top_p]
     for each in config.evaluation.used_sets.values():
@@ -132,7 +133,7 @@ def _sglang(config: Config, shape: ModelShape, machine: Machine) -> EngineMemory
 
 
 def _sglang_parameters(shape: ModelShape) -> int:
-    """Return the parameters of a server's model, with the output layer that SGLang builds of some tied ones."""
+    """Return the parameters of a server's model, with the output layer that SGLang adds to some tied models."""
     sizes = shape.sizes
     has_own_output = sizes.is_tied and shape.family.sglang.has_own_output
     return shape.num_parameters + has_own_output * sizes.vocab_size * sizes.hidden_size
@@ -149,10 +150,10 @@ def _require_number(where: str, found: object, expected: str, below: float) -> N
 
 
 def passing_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """Return the bytes of weights on their way to the engine: gathered ones and their local copy, and a bucket.
+    """Return the bytes of weights in transfer to the engine: gathered tensors, their local copy, and a bucket.
 
-    Half of `sync_bucket_bytes` is a server's bucket; the other bounds what is gathered of a layer's experts, as
-    in `weight_sync.factory`. The embedded engine takes all of a layer's at once.
+    Half of `sync_bucket_bytes` is a server's bucket. The other half limits the gathered experts of a layer, as
+    in `weight_sync.factory`. The embedded engine takes all experts of a layer at once.
     """
     half = config.rollout.sglang.sync_bucket_bytes // 2 if config.rollout.engine == "sglang" else None
     gathered = largest_gathered_bytes(shape, layout, dtype_bytes, half)

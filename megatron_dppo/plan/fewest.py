@@ -1,4 +1,4 @@
-"""Searches the fewest GPUs on which an admitted layout fits, and says why none does otherwise."""
+"""Searches the smallest number of GPUs on which an accepted layout fits, or explains why none fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from megatron_dppo.plan.settings import Settings
 from megatron_dppo.plan.units import counted, in_gib, layout_text
 
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of whole nodes that are tried, after every number of GPUs of one node."""
+"""Numbers of nodes that are tried, after every number of GPUs of one node."""
 
 
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
@@ -35,10 +35,10 @@ class Fewest:
     """Result of the search over numbers of GPUs.
 
     Attributes:
-        num_gpus: The fewest that are enough; where none are, the most that were tried.
-        proposal: The fastest layout on them, where they are enough.
-        condition: What else has to change for that, as an imperative; the proposal sets it, too.
-        why_not: Where they are not, a sentence that says why.
+        num_gpus: Smallest sufficient number of GPUs; if no number is sufficient, the largest that was tried.
+        proposal: Fastest layout on these GPUs, if they are sufficient.
+        condition: Other necessary change, as an imperative; the proposal's settings include it.
+        why_not: Sentence that explains why no number is sufficient.
     """
 
     num_gpus: int
@@ -72,21 +72,21 @@ def fewest_gpus(job: Job) -> Fewest:
 
 
 def engine_alone(job: Job) -> EngineMemory:
-    """Return the engine beside the layout that leaves each of its copies the least to sample."""
+    """Return the engine for the layout in which each copy of it samples the fewest responses."""
     num_gpus = job.machine.num_gpus
     return engine_memory(job.config, job.shape, Layout(num_gpus, data=num_gpus), job.machine)
 
 
 def has_room(job: Job, engine: EngineMemory) -> bool:
-    """Whether a GPU without the trainer holds the engine at work, and the engine a sequence."""
+    """Whether the sampling engine fits on a GPU without the trainer, and a sequence fits its cache."""
     is_small = RESERVE_BYTES + engine.at_work <= (1 - HEADROOM) * job.machine.gpu_bytes
     return is_small and engine.holds(job.workload.sequence_tokens)
 
 
 def _leanest(job: Job) -> Iterator[tuple[Job, Memory]]:
-    """Yield each layout with the least memory: offloaded optimizer states, and all recompute that may help.
+    """Yield each layout with the least memory: offloaded optimizer states, and all useful recompute.
 
-    Virtual stages are left out: they hold more micro-batches, and nothing less.
+    Virtual stages are left out, because they keep more micro-batches and save no memory.
     """
     places: list[Settings] = [{"optimizer.offload": True}]
     if job.machine.host_bytes is not None:
@@ -108,7 +108,7 @@ def _why_not(job: Job, closest: tuple[Job, Memory] | None) -> str:
     engine = engine_alone(job)
     if not engine.holds(job.workload.sequence_tokens):
         longest = job.workload.sequence_tokens
-        beside = f"{engine.cached_tokens} tokens beside {in_gib(engine.weights)} GiB of weights"
+        beside = f"{engine.cached_tokens} tokens next to {in_gib(engine.weights)} GiB of weights"
         enough = f"The engine's cache holds {beside}, and the longest sequence has {longest}."
         keys = "Raise sglang.mem_fraction_static or sglang.tp_size, or lower rollout.max_response_tokens."
         return f"{enough} {keys}"

@@ -1,6 +1,6 @@
-"""The inputs of a plan: config, model, machine, and the tokens that a rank holds at once.
+"""Defines the inputs of a plan: config, model, machine, and the number of tokens on a rank.
 
-Those are bounds: every prompt and response is as long as allowed.
+Token numbers are upper bounds: every prompt and response has the longest allowed length.
 """
 
 import math
@@ -19,7 +19,7 @@ from megatron_dppo.plan.partition import StagePart, partition
 from megatron_dppo.plan.settings import Settings, with_settings
 
 BATCH_BYTES = 3 * 8 + 1 + 4 * 4
-"""Of one token in a micro-batch: tokens, positions, targets; mask; four float32."""
+"""Bytes of one token in a micro-batch: tokens, positions, targets; mask; four float32."""
 TOPK_BYTES = 4 + 4  # id, log-prob
 
 
@@ -58,7 +58,7 @@ class Workload:
         return math.ceil(self.samples_per_step / data_parallel)
 
     def num_microbatches(self, data_parallel: int) -> int:
-        """Return the micro-batches of one data-parallel rank in a step: whole sequences up to `max_tokens`."""
+        """Return the number of a data-parallel rank's micro-batches in a step: sequences up to `max_tokens`."""
         per_microbatch = max(self.max_tokens // self.sequence_tokens, 1)
         return math.ceil(self.samples(data_parallel) / per_microbatch)
 
@@ -86,7 +86,7 @@ class Job:
     """A run on a machine: all inputs of memory and time besides the layout."""
 
     config: Config
-    facts: Facts  # for as many processes as the machine has GPUs
+    facts: Facts  # for one process per GPU of the machine
     machine: Machine
     shape: ModelShape
     workload: Workload
@@ -98,7 +98,7 @@ class Job:
         """Return the job that a config describes.
 
         Raises:
-            ConfigError: There is no model whose parameters are known, or an option makes no sense.
+            ConfigError: The model's parameters are not known, or an option is invalid.
         """
         if isinstance(facts.model, Problem) or isinstance(facts.sizes, Problem):
             raise ConfigError([each for each in (facts.model, facts.sizes) if isinstance(each, Problem)][:1])
@@ -120,25 +120,27 @@ class Job:
 
     @property
     def problems(self) -> list[Problem]:
-        """Problems for which `train` refuses the config on this many processes, by the rules of `train`."""
+        """Problems for which `train` refuses the config on this number of processes."""
         return check_run(self.config, self.facts)
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss has a KL from a reference policy, which forwards each rollout once."""
+        """Whether the loss has a KL to a reference policy, which needs one forward of each rollout."""
         return bool(self.config.algorithm.ref_kl_coef)
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """Whether the trust region's anchor is recomputed, which forwards each gradient step once more."""
+        """Whether the trust region's anchor is recomputed, which needs one more forward per gradient step."""
         algorithm = self.config.algorithm
-        preset = PRESETS.get(algorithm.preset)  # none of a user's own rule, whose anchor is the rollout policy
+        preset = PRESETS.get(
+            algorithm.preset
+        )  # None for a user's rule, which is anchored at the rollout policy
         default = "rollout" if preset is None else preset.anchor
         return (algorithm.anchor or default) == "recomputed"
 
     @property
     def has_reference_weights(self) -> bool:
-        """Whether that is more than the model without its adapters: the host holds all of its weights."""
+        """Whether the reference is more than the model without adapters, so the host has all its weights."""
         return self.has_reference and (not self.config.lora.rank or self.config.model.reference is not None)
 
     @property

@@ -1,8 +1,8 @@
-"""Estimates the bytes that latent attention keeps for backward, where it differs from grouped queries.
+"""Estimates the bytes that latent attention keeps for backward, if they differ from grouped queries.
 
-Megatron norms the latents, projects them up to whole queries, keys and values, and keeps those: an engine's
-cache alone holds latents in their place. Flash attention takes one head size. Where a value's is smaller than a
-query's, values are padded with zeros, and the result, which it keeps, is as wide.
+Megatron normalises the latents, projects them up to full queries, keys and values, and keeps these. Only an
+engine's cache stores latents instead. Flash attention needs one head size. If values have a smaller head size
+than queries, they are padded with zeros, and the kept result has the padded width.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Operands:
-    """Columns, of all heads of a tensor rank, of what core attention takes and makes."""
+    """Columns of core attention's inputs and outputs, for all heads of a tensor rank."""
 
     queries: int
     keys: int
     values: int
-    result: int  # that it keeps beside the input of the output projection
+    result: int  # kept in addition to the input of the output projection
 
 
 def operands(model: "LayerModel") -> Operands:
@@ -51,5 +51,5 @@ def latents(model: "LayerModel") -> int:
         for width in (sizes.query_rank or 0, sizes.rank)
         if width
     )
-    # What a norm keeps of keys and values is a view, with the keys' rotated part.
+    # For keys and values, a norm keeps a view that includes the keys' rotated part.
     return kept if model.is_norm_cast else kept + tokens.sequence * sizes.rotary_head_dim * e

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from megatron_dppo.plan.units import GIB
 
 RESERVE_BYTES = 2 * GIB
-"""CUDA context, NCCL's buffers and libraries' workspaces of one process; an assumption, not measured."""
+"""Bytes of CUDA context, NCCL buffers and library workspaces of one process; an assumption, not measured."""
 ENGINE_RESIDUE_BYTES = 2 * GIB
-"""What a colocated engine's own process keeps while its weights and cache are released; an assumption."""
+"""Bytes that a colocated engine's process keeps while weights and cache are released; an assumption."""
 FRAGMENTATION = 0.05
 """Share of activations and logits that the allocator cannot use; an assumption."""
 PROCESS_HOST_BYTES = 4 * GIB
@@ -38,6 +38,6 @@ class Machine:
         return min(self.num_gpus, self.gpus_per_node)
 
     def link(self, span: int) -> float:
-        """Return bytes per second of each GPU in a group that reaches over `span` consecutive ranks."""
+        """Return bytes per second of each GPU in a group that spans `span` consecutive ranks."""
         published = NVLINK_BYTES_PER_S if span <= self.gpus_per_node else NETWORK_BYTES_PER_S
         return published * LINK_EFFICIENCY

@@ -26,7 +26,7 @@ class StageMemory:
 
     @property
     def worst_moment(self) -> str:
-        """Moment at which this rank holds most."""
+        """Moment with the most bytes on this rank."""
         return max(MOMENTS, key=self.total)
 
     @property
@@ -37,14 +37,14 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes that the ranks of one node take of its memory."""
+    """Bytes of host memory that the ranks of one node use."""
 
     per_rank: Mapping[str, int]  # of the rank that takes most
     ranks_per_node: int
 
     @property
     def per_node(self) -> int:
-        """Bytes of all ranks of a node, were each like the largest."""
+        """Bytes of all ranks of a node, if each used the bytes of the largest."""
         return sum(self.per_rank.values()) * self.ranks_per_node
 
 
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def worst(self) -> StageMemory:
-        """The pipeline stage whose ranks hold most."""
+        """Pipeline stage with the most bytes on a rank."""
         return max(self.stages, key=lambda stage: stage.peak)
 
     @property
@@ -75,7 +75,7 @@ def memory_of(job: Job, layout: Layout) -> Memory:
     """Return the memory of a layout that divides the model.
 
     Raises:
-        ConfigError: An option of [sglang] makes no sense.
+        ConfigError: An option of [sglang] has an invalid value.
     """
     parts = job.partition(layout)
     engine = engine_memory(job.config, job.shape, layout, job.machine)

@@ -1,7 +1,7 @@
-"""Adds up what one rank holds at each moment of a rollout and a gradient step.
+"""Adds up the memory of one rank at each moment of a rollout and a gradient step.
 
-"loss": the forward pass has just ended and the loss is at its highest. "backward": of one layer. "step": of
-the optimizer. "rollout": the engine samples. "sync": new weights are on their way to the engine. Where engine
+"loss": the forward pass has just ended and the loss is at its peak. "backward": backward of one layer. "step":
+the optimizer's step. "rollout": the engine samples. "sync": new weights are sent to the engine. If engine
 and trainer take turns (`runtime.gpu_ledger`), the trainer's states are on the host in "rollout" and "sync", and
 the engine's weights and cache are released in training.
 """
@@ -18,7 +18,7 @@ from megatron_dppo.plan.states import RankStates
 
 MOMENTS = ("loss", "backward", "step", "rollout", "sync")
 OF_STATES = ("step", "rollout", "sync")
-"""Moments that recompute changes nothing of."""
+"""Moments that recompute does not affect."""
 COMPONENTS = (
     "parameters",
     "gradients",
@@ -32,7 +32,7 @@ COMPONENTS = (
     "engine cache",
     "reserve",
 )
-EXPERT_ID_BYTES = 8  # as routers take it
+EXPERT_ID_BYTES = 8  # int64, as routers use it
 Components = Mapping[str, int]
 
 
@@ -90,7 +90,7 @@ def _rollout(engine: EngineMemory) -> dict[str, int]:
 def _sync(job: Job, layout: Layout, states: RankStates, engine: EngineMemory) -> dict[str, int]:
     """Return the bytes of a weight sync: the engine's weights, and tensors on their way to it.
 
-    Where the trainer has left, each tensor of its own comes back by itself.
+    If the trainer is offloaded, its tensors return to the GPU one at a time.
     """
     passing = passing_bytes(job.config, job.shape, layout, job.workload.dtype_bytes)
     if job.config.rollout.takes_turns:

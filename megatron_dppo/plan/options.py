@@ -1,4 +1,4 @@
-"""Options of the config that decide the memory of layers: recompute, and the layer spec."""
+"""Options of the config that determine the memory of layers: recompute, and the layer spec."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ COUNTED_MODULES = ("core_attn", "mlp", "moe")
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activations that are recomputed in backward, in Megatron's words."""
+    """Activations that are recomputed in backward, in Megatron's terms."""
 
     granularity: Granularity = "none"
     method: Method = "uniform"
-    num_layers: int = 1  # "full": layers that are recomputed together, or how many of a stage ("block")
+    num_layers: int = 1  # "full": number of layers recomputed together, or per stage ("block")
     modules: tuple[str, ...] = ("core_attn",)  # "selective"
 
     def __str__(self) -> str:
@@ -48,8 +48,8 @@ class Options:
     """Recompute and layer spec.
 
     Attributes:
-        recompute: Activations that are made twice.
-        layer_spec: Our torch spec ("torch-cpu": as CPUs run it), or Transformer Engine's modules.
+        recompute: Activations that are recomputed.
+        layer_spec: Our torch spec ("torch-cpu": as on CPUs), or Transformer Engine's modules.
     """
 
     recompute: Recompute = Recompute()
@@ -57,7 +57,7 @@ class Options:
 
     @classmethod
     def of(cls, config: Config) -> "Options":
-        """Return the options of a config; where it leaves the layer spec open, the one that keeps more.
+        """Return the options of a config; for layer_spec "auto", assume the spec that keeps more.
 
         Raises:
             ConfigError: A recompute_* key has a value that Megatron does not take.

@@ -1,9 +1,9 @@
-"""Cuts the model by a layout: the chunks of each pipeline stage and the elements its ranks hold.
+"""Splits the model by a layout: the chunks of each pipeline stage, and the elements on its ranks.
 
 With the distributed optimizer, Megatron keeps parameters and gradients of a model chunk in buffers: each
 tensor starts at a multiple of 64 elements, and a buffer's end is padded so that it divides over the ranks that
-share it. Dense parameters are shared by data x context ranks, split experts by the expert-data-parallel ones.
-With LoRA the buffers hold adapters, and the model's own weights, which are frozen, lie beside them.
+share it. Dense parameters are shared by data x context ranks, and split experts by expert-data-parallel ranks.
+With LoRA the buffers contain adapters, and the model's frozen weights are outside of them.
 """
 
 import math
@@ -29,9 +29,9 @@ class Elements:
     """Number of elements of some of a rank's trained parameters."""
 
     own: int  # without padding
-    buffer: int  # with padding: what parameters and gradients take
-    shard: int  # this rank's part for the optimizer, padding included
-    sharers: int  # ranks that hold the same parameters
+    buffer: int  # with padding: size of the parameters' and of the gradients' buffer
+    shard: int  # this rank's part for the optimizer, including padding
+    sharers: int  # number of ranks with the same parameters
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class StagePart:
     stage: int  # 0-based
     chunks: tuple[Chunk, ...]  # one, or one for each virtual stage
     dense: Elements
-    expert: Elements  # split experts; those that are not split count as dense
+    expert: Elements  # split experts; unsplit experts count as dense
     largest: int  # elements of the largest tensor
-    largest_trained: int  # of the largest that has a gradient
+    largest_trained: int  # elements of the largest tensor with a gradient
     frozen: int = 0  # elements without a gradient
 
     @property
@@ -58,17 +58,17 @@ class StagePart:
 
     @property
     def shard(self) -> int:
-        """Number of elements whose optimizer states the rank owns."""
+        """Number of elements with optimizer states on this rank."""
         return self.dense.shard + self.expert.shard
 
 
 def chunks_of(stage: int, layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
-    """Return the model chunks of a stage, in order; one without interleaving, else of equally many layers.
+    """Return the model chunks of a stage, in order: one, or with interleaving several of equal size.
 
     Args:
-        stage: 0-based.
-        layout: The layout's pipeline and virtual_pipeline are read; with interleaving they divide the layers.
-        num_layers: Of the model.
+        stage: 0-based pipeline stage.
+        layout: Layout with pipeline and virtual_pipeline; with interleaving they divide the layers.
+        num_layers: Number of the model's layers.
     """
     if layout.virtual_pipeline == 1:
         of_stages = layers_of_stages(num_layers, layout.pipeline)
@@ -91,10 +91,10 @@ def partition(
     """Return the parts of all pipeline stages.
 
     Args:
-        shape: The model's.
-        layout: How it is cut.
-        is_distributed: The distributed optimizer is in use.
-        adapters: Train in the place of the model's own weights.
+        shape: Shape of the model.
+        layout: Layout that splits it.
+        is_distributed: Whether the distributed optimizer is in use.
+        adapters: Adapters that are trained instead of the model's weights.
     """
     parts: list[StagePart] = []
     alike: dict[tuple[tuple[bool | int, ...], ...], StagePart] = {}

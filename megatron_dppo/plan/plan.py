@@ -1,4 +1,4 @@
-"""Plans a run: whether `train` admits the configured layout, whether it fits, and the layouts that would."""
+"""Plans a run: whether `train` accepts the configured layout, whether it fits, and other layouts that fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +23,15 @@ class Plan:
     """Result of `megatron-dppo plan`.
 
     Attributes:
-        job: What was asked for.
-        problems: Why `train` refuses it; then it has neither memory nor time.
-        memory: Of the configured layout.
-        time: Of one gradient step.
-        found: Layouts of the given GPUs that fit; None where no search would help, because the problems are the
-            same with every layout.
-        fewest: Where neither the configured layout nor one of these fits: how many GPUs are enough.
-        advice: What to change.
-        notes: What changes memory and is not counted.
+        job: Planned job.
+        problems: Problems for which `train` refuses the job; then `memory` and `time` are None.
+        memory: Memory of the configured layout.
+        time: Estimated time of one gradient step.
+        found: Layouts of the given GPUs that fit. None if a search would not help, because every layout has the
+            same problems.
+        fewest: Smallest sufficient number of GPUs, if neither the configured layout nor one in `found` fits.
+        advice: Suggested changes.
+        notes: Settings that affect memory and are not counted.
     """
 
     job: Job
@@ -45,12 +45,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether `train` admits the configured layout, and GPUs and known hosts are large enough."""
+        """Whether `train` accepts the configured layout, and GPUs and known hosts are large enough."""
         return self.memory is not None and fits(self.job, self.memory)
 
     @property
     def conclusion(self) -> str:
-        """One sentence: whether the layout is admitted and fits, and the largest component."""
+        """One sentence: whether the layout is accepted and fits, and the largest component."""
         if self.memory is None:
             gpus = counted(self.job.machine.num_gpus, "GPU")
             return f"Refused: train does not start with this config on {gpus}."
@@ -58,14 +58,14 @@ class Plan:
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:
-    """Plan a run; only config.json of `model.load` is read.
+    """Plan a run, reading only config.json of `model.load`.
 
     Args:
-        config: The run's.
-        machine: What there is to run on.
+        config: Config of the run.
+        machine: Available GPUs and hosts.
 
     Raises:
-        ConfigError: There is no model whose parameters are known, or an option makes no sense.
+        ConfigError: The model's parameters are not known, or an option is invalid.
     """
     job = Job.of(config, model_facts(config, machine.num_gpus), machine)
     problems, notes = job.problems, tuple(_not_counted(job))
@@ -81,14 +81,14 @@ def make_plan(config: Config, machine: Machine) -> Plan:
 
 
 def _fewest(job: Job, advice: Sequence[Advice]) -> Fewest:
-    """Search the fewest GPUs; with another engine only if none fits and nothing was advised."""
+    """Search the smallest number of GPUs; try another engine only if none fits and there is no advice."""
     fewest = fewest_gpus(job)
     other = fewest_with_other_engine(job) if fewest.proposal is None and not advice else None
     return other or fewest
 
 
 def _is_refused_anyway(job: Job, problems: Sequence[Problem]) -> bool:
-    """Whether a key is at fault also without splits, on few and on many GPUs, so that no layout helps."""
+    """Whether a key is also at fault without splits, on few and on many GPUs, so that no layout helps."""
     unsplit = job.having({f"parallel.{size}": 1 for size in SIZES})
     few, *_, many = numbers_to_try(job.machine)
     at_fault = [problems, unsplit.on(few).problems, unsplit.on(many).problems]
@@ -99,7 +99,7 @@ _NOT_COUNTED = (
     *("cpu_offloading", "fine_grained_activation_offloading", "distribute_saved_activations"),
     *("deallocate_pipeline_outputs", "cross_entropy_loss_fusion"),
 )
-"""Fields of TransformerConfig that change what a rank holds, and that these sums do not know."""
+"""Fields of TransformerConfig that affect a rank's memory, and are not part of the estimate."""
 
 
 def _not_counted(job: Job) -> Iterator[str]:

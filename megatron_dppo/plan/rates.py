@@ -1,4 +1,4 @@
-"""Gathers how fast GPUs serve and train: given, measured in a run's folder, or assumed; each says which."""
+"""Collects the rates of serving and training with their sources: given, measured in a run, or assumed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WORDS: Mapping[str, str] = {
     "push_s": "s of hold, push and prefill again",
     "switch_s": "s of a colocated trainer's leaving and coming back",
 }
-"""What `--assume` takes, and what each number is."""
+"""Names that `--assume` accepts, and their meanings."""
 
 TOKEN_S = 0.02
 """Seconds per token of one response of a loaded server; an assumption."""
 STATE_BYTES = 16
-"""Of a parameter's weights and optimizer states, which a colocated trainer moves to the host and back."""
-LAST = 20  # rollouts that are measured; the first of a run, which warms up, only where there is no other
+"""Bytes per parameter of weights and optimizer states that a colocated trainer moves to the host and back."""
+LAST = 20  # rollouts that are measured; the first (warm-up) rollout of a run only if there is no other
 
 _SERVING_GPUS = "serving_gpus"
 _NEEDED = ("time/total_s", "time/rollout_s", "time/sync_s", "rollout/num_response_tokens")
@@ -39,7 +39,7 @@ _NOT_NEGATIVE = ("push_s", "switch_s")
 
 @dataclass(frozen=True)
 class Rate:
-    """A number that the split depends on, and where it is from."""
+    """A number that the split depends on, and its source."""
 
     value: float
     source: Source
@@ -47,11 +47,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """All numbers of `WORDS`; without a training rate the plan's own estimate of a gradient step counts.
+    """All numbers of `WORDS`; without a training rate, the plan's estimate of a gradient step is used.
 
     Attributes:
-        by_name: The numbers.
-        measured_in: What was measured, in words; empty where nothing was.
+        by_name: Numbers by name.
+        measured_in: Description of the measured run; empty without a measurement.
     """
 
     by_name: Mapping[str, Rate]
@@ -71,7 +71,7 @@ def parse_assumptions(texts: Sequence[str]) -> dict[str, float]:
     """Parse NAME=VALUE of `--assume`.
 
     Raises:
-        ConfigError: A name is not known, or a value is no number that it may have.
+        ConfigError: A name is unknown, or a value is not an allowed number.
     """
     found, names = dict[str, float](), (*WORDS, _SERVING_GPUS)
     for text in texts:
@@ -93,16 +93,16 @@ def parse_assumptions(texts: Sequence[str]) -> dict[str, float]:
 
 
 def gather_rates(job: Job, num_gpus: int, given: Mapping[str, float], run: Run | None) -> Rates:
-    """Return the rates of a job: those given, else those that a run measured, else assumptions.
+    """Return the rates of a job: given rates first, then a run's measured rates, then assumptions.
 
     Args:
-        job: What is planned.
-        num_gpus: All that there are, for servers and training.
-        given: What `parse_assumptions` returned.
-        run: To measure, where there is one.
+        job: Planned job.
+        num_gpus: Total number of GPUs, for servers and training.
+        given: Result of `parse_assumptions`.
+        run: Run to measure, if any.
 
     Raises:
-        ConfigError: The run cannot be measured, or nothing says how fast servers sample.
+        ConfigError: The run cannot be measured, or the sampling rate is unknown.
     """
     measured, where = ({}, "") if run is None else _measured(run, given.get(_SERVING_GPUS))
     by_name = {name: Rate(value, "assumed") for name, value in _assumed(job, num_gpus).items()}
@@ -134,7 +134,7 @@ def _assumed(job: Job, num_gpus: int) -> dict[str, float]:
 
 
 def _measured(run: Run, serving_gpus: float | None) -> tuple[dict[str, float], str]:
-    """Return what a run's last rollouts measured, and of which GPUs."""
+    """Return the rates measured in a run's last rollouts, and a description of its GPUs."""
     usable = [row for row in run.rollouts if all(math.isfinite(row.values.get(n, math.nan)) for n in _NEEDED)]
     usable = usable[1:][-LAST:] or usable
     if not usable:
@@ -178,7 +178,7 @@ def _measured(run: Run, serving_gpus: float | None) -> tuple[dict[str, float], s
 
 
 def _num_serving(run: Run, rows: Sequence[Mapping[str, float]], given: float | None) -> float:
-    """Return the GPUs that sampled: the trainer's where they were shared, else those of its servers."""
+    """Return the number of GPUs that sampled: the trainer's if they were shared, otherwise its servers'."""
     if given is not None:
         return given
     if run.option("rollout.engine") != "sglang" or run.option("rollout.sglang.colocated"):
@@ -193,6 +193,6 @@ def _num_serving(run: Run, rows: Sequence[Mapping[str, float]], given: float | N
 def _num_training(run: Run) -> int:
     found = run.versions.get("world_size")
     if not isinstance(found, int) or found < 1:
-        action = "Name a run whose folder is whole."
+        action = "Name a run with a complete folder."
         raise ConfigError(Problem("--measured", "no world_size in its versions.json", "one", action))
     return found

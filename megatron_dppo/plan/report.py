@@ -24,7 +24,7 @@ WIDTH = 100  # of the text
 
 
 def as_text(plan: Plan, num_proposals: int = 5) -> str:
-    """Format the whole plan as text; at most so many proposals."""
+    """Format the complete plan as text, with at most `num_proposals` proposals."""
     blocks = [list(_conclusion(plan)), list(_heading(plan))]
     if plan.memory is not None:
         blocks += [list(_gpu_table(plan.memory)), list(_host_table(plan.memory))]
@@ -37,7 +37,7 @@ def as_text(plan: Plan, num_proposals: int = 5) -> str:
 
 
 def wrapped(line: str) -> str:
-    """Break a line that is too long, never between --set and its value; the rest stands more to the right."""
+    """Break a line that is too long, never between --set and its value, and indent the rest."""
     if len(line) <= WIDTH:
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -180,7 +180,7 @@ def _advice(advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def as_json(plan: Plan, num_proposals: int = 5) -> dict[str, Any]:
-    """Return the plan as plain values; keys are stable."""
+    """Return the plan as plain values with stable keys."""
     job, shape = plan.job, plan.job.shape
     proposals = () if plan.found is None else plan.found.proposals
     return {

@@ -1,7 +1,7 @@
-"""Searches the layouts of a number of GPUs that `train` admits and that fit, fastest first.
+"""Searches the layouts of a number of GPUs that `train` accepts and that fit, fastest first.
 
-For each layout the fastest options that fit are taken: recompute off before selective before full, optimizer
-states on the GPU before the host. Nothing else of the config is changed.
+Each layout gets the fastest options that fit: recompute off before selective before full, optimizer
+states on the GPU before the host. No other setting is changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from megatron_dppo.plan.settings import Settings
 
 MAX_PIPELINE, MAX_CONTEXT = 16, 8
 HEADROOM = 0.02
-"""Share of a GPU that proposals leave free."""
+"""Share of a GPU's memory that proposals leave free."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout that `train` admits and that fits, with the options it needs."""
+    """A layout that `train` accepts and that fits, with the options it needs."""
 
-    settings: Settings  # what differs from the config
+    settings: Settings  # differences from the config
     memory: Memory
     time: StepTime
 
@@ -39,16 +39,16 @@ class Found:
     """Result of the search."""
 
     proposals: tuple[Proposal, ...]  # fastest first
-    num_admitted: int  # layouts that `train` admits
+    num_admitted: int  # number of layouts that `train` accepts
 
 
 def fits(job: Job, memory: Memory) -> bool:
-    """Whether GPUs are large enough, hosts where their memory is known, and the engine."""
+    """Whether GPUs, hosts with known memory, and the engine's cache are large enough."""
     return memory.peak <= job.machine.gpu_bytes and fits_hosts(job, memory) and fits_engine(job, memory)
 
 
 def fits_hosts(job: Job, memory: Memory) -> bool:
-    """Whether the ranks of a node fit into its memory; true where that is not known."""
+    """Whether the ranks of a node fit into its memory; True if its memory is not known."""
     return job.machine.host_bytes is None or memory.host.per_node <= job.machine.host_bytes
 
 
@@ -58,12 +58,12 @@ def fits_engine(job: Job, memory: Memory) -> bool:
 
 
 def has_headroom(job: Job, memory: Memory) -> bool:
-    """Whether the layout fits with a margin: a proposal should not fail for a rounding error."""
+    """Whether the layout fits with a margin, so that a proposal does not fail because of a rounding error."""
     return fits(job, memory) and memory.peak <= (1 - HEADROOM) * job.machine.gpu_bytes
 
 
 def propose(job: Job) -> Found:
-    """Search the layouts of the job's GPUs, its own included."""
+    """Search the layouts of the job's GPUs, including its configured one."""
     options = _choices(job)
     proposals: list[Proposal] = []
     num_admitted = 0
@@ -77,7 +77,7 @@ def propose(job: Job) -> Found:
 
 
 def admitted_layouts(job: Job) -> Iterator[Settings]:
-    """Yield the settings of each layout of the job's GPUs that `train` admits with the rest of the config."""
+    """Yield the settings of each layout of the job's GPUs that `train` accepts with the rest of the config."""
     for settings in divisible_layouts(job):
         if not job.having(settings).problems:
             yield settings
@@ -91,7 +91,7 @@ def divisible_layouts(job: Job) -> Iterator[Settings]:
 
 
 def recompute_choices(job: Job) -> list[Settings]:
-    """Return the configured recompute, and all that `--set` can ask for, from least to most."""
+    """Return the configured recompute, and all choices that `--set` can express, from least to most."""
     modules = ["core_attn"]
     if job.shape.sizes.moe_layers:
         modules.append("moe")
@@ -106,7 +106,7 @@ def recompute_choices(job: Job) -> list[Settings]:
 
 
 def _choices(job: Job) -> list[Settings]:
-    """Return recompute choices, with optimizer states where they are configured to be, and on the host."""
+    """Return recompute choices, with optimizer states at their configured place, and on the host."""
     places: list[Settings] = [{}] if job.config.optimizer.offload else [{}, {"optimizer.offload": True}]
     return [{**recompute, **place} for place in places for recompute in recompute_choices(job)]
 
@@ -123,7 +123,7 @@ def _fastest(job: Job, layout: Settings, options: Sequence[Settings]) -> Proposa
 
 
 def _without_near_copies(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
-    """Keep the first of those that differ in the virtual pipeline only."""
+    """Keep the first of the layouts that differ only in the virtual pipeline."""
     seen: set[Layout] = set()
     for proposal in proposals:
         plain = replace(proposal.layout, virtual_pipeline=1)
@@ -133,7 +133,7 @@ def _without_near_copies(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
 
 
 def _difference(configured: ParallelConfig, parallel: ParallelConfig) -> Settings:
-    """Return the keys of `parallel` to set; expert_tensor stays unset where it follows the tensor size."""
+    """Return the keys of `parallel` to set; expert_tensor stays unset if it equals the tensor size."""
     sizes = parallel.model_dump()
     if configured.expert_tensor is None and parallel.expert_tensor == parallel.tensor:
         sizes["expert_tensor"] = None

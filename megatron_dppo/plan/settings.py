@@ -1,4 +1,4 @@
-"""Applies and formats settings: keys of the config with other values, as `--set` takes them."""
+"""Applies and formats settings: keys of the config with new values, as `--set` accepts them."""
 
 import json
 import shlex

@@ -1,13 +1,13 @@
-"""Divides GPUs between servers and training, and says what sampling beside training would gain.
+"""Divides GPUs between servers and training, and estimates the speed-up of asynchronous sampling.
 
-With a and b GPU-seconds of generation and training per rollout, N GPUs of which n serve, p seconds to push,
-and L_max tau seconds of the longest response:
+Symbols: a and b GPU-seconds of generation and training per rollout, n of N GPUs serve, p seconds to push,
+L_max tau seconds of the longest response.
 
 - colocated, synchronous: max(a / N, L_max tau) + b / N + switch
 - separate, synchronous: max(a / n, L_max tau) + b / (N - n) + p
 - separate, asynchronous: max(a / n, b / (N - n)) + p = T, where S T >= L_max tau hides the longest response
 
-All n that servers and nodes allow, and with which `train` admits and fits the rest, are tried.
+All n are tried that servers and nodes allow, if `train` accepts the rest and it fits.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ SEPARATE: dict[str, Any] = SYNCHRONOUS | {
     "rollout.sglang.colocated": False,
     "rollout.sglang.weight_sync": "distributed",
 }
-OVER_SAMPLING = 2.0  # admitted with any S, and leaves slack for long responses from S = 2 on
+OVER_SAMPLING = 2.0  # accepted with any S, and leaves slack for long responses from S = 2 on
 AHEAD: dict[str, Any] = SEPARATE | {"rollout.max_staleness": 1, "rollout.keep_partials": True, "rollout.lag": 0}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run on the GPUs: how many serve and train, and seconds of a rollout.
+    """One way to run on the GPUs: numbers of serving and training GPUs, and seconds of a rollout.
 
     Attributes:
-        name: What it is.
-        serving: GPUs that serve.
-        training: GPUs that train.
-        rollout_s: Seconds of a rollout; none where it is not possible.
-        why_not: Why it is not.
+        name: Name of the way.
+        serving: Number of serving GPUs.
+        training: Number of training GPUs.
+        rollout_s: Seconds of a rollout; None if this way is not possible.
+        why_not: Reason why it is not possible.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Way:
 
 @dataclass(frozen=True)
 class Split:
-    """What N GPUs are best divided into.
+    """Best divisions of N GPUs.
 
     Attributes:
-        num_gpus: N.
-        server_gpus: GPUs of one server.
-        rates: What the seconds rest on.
-        colocated: Servers and trainer on the same GPUs, in turns.
-        separate: Each on its own, in turns.
-        ahead: Each on its own, at once.
-        max_staleness: The smallest S that hides the longest response; none where `ahead` is not possible.
-        settings: What makes the configured run asynchronous with this S: keys that differ from its config.
+        num_gpus: Total number of GPUs, N.
+        server_gpus: Number of GPUs of one server.
+        rates: Rates that the seconds depend on.
+        colocated: Servers and trainer on the same GPUs, taking turns.
+        separate: Servers and trainer on separate GPUs, taking turns.
+        ahead: Servers and trainer on separate GPUs, running simultaneously.
+        max_staleness: Smallest S that hides the longest response; None if `ahead` is not possible.
+        settings: Changes of the config that make the run asynchronous with this S.
     """
 
     num_gpus: int
@@ -97,22 +97,22 @@ class Split:
 
     @property
     def is_estimated(self) -> bool:
-        """Whether seconds of training are the plan's own estimate."""
+        """Whether seconds of training are the plan's estimate."""
         return "training_rate" not in self.rates.by_name
 
 
 def divide(job: Job, num_gpus: int, measured: Path | None = None, assume: Sequence[str] = ()) -> Split:
-    """Divide `num_gpus` GPUs, by rates that a run's folder measured or that `assume` gives.
+    """Divide `num_gpus` GPUs, with the rates measured in a run's folder or given by `assume`.
 
     Args:
-        job: With the configured `[parallel]` sizes.
-        num_gpus: For servers and training together.
-        measured: A run's folder.
-        assume: NAME=VALUE each, see `rates.WORDS`.
+        job: Job with the configured `[parallel]` sizes.
+        num_gpus: Total number of GPUs for servers and training.
+        measured: Folder of a run.
+        assume: NAME=VALUE strings, see `rates.WORDS`.
 
     Raises:
-        ConfigError: No rate of sampling is known, or a number makes no sense.
-        DataError: `measured` is no run's folder.
+        ConfigError: The sampling rate is unknown, or a number is invalid.
+        DataError: `measured` is not a run's folder.
     """
     given = parse_assumptions(assume)
     return make_split(job, num_gpus, gather_rates(job, num_gpus, given, measured and read_run(measured)))
@@ -165,7 +165,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def divisions(num_gpus: int, server_gpus: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
-    """Yield (serving, training) GPUs: whole servers beside a trainer of whole nodes, or of part of one.
+    """Yield (serving, training) GPUs: whole servers, and a trainer of whole nodes or of part of one.
 
     A server lies within one node, or takes whole nodes. GPUs on which no server fits stay idle.
     """
@@ -185,13 +185,13 @@ def divisions(num_gpus: int, server_gpus: int, gpus_per_node: int) -> Iterator[t
 
 @dataclass(frozen=True)
 class _Seconds:
-    """Seconds of training of a rollout on so many GPUs: by the rate, else by the plan's own estimate."""
+    """Seconds of training on a rollout by number of GPUs, from the rate or the plan's estimate."""
 
     job: Job
     rates: Rates
 
     def on(self, num_gpus: int) -> float:
-        """Return the seconds; the estimate, of responses of full length, is taken in proportion to tokens."""
+        """Return the seconds; the estimate is for responses of full length, so it is scaled by tokens."""
         options = self.job.config.rollout
         mean = self.rates["response_tokens"]
         if "training_rate" in self.rates.by_name:
@@ -209,7 +209,7 @@ def _best(
     seconds: _Seconds,
     total: Callable[[int, float], float],
 ) -> Way:
-    """Return the fastest division that `train` admits and that fits; of equal ones, that with fewer servers."""
+    """Return the fastest division that `train` accepts and that fits, preferring fewer servers if equal."""
     found, refused = list[Way](), list[tuple[int, int, str]]()
     for serving, training in divided:
         own = job.on(training)

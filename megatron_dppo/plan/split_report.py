@@ -1,4 +1,4 @@
-"""Formats how GPUs are best divided between servers and training, as text and as JSON."""
+"""Formats the best division of GPUs between servers and training, as text and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,13 +12,13 @@ from megatron_dppo.plan.units import counted, in_seconds
 
 
 def as_text(split: Split) -> str:
-    """Format the three ways as a table, with the smallest S and every number that they rest on."""
+    """Format the three ways as a table, with the smallest S and every number that they depend on."""
     lines = [*_table(split), *_conclusion(split), *_numbers(split.rates)]
     return "\n".join(map(wrapped, lines)) + "\n"
 
 
 def as_json(split: Split) -> dict[str, Any]:
-    """Return the split as plain values; keys are stable."""
+    """Return the split as plain values with stable keys."""
     return {
         "num_gpus": split.num_gpus,
         "server_gpus": split.server_gpus,

@@ -1,9 +1,10 @@
 """Estimates activations and logits of one pipeline stage, over the micro-batches in flight.
 
-Logits are a GPU's, whose kernels work in place. From hidden states, logits exist some tokens at a time, and
-their gradients with them: that by the weight is added to Megatron's buffer at once, that by hidden states goes
-when backward has passed the loss. From logits, those of all tokens exist, and their gradient is written over
-them. Every token is taken to learn: the others have no logits in the first form.
+Logits are counted as on a GPU, where kernels work in place. If the loss is computed from hidden states, logits
+and their gradients exist only for some tokens at a time. The weight's gradient is added to Megatron's buffer at
+once, and the hidden states' gradient is freed when backward has passed the loss. If the loss is computed from
+logits, the logits of all tokens exist, and their gradient overwrites them. Every token is assumed to be in the
+loss: other tokens have no logits in the first form.
 """
 
 from dataclasses import dataclass
@@ -16,26 +17,26 @@ from megatron_dppo.plan.job import Job
 from megatron_dppo.plan.partition import StagePart
 
 FLOAT = 4
-STATISTICS = 4  # float32 of one token on each shard, before those of its top-K
-ROWS = 11  # float32 of one token that the loss keeps: log-prob, entropy, ratio and the like
-ROW_MULTIPLE = 128  # of tokens in a chunk, where it has as many
-CHUNK_INPUTS = 2  # hidden states of a chunk's tokens beside them: what the product takes, what it gives
+STATISTICS = 4  # float32 numbers per token on each shard, in addition to its top-K
+ROWS = 11  # float32 numbers per token that the loss keeps: log-prob, entropy, ratio and similar ones
+ROW_MULTIPLE = 128  # chunks of at least this size have a multiple of it as tokens
+CHUNK_INPUTS = 2  # copies of a chunk's hidden states besides its logits: input of the product, and gradient
 
 
 @dataclass(frozen=True)
 class StageActivations:
     """Bytes of activations on one rank of a stage, without the allocator's losses."""
 
-    held: int  # kept by layers from forward to backward, all micro-batches in flight
+    held: int  # kept by layers from forward to backward, for all micro-batches in flight
     head: int  # kept by the final norm, with its result, until backward reaches the layers
-    again: int  # of recomputed layers, while one of them is in backward
-    working: int  # held for a moment in forward or backward of one layer
-    passed: int  # what the stage received and sent, of the micro-batches in flight
-    logits: int  # logits and what the loss makes of them, at its highest point
+    again: int  # recomputed activations, while one recomputed layer is in backward
+    working: int  # temporary tensors in forward or backward of one layer
+    passed: int  # tensors that the stage received and sent, for the micro-batches in flight
+    logits: int  # logits and the loss's tensors, at the peak
 
 
 def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivations:
-    """Return the activation bytes of a rank that holds this part of the model."""
+    """Return the activation bytes of a rank with this part of the model."""
     work, options = job.workload, job.options
     num_tokens, num_microbatches = work.microbatch_tokens(layout.data), work.num_microbatches(layout.data)
     tokens = LayerTokens.of(num_tokens, layout)
@@ -59,12 +60,12 @@ def stage_activations(job: Job, layout: Layout, part: StagePart) -> StageActivat
 
 
 def chunks_in_flight(stage: int, layout: Layout, num_microbatches: int) -> int:
-    """Return the forward passes of which a stage holds activations: Megatron's warm-up, and the current one.
+    """Return the number of forward passes with kept activations: Megatron's warm-up, and the current one.
 
     Args:
-        stage: 0-based.
-        layout: The layout's pipeline and virtual_pipeline are read.
-        num_microbatches: Of one gradient step.
+        stage: 0-based pipeline stage.
+        layout: Layout with pipeline and virtual_pipeline.
+        num_microbatches: Number of micro-batches in one gradient step.
     """
     ahead = layout.pipeline - stage - 1
     virtual = layout.virtual_pipeline
@@ -85,10 +86,10 @@ def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, toke
     """Return the peak bytes of the loss of a micro-batch; they are freed before backward of the layers.
 
     Args:
-        shape: The model's.
-        layout: Its tensor size splits the vocabulary.
-        options: How the loss is computed.
-        tokens: What it is computed of.
+        shape: Shape of the model.
+        layout: Layout; its tensor size splits the vocabulary.
+        options: Options of the loss.
+        tokens: Tokens of the micro-batch.
     """
     columns, hidden = padded_vocab(shape, layout) // layout.tensor, shape.sizes.hidden_size
     states = tokens.num_tokens * hidden * tokens.dtype_bytes  # of all tokens: hidden states, or their gradient
@@ -110,7 +111,7 @@ def loss_bytes(shape: ModelShape, layout: Layout, options: AlgorithmConfig, toke
 
 
 def chunk_tokens(options: AlgorithmConfig, columns: int, dtype_bytes: int) -> int:
-    """Return the number of tokens whose logits are made at once."""
+    """Return the number of tokens in a chunk of logits."""
     rows = options.logits_chunk_bytes // (columns * logits_bytes(options, dtype_bytes))
     return max(rows - rows % ROW_MULTIPLE or rows, 1)
 
@@ -121,6 +122,6 @@ def logits_bytes(options: AlgorithmConfig, dtype_bytes: int) -> int:
 
 
 def _logit_bytes_with_gradient(options: AlgorithmConfig, dtype_bytes: int) -> int:
-    """Return the bytes of one logit: its gradient overwrites it, and is copied where the weight is narrower."""
+    """Return the bytes of one logit: its gradient overwrites it, and is copied if the weight is narrower."""
     wide = logits_bytes(options, dtype_bytes)
     return wide + dtype_bytes * (wide > dtype_bytes)

@@ -13,27 +13,27 @@ STORED_BYTES = MASTER_BYTES + 2 * MOMENT_BYTES  # of each element in a checkpoin
 
 @dataclass(frozen=True)
 class RankStates:
-    """Bytes of one rank that do not depend on tokens."""
+    """Bytes on one rank that do not depend on tokens."""
 
     parameters: int
     gradients: int
-    optimizer: int  # in its step, and in a checkpoint
-    optimizer_between: int  # of those, on the GPU outside of the step
-    optimizer_on_host: int  # of those, on the host outside of the step
+    optimizer: int  # during its step, and in a checkpoint
+    optimizer_between: int  # part of `optimizer` on the GPU outside of the step
+    optimizer_on_host: int  # part of `optimizer` on the host outside of the step
     checkpoint: int  # copied to the host by an asynchronous save
-    checkpoint_pieces: int  # of those, on the host in any save: parameters that lie in several ranks' shards
-    step_temporaries: int  # of the optimizer's step on the GPU
+    checkpoint_pieces: int  # part of `checkpoint` on the host in any save: parameters in several ranks' shards
+    step_temporaries: int  # temporary bytes of the optimizer's step on the GPU
     largest_parameter: int
     largest_gradient: int  # before it is added to its buffer
 
 
 def rank_states(job: Job, part: StagePart) -> RankStates:
-    """Return the state bytes of a rank that holds this part of the model."""
+    """Return the state bytes of a rank with this part of the model."""
     dtype_bytes, is_offloading = job.workload.dtype_bytes, job.config.optimizer.offload
     whole = optimizer_bytes(part.shard, dtype_bytes)
     is_distributed = job.config.optimizer.distributed
     stored = STORED_BYTES if is_distributed else optimizer_bytes(1, dtype_bytes)
-    # A rank writes its shard and, of each optimizer, at most one parameter more: mcore/optimizer_shards.py.
+    # A rank writes its shard and at most one more parameter per optimizer: mcore/optimizer_shards.py.
     pieces = (
         is_distributed
         * part.largest_trained

@@ -1,4 +1,4 @@
-"""Formats bytes, counts, times and layouts for people."""
+"""Formats bytes, counts, times and layouts for reports."""
 
 import math
 import re
@@ -11,14 +11,14 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 1 << 20, "GIB": 1 << 30
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """Parse the bytes of "80GB" (80e9), "79.6GiB" and the like.
+    """Parse bytes such as "80GB" (80e9) or "79.6GiB".
 
     Args:
-        text: A number above 0 and a unit: MB, GB, TB, MiB, GiB or TiB.
-        where: What the text was given for, for the message.
+        text: Number above 0 with a unit: MB, GB, TB, MiB, GiB or TiB.
+        where: Option or key of the text, for the message.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is not a number of bytes.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE)
     factor = _UNITS.get(match.group(2).upper()) if match else None
@@ -40,7 +40,7 @@ def in_billions(number: int) -> str:
 
 
 def in_gib(num_bytes: float, digits: int = 1) -> str:
-    """Format bytes as GiB, rounded to so many digits after the point."""
+    """Format bytes as GiB, rounded to `digits` digits after the point."""
     return f"{num_bytes / GIB:.{digits}f}"
 
 

@@ -1,1 +1,1 @@
-"""One training run: its start-up, state, checkpoints, log and stop signals."""
+"""Parts of one training run: start-up, state, checkpoints, log and stop signals."""

@@ -13,11 +13,11 @@ from megatron_dppo.run.state import TrainingState
 from megatron_dppo.runtime.process import Runtime
 from megatron_dppo.types import TrainBatch
 
-MAX_FOLDERS = 10  # a run that is sick every tenth step must not fill the disk
+MAX_FOLDERS = 10  # a run that fails periodically must not fill the disk
 
 
 class BadSteps:
-    """Handles gradient steps that were skipped for values that are not finite; every rank calls it together."""
+    """Handles gradient steps that were skipped because of non-finite values; every rank calls it together."""
 
     def __init__(
         self, config: Config, runtime: Runtime, state: TrainingState, checkpoints: CheckpointPolicy
@@ -27,10 +27,10 @@ class BadSteps:
         self._max_skipped_steps = config.optimizer.max_skipped_steps
 
     def keep(self, batch: TrainBatch, step: Step) -> None:
-        """Write the batch and the faults of a skipped step, before the state counts it; each rank its own.
+        """Write this rank's batch and the faults of a skipped step, before the state counts it.
 
         Raises:
-            TrainingError: It was optimizer.max_skipped_steps in a row; raised on every rank.
+            TrainingError: optimizer.max_skipped_steps in a row were skipped; raised on every rank.
         """
         by_rank = dict(enumerate(self._runtime.all_gather(step.faults)))
         faults = [f"rank {rank}: {fault}" for rank, own in by_rank.items() for fault in own]
@@ -55,11 +55,11 @@ def write_bad_step(folder: Path, step: int, batch: TrainBatch, faults: Sequence[
     Only the first `MAX_FOLDERS` steps of a run are kept. `read_batches` reads the micro-batches back.
 
     Args:
-        folder: The run's `evidence/`.
+        folder: Folder `evidence/` of the run.
         step: Number of the gradient step.
-        batch: What this rank trained on.
-        faults: What was not finite, over all ranks.
-        runtime: This process.
+        batch: Batch of this rank.
+        faults: Descriptions of the non-finite values, over all ranks.
+        runtime: Runtime of this process.
     """
     target = folder / f"step_{step:08d}"
 

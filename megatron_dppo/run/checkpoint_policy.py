@@ -1,4 +1,4 @@
-"""Decides when a run saves a checkpoint and what it holds, and restores the run from one."""
+"""Decides when a run saves a checkpoint and what it contains, and restores the run from one."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointPolicy:
-    """Saves the training state as `[checkpoint]` says. Every rank calls each method, together."""
+    """Saves the training state as configured in `[checkpoint]`. All ranks call each method together."""
 
     def __init__(
         self, config: Config, session: Session, actor: Actor, state: TrainingState, turns: Turns
@@ -35,10 +35,10 @@ class CheckpointPolicy:
         self._checkpoints = Checkpoints(folder, config.checkpoint, config.model.load, session.runtime)
 
     def resume(self, data_cursor: DataCursor, prompts_digest: str) -> None:
-        """Restore the latest whole checkpoint, or start at this cursor where there is none.
+        """Restore the latest complete checkpoint, or start at this cursor if there is none.
 
         Raises:
-            CheckpointError: There are checkpoints and none can serve, or the prompts are not those of the run.
+            CheckpointError: No checkpoint can be loaded, or the prompts differ from the run's prompts.
         """
         self._prompts_digest = prompts_digest
         point = self._checkpoints.resume(self._actor)
@@ -61,7 +61,7 @@ class CheckpointPolicy:
             )
 
     def save_if_due(self) -> None:
-        """Save where the config says so; publish an earlier save that all ranks have written.
+        """Save if a checkpoint is due, and publish an earlier save that all ranks have written.
 
         Raises:
             CheckpointError: Saving failed too often.
@@ -74,7 +74,7 @@ class CheckpointPolicy:
             self._count(time.perf_counter() - started)
 
     def save(self, score: float | None) -> None:
-        """Save now, unless that is done; `score` is checkpoint.best_metric of the weights, where it is known.
+        """Save now, unless this state is saved; `score` is the weights' checkpoint.best_metric, if it is known.
 
         Raises:
             CheckpointError: Saving failed too often.
@@ -106,7 +106,7 @@ class CheckpointPolicy:
             log.info("asked to stop: saved after %d rollouts, %d gradient steps", *done)
 
     def complete_before_error(self) -> None:
-        """Complete a save that is underway, before an error that all ranks raise; ignores its failure."""
+        """Complete a save in progress before an error that all ranks raise; ignore a failure of the save."""
         with contextlib.suppress(CheckpointError):
             self._checkpoints.complete()
 
@@ -119,12 +119,12 @@ class CheckpointPolicy:
         self._checkpoints.wait()
 
     def load_earlier(self, max_rollouts: int) -> RunPoint | None:
-        """Load the newest checkpoint of at most `max_rollouts` rollouts; none where none is kept.
+        """Load the newest checkpoint of at most `max_rollouts` rollouts; return None if there is none.
 
         Weights and optimizer are restored. The training state and the run folder are left to the caller.
 
         Raises:
-            CheckpointError: It cannot be loaded.
+            CheckpointError: The checkpoint cannot be loaded.
         """
         self._turns.to_trainer()
         return self._checkpoints.go_back(self._actor, max_rollouts)
@@ -137,7 +137,7 @@ class CheckpointPolicy:
         return is_due
 
     def _score(self) -> float | None:
-        """Return checkpoint.best_metric of the current weights; none in the middle of a rollout."""
+        """Return checkpoint.best_metric of the current weights; None in the middle of a rollout."""
         if self._state.open_rollout is not None:
             return None
         options = self._config.checkpoint

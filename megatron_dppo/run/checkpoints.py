@@ -1,6 +1,6 @@
-"""Saves and loads a run's checkpoints; saving runs beside training, and a resume is bitwise exact.
+"""Saves a run's checkpoints during training, and resumes from them bitwise exactly.
 
-`checkpoint_folder.py` says what stands where on disk.
+`checkpoint_folder.py` documents the layout on disk.
 """
 
 import json
@@ -50,16 +50,16 @@ _MEGATRON_FORMAT = {
 
 
 class Checkpoints:
-    """Saves and restores a run's checkpoints. Every rank calls each method, together."""
+    """Saves and restores a run's checkpoints. All ranks call each method together."""
 
     def __init__(self, folder: Path, options: CheckpointConfig, model_folder: Path, runtime: Runtime) -> None:
         """Recover a checkpoint that a killed run was replacing, and delete the other leftovers.
 
         Args:
-            folder: The run's `checkpoints/`; no other process may be using it.
-            options: `[checkpoint]`.
-            model_folder: The `model.load` folder, whose config and tokenizer are copied.
-            runtime: This process.
+            folder: Folder `checkpoints/` of the run; no other process may be using it.
+            options: Section `[checkpoint]` of the config.
+            model_folder: Folder of `model.load`; its config and tokenizer are copied.
+            runtime: Runtime of this process.
         """
         self._folder, self._options, self._runtime = folder, options, runtime
         self._model_folder = model_folder
@@ -74,12 +74,12 @@ class Checkpoints:
         checkpoint_folder.delete(checkpoint_folder.leftovers(self._folder))
 
     def save(self, actor: Actor, point: RunPoint) -> float:
-        """Begin to write a checkpoint; with `asynchronous` off, and after `wait`, it is on disk.
+        """Start writing a checkpoint; it is on disk on return if `asynchronous` is off, or else after `wait`.
 
-        A save that fails is logged and counted, and costs no earlier checkpoint.
+        A failed save is logged and counted, and no earlier checkpoint is deleted.
 
         Returns:
-            Seconds that training stood still.
+            Seconds that training waited.
 
         Raises:
             CheckpointError: `max_failed_saves` in a row could not be written.
@@ -99,14 +99,14 @@ class Checkpoints:
             )
             self._underway = save
             save.thread.start()
-            if not self._options.asynchronous:  # what is written is on the device in this block alone
+            if not self._options.asynchronous:  # the written tensors are on the device only in this block
                 save.thread.join()
         if not self._options.asynchronous:
             self.complete()
         return time.perf_counter() - started
 
     def _has_room(self, own_bytes: int, unfinished: Path) -> bool:
-        """Whether the disk has room for all ranks' bytes; a save that lacks it counts as failed."""
+        """Whether the disk has room for all ranks' bytes; a save without room counts as failed."""
         total, reserve = sum(self._runtime.all_gather(own_bytes)), int(self._options.reserve_gib * (1 << 30))
         try:
             self._runtime.on_main(lambda: checkpoint_folder.require_free(self._folder, total, reserve))
@@ -125,16 +125,16 @@ class Checkpoints:
         return self._underway is not None
 
     def poll(self) -> None:
-        """Make a save that all ranks have written a checkpoint; cheap where none is underway.
+        """Publish a save that all ranks have written; cheap if no save is in progress.
 
         Raises:
-            CheckpointError: As `save`.
+            CheckpointError: Too many saves in a row have failed.
         """
         if self._underway and not any(self._runtime.all_gather(self._underway.thread.is_alive())):
             self.complete()
 
     def wait(self) -> None:
-        """Wait until the latest save is a checkpoint.
+        """Wait until the latest save is published.
 
         Raises:
             CheckpointError: It could not be written.
@@ -142,17 +142,17 @@ class Checkpoints:
         self.complete()
         if self._failed_in_a_row:
             raise CheckpointError(
-                f"{self._folder}: the last save failed, as logged above. What was trained since the checkpoint "
-                "before it is lost to a resume; fix the cause and start the same command again."
+                f"{self._folder}: the last save failed, as logged above. A resume loses the training since the "
+                "checkpoint before it. Fix the cause and start the same command again."
             )
 
     def resume(self, actor: Actor) -> RunPoint | None:
-        """Restore the latest checkpoint that is whole; none where there never was one.
+        """Restore the latest complete checkpoint; return None if there never was one.
 
-        A torn checkpoint is renamed, reported, and the one before it is taken.
+        A torn checkpoint is renamed and reported, and the one before it is used.
 
         Raises:
-            CheckpointError: All are torn, or the checkpoint is of another model or cannot be resharded.
+            CheckpointError: All are torn, or the checkpoint belongs to another model or cannot be resharded.
         """
         found = self._newest_whole()
         if found is None:
@@ -161,16 +161,16 @@ class Checkpoints:
         self._saved = point.state
         for newer in self._runtime.on_main(lambda: checkpoint_folder.set_aside_newer(found)):
             if self._runtime.is_main:
-                logger.warning("%s is newer than the checkpoint that the run goes on from", newer)
+                logger.warning("%s is newer than the checkpoint that the run resumes from", newer)
         if self._runtime.is_main:
             logger.info("resuming from %s: %d gradient steps are done", found, point.state.step)
         return point
 
     def go_back(self, actor: Actor, num_rollouts: int) -> RunPoint | None:
-        """Restore the newest checkpoint of at most `num_rollouts` rollouts; none where none is kept.
+        """Restore the newest checkpoint of at most `num_rollouts` rollouts; return None if there is none.
 
         Raises:
-            CheckpointError: As `resume`.
+            CheckpointError: All are torn, or the checkpoint belongs to another model or cannot be resharded.
         """
         self.complete()
         find = checkpoint_folder.newest_between_rollouts
@@ -205,10 +205,10 @@ class Checkpoints:
         return unfinished
 
     def complete(self) -> None:
-        """Wait for the writers of a save that is underway, agree, and publish it.
+        """Wait for all ranks' writers of a save in progress, and publish it if all succeeded.
 
         Raises:
-            CheckpointError: As `save`.
+            CheckpointError: Too many saves in a row have failed.
         """
         save, self._underway = self._underway, None
         if save is None:
@@ -276,7 +276,7 @@ class Checkpoints:
 
 @dataclass
 class _Save:
-    """One checkpoint being written by a thread of each rank."""
+    """A checkpoint that a thread of each rank is writing."""
 
     unfinished: Path
     point: RunPoint
@@ -310,12 +310,12 @@ class _Save:
 def load(checkpoint: Path, actor: Actor, runtime: Runtime) -> RunPoint:
     """Restore weights, optimizer, schedule and random states; every rank calls this together.
 
-    On another layout than it was saved on, weights and optimizer are resharded, and random states start anew:
-    nothing that a run computes depends on them while dropout is 0.
+    If the layout has changed since the save, weights and optimizer are resharded, and random states are
+    initialised again. They do not affect a run's results while dropout is 0.
 
     Raises:
-        CheckpointError: It is of another model, or of another layout and cannot be resharded.
-        DataError: The steps not yet taken cannot be read.
+        CheckpointError: The checkpoint belongs to another model, or has another layout and cannot be resharded.
+        DataError: The remaining gradient steps cannot be read.
     """
     content = _read_state(checkpoint)
     is_moved = is_resharded(content, actor.layout)

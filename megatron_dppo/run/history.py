@@ -1,4 +1,4 @@
-"""Remembers the rows of a run, and finds alarms, warnings and advice in them, the same after a resume."""
+"""Keeps the rows of a run, and finds alarms, warnings and advice in them, the same after a resume."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from megatron_dppo.run_folder.reader import Run
 
 Row = Mapping[str, float]
 
-# Measured while the weights are still those that sampled, so they describe the rollout, not a gradient step.
+# Measured before the sampling weights change, so they describe the rollout and not a gradient step.
 _OF_THE_ROLLOUT = ("mismatch/", "mismatch_age_", "routing/", "trust_region/noise_")
 _PAIRED_S = "time/paired_forward_s"
 
@@ -22,7 +22,7 @@ class PastRows:
 
     Attributes:
         rollouts: Finished rollouts, in order.
-        steps: Gradient steps of each of them; only the last one's are complete.
+        steps: Gradient steps of each finished rollout; only the last rollout's are complete.
         open_steps: Gradient steps taken on the open rollout.
         evaluated: Metrics of the evaluation after the last finished rollout; empty if there was none.
     """
@@ -34,7 +34,7 @@ class PastRows:
 
     @classmethod
     def read(cls, run: Run) -> "PastRows":
-        """Take from a run's rows only what `RunHistory` needs, as every rank gets it."""
+        """Extract the rows that `RunHistory` needs from a run; the result goes to every rank."""
         last = run.rollouts[-1].rollout if run.rollouts else -1
         steps: dict[int, list[Row]] = {}
         for row in run.steps:
@@ -52,12 +52,12 @@ class PastRows:
 class RunHistory:
     """Finds alarms, warnings and advice in the rows of a run; the same on every rank.
 
-    After `resume`, it finds what it finds in a run that was not interrupted. What was already raised or logged
-    does not come again.
+    After `resume`, it finds the same as in an uninterrupted run. Alarms and advice that were already raised or
+    logged are not repeated.
     """
 
     def __init__(self, config: Config) -> None:
-        """Begin without rows."""
+        """Start without rows."""
         self._config = config
         self._is_watched = config.tracking.alarms != "off"
         self._latest: dict[str, float] = {}
@@ -68,9 +68,9 @@ class RunHistory:
         """Continue after these rows.
 
         Args:
-            past: What the run has written.
-            opened: What was measured so far of the open rollout; empty if none is open.
-            raised_alarms: Whether the alarms of these rows were raised; tracking.alarms may have been off.
+            past: Rows that the run has written.
+            opened: Metrics of the open rollout so far; empty if none is open.
+            raised_alarms: Whether the alarms of these rows were raised; False if tracking.alarms was off.
         """
         last_steps = past.steps[-1] if past.steps else ()
         self._alarms = AlarmWatch(past.rollouts, last_steps, is_raised=raised_alarms)
@@ -87,7 +87,7 @@ class RunHistory:
             self.add_step({**(opened if number == 0 else {}), **values})
 
     def latest(self, metric: str) -> float | None:
-        """Return a metric of the last finished rollout, or of an evaluation since; None unless it is finite."""
+        """Return a metric of the last finished rollout or of a later evaluation; None unless it is finite."""
         value = self._latest.get(metric)
         return value if value is not None and math.isfinite(value) else None
 
@@ -118,7 +118,7 @@ class RunHistory:
         return None if self._advice is None else self._advice.check(row)
 
     def paired_cost(self, row: Row) -> float | None:
-        """Return the seconds of the run's first paired forward, once; None for every other row."""
+        """Return the seconds of the run's first paired forward once, and None for every other row."""
         if self._is_cost_known or _PAIRED_S not in row:
             return None
         self._is_cost_known = True

@@ -46,8 +46,8 @@ T = TypeVar("T")
 class Alarm:
     """An alarm for which a run is rolled back."""
 
-    text: str  # what was found
-    good_until: int  # rollouts that were finished before the trouble began
+    text: str  # description
+    good_until: int  # number of rollouts finished before the trouble began
     evidence: Path
 
 
@@ -59,7 +59,7 @@ _BETWEEN = "time/save_between_s"
 class RunLogger:
     """Writes the run folder; lives as long as the run.
 
-    Every method is called by all ranks together. A failure to write on rank 0 is raised on each.
+    All ranks call each method together. A failure to write on rank 0 is raised on every rank.
     """
 
     def __init__(self, config: Config, runtime: Runtime, folder: RunFolder | None) -> None:
@@ -76,7 +76,7 @@ class RunLogger:
         """Lock the run folder, create or resume it, and close it at the end.
 
         Raises:
-            ConfigError: Another process is using the folder, or it cannot serve.
+            ConfigError: Another process is using the folder, or the folder is unusable.
         """
         folders: list[RunFolder] = []
         with contextlib.ExitStack() as stack:
@@ -102,8 +102,8 @@ class RunLogger:
         Lists of masked tokens that belong to other rows are removed.
 
         Args:
-            metrics_offset: Bytes that stay.
-            opened: The rollout that the checkpoint kept open, with the part of its row and its list.
+            metrics_offset: Number of bytes to keep.
+            opened: Open rollout in the checkpoint, with its row and list so far.
         """
 
         def restart(folder: RunFolder) -> tuple[PastRows, bool]:
@@ -120,11 +120,12 @@ class RunLogger:
         self._history.resume(past, of_the_rollout(self._rollout_metrics), raised_alarms=raised_alarms)
 
     def write_changes(self, rollout: int, trained_with: str) -> None:
-        """Append a row for each setting that makes another experiment of what was trained so far.
+        """Append a row for each changed setting that makes the rest of the run another experiment.
 
         Args:
-            rollout: Rollouts finished.
-            trained_with: The config of the checkpoint, as TOML; "" where it holds none: the folder's then.
+            rollout: Number of finished rollouts.
+            trained_with: Config of the checkpoint, as TOML. "" means that the checkpoint has none, and the
+                folder's config is used.
         """
 
         def write(folder: RunFolder) -> None:
@@ -140,7 +141,7 @@ class RunLogger:
         return dict(self._rollout_metrics)
 
     def with_row(self, opened: OpenRollout) -> OpenRollout:
-        """Return the open rollout with what it adds to its row and to its list so far, for a checkpoint."""
+        """Return the open rollout with its row and list so far, for a checkpoint."""
         return replace(opened, metrics=self.rollout_metrics, listed=self._lists.kept)
 
     @property
@@ -149,7 +150,7 @@ class RunLogger:
         return self._config.run.folder / "evaluations"
 
     def latest(self, metric: str) -> float | None:
-        """Return a metric of the last finished rollout, or of an evaluation since; None unless it is finite."""
+        """Return a metric of the last finished rollout or of a later evaluation; None unless it is finite."""
         return self._history.latest(metric)
 
     def offset(self) -> int:
@@ -171,14 +172,14 @@ class RunLogger:
     def write_token_lists(self, rollout: int, step: int, lists: TokenLists) -> None:
         """Add a gradient step's masked tokens to its rollout's list, from each rank's lists.
 
-        The tokens that lay farthest out are written at once, each in its response.
+        The tokens farthest outside the trust region are written at once, each in its response.
         """
         merged = TokenLists().merge(self._runtime.all_gather(lists.state()))
         self._lists.add_step(merged)
         self._on_main(lambda _: self._lists.write_farthest(rollout, step, merged))
 
     def add_values(self, values: Mapping[str, float]) -> None:
-        """Add values that every rank knows alike to the row of the current rollout."""
+        """Add values that are equal on all ranks to the row of the current rollout."""
         self._rollout_metrics |= values
 
     def add_to_rollout(self, metrics: Metrics) -> None:
@@ -217,7 +218,7 @@ class RunLogger:
         return values
 
     def describe_batches(self, report: BatchReport) -> dict[str, float]:
-        """Return how samples were spread over groups and micro-batches, from each rank's report."""
+        """Return the distribution of samples over groups and micro-batches, from each rank's report."""
         metrics = Metrics()
         metrics.add_max("batch/imbalance", report.imbalance)
         metrics.add_mean("batch/moved_fraction", report.num_moved, report.num_samples)
@@ -226,7 +227,7 @@ class RunLogger:
         return self._merged(metrics)
 
     def begin_row(self, sampled: SampledRollout, weight_version: int) -> None:
-        """Add what was measured of a rollout when it was sampled to the row, and how stale it is now."""
+        """Add the metrics measured when a rollout was sampled, and its current staleness, to the row."""
         metrics = Metrics()
         add_staleness(metrics, sampled.steps, weight_version)
         self._rollout_metrics |= sampled.metrics
@@ -245,9 +246,9 @@ class RunLogger:
             write_group(self._config.run.folder / "batches", rollout, data_parallel_place(), steps)
 
     def add_save_pause(self, seconds: float, *, is_between_rollouts: bool) -> None:
-        """Add seconds in which training waited for a checkpoint to the row that is written next.
+        """Add the seconds that training waited for a checkpoint to the next row.
 
-        A pause between two rollouts is not in the row's time/total_s. Its throughput counts it.
+        A pause between two rollouts is not included in the row's time/total_s, but in its throughput.
         """
         self._save_s += seconds
         self._save_between_s += seconds * is_between_rollouts
@@ -256,7 +257,7 @@ class RunLogger:
         """Write the row of a rollout, after its gradient steps; `seconds` of its phases hold a "total".
 
         Returns:
-            The alarm that the row raises, where tracking.alarms is "roll_back".
+            Alarm that the row raises, if tracking.alarms is "roll_back".
 
         Raises:
             TrainingError: The row raises an alarm, and tracking.alarms is "stop".
@@ -282,7 +283,7 @@ class RunLogger:
         return self._raise_alarms(rollout, row)
 
     def _log_cost_of_paired_forward(self, row: Mapping[str, float]) -> None:
-        """Log, once in a run, the time that forwarding tokens only to measure them takes."""
+        """Log, once per run, the time of forwarding tokens only for measurements."""
         seconds = self._history.paired_cost(row)
         if seconds is not None and self._runtime.is_main:
             share, of_rollout = self._config.tracking.mismatch_share, seconds / row["time/total_s"]
@@ -295,7 +296,7 @@ class RunLogger:
             )
 
     def _log_advice(self, rollout: int, row: Mapping[str, float]) -> None:
-        """Log what would let sampling and training keep pace; every rank finds the same."""
+        """Log advice for balancing the speed of sampling and training; every rank finds the same."""
         text = self._history.advice(row)
         if text is not None and self._runtime.is_main:
             log.info("rollout %d: %s", rollout + 1, text)
@@ -312,14 +313,14 @@ class RunLogger:
         if mode == "stop":
             raise TrainingError(
                 f"rollout {number}: {texts}. {file} holds the last rows. Resume an earlier checkpoint with "
-                "other settings, or set tracking.alarms = 'log' to go on."
+                "other settings, or set tracking.alarms = 'log' to continue."
             )
         if self._runtime.is_main:
             log.warning("rollout %d: %s; see %s", number, texts, file)
         return Alarm(texts, self._history.good_until(found), file) if mode == "roll_back" else None
 
     def go_back_to(self, metrics_offset: int, rollout: int) -> None:
-        """Cut metrics.jsonl as `start_at` does; the cut rows stay in `evidence/rolled_back_<rollout>.jsonl`."""
+        """Truncate metrics.jsonl like `start_at`; keep the rows in `evidence/rolled_back_<rollout>.jsonl`."""
         kept = self._config.run.folder / "evidence" / f"rolled_back_rollout_{rollout:06d}.jsonl"
         self._on_main(lambda folder: folder.copy_rows(metrics_offset, kept))
         self.start_at(metrics_offset)

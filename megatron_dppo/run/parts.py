@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class RunParts:
-    """The parts of a run between its phases. Every rank calls each method, together."""
+    """The parts of a run between its phases. All ranks call each method together."""
 
     def __init__(self, config: Config, session: Session, actor: Actor) -> None:
         """Create the parts; `checkpoints.resume` comes next."""
@@ -34,28 +34,28 @@ class RunParts:
         self.rollback = Rollback(config, session, self.state, self.checkpoints)
 
     def save_if_due(self) -> None:
-        """Save where a checkpoint is due; save and end the run where any rank was asked to stop.
+        """Save if a checkpoint is due; save and end the run if any rank has received a stop signal.
 
         Raises:
-            Preempted: The run was asked to stop, and has saved.
+            Preempted: A rank received a stop signal, and the run has saved.
             CheckpointError: Saving failed too often.
         """
         self.preemption.exit_if_requested()
         self.checkpoints.save_if_due()
 
     def sampled(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which samples: in the engine's turn, with the current weights.
+        """Run `work`, which samples, in the engine's turn with the current weights, and return its result.
 
         Raises:
-            Preempted: The run was asked to stop, and has saved.
+            Preempted: A rank received a stop signal, and the run has saved.
             WeightSyncError: The engine did not get the weights.
         """
         self.turns.require_engine(self.state.weight_version)
         return self.preemption.run_interruptible(work)
 
     def begin_rollout(self) -> None:
-        """Open the oldest queued rollout; what policy and reference say of its steps is computed now."""
-        self.turns.to_trainer()  # where nothing was sampled before it
+        """Open the oldest queued rollout, and compute log-probs of policy and reference for its steps."""
+        self.turns.to_trainer()  # needed if nothing was sampled before
         sampled, state = self.state.queue[0], self.state
         steps = list(sampled.steps)
         self.logger.begin_row(sampled, state.weight_version)
@@ -72,7 +72,7 @@ class RunParts:
         state.begin_rollout(steps)
 
     def finish_step(self, opened: OpenRollout, step: Step) -> None:
-        """Log and count a gradient step on the first batch of the open rollout; keep the batch of a bad one.
+        """Log and count a gradient step on the first batch of the open rollout; keep the batch of a bad step.
 
         Raises:
             TrainingError: Too many steps in a row were skipped.
@@ -86,10 +86,10 @@ class RunParts:
         self.state.finish_step(step.is_skipped)
 
     def finish_rollout(self, weight_version: int, sync_metrics: Mapping[str, float]) -> Alarm | None:
-        """Log the rollout's row and count it; the engine holds weights of this version.
+        """Log the rollout's row and count it; the engine has weights of this version.
 
         Returns:
-            An alarm for which the run is to be rolled back.
+            Alarm that requires a rollback, if any.
 
         Raises:
             TrainingError: The row raises an alarm, and tracking.alarms is "stop".

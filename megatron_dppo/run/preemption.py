@@ -1,8 +1,8 @@
 """Handles SIGTERM and SIGUSR1: saves a checkpoint and exits with status 75.
 
-The first signal only raises a flag, which the loop reads between gradient steps; sampling, which can take
-minutes and leaves no trace before it is complete, is interrupted at once. A second signal ends the process on
-the spot: whatever a run writes appears whole or not at all, so nothing is torn.
+The first signal only sets a flag, which the loop reads between gradient steps. Sampling is interrupted at once,
+because it can take minutes and writes nothing before it is complete. A second signal ends the process
+immediately. A run writes all files atomically, so nothing is torn.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ _logger = logging.getLogger(__name__)
 
 EXIT_CODE = 75  # EX_TEMPFAIL: start the same command again
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_SAME_REQUEST_S = 1.0  # a launcher forwards what its process group has received already
+_SAME_REQUEST_S = 1.0  # a launcher forwards signals that its process group has already received
 
 
 class Preempted(SystemExit):
-    """Exit of a run that was asked to stop, and has saved."""
+    """Exit of a run that has received a stop signal, and has saved."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
 
 
 class StopRequests:
-    """Records whether this process was asked to stop. Ranks are asked at different times: they must agree."""
+    """Records whether this process has received a stop signal. Ranks receive it at different times."""
 
     def __init__(self) -> None:
         """Start without signal handlers; `handled` installs them."""
@@ -44,7 +44,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator["StopRequests"]:
-        """Handle the signals while the body runs; in the main thread only."""
+        """Handle the signals while the body runs; only in the main thread."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             yield self
@@ -53,10 +53,10 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def run_unless_asked(self, work: Callable[[], T]) -> T | None:
-        """Return what `work` returns; none where this process was asked to stop before it was done.
+        """Return the result of `work`; None if this process received a stop signal before `work` was done.
 
-        The work must communicate with no other rank, and leave nothing half done that anything reads later. It
-        may run an event loop, whose tasks are cancelled.
+        `work` must not communicate with other ranks, and must not leave partial results that are read later. It
+        may run an event loop. A stop signal cancels the loop's tasks.
         """
         try:
             self._is_interruptible = True
@@ -69,7 +69,7 @@ class StopRequests:
             if not self._is_interrupted:
                 raise
             if not isinstance(error, _Interruption):  # an event loop groups it, or fails to clean up after it
-                _logger.info("the request to stop ended sampling; on its way out it became %r", error)
+                _logger.info("the stop signal ended sampling, with %r", error)
             return None
         finally:
             self._is_interruptible = self._is_interrupted = False
@@ -91,14 +91,14 @@ class StopRequests:
 
 
 class Preemption:
-    """Saves and ends the run where any rank was asked to stop. Every rank calls each method, together."""
+    """Saves and ends the run if any rank has received a stop signal. All ranks call each method together."""
 
     def __init__(self, requests: StopRequests, runtime: Runtime, save: Callable[[], None]) -> None:
-        """Keep `save`, which writes a checkpoint and returns once it is on disk."""
+        """Store `save`, which writes a checkpoint and returns once it is on disk."""
         self._requests, self._runtime, self._save = requests, runtime, save
 
     def exit_if_requested(self) -> None:
-        """End the run where any rank was asked to stop.
+        """End the run if any rank has received a stop signal.
 
         Raises:
             Preempted: The run has saved.
@@ -107,10 +107,10 @@ class Preemption:
             self._save_and_exit()
 
     def run_interruptible(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; leave it at once, and end the run, where any rank is asked to stop.
+        """Return the result of `work`; interrupt it and end the run if any rank receives a stop signal.
 
         Args:
-            work: Samples: it communicates with no other rank, and is done again after a resume.
+            work: Function that samples, without communicating with other ranks. A resume repeats it.
 
         Raises:
             Preempted: The run has saved.
@@ -122,11 +122,11 @@ class Preemption:
         return result
 
     def run_together(self, work: Callable[[Callable[[], bool]], T | None]) -> T:
-        """Return what `work` returns; end the run where it returns none, which it does on all ranks.
+        """Return the result of `work`; end the run if the result is None, which must be so on all ranks.
 
         Args:
-            work: Waits together with the other ranks, and stops waiting where any of them was asked to stop,
-                which its argument says of this one.
+            work: Function that waits together with the other ranks, until any of them has received a stop
+                signal. Its argument is a function that returns whether this rank has received one.
 
         Raises:
             Preempted: The run has saved.
@@ -143,11 +143,11 @@ class Preemption:
 
 
 class _Interruption(BaseException):
-    """Unwinds interruptible work; no `except Exception` on the way may keep it."""
+    """Unwinds interruptible work; a BaseException, so that no `except Exception` catches it."""
 
 
 def _cancel_tasks() -> None:
-    """Let the event loop that runs here, if one does, cancel its tasks: a callback's exceptions end nothing."""
-    with contextlib.suppress(RuntimeError):  # there is none
+    """Cancel the tasks of the running event loop, if any, because a callback's exception would not end it."""
+    with contextlib.suppress(RuntimeError):  # no loop is running
         loop = asyncio.get_running_loop()
         loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])

@@ -1,4 +1,4 @@
-"""Copies and restores a rank's random-number states, torch's and Megatron's."""
+"""Copies and restores a rank's random-number states of torch and Megatron."""
 
 from typing import Any
 
@@ -19,5 +19,5 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def _tracker() -> Any:
-    """Return Megatron's random-number tracker, which `initialize_groups` has made."""
+    """Return Megatron's random-number tracker, created by `initialize_groups`."""
     return get_cuda_rng_tracker()

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Rollback:
-    """Returns to an earlier checkpoint, at most tracking.max_roll_backs times. Every rank calls it together."""
+    """Returns to an earlier checkpoint, at most tracking.max_roll_backs times. All ranks call it together."""
 
     def __init__(
         self, config: Config, session: Session, state: TrainingState, checkpoints: CheckpointPolicy
@@ -24,12 +24,12 @@ class Rollback:
         self._limit = config.tracking.max_roll_backs
 
     def go_back(self, alarm: Alarm) -> None:
-        """Restore weights and counters from before the alarm, keep the data cursor, and save that.
+        """Restore weights and counters from before the alarm, keep the data cursor, and save.
 
-        The engine still holds the weights that were left: the caller pushes the restored ones.
+        The engine still has the abandoned weights, so the caller must push the restored ones.
 
         Raises:
-            TrainingError: There is no checkpoint to go back to, or the run went back too often.
+            TrainingError: There is no checkpoint to return to, or the run was rolled back too often.
         """
         left = self._state.run_state
         here = f"rollout {left.rollout}: {alarm.text} (rows: {alarm.evidence})"
@@ -53,6 +53,6 @@ class Rollback:
             roll_backs=left.roll_backs + 1,
         )
         self._state.restore(restored, None)
-        self._checkpoints.save(point.score)  # or a resume would meet the same prompts
+        self._checkpoints.save(point.score)  # otherwise a resume would repeat the same prompts
         if self._runtime.is_main:
-            log.warning("went back to %d rollouts; the prompts go on where they are", self._state.rollout)
+            log.warning("went back to %d rollouts; the prompts continue from here", self._state.rollout)

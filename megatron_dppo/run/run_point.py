@@ -17,24 +17,24 @@ class RunPoint:
     state: RunState
     metrics_offset: int  # bytes of metrics.jsonl that belong to the steps taken
     prompts_digest: str  # of the prompts that the state's cursor points into
-    opened: OpenRollout | None = None  # the rollout in whose middle it stands
+    opened: OpenRollout | None = None  # rollout that is partly trained on, if any
     score: float | None = None  # checkpoint.best_metric of these weights
-    config: str = ""  # that trained them, resolved, as TOML; "" where an older version saved
+    config: str = ""  # resolved config of the training, as TOML; "" if an older version saved it
     queue: tuple[SampledRollout, ...] = ()  # rollouts that wait to be trained on, in order
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether a rollout is open or waits, so that each rank keeps its gradient steps beside state.json."""
+        """Whether a rollout is open or waits, so that each rank saves gradient steps next to state.json."""
         return self.opened is not None or bool(self.queue)
 
     @property
     def steps(self) -> tuple[TrainBatch, ...]:
-        """This rank's gradient steps that are not yet taken: the open rollout's, then those that wait."""
+        """This rank's remaining gradient steps: the open rollout's first, then the waiting rollouts'."""
         opened = () if self.opened is None else self.opened.steps
         return (*opened, *(step for sampled in self.queue for step in sampled.steps))
 
     def to_json(self, layout: Layout) -> str:
-        """Return everything but the steps, which are each rank's own, as the text of state.json."""
+        """Return the text of state.json: all fields except the steps, which differ between ranks."""
         opened = self.opened
         kept = None
         if opened is not None:
@@ -55,11 +55,11 @@ class RunPoint:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], read_steps: Callable[[], Sequence[TrainBatch]]) -> "RunPoint":
-        """Return the point of which a state.json has this content.
+        """Return the point that a state.json describes.
 
         Args:
-            content: Of the file; one of an older version has no queue.
-            read_steps: Reads this rank's `steps`; called where some are kept.
+            content: Content of the file; files of older versions have no queue.
+            read_steps: Function that reads this rank's `steps`; called if there are saved steps.
         """
         kept, waiting = content["open_rollout"], content.get("queue", ())
         steps = read_steps() if kept is not None or waiting else ()
@@ -74,4 +74,4 @@ class RunPoint:
         return cls(RunState(**content["state"]), opened=opened, queue=tuple(queue), **plain)
 
 
-_PLAIN = ("metrics_offset", "prompts_digest", "score", "config")  # as state.json has them
+_PLAIN = ("metrics_offset", "prompts_digest", "score", "config")  # same form in state.json

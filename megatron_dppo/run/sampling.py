@@ -8,7 +8,7 @@ from megatron_dppo.types import SampleGroup
 
 
 class SamplingParts(RunParts):
-    """The parts of a run between its phases, and those that sample. Every rank calls each method, together."""
+    """The parts of a run between its phases, and the parts that sample. All ranks call each method together."""
 
     rollouts: Rollouts
 
@@ -28,7 +28,7 @@ class SamplingParts(RunParts):
         self.state.queue_rollout(steps, metrics, self.rollouts.settle(self.runtime.all_gather))
 
     def _next_groups(self, rollout: int) -> tuple[list[SampleGroup], RolloutCounts]:
-        """Sample the next rollout, or take what was sampled ahead, once it may be trained on."""
+        """Sample the next rollout, or return a rollout that was sampled ahead once it may be trained on."""
         rollouts, version = self.rollouts, self.state.weight_version
         if not rollouts.is_ahead:
             return self.sampled(lambda: rollouts.next(rollout))
@@ -39,13 +39,13 @@ class SamplingParts(RunParts):
         return groups, counts
 
     def push(self, version: int, num_finished: int = 0) -> dict[str, float]:
-        """Push the weights, while nothing is sampled; `num_finished` rollouts are not counted as such yet.
+        """Pause sampling and push the weights; `num_finished` finished rollouts are not in the state yet.
 
         Returns:
             Metrics of the push.
 
         Raises:
-            WeightSyncError: The engine did not get them.
+            WeightSyncError: The engine did not receive the weights.
             RolloutError: Sampling ahead failed.
         """
         num_left = self.config.run.num_rollouts - self.state.rollout - num_finished

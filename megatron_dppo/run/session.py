@@ -28,14 +28,14 @@ class Session:
 
 @contextmanager
 def start_session(config: Config, *, accepts_changes: bool = False) -> Iterator[Session]:
-    """Start a training run's session for the time of the body; handles the signals that ask it to stop.
+    """Start a training run's session for the time of the body, and handle its stop signals.
 
-    With `accepts_changes`, a run may be resumed with settings that make another experiment.
+    If `accepts_changes` is true, a run may be resumed with settings that make another experiment.
 
     Raises:
         DiskError: The disk of the run folder is full.
         ConfigError: The configuration cannot work, or another process uses the run folder.
-        LaunchError: The other processes did not come.
+        LaunchError: The other processes did not start in time.
     """
     run, requests = config.run.folder, StopRequests()
     with (
@@ -55,11 +55,11 @@ def joined_processes(
     """Join the other processes of the job for the time of the body; a failure on one rank ends all of them.
 
     Args:
-        config: Holds the number of threads, and how long a rank waits for the others.
-        signal_handling: Entered before failure detection, which must stay inside of what handles SIGTERM.
+        config: Config with the number of threads, and the time-out for the other ranks.
+        signal_handling: Context manager that handles SIGTERM; failure detection must run inside of it.
 
     Raises:
-        LaunchError: The other processes did not come.
+        LaunchError: The other processes did not start in time.
     """
     os.environ.update(nccl_settings(config))  # before NCCL starts, which reads them once
     runtime = start(config.run.num_threads, config.run.timeout_s)

@@ -1,4 +1,4 @@
-"""Training state between gradient steps: counters that a checkpoint keeps, rollouts ahead, and the timer."""
+"""Training state between gradient steps: counters for checkpoints, queued rollouts, and the timer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,17 +11,17 @@ from megatron_dppo.types import DataCursor, OpenRollout, RunState, SampledRollou
 
 
 class TrainingState:
-    """Counts finished rollouts and steps, and says what is due. The same on every rank, but for the batches.
+    """Counts finished rollouts and steps, and decides what is due. Equal on all ranks, except for the batches.
 
     Attributes:
-        run_state: Rollouts and gradient steps finished, the weight version and the data cursor.
-        open_rollout: The rollout that is being trained on; none between two rollouts.
-        queue: Rollouts that were sampled and not yet begun, in order; `rollout.lag` of them while one is open.
+        run_state: Numbers of finished rollouts and gradient steps, weight version and data cursor.
+        open_rollout: Rollout that is being trained on; None between two rollouts.
+        queue: Sampled rollouts that wait for training, in order; `rollout.lag` rollouts while one is open.
         timer: Seconds of the phases of the current rollout.
     """
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
-        """Begin at the first rollout; `restore` replaces the counters by a checkpoint's."""
+        """Start at the first rollout; `restore` replaces the counters by a checkpoint's."""
         self._config, self._runtime = config, runtime
         self.run_state = RunState(0, 0, 0, {})
         self.open_rollout: OpenRollout | None = None
@@ -30,17 +30,17 @@ class TrainingState:
 
     @property
     def rollout(self) -> int:
-        """Number of rollouts finished, which is the index of the current one."""
+        """Number of finished rollouts, which is the index of the current one."""
         return self.run_state.rollout
 
     @property
     def step(self) -> int:
-        """Number of gradient steps finished, skipped ones included."""
+        """Number of finished gradient steps, including skipped ones."""
         return self.run_state.step
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the engine holds."""
+        """Version of the engine's weights."""
         return self.run_state.weight_version
 
     @property
@@ -50,7 +50,7 @@ class TrainingState:
 
     @property
     def next_to_sample(self) -> int | None:
-        """Index of the rollout that these weights sample next; none where `rollout.lag` + 1 are there.
+        """Index of the rollout that these weights sample next; None if `rollout.lag` + 1 rollouts exist.
 
         Rollouts beyond `run.num_rollouts` are not sampled.
         """
@@ -67,12 +67,12 @@ class TrainingState:
 
     @property
     def is_paired_forward_due(self) -> bool:
-        """Whether this rollout's first mini-batch is to be forwarded with live and with replayed routes."""
+        """Whether this rollout's first mini-batch is forwarded both with live and with replayed routes."""
         return is_due(self._config.tracking.paired_routing_every, self.rollout)
 
     @property
     def lists_clipped_tokens(self) -> bool:
-        """Whether the gradient steps of this rollout list the tokens that are masked."""
+        """Whether the gradient steps of this rollout list their masked tokens."""
         return is_due(self._config.tracking.clipped_tokens_every, self.rollout)
 
     def restore(
@@ -92,7 +92,7 @@ class TrainingState:
     def queue_rollout(
         self, steps: Sequence[TrainBatch], metrics: Mapping[str, float], data_cursor: DataCursor
     ) -> None:
-        """Queue a sampled rollout; the one that is sampled next draws from the cursor."""
+        """Queue a sampled rollout, and set the cursor for the next one."""
         self._update(data_cursor=data_cursor)
         self.queue = (*self.queue, SampledRollout(tuple(steps), metrics))
 
@@ -112,12 +112,12 @@ class TrainingState:
         )
 
     def finish_rollout(self, weight_version: int) -> None:
-        """Close the open rollout; the engine holds weights of this version."""
+        """Close the open rollout; the engine has weights of this version."""
         self._update(rollout=self.rollout + 1, weight_version=weight_version)
         self.open_rollout = None
 
     def finish_evaluation(self) -> None:
-        """Note that the current policy was evaluated."""
+        """Record that the current policy was evaluated."""
         self._update(last_evaluation=self.rollout)
 
     def _update(self, **changes: Any) -> None:

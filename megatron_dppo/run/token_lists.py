@@ -19,37 +19,38 @@ _FILE = re.compile(r"(rollout|step)_(\d+)\.jsonl")
 class OpenTokenLists:
     """Sums of the masked tokens of the open rollout's gradient steps so far; lives as long as the run.
 
-    `clipped_tokens/rollout_<n>.jsonl` gets the tokens that each mask dropped most often over the whole rollout,
-    `masked_tokens/step_<n>.jsonl` the tokens of each gradient step that lay farthest out. Both count from 0.
+    `clipped_tokens/rollout_<n>.jsonl` gets the tokens that each mask dropped most often over the rollout.
+    `masked_tokens/step_<n>.jsonl` gets the tokens of each gradient step farthest outside the trust region. Both
+    count from 0.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
-        """Begin with no rollout.
+        """Start without a rollout.
 
         Args:
-            folder: The run's.
-            model: model.load, whose tokenizer decodes the tokens.
+            folder: Run folder.
+            model: Folder of model.load; its tokenizer decodes the tokens.
         """
         self._folder, self._model = folder, model
         self._num_steps, self._clipped = 0, ClippedTokens()
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what a checkpoint kept of an open rollout; from nothing if it is empty."""
+        """Continue with a checkpoint's sums of an open rollout; start from zero if they are empty."""
         self._num_steps = int(kept.get("num_steps", 0))
         self._clipped = ClippedTokens.from_json(kept.get("sums", ()))
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps in the middle of a rollout, as JSON has it; empty if no step was listed."""
+        """Sums for a checkpoint in the middle of a rollout, as JSON values; empty if no step was listed."""
         return {"num_steps": self._num_steps, "sums": self._clipped.to_json()} if self._num_steps else {}
 
     def add_step(self, merged: TokenLists) -> None:
-        """Count a gradient step's masked tokens, of all ranks."""
+        """Add a gradient step's masked tokens of all ranks."""
         self._num_steps += 1
         self._clipped.merge([merged.clipped.state()])
 
     def write_farthest(self, rollout: int, step: int, merged: TokenLists) -> None:
-        """Write the masked tokens of a gradient step that lay farthest out, of all ranks."""
+        """Write a gradient step's masked tokens farthest outside the trust region, over all ranks."""
         file = self._folder / "masked_tokens" / f"step_{step:06d}.jsonl"
         write_jsonl(file, merged.masked.rows(self._tokenizer().decode, rollout))
 
@@ -66,7 +67,7 @@ class OpenTokenLists:
 
 
 def remove_undone(run: Run) -> None:
-    """Remove the lists of rollouts and gradient steps that metrics.jsonl does not have: a resume undid them."""
+    """Remove the lists of rollouts and gradient steps without rows in metrics.jsonl: a resume undid them."""
     done = {"rollout": {row.rollout for row in run.rollouts}, "step": {row.step for row in run.steps}}
     for file in _lists(run.path):
         match = _FILE.fullmatch(file.name)

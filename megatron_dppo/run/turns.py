@@ -1,4 +1,4 @@
-"""Lets trainer and engine take turns on the GPU, in the order that `runtime.gpu_ledger` writes down."""
+"""Lets trainer and engine take turns on the GPU, in the order that `runtime.gpu_ledger` documents."""
 
 from megatron_dppo.actor.actor import Actor
 from megatron_dppo.engines.weight_sync.factory import WeightSync
@@ -6,22 +6,22 @@ from megatron_dppo.runtime.process import Runtime
 
 
 class Turns:
-    """Changes from training to sampling and back; where the engine has a GPU of its own, both stay.
+    """Switches between training and sampling; if the engine has its own GPU, nothing is offloaded.
 
-    Every rank calls each method, together.
+    All ranks call each method together.
     """
 
     def __init__(self, actor: Actor, runtime: Runtime) -> None:
-        """Begin with the trainer, and no engine."""
+        """Start with the trainer's turn, and no engine."""
         self._actor, self._ledger = actor, runtime.gpu_ledger
         self.sync: WeightSync | None = None
-        """The way to the engine; without one, the trainer has every turn."""
+        """Weight sync to the engine; None before the engine is connected, when the trainer has every turn."""
 
     def to_engine(self, version: int) -> dict[str, float]:
-        """Push the trainer's weights; the next turn is the engine's. Returns metrics of the push.
+        """Push the trainer's weights, give the engine the turn, and return metrics of the push.
 
         Raises:
-            WeightSyncError: The engine did not get them.
+            WeightSyncError: The engine did not receive the weights.
         """
         assert self.sync is not None, "an engine is connected before weights are pushed"
         self.to_trainer()
@@ -32,15 +32,15 @@ class Turns:
         return self.sync.push(version)
 
     def require_engine(self, version: int) -> None:
-        """Give the engine the turn, with these weights, unless it has it."""
+        """Give the engine the turn, with the current weights, unless it already has the turn."""
         if self._ledger.takes_turns and not self._ledger.holds("engine cache"):
             self.to_engine(version)
 
     def to_trainer(self) -> None:
-        """Give the trainer the turn, unless it has it; the engine needs a push before it samples again.
+        """Give the trainer the turn, unless it already has it; the engine needs a push before it samples again.
 
         Raises:
-            WeightSyncError: The engine keeps its memory.
+            WeightSyncError: The engine does not release its memory.
         """
         if self._actor.memory.is_away:
             assert self.sync is not None, "the trainer leaves for an engine"

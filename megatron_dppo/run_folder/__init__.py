@@ -1,1 +1,1 @@
-"""Run folders: metrics, config and versions, the lock, and trackers fed beside metrics.jsonl."""
+"""Run folders: metrics, config and versions, the lock, and trackers."""

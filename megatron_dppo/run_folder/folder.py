@@ -1,7 +1,7 @@
 """Writes a run folder: config, versions and metrics; truncates metrics when a run resumes.
 
     config.toml     the resolved config (keys without a value are left out)
-    versions.json   what ran: packages, platform, git commit, command line
+    versions.json   packages, platform, git commit, command line
     metrics.jsonl   one JSON object per line: "kind" is step, rollout, evaluation, or change (of a setting)
     samples/  checkpoints/  servers/
     evaluations/    <set>_<rollouts finished>.jsonl: every response of an evaluation
@@ -39,9 +39,9 @@ SUBFOLDERS = ("samples", "checkpoints", "servers")
 
 
 class RunFolder:
-    """Writes a run's folder while the run lives. Only rank 0 opens it.
+    """Writes a run's folder during the run. Only rank 0 opens it.
 
-    Rollouts and gradient steps are counted from 0 in the rows; the log line says how many are finished.
+    Rows count rollouts and gradient steps from 0. The log line shows the number of finished ones.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class RunFolder:
     ) -> RunFolder:
         """Create the folder, or resume in it.
 
-        With `resume`, the caller then calls `truncate` with its checkpoint's offset (0 without a
-        checkpoint). What differs from the earlier config is logged. Without `resume`, the folder may hold a
-        launcher's logs and `servers/`, but no earlier run. `decisions` are what this run settled by what is
-        installed, and go into versions.json.
+        If `resume` is true, the caller must then call `truncate` with its checkpoint's offset (0 without a
+        checkpoint). Differences from the earlier config are logged. If `resume` is false, the folder may
+        contain a launcher's logs and `servers/`, but no earlier run. `decisions` are this run's choices that
+        depend on installed packages, and are written to versions.json.
         """
         path = Path(path)
         _refuse_unusable(path, resume)
@@ -100,7 +100,7 @@ class RunFolder:
             backend.log({f"step/{name}": value for name, value in metrics.items()}, "step", step)
 
     def write_rollout(self, rollout: int, metrics: Mapping[str, float], *, num_rollouts: int) -> None:
-        """Append the row of one rollout, written after its gradient steps, and log one line for a person."""
+        """Append the row of one rollout, after the rows of its gradient steps, and log one readable line."""
         self._append({"kind": "rollout", "rollout": rollout}, metrics)
         steps, self._steps_of_rollout = self._steps_of_rollout, []
         seconds = self._seconds_of_rollout(metrics)
@@ -117,14 +117,14 @@ class RunFolder:
             backend.log(metrics, "rollout", rollout)
 
     def write_change(self, rollout: int, change: SettingChange) -> None:
-        """Append the row of a setting that changed after so many finished rollouts."""
+        """Append the row of a setting that changed after `rollout` finished rollouts."""
         row = {"setting": change.setting, "was": change.was, "is": change.now}
         self._append_row({"kind": "change", "rollout": rollout, **row})
         log.warning("after %d rollouts: %s from %s to %s", rollout, change.setting, change.was, change.now)
 
     @property
     def offset(self) -> int:
-        """Bytes of metrics.jsonl that are safely on disk, for a checkpoint."""
+        """Bytes of metrics.jsonl that are synced to disk, for a checkpoint."""
         os.fsync(self._metrics.fileno())
         return os.fstat(self._metrics.fileno()).st_size
 
@@ -136,7 +136,7 @@ class RunFolder:
             shutil.copyfileobj(rows, copy)
 
     def truncate(self, offset: int) -> None:
-        """Cut metrics.jsonl back to a checkpoint's offset: no row is lost, none comes twice."""
+        """Truncate metrics.jsonl to a checkpoint's offset, so that no row is lost or repeated."""
         file = self.path / "metrics.jsonl"
         with file.open("rb") as existing:
             size = os.fstat(existing.fileno()).st_size
@@ -149,7 +149,7 @@ class RunFolder:
             existing.seek(max(offset - 1, 0))
             if offset > 0 and existing.read(1) != b"\n":
                 raise CheckpointError(
-                    f"{file}: no line ends at byte {offset}, where the checkpoint says one does. "
+                    f"{file}: no line ends at byte {offset}, the checkpoint's offset. "
                     "The file was edited; restore it, or start a new run.folder."
                 )
             existing.seek(offset)
@@ -162,7 +162,7 @@ class RunFolder:
             log.warning("%s: cut %d lines written after the checkpoint; they will come again", file, num_lines)
 
     def continue_rollout(self, steps: Sequence[Mapping[str, float]]) -> None:
-        """Count the gradient steps already taken on an open rollout, for its line in the log."""
+        """Count the gradient steps already taken on an open rollout, for its log line."""
         self._steps_of_rollout = list(steps)
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class RunFolder:
         self._append_row({**head, **{name: json_number(value) for name, value in metrics.items()}})
 
     def _append_row(self, row: Mapping[str, Any]) -> None:
-        """Write one line in one call, so that a reader sees a whole line or a torn last one."""
+        """Write one line in one call, so that a reader sees a complete line or a torn last one."""
         assert not self._must_truncate, "a resumed run calls truncate() before it writes"
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         written = self._metrics.write(line)
@@ -195,9 +195,9 @@ class RunFolder:
             raise OSError(errno.ENOSPC, f"wrote {written} of {len(line)} bytes", str(file))
 
     def _seconds_of_rollout(self, metrics: Mapping[str, float]) -> float:
-        """Return wall-clock seconds from row to row, evaluation and saving included.
+        """Return wall-clock seconds since the previous row, including evaluation and saving.
 
-        Before the first row of a process lies its start, so that row counts `time/total_s`.
+        The time before a process's first row includes its start, so the first row uses `time/total_s`.
         """
         now, before = time.monotonic(), self._last_rollout_at
         seconds = metrics.get("time/total_s", 0.0) if before is None else now - before
@@ -237,7 +237,7 @@ def _duration(seconds: float) -> str:
 
 
 def _with_step_means(metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the rollout's own metrics, and the mean of those that only its gradient steps have."""
+    """Return the rollout's metrics, and the means of metrics that only its gradient steps have."""
     values: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
@@ -265,7 +265,7 @@ def json_values(value: Any) -> Any:
 
 
 def _refuse_unusable(path: Path, resume: bool) -> None:
-    """Raise where the path is no folder, holds another run, or half of one."""
+    """Raise an error if the path is not a folder, or contains another run or an incomplete one."""
     if path.exists() and not path.is_dir():
         raise ConfigError(Problem("run.folder", f"a file, {path}", "a folder", "Choose another run.folder."))
     if not path.exists():
@@ -279,7 +279,7 @@ def _refuse_unusable(path: Path, resume: bool) -> None:
                 "run.folder",
                 f"an earlier run in {path} ({num_bytes} bytes of metrics)",
                 "a new or empty folder",
-                "Choose another run.folder, or set checkpoint.resume = true to go on with it.",
+                "Choose another run.folder, or set checkpoint.resume = true to continue it.",
             )
         )
     if (num_bytes or has_checkpoint) and not config.exists():
@@ -313,7 +313,7 @@ def _log_changes(earlier: Mapping[str, Any] | None, config: Mapping[str, Any]) -
 
 
 def _write_keeping_earlier(file: Path, text: str) -> None:
-    """Write a file atomically; an earlier one that differs is kept under the next free number."""
+    """Write a file atomically; an earlier, different file is kept under the next free number."""
     if file.exists():
         if file.read_text() == text:
             return

@@ -1,11 +1,11 @@
-"""Locks a run folder to one process; a lock whose owner has died is taken over.
+"""Locks a run folder to one process, and takes over the lock of an owner that has died.
 
-The operating system's lock (flock) tells the truth within a host, and ends with its process however that ends.
-Across hosts it may not reach, so the owner also rewrites the file every few seconds: an owner elsewhere that
-has stopped doing so is gone.
+The operating system's lock (flock) is reliable within a host, and ends with its process however that ends.
+It may not work across hosts, so the owner also rewrites the lock file every few seconds as a heartbeat. An
+owner on another host without a heartbeat is considered gone.
 
-The library `filelock` does not give both. Its FileLock is flock alone, and fails where a file system has no
-locks; its SoftFileLease is the signs of life alone, and takes a folder from a process of this host that is only
+The library `filelock` does not offer both. Its FileLock only uses flock, and fails on a file system without
+locks. Its SoftFileLease only uses heartbeats, and takes a folder from a process of this host that is merely
 stopped.
 """
 
@@ -33,15 +33,16 @@ LOCK = "run.lock"
 
 @contextlib.contextmanager
 def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterator[None]:
-    """Lock the run folder for the time of the body.
+    """Lock the run folder while the body runs.
 
     Args:
-        folder: The run's; made if it is not there.
-        beat_s: Seconds between signs of life. An owner on another host is believed gone after three without.
-        key: What named the folder, for the message.
+        folder: Run folder; created if it is missing.
+        beat_s: Seconds between heartbeats. An owner on another host is considered gone after three missing
+            ones.
+        key: Config key or option that names the folder, for the message.
 
     Raises:
-        ConfigError: Another process holds it, and the message says which; or it cannot be written.
+        ConfigError: Another process holds the lock (the message names it), or the folder is not writable.
     """
     with writing_to(key, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,11 +69,11 @@ def locked(folder: Path, beat_s: float = 5.0, key: str = "run.folder") -> Iterat
 
 
 def holder(folder: Path, beat_s: float = 5.0) -> str | None:
-    """Return the process that holds the run folder, in words; None if the folder is free.
+    """Describe the process that holds the run folder; None if the folder is free.
 
     Args:
-        folder: The run's.
-        beat_s: As in `locked`. An owner on another host is watched for three times as long.
+        folder: Run folder.
+        beat_s: Seconds between heartbeats. An owner on another host is watched for three times as long.
     """
     owner = _read(folder)
     if not owner:
@@ -89,14 +90,14 @@ def holder(folder: Path, beat_s: float = 5.0) -> str | None:
 
 
 def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
-    """Return whether a process holds the run folder, without a lock of one's own.
+    """Return whether a process holds the run folder, without locking it.
 
     Args:
-        folder: The run's.
-        silent_s: Seconds without a sign of life after which the owner is believed gone.
+        folder: Run folder.
+        silent_s: Seconds without a heartbeat after which the owner is considered gone.
 
     Returns:
-        None where there is no lock file: no process of this version has held the folder.
+        Whether the folder is held; None without a lock file: no process of this version has held the folder.
     """
     try:
         status = (folder / LOCK).stat()
@@ -106,15 +107,13 @@ def is_in_use(folder: Path, silent_s: float = 60.0) -> bool | None:
 
 
 def _lock(stream: BinaryIO) -> bool | None:
-    """Try to take the lock; return whether it is ours now, none where the file system has no locks."""
+    """Try to take the lock; return whether this process has it, None if the file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        logger.warning(
-            "%s: the file system has no locks (%s); trusting signs of life alone", stream.name, error
-        )
+        logger.warning("%s: the file system has no locks (%s); relying only on heartbeats", stream.name, error)
         return None
     return True
 
@@ -136,7 +135,7 @@ def _beat(stream: BinaryIO, owner: dict[str, Any], ended: threading.Event, beat_
 
 
 def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:
-    """Overwrite the file in one write: the file of a folder in use is never empty."""
+    """Overwrite the file in one write, so that the file of a folder in use is never empty."""
     with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, with a better message
         stream.seek(0)
         stream.write(json.dumps(owner).encode() + b"\n")
@@ -144,7 +143,7 @@ def _write(stream: BinaryIO, owner: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Read the owner's entry; empty where the folder is free, or the owner is just writing."""
+    """Read the owner's entry; empty if the folder is free, or the owner is just writing."""
     try:
         owner: Any = json.loads((folder / LOCK).read_text())
         return owner if isinstance(owner, dict) else {}
@@ -153,7 +152,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _is_alive(folder: Path, beat_s: float) -> bool:
-    """Whether the owner is alive, on a host that locks may not reach."""
+    """Whether an owner on a host without shared locks is alive."""
     before = _read(folder).get("beat")
     logger.info(
         "%s: an owner is named that a lock may not reach; waiting %.0f s for a sign of life", folder, 3 * beat_s

@@ -20,14 +20,14 @@ _CHANGE = "change"
 class MetricsRow:
     """One row of metrics.jsonl."""
 
-    rollout: int  # from 0; of an evaluation: rollouts finished before it
+    rollout: int  # from 0; for an evaluation, the number of rollouts finished before it
     step: int | None  # gradient step from 0; only step rows have one
     values: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class ChangeRow:
-    """A setting that was changed before the run was resumed."""
+    """A setting that changed before the run was resumed."""
 
     rollout: int  # rollouts finished before it
     change: SettingChange
@@ -45,10 +45,10 @@ class Run:
     rollouts: tuple[MetricsRow, ...]
     evaluations: tuple[MetricsRow, ...]
     changes: tuple[ChangeRow, ...] = ()
-    notes: tuple[str, ...] = ()  # what is odd about the files, for the report
+    notes: tuple[str, ...] = ()  # oddities of the files, for the report
 
     def option(self, key: str) -> Any:
-        """Return the config's value at a dotted key; None where it is not set."""
+        """Return the config's value at a dotted key; None if it is not set."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -56,7 +56,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run folder; only metrics.jsonl's last line may be torn, as a run that still writes leaves it."""
+    """Read a run folder; only metrics.jsonl's last line may be torn, since the run may still be writing it."""
     path = Path(path)
     if not path.is_dir():
         raise DataError(f"{path} is not a folder. Name the folder of a run: the one with metrics.jsonl in it.")
@@ -85,7 +85,7 @@ def read_run(path: Path) -> Run:
 
 def _read_rows(file: Path) -> tuple[list[tuple[str, MetricsRow]], list[ChangeRow], list[str]]:
     lines = file.read_bytes().split(b"\n")
-    torn = lines.pop()  # b"" where the file ends with a whole line
+    torn = lines.pop()  # b"" if the file ends with a complete line
     notes: list[str] = []
     if torn:
         notes.append(
@@ -143,7 +143,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _read_versions(file: Path) -> dict[str, Any]:
-    """Read versions.json, or an empty mapping where it is missing: it informs the reader only."""
+    """Read versions.json; return an empty mapping if it is missing, because it is only informative."""
     if not file.is_file():
         return {}
     try:

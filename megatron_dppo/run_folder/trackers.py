@@ -1,7 +1,7 @@
-"""Feeds TensorBoard, Trackio and wandb beside metrics.jsonl, where `tracking.backends` asks for them.
+"""Sends metrics to TensorBoard, Trackio and wandb, as `tracking.backends` selects.
 
-Rollout rows are drawn over the rollout, counted from 1 as in the log, evaluations over the number of rollouts
-before them, step rows as `step/<name>` over the gradient step, an index as in metrics.jsonl.
+The axis of rollout rows is the rollout, counted from 1 as in the log. The axis of evaluations is the number of
+rollouts before them. Step rows are `step/<name>` over the gradient step, counted from 0 as in metrics.jsonl.
 """
 
 import importlib
@@ -16,10 +16,10 @@ Axis = Literal["rollout", "step"]
 
 
 class Backend(Protocol):
-    """A metrics backend beside metrics.jsonl."""
+    """A metrics backend that gets the rows of metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], axis: Axis, index: int) -> None:
-        """Log the metrics of one rollout, evaluation or gradient step at this place of the axis."""
+        """Log the metrics of one rollout, evaluation or gradient step at this position of the axis."""
         ...
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a wandb run named like the run folder; wandb's own settings choose project and mode."""
+    """Logs to a wandb run with the run folder's name; wandb's own settings choose project and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._run = _module("wandb", "wandb").init(dir=str(folder), name=folder.name, config=dict(config))
@@ -65,7 +65,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """Logs to a run of the project `megatron_dppo` in Trackio's files here; `trackio show` opens them."""
+    """Logs to a run of the project `megatron_dppo` in Trackio's local files; `trackio show` opens them."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         module, quiet = _module("trackio", "trackio"), {"auto_log_gpu": False, "auto_log_cpu": False}

@@ -14,7 +14,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "transformer
 
 
 def versions() -> dict[str, Any]:
-    """Return versions as plain values for JSON; null stands for a missing package, or no git checkout."""
+    """Return versions as plain values for JSON; null means a missing package, or no git checkout."""
     return {
         "megatron-dppo": megatron_dppo.__version__,
         "git_commit": git_commit(Path(megatron_dppo.__file__).parent),
@@ -28,9 +28,9 @@ def versions() -> dict[str, Any]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit of the checkout that tracks `folder`, with "+changes" where files differ from it."""
+    """Return the commit of the checkout that tracks `folder`, with "+changes" if files differ from it."""
     try:
-        # An installed package may lie inside somebody else's repository: ask whether this one tracks it.
+        # An installed package may be inside another repository, so check that this one tracks it.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(folder, "rev-parse", "HEAD")
         return commit + ("+changes" if _git(folder, "status", "--porcelain", "--", ".") else "")

@@ -1,4 +1,4 @@
-"""Keeps small files in the user's cache folder; all of them may be deleted at any time."""
+"""Keeps small files in the user's cache folder, which may be deleted at any time."""
 
 import json
 import os
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/megatron_dppo, by default under ~/.cache; it need not exist."""
+    """Return $XDG_CACHE_HOME/megatron_dppo, by default under ~/.cache; it may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "megatron_dppo"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to the cache, whole or not at all; a failure to write is ignored."""
+    """Write `content` to the cache, completely or not at all; a failure to write is ignored."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

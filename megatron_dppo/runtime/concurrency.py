@@ -1,4 +1,4 @@
-"""Runs an event loop for large results; awaits several things at once, and leaves none of them behind."""
+"""Runs an event loop for large results, and awaits several coroutines without leaving any running."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable
@@ -8,10 +8,11 @@ T = TypeVar("T")
 
 
 def run_loop(work: Awaitable[T]) -> T:
-    """Return the result of `work` in an event loop of its own, as `asyncio.run`.
+    """Return the result of `work` in a new event loop, like `asyncio.run`.
 
-    That would format the result, tensors and all: its handler of SIGINT holds the task, and `signal` looks
-    handlers up in an enum, whose error message for one that it does not know is made and thrown away.
+    `asyncio.run` would format the result, including its tensors: its handler of SIGINT holds the task, and
+    `signal` looks up handlers in an enum, which formats an error message for an unknown handler and discards
+    it.
     """
     results: list[T] = []
 
@@ -23,7 +24,7 @@ def run_loop(work: Awaitable[T]) -> T:
 
 
 async def all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the result of each, in order; where one raises, the others are cancelled and have ended first."""
+    """Return the result of each, in order; if one raises, cancel the others and wait until they have ended."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return await asyncio.gather(*tasks)

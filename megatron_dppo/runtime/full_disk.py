@@ -1,4 +1,4 @@
-"""Finds out whether an error is of a full disk, and explains it in one line."""
+"""Detects errors of a full disk, and explains them in one line."""
 
 import errno
 import re
@@ -14,12 +14,12 @@ from megatron_dppo.errors import DiskError
 
 @contextmanager
 def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterator[None]:
-    """Turn the errors of a full disk in the body, whichever library raised them, into one of a single line.
+    """Replace errors of a full disk in the body, whichever library raised them, by an error of one line.
 
     Args:
-        folders: What the body writes to. The message names the one with the least room, or the file that the
-            error names where there is no folder.
-        kept: Called for a sentence on what is kept, such as "The newest checkpoint is X. ".
+        folders: Folders that the body writes to. The message names the one with the least free space or,
+            without folders, the file in the error.
+        kept: Function that returns a sentence on the data that is kept, such as "The newest checkpoint is X. ".
 
     Raises:
         DiskError: A file could not be written.
@@ -41,7 +41,7 @@ def full_disk_explained(*folders: Path, kept: Callable[[], str] = str) -> Iterat
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that are free on the disk of a file or folder, which need not exist yet."""
+    """Return the free bytes on the disk of a file or folder, which may not exist yet."""
     path = path.absolute()
     return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
@@ -55,14 +55,14 @@ def byte_count(num_bytes: int) -> str:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How libraries in C++ and Rust report the operating system's error; torch keeps no number.
+# Error texts of libraries in C++ and Rust for the operating system's error; torch keeps no error number.
 _FULL_TEXT = re.compile(
     rf"os error ({'|'.join(map(str, _FULL))})\)|iostream error|inline_container|PytorchStreamWriter"
 )
 
 
 def is_full_disk(error: Exception) -> bool:
-    """Whether a library raised this because the disk, a quota or a limit on files is full."""
+    """Whether a library raised this error because the disk or a quota is full, or a file is too large."""
     if isinstance(error, OSError):
         return error.errno in _FULL
     return _FULL_TEXT.search(str(error)) is not None

@@ -1,13 +1,13 @@
-"""Records who holds the memory of this process's GPU, and refuses what must not be there together.
+"""Records the holders of this process's GPU memory, and refuses holders that must not be there together.
 
-An engine on the trainer's own GPU takes turns with it:
+A colocated engine and the trainer take turns on the GPU:
 
-1. The trainer leaves, and what its allocator kept goes back to the driver.
-2. The engine's weights come back; the trainer's are sent to them, tensor by tensor, from the host.
-3. The engine's cache comes back, and responses are sampled.
-4. The engine releases both, and the trainer comes back.
+1. The trainer is offloaded, and the memory that its allocator kept returns to the driver.
+2. The engine's weights are loaded. The trainer's weights are sent to them, tensor by tensor, from the host.
+3. The engine's cache is allocated, and responses are sampled.
+4. The engine releases both, and the trainer is loaded.
 
-Saving, evaluating, the comparison of log-probs after a push and the first start keep to the same order.
+Saving, evaluating, the comparison of log-probs after a push and the first start use the same order.
 """
 
 import logging
@@ -24,35 +24,36 @@ _NUM_KEPT = 1000  # entries; a rollout makes six
 
 @dataclass(frozen=True)
 class Entry:
-    """One change: a holder that took memory or left it."""
+    """One change: a holder that took or released memory."""
 
     holder: Holder
     is_there: bool
-    free_bytes: int | None  # of the device, as its driver says right afterwards; none on a CPU
+    free_bytes: int | None  # free on the device right afterwards, as its driver reports; None on a CPU
 
 
 class GpuLedger:
-    """Holders of the GPU's memory now, and the changes that led there, oldest first.
+    """Current holders of the GPU's memory, and the changes so far, oldest first.
 
-    Where trainer and engine take turns, an entry that would put the trainer and the engine's cache there
-    together, or a cache without weights, raises an AssertionError: before memory runs out, and on CPUs too.
+    If trainer and engine take turns, an entry raises AssertionError if it would put the trainer and the
+    engine's cache on the GPU together, or a cache without weights. This happens before memory runs out, and on
+    CPUs too.
     """
 
     def __init__(self, give_back: Callable[[], None], free_bytes: Callable[[], int | None]) -> None:
-        """Begin with nobody there, and no turns.
+        """Start without holders and without turns.
 
         Args:
-            give_back: Gives what this process's allocator keeps back to the driver.
-            free_bytes: What the driver says is free on the device; none on a CPU.
+            give_back: Function that returns the allocator's unused memory to the driver.
+            free_bytes: Function that returns the driver's free bytes on the device; None on a CPU.
         """
         self._give_back, self._free_bytes = give_back, free_bytes
         self.takes_turns = False
-        """Whether the engine is on the trainer's GPU, and each leaves it to the other."""
+        """Whether the engine is on the trainer's GPU, and the two take turns."""
         self._holders: set[Holder] = set()
         self.entries: deque[Entry] = deque(maxlen=_NUM_KEPT)
 
     def begin(self, *, takes_turns: bool) -> None:
-        """Begin again with nobody there: nothing that counts has been allocated by this run."""
+        """Reset to no holders, before this run allocates any counted memory."""
         self.takes_turns = takes_turns
         self._holders.clear()
         self.entries.clear()
@@ -62,7 +63,7 @@ class GpuLedger:
         return holder in self._holders
 
     def takes(self, holder: Holder) -> None:
-        """Record, before it allocates, that a holder takes its memory; nothing where it has it."""
+        """Record that a holder takes its memory, before it allocates; do nothing if it already has it."""
         if self.holds(holder):
             return
         self._holders.add(holder)
@@ -73,7 +74,7 @@ class GpuLedger:
         self._write(holder, is_there=True)
 
     def leaves(self, holder: Holder) -> None:
-        """Record that a holder has freed its memory, and give it to others; nothing where it had none."""
+        """Record that a holder has freed its memory, and return it to the driver; do nothing if it had none."""
         if self.holds(holder):
             self._holders.discard(holder)
             self._give_back()

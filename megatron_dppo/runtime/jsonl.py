@@ -1,4 +1,4 @@
-"""Reads and writes JSON lines files: written whole or not at all, read with the number of any torn line."""
+"""Reads and writes JSON lines files: writes are atomic, and read errors name the number of a torn line."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from megatron_dppo.errors import DataError, Problem
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write one JSON object per line; readers see the old file or the whole new one, never a half."""
+    """Write one JSON object per line, atomically: readers see the old file or the complete new one."""
     write_whole(path, (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
 
 def write_whole(path: Path, parts: Iterable[str]) -> None:
-    """Write a text file; readers see the old one or the whole new one, never a half."""
+    """Write a text file atomically: readers see the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -27,16 +27,16 @@ def write_whole(path: Path, parts: Iterable[str]) -> None:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk is met in a write
+        if isinstance(error, OSError) and error.filename is None:  # such as a full disk during a write
             error.filename = str(path)
         raise
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield (line number from 1, object) of each line; blank lines hold no row.
+    """Yield (line number from 1, object) of each line, except blank lines.
 
     Raises:
-        DataError: A line is no UTF-8, no JSON (a torn write), or no JSON object.
+        DataError: A line is not UTF-8, not JSON (a torn write), or not a JSON object.
     """
     for number, row in each_line(path):
         if isinstance(row, DataError):

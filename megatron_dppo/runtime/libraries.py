@@ -1,8 +1,8 @@
 """Finds out whether this process can use GPU kernels of Transformer Engine, NVIDIA apex and DeepEP.
 
-Megatron-Core uses each of them wherever an import does not raise ImportError, whatever the device. A package
-that is installed and cannot be loaded raises much else, and PyPI's `apex` is another project. So Megatron is
-let see only what can be used, and this is called before Megatron is imported.
+Megatron-Core uses each of them if its import does not raise ImportError, whatever the device. A package
+that is installed and cannot be loaded raises many other errors, and PyPI's `apex` is another project. So this
+module hides unusable packages from Megatron, and must be called before Megatron is imported.
 """
 
 import functools
@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 # Transformer Engine: CalledProcessError or RuntimeError without cuDNN, OSError without a library or its own
 # binaries, AssertionError or RuntimeError for parts that are missing or of different versions. Binaries made
-# for another torch: ImportError or OSError. A package of the same name: what its age and dependencies raise.
+# for another torch: ImportError or OSError. Another package of the same name: any error.
 _RAISED = (
     *(ImportError, OSError, RuntimeError, AssertionError, subprocess.SubprocessError),
     *(AttributeError, NameError, SyntaxError, TypeError, ValueError),
@@ -27,13 +27,13 @@ NO_GPU = "its kernels need a GPU, and this process has none"
 
 @dataclass(frozen=True)
 class OptionalLibrary:
-    """What a library beside Megatron-Core is for, and how a GPU machine gets it: a row of the guide's table."""
+    """Purpose and installation of an optional library: a row of the guide's table."""
 
     name: str
     used_for: str
-    since: str  # the oldest version that will do
+    since: str  # oldest version that works
     installed_by: str
-    without: str  # what happens where it is absent
+    without: str  # behaviour without it
 
 
 OPTIONAL_LIBRARIES = (
@@ -76,7 +76,7 @@ class Library:
     """An optional package, and the reason why it cannot be used, if any.
 
     Attributes:
-        fault: Why it cannot be used: what importing it raised; none where it can.
+        fault: Reason why it cannot be used: the error of its import. None if it can be used.
     """
 
     fault: str | None = None
@@ -89,7 +89,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Libraries:
-    """The optional libraries beside Megatron-Core."""
+    """The optional libraries that Megatron-Core can use."""
 
     transformer_engine: Library
     apex: Library
@@ -109,7 +109,7 @@ def usable_libraries(*, is_on_gpu: bool) -> Libraries:
 
 
 def _import(*modules: str, is_on_gpu: bool) -> Library:
-    """Import a library's modules; the first one's package is hidden where one does not import."""
+    """Import a library's modules; if one does not import, hide the package of the first."""
     package = modules[0].partition(".")[0]
     fault = None if is_on_gpu else NO_GPU
     if is_on_gpu:

@@ -1,4 +1,4 @@
-"""The device and the process group of this process."""
+"""Starts this process's device and process groups."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a process group exists: its defaults would hold it, past stop()
+import torch.distributed.nn.functional  # before a process group exists: its defaults would keep it after stop()
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
@@ -37,7 +37,7 @@ class Progress:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name != "since":  # set last: who sees the new time sees what changed
+        if name != "since":  # set last: a reader of the new time also sees the change
             super().__setattr__("since", time.monotonic())
 
     def describe(self) -> str:
@@ -53,10 +53,10 @@ class RaisedOnMain(Exception):
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process's place in the job, and the device it computes on.
+    """This process's rank in the job, and the device that it computes on.
 
-    What the ranks tell each other goes through `control`, a gloo group: a rank that waits there for another one
-    keeps its GPU free, where NCCL would run a kernel on it, beside an engine that samples on the same GPU.
+    Ranks exchange small objects through `control`, a gloo group. A rank that waits in gloo keeps its GPU free.
+    NCCL would run a kernel on the GPU, on which a colocated engine may be sampling.
     """
 
     device: torch.device
@@ -64,11 +64,11 @@ class Runtime:
     world_size: int
     progress: Progress = field(default_factory=Progress, compare=False)
     control: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Of all ranks; none means the default group."""
+    """Gloo group of all ranks; None means the default group."""
     gpu_ledger: GpuLedger = field(
         default_factory=lambda: GpuLedger(give_back_memory, free_device_bytes), compare=False, repr=False
     )
-    """Who holds the device's memory: trainer, engine, or both."""
+    """Holders of the device's memory: trainer, engine, or both."""
 
     @property
     def is_main(self) -> bool:
@@ -76,7 +76,7 @@ class Runtime:
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order. Small picklable objects only."""
+        """Return every rank's value, in rank order. Only for small picklable objects."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.control)
         return gathered
@@ -101,7 +101,8 @@ class Runtime:
         """Send `parcels[r]` to rank r, peer to peer, and return the parcels received, in rank order.
 
         Args:
-            parcels: [n] uint8 on the CPU, one for each rank; emptied, so that no byte is held a third time.
+            parcels: [n] uint8 on the CPU, one for each rank. The list is emptied, to avoid a third copy in
+                memory.
         """
         assert len(parcels) == self.world_size, "one parcel for each rank, empty ones too"
         to_send = [parcel.numel() for parcel in parcels]
@@ -135,7 +136,7 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work, so that timers are right."""
+        """Wait until the device has finished its work, so that timers are correct."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -146,12 +147,12 @@ def world_size_from_launcher() -> int:
 
 
 def give_back_memory() -> None:
-    """Give memory that PyTorch's allocator keeps for later back to the driver, for other processes."""
+    """Return the unused memory of PyTorch's allocator to the driver, for other processes."""
     torch.cuda.empty_cache()
 
 
 def free_device_bytes() -> int | None:
-    """Return what the driver says is free on this process's GPU; none without one."""
+    """Return the driver's free bytes on this process's GPU; None without a GPU."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else None
 
 
@@ -166,16 +167,16 @@ def gpu_libraries() -> Libraries:
 
 
 def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float = 600.0) -> Runtime:
-    """Pick the device and join the process groups: NCCL's on GPUs, gloo's elsewhere, and gloo's for control.
+    """Pick the device and join the process groups: NCCL on GPUs, gloo on CPUs, and gloo for control.
 
     Args:
-        num_threads: Of PyTorch, for computing on the CPU.
-        timeout_s: How long a collective waits for the other ranks before it raises.
-        join_timeout_s: How long to wait for the other processes to start; never longer than `timeout_s`.
+        num_threads: Number of PyTorch's threads, for computing on the CPU.
+        timeout_s: Seconds that a collective waits for the other ranks before it raises.
+        join_timeout_s: Seconds to wait for the other processes to start; at most `timeout_s`.
 
     Raises:
-        ConfigError: The launcher set WORLD_SIZE, but not all that belongs to it.
-        LaunchError: The other processes did not come.
+        ConfigError: The launcher set WORLD_SIZE, but not the other variables.
+        LaunchError: The other processes did not start in time.
     """
     torch.set_num_threads(num_threads)
     torch.set_flush_denormal(True)
@@ -185,7 +186,7 @@ def start(num_threads: int = 1, timeout_s: float = 1800.0, join_timeout_s: float
         found, expected = f"WORLD_SIZE without {', '.join(missing)}", "all of them, as torchrun sets them"
         raise ConfigError(Problem("environment", found, expected, "Start with torchrun."))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    # Before CUDA starts: Megatron's collectives of a layer must run before the product that hides them.
+    # Set before CUDA starts: Megatron's collectives of a layer must run before the product that hides them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_gpu():
         torch.cuda.set_device(local_rank)
@@ -208,7 +209,7 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
     """Wait for the other processes at MASTER_ADDR:MASTER_PORT; return their common store.
 
     Raises:
-        LaunchError: They did not come in time.
+        LaunchError: The other processes did not start in time.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     started = time.monotonic()
@@ -266,7 +267,7 @@ def _not_met(found: str, host: str, port: int, world_size: int, waited_s: float)
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the exception, or one with the same message where it does not survive pickling."""
+    """Return the exception, or one with the same message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its __reduce__ and __init__ do
@@ -333,7 +334,9 @@ class _Phase:
         self.started = time.perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:  # else the device may never be done, and the error's report is to name this phase
+        if (
+            error is None
+        ):  # after an error the device may never finish, and the error's report must name this phase
             self.watch.runtime.synchronize()
             self.watch.runtime.progress.phase = self.outer
         elapsed = time.perf_counter() - self.started

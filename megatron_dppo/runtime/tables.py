@@ -6,7 +6,7 @@ import typer
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns: the first to the left, figures to the right."""
+    """Print aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     typer.echo(f"\n{title}")
     for row in (header, *rows):

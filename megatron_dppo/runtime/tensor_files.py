@@ -1,4 +1,4 @@
-"""Writes safetensors files that are as readable as other files: safetensors itself writes mode 0600."""
+"""Writes safetensors files with the mode of other new files, because safetensors itself writes mode 0600."""
 
 import stat
 import uuid
@@ -13,9 +13,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     """Write a safetensors file with the mode that a new file has in its folder.
 
     Args:
-        tensors: By name, contiguous.
-        path: The file. An existing one is replaced.
-        metadata: Texts in the header.
+        tensors: Contiguous tensors, by name.
+        path: File to write; an existing file is replaced.
+        metadata: Strings for the header.
 
     Raises:
         OSError, SafetensorError: The disk is full, or fails in another way.
@@ -25,14 +25,14 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 def make_readable(folder: Path) -> None:
-    """Give the safetensors files that a library wrote into a folder the mode that a new file has there."""
+    """Set the mode of a new file on the safetensors files that a library wrote into a folder."""
     mode = _mode_of_a_new_file(folder)
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
 
 
 def _mode_of_a_new_file(folder: Path) -> int:
-    """Return the mode, from a file that is made and removed: a umask is read by setting it, for all threads."""
+    """Return the mode of a temporary new file: reading the umask would set it, for all threads."""
     file = folder / f".{uuid.uuid4().hex}.mode"
     file.touch(exist_ok=False)
     try:

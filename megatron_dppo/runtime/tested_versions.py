@@ -1,7 +1,8 @@
-"""Versions of libraries that this package's tests ran with; others are named where a user looks.
+"""Lists the library versions that this package's tests ran with, and reports other versions to users.
 
-`tests/versions.jsonl` has what passed with each of them. SGLang's versions are in `engines/sglang/protocol.py`,
-and Megatron-Core's are also refused, by `mcore/fixes.py`; the others may well work.
+`tests/versions.jsonl` has the tests that passed with each of them. SGLang's versions are in
+`engines/sglang/protocol.py`. `mcore/fixes.py` refuses untested versions of Megatron-Core. Other libraries may
+work in other versions.
 """
 
 import platform
@@ -20,13 +21,13 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the versions here of what `TESTED` names, without local parts; none for a missing package."""
+    """Return the installed versions of the packages in `TESTED`, without local parts; None if missing."""
     packages = {name: installed(name) for name in TESTED if name != "python"}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **packages}
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a package, without a local part as +cpu; none where it is missing."""
+    """Return the version of a package, without a local part such as +cpu; None if it is missing."""
     try:
         return metadata.version(name).partition("+")[0]
     except metadata.PackageNotFoundError:

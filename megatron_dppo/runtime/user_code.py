@@ -1,4 +1,4 @@
-"""Imports a user's own functions and classes when they are asked for, and describes what they raise."""
+"""Imports a user's functions and classes on demand, and describes their errors."""
 
 import importlib
 import importlib.util
@@ -16,13 +16,13 @@ from megatron_dppo.errors import ConfigError, Problem, did_you_mean
 
 
 def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] = ()) -> Problem | None:
-    """Return the problem with a name that is not registered, without running a user's code.
+    """Return the problem with an unregistered name, without running a user's code.
 
     Args:
-        key: The config key that holds it.
-        name: What stands there.
-        path: What is looked for, such as "package.module:function".
-        registered: Names that the key takes besides.
+        key: Config key.
+        name: Value of the key.
+        path: Expected form, such as "package.module:function".
+        registered: Registered names that the key also accepts.
     """
     module, colon, attribute = name.partition(":")
     if not colon:
@@ -41,10 +41,10 @@ def problem_with_path(key: str, name: str, path: str, registered: Sequence[str] 
 def imported(key: str, name: str) -> Any:
     """Import the function or class that "package.module:name" names; errors of its module pass through.
 
-    The working directory is looked in too, last, as in workers.
+    The working directory is searched too, last, as in workers.
 
     Raises:
-        ConfigError: There is none, or it cannot be called; `key` is the config key that names it.
+        ConfigError: It is missing or cannot be called. The message names the config key `key`.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -52,7 +52,7 @@ def imported(key: str, name: str) -> Any:
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # what the user's module imports is missing
+            raise  # an import inside the user's module is missing
         raise ConfigError(_missing(key, f"{name!r}, and no module {error.name!r}")) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
@@ -84,7 +84,7 @@ def _working_directory_importable() -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception in words, with the place where it was raised."""
+    """Describe an exception, with the line that raised it."""
     words = "".join(traceback.format_exception_only(error)).strip()
     *_, (frame, line) = [*traceback.walk_tb(error.__traceback__)] or [(None, 0)]
     if frame is None:
@@ -94,7 +94,7 @@ def described(error: BaseException) -> str:
 
 
 def problem_with_import(key: str, name: str) -> Problem | None:
-    """Return the problem with importing "package.module:name", tried in a process of its own."""
+    """Return the problem with importing "package.module:name", tried in a new process."""
     program = f"from megatron_dppo.runtime.user_code import imported; imported({key!r}, {name!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])}
     done = subprocess.run(
@@ -114,7 +114,7 @@ def _is_findable(package: str) -> bool:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # such as __main__, which is another program in a worker
         return False
-    # Workers find modules in the working directory, even where this process was not started as `python -m`.
+    # Workers find modules in the working directory, even if this process was not started as `python -m`.
     return spec is not None or PathFinder.find_spec(package, [str(Path.cwd())]) is not None
 
 

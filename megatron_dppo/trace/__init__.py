@@ -1,4 +1,4 @@
-"""Runs one rank's gradient step at full size, without weights and without a GPU, and measures it."""
+"""Runs and measures one rank's gradient step at full size, without weights and without a GPU."""
 
 from megatron_dppo.trace.depths import Trace, trace_run
 from megatron_dppo.trace.report import as_json, as_text

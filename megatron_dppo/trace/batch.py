@@ -1,4 +1,4 @@
-"""Makes the micro-batches of a traced step: full ones, of sequences as long as they may be."""
+"""Makes the micro-batches of a traced step: full, with sequences of the longest allowed length."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExp
 
 
 def lengths_of(num_tokens: int, longest: int) -> list[int]:
-    """Return the lengths of the packed sequences: the longest there may be, and what is left."""
+    """Return the lengths of the packed sequences: longest allowed sequences, and one with the rest."""
     whole, rest = divmod(num_tokens, longest)
     return [longest] * whole + [rest] * (rest > 0)
 
@@ -17,14 +17,14 @@ def lengths_of(num_tokens: int, longest: int) -> list[int]:
 def full_microbatch(
     lengths: list[int], vocab_size: int, routing: ModelRouting | None, num_topk: int, *, has_old: bool
 ) -> Microbatch:
-    """Return a micro-batch on the host, every token of which learns.
+    """Return a micro-batch on the host, with every token trained.
 
     Args:
-        lengths: Of the packed sequences.
-        vocab_size: Of the model.
-        routing: Of the routes that tokens carry, each expert in turn; none: they carry none.
-        num_topk: Columns of the rollout's Top-K.
-        has_old: Also with old log-probs, for a recomputed anchor, and the reference's.
+        lengths: Lengths of the packed sequences.
+        vocab_size: Vocabulary size of the model.
+        routing: Dimensions of the tokens' routes, which use each expert in turn. None means no routes.
+        num_topk: Number of columns of the rollout's Top-K.
+        has_old: Whether old log-probs, for a recomputed anchor, and the reference's log-probs are included.
     """
     num = sum(lengths)
     ids = torch.arange(num).remainder(vocab_size)

@@ -1,4 +1,4 @@
-"""Collectives of a pretended world: each rank holds what this one does."""
+"""Collectives of a simulated job: each rank has the same data as this one."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from megatron_dppo.runtime.process import Runtime
 
 
 class PretendedWorld:
-    """Gives integers what ranks of equal data would; of floating-point tensors nothing needs to be done."""
+    """Computes collectives on integers as if all ranks had equal data; ignores floating-point tensors."""
 
     def __init__(self, rank: int, size: int, sent_shape: tuple[int, ...]) -> None:
         """Start the process group.
 
         Args:
-            rank: Of this process.
+            rank: Rank of this process.
             size: Number of ranks.
-            sent_shape: Of what a pipeline stage sends to the next, or back to the one before.
+            sent_shape: Shape of the tensor that a pipeline stage sends to the next or previous one.
         """
         self._sent_shape, self._operation = sent_shape, dist.ReduceOp.SUM
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -30,7 +30,7 @@ class PretendedWorld:
         self._replace_functions()
 
     def _replace_functions(self) -> None:
-        """Replace what does not go through an operator, or tells the operator too little."""
+        """Replace functions that use no operator, or pass too little information to the operator."""
         distributed: Any = dist
         all_reduce, new_group = dist.all_reduce, dist.new_group
 
@@ -45,7 +45,7 @@ class PretendedWorld:
         distributed.new_group = lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})
 
     def run(self, name: str, func: Any, args: Any) -> Any:
-        """Run an operator of c10d: as if it were done."""
+        """Run an operator of c10d, as already completed."""
         tensors = [x for x in tree_iter(args) if isinstance(x, Tensor)]
         if not any(isinstance(x, FakeTensor) for x in tensors):
             groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]

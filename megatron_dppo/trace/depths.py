@@ -1,4 +1,4 @@
-"""Traces a planned run at two depths, which tells what a layer adds, and what deeper models need."""
+"""Traces a planned run at two depths, and extrapolates the memory of a layer to deeper models."""
 
 import multiprocessing
 import os
@@ -26,9 +26,9 @@ from megatron_dppo.trace.step import StepSettings, TracedStep, run_step
 
 BETWEEN = "between steps"
 MOMENTS = (BETWEEN, LOSS, BACKWARD, STEP)
-"""Moments of a step that a plan counts too."""
+"""Moments of a step that a plan also counts."""
 AS_TRACED = Assumptions(expert_imbalance=1.0, attention_padding=1.0, fragmentation=0.0)
-"""What holds in a trace: experts get as many tokens each, and memory is not fragmented."""
+"""Assumptions of a trace: each expert gets the same number of tokens, and memory is not fragmented."""
 _OF_STATES = ("parameters", "gradients", "optimizer")
 _NOT_TRACED = ("routes", "top-K", "batch", "engine weights", "reserve")
 _PROGRESS_S = 2.0
@@ -37,23 +37,23 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Trace:
-    """The traced gradient step of one rank, beside its plan.
+    """The traced gradient step of one rank, with its plan.
 
     Attributes:
-        layout: Of the pretended processes.
-        rank: That was traced; the first of its pipeline stage.
-        stage: Its pipeline stage, 0-based.
-        num_layers: Of the model.
-        own_layers: Of those, this rank's.
-        num_tokens: Of each micro-batch.
-        num_microbatches: That were run.
-        shallow: The step of a model of fewer layers.
-        deep: The step of a model of `num_layers`, or of fewer.
-        planned: Bytes at each of `MOMENTS`, of what a trace sees, by the plan.
-        not_traced: Bytes at each of these that a trace does not see, by the plan: the micro-batches of the
-            step, and what libraries and the engine keep.
-        gpu_bytes: Of each GPU.
-        seconds: That it took.
+        layout: Layout of the simulated processes.
+        rank: Traced rank, the first of its pipeline stage.
+        stage: 0-based pipeline stage of the rank.
+        num_layers: Number of the model's layers.
+        own_layers: Number of this rank's layers.
+        num_tokens: Number of tokens in each micro-batch.
+        num_microbatches: Number of micro-batches that ran.
+        shallow: Step of a model with fewer layers than `deep`.
+        deep: Step of a model with at most `num_layers` layers.
+        planned: Planned bytes at each of `MOMENTS`, of the traced components.
+        not_traced: Planned bytes at each of `MOMENTS`, of the other components: the step's micro-batches, and
+            memory of libraries and the engine.
+        gpu_bytes: Bytes of each GPU.
+        seconds: Duration of the trace.
     """
 
     layout: Layout
@@ -72,12 +72,12 @@ class Trace:
 
     @property
     def is_extrapolated(self) -> bool:
-        """Whether fewer layers were run than the model has."""
+        """Whether fewer layers ran than the model has."""
         return self.deep.num_layers < self.num_layers
 
     @property
     def traced(self) -> dict[str, int]:
-        """Bytes at each of `MOMENTS`; a stage without a loss has none at the loss."""
+        """Bytes at each of `MOMENTS`; a stage without a loss has no bytes at the loss."""
         return {
             moment: self._extrapolated(_bytes_at(self.shallow, moment), _bytes_at(self.deep, moment))
             for moment in MOMENTS
@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The worst moment and its bytes, with what is not traced and what the allocator loses."""
+        """The worst moment and its bytes, including untraced components and fragmentation."""
         held = self.traced[BETWEEN]
         totals = {
             moment: num_bytes + self.not_traced[moment] + int((num_bytes - held) * FRAGMENTATION)
@@ -101,7 +101,7 @@ class Trace:
 
     @property
     def layers_between(self) -> int:
-        """Layers of this rank by which the two steps differ."""
+        """Difference between this rank's layers in the two steps."""
         return self.deep.own_layers - self.shallow.own_layers
 
     def _extrapolated(self, shallow: int, deep: int) -> int:
@@ -116,9 +116,9 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
     """Trace the worst rank of a planned run, as configured.
 
     Args:
-        plan: Of the run.
-        announce: Called with a line of progress, from other processes.
-        num_layers: At most so many layers are run, and the rest is extrapolated; none: all of them.
+        plan: Plan of the run.
+        announce: Callback with a line of progress, from other processes.
+        num_layers: Most layers that run; the rest is extrapolated. None runs all layers.
 
     Raises:
         ConfigError: `train` refuses the run, or it cannot be traced.
@@ -126,10 +126,10 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
     """
     started, job = time.perf_counter(), plan.job
     if plan.memory is None:
-        action = "Solve what the plan says first."
-        raise ConfigError(Problem("--trace", "a run that train refuses", "one that it admits", action))
+        action = "Solve the plan's problems first."
+        raise ConfigError(Problem("--trace", "a run that train refuses", "one that it accepts", action))
     if job.config.model.dtype == "float32" and job.shape.sizes.num_experts:
-        found = "model.dtype = 'float32' of a model with experts, whose products torch shapes in bfloat16 alone"
+        found = "model.dtype = 'float32' of a model with experts; torch shapes their products only in bfloat16"
         action = "Add --set model.dtype=bfloat16. The plan itself counts float32."
         raise ConfigError(Problem("--trace", found, "bfloat16", action))
     _refuse_other_layers(job)
@@ -163,7 +163,7 @@ def trace_run(plan: Plan, announce: Announce, num_layers: int | None = None) -> 
 
 
 def planned_bytes(job: Job, stage: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what the plan counts at each of `MOMENTS` on a rank of a stage: what is traced, and the rest."""
+    """Return the planned bytes at each of `MOMENTS` on a rank of a stage: traced components, and the rest."""
     memory = memory_of(replace(job, assumptions=AS_TRACED), job.layout)
     moments = dict(memory.stages[stage].moments)
     moments[BETWEEN] = {name: moments[LOSS].get(name, 0) for name in (*_OF_STATES, *_NOT_TRACED)}
@@ -184,10 +184,10 @@ def _refuse_other_layers(job: Job) -> None:
 
 
 def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tuple[int, int]:
-    """Return the layers of the two models: in the first half as many, or one a chunk.
+    """Return the numbers of layers of the two models: the first has half the layers, or one per chunk.
 
-    Where neither is as deep as the model, this rank has its dense layers in both: what it has more of in the
-    deeper one, and in the model, are layers with experts.
+    If both have fewer layers than the full model, this rank has all its dense layers in both. Then only the
+    number of MoE layers differs between the two, and from the full model.
     """
     whole, chunks = job.shape.sizes.num_layers, layout.pipeline * layout.virtual_pipeline
     asked = whole if num_layers is None else num_layers
@@ -210,16 +210,16 @@ def _depths(job: Job, layout: Layout, stage: int, num_layers: int | None) -> tup
 
 
 def _own_layers(layout: Layout, stage: int, num_layers: int) -> list[int]:
-    """Return a rank's layers in a model of so many; none where the pipeline is too long for it."""
+    """Return a rank's layers in a model of `num_layers` layers; empty if the pipeline has more stages."""
     if num_layers < layout.pipeline * layout.virtual_pipeline:
         return []
     return [layer for chunk in chunks_of(stage, layout, num_layers) for layer in chunk.layers]
 
 
 def _kinds(job: Job, layout: Layout, stage: int, num_layers: int) -> tuple[int, bool]:
-    """Return the dense layers of a rank in a model of so many layers, and whether it has others.
+    """Return the number of a rank's dense layers in a model of `num_layers`, and whether it has MoE layers.
 
-    Without the others, experts' optimizer states are not those that decide the peak of the step.
+    Without MoE layers, the optimizer states of experts would not determine the peak of the step.
     """
     assert not isinstance(job.facts.model, Problem), "a job has a model"
     if not job.shape.sizes.moe_layers:
@@ -231,7 +231,7 @@ def _kinds(job: Job, layout: Layout, stage: int, num_layers: int) -> tuple[int, 
 
 
 def _microbatches_to_run(job: Job, layout: Layout, stage: int) -> int:
-    """Return as many micro-batches as fill the pipeline on this stage."""
+    """Return the number of micro-batches that fill the pipeline on this stage."""
     num = job.workload.num_microbatches(layout.data)
     if layout.virtual_pipeline > 1:
         return min(num, 2 * layout.pipeline)
@@ -239,7 +239,7 @@ def _microbatches_to_run(job: Job, layout: Layout, stage: int) -> int:
 
 
 def _in_own_process(settings: StepSettings, announce: Announce) -> TracedStep:
-    """Run a step in a process forked from this one, which has loaded Megatron and computed nothing."""
+    """Run a step in a process forked from this one, after loading Megatron and before computing anything."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(settings, announce, sending))
@@ -260,7 +260,7 @@ def _in_own_process(settings: StepSettings, announce: Announce) -> TracedStep:
 
 
 def _run(settings: StepSettings, announce: Announce, sending: Connection) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed: a GPU that is here stays free
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed, so leave GPUs free
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     progress = _Progress(settings.num_layers, announce)
     result: Any
@@ -272,7 +272,7 @@ def _run(settings: StepSettings, announce: Announce, sending: Connection) -> Non
 
 
 class _Progress:
-    """Says every few seconds where a step is."""
+    """Reports the progress of a step every few seconds."""
 
     def __init__(self, num_layers: int, announce: Announce) -> None:
         self._num_layers, self._announce = num_layers, announce

@@ -1,4 +1,4 @@
-"""Counts what a traced step holds, launches and waits for, by phase and by source line."""
+"""Counts memory, launches and waits of a traced step, by phase and by source line."""
 
 import sys
 import weakref
@@ -35,20 +35,20 @@ class Count:
 
 @dataclass(frozen=True)
 class Peak:
-    """Most bytes that were live in a phase, and whose they were."""
+    """Most live bytes in a phase, by owner."""
 
     num_bytes: int = 0
     by_line: Counter[str] = field(default_factory=Counter[str])
 
 
 class Ledger:
-    """Follows the memory of each storage from its first tensor to its end."""
+    """Tracks the memory of each storage from its first tensor until it is freed."""
 
     def __init__(self, announce: Callable[[str, int], None]) -> None:
-        """Begin in the phase of building.
+        """Start in the build phase.
 
         Args:
-            announce: Called with the phase and the live bytes, after every operator.
+            announce: Callback with the phase and the live bytes, after every operator.
         """
         self.phase, self.is_in_loss = BUILD, False
         self.num_bytes = 0
@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def moment(self) -> str:
-        """The phase, where autograd and the loss decide before what was last set."""
+        """Current phase: backward or loss if they run, and otherwise the last one that was set."""
         if self.is_in_loss:
             return LOSS
         is_backward = self.phase == FORWARD and torch._C._current_graph_task_id() != -1
@@ -87,7 +87,7 @@ class Ledger:
         self._change(line, size)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage of the model anew, whose memory was freed or came back."""
+        """Count a storage of the model again after its memory was freed or restored."""
         known = self._live.get(storage._cdata)
         if known is not None:
             reference, size, line = known
@@ -103,7 +103,7 @@ class Ledger:
         self.by_line[line] += num_bytes
 
     def close_operator(self, *, is_launch: bool) -> None:
-        """Note the peak after an operator, and count it where it computes or copies."""
+        """Update the peak after an operator, and count the operator if it computes or copies."""
         moment = self.moment
         peak = self.peaks.get(moment)
         if peak is None or self.num_bytes > peak.num_bytes:
@@ -121,7 +121,7 @@ class Ledger:
 
 
 def source_line() -> str:
-    """Return file and line of the package, or of Megatron, that called; else what autograd works on."""
+    """Return file and line of the caller in the package or in Megatron; without one, autograd's node."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

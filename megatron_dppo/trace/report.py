@@ -10,11 +10,11 @@ from megatron_dppo.trace.depths import BETWEEN, MOMENTS, Trace
 from megatron_dppo.trace.ledger import BACKWARD, FORWARD
 
 _NUM_LINES = 12
-"""Source lines that are shown."""
+"""Number of source lines in the report."""
 
 
 def as_text(trace: Trace) -> str:
-    """Format the whole trace as text."""
+    """Format the complete trace as text."""
     blocks = [_heading(trace), _table(trace), _lines(trace), _operators(trace)]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
@@ -90,7 +90,7 @@ def _most(waits: Counter[tuple[str, str]], num: int) -> Iterator[str]:
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
-    """Return the trace as plain values; keys are stable."""
+    """Return the trace as plain values with stable keys."""
     moment, peak = trace.peak
     num = trace.layers_between * trace.num_microbatches
     return {

@@ -1,6 +1,6 @@
-"""Replaces what a CPU runs otherwise than a GPU, and what a trace cannot run; memory stays the same.
+"""Replaces functions that differ between CPU and GPU, or that a trace cannot run; memory stays the same.
 
-Nothing is put back: a trace has a process of its own.
+Nothing is restored, because each trace runs in a new process.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from megatron_dppo.trace.tensors import is_on_device, on_device
 
 
 def install(ledger: Ledger) -> None:
-    """Replace functions of PyTorch, of Megatron and of the actor, for the rest of this process."""
+    """Replace functions of PyTorch, Megatron and the actor, for the rest of this process."""
     cpu.install()
     _replace_operators()
     _replace_reads(ledger)
@@ -39,7 +39,7 @@ def install(ledger: Ledger) -> None:
 
 def _replace_operators() -> None:
     module: Any = torch.nn.Module
-    module._apply = lambda self, *_, **__: self  # all is of its type and in its place from the start
+    module._apply = lambda self, *_, **__: self  # all parameters have their dtype and device from the start
     norm: Any = torch.nn.RMSNorm
     norm.forward = lambda self, x: _FusedNorm.apply(x, self.weight)
     functional: Any = F
@@ -49,7 +49,7 @@ def _replace_operators() -> None:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A GPU's fused RMSNorm; a CPU's keeps float32 copies."""
+    """A GPU's fused RMSNorm; the CPU's RMSNorm keeps float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
 
 
 class _FlashAttention(torch.autograd.Function):
-    """What flash attention keeps: its inputs, its result [B, L, heads, D] and a float32 for each row of it."""
+    """Keep flash attention's saved tensors: inputs, result [B, L, heads, D] and one float32 per result row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _replace_reads(ledger: Ledger) -> None:
-    """Count what Python reads of tensors without an operator; on a CPU it copies nothing."""
+    """Count tensor reads from Python without an operator, which copy nothing on a CPU."""
     tensor_class: Any = torch.Tensor
     for name in ("tolist", "numpy", "cpu"):
         setattr(tensor_class, name, _counted(ledger, name, getattr(torch.Tensor, name)))
@@ -93,7 +93,7 @@ def _replace_reads(ledger: Ledger) -> None:
     make = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Make a tensor of numbers, some of which are fake tensors: each is read, as on a GPU."""
+        """Make a tensor from numbers and fake tensors, and count a read for each fake tensor, as on a GPU."""
         kwargs.pop("device", None)
         return make(tree_map(lambda x: x.item() if isinstance(x, FakeTensor) else x, data), *args, **kwargs)
 
@@ -113,12 +113,12 @@ def _counted(ledger: Ledger, name: str, read: Callable[..., Any]) -> Callable[..
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a real copy, without the mark."""
+    """Return a real copy without the device mark."""
     return torch.ones(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, FakeTensor) else tensor.clone()
 
 
 def _replace_dispatch(ledger: Ledger) -> None:
-    """Copy the sizes of what goes to experts as on a GPU: in a side stream, then one wait for all of them."""
+    """Copy the sizes of the experts' inputs as on a GPU: in a side stream, with one wait for all of them."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -136,7 +136,7 @@ def _replace_dispatch(ledger: Ledger) -> None:
 
 
 def _replace_memory(ledger: Ledger) -> None:
-    """Free the memory of what leaves for the host, without a host that could hold it."""
+    """Free the memory of tensors that move to the host, without allocating it on the host."""
     residence: Any = offload.Residence
 
     def leave(self: Any, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
@@ -155,7 +155,7 @@ def _replace_memory(ledger: Ledger) -> None:
 
 
 def _marked(value: Any) -> Any:
-    """Return a tensor of the host as one of the device, and anything else as it is."""
+    """Return a host tensor as a device tensor, and any other object unchanged."""
     if not isinstance(value, Tensor) or is_on_device(value):
         return value
     return torch.empty_like(value) if value.is_floating_point() else on_device(value.clone())

@@ -1,4 +1,4 @@
-"""Runs the gradient step of one rank in this process, which it leaves unfit for anything else."""
+"""Runs the gradient step of one rank in this process, which is unusable afterwards."""
 
 import json
 import tempfile
@@ -25,16 +25,16 @@ from megatron_dppo.types import TrainBatch
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What one traced step is.
+    """Settings of one traced step.
 
     Attributes:
-        config: The run's.
-        num_layers: Of the model that is built in place of the configured one.
-        layout: Of the pretended processes.
-        rank: That is traced.
-        num_tokens: Of each micro-batch, over its context-parallel ranks.
+        config: Config of the run.
+        num_layers: Number of layers of the traced model, which replaces the configured one.
+        layout: Layout of the simulated processes.
+        rank: Traced rank.
+        num_tokens: Number of tokens in each micro-batch, over its context-parallel ranks.
         longest: Most tokens of a sequence.
-        num_microbatches: Of the step.
+        num_microbatches: Number of micro-batches in the step.
     """
 
     config: Config
@@ -48,15 +48,15 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What the step of one rank held, launched and waited for.
+    """Memory, launches and waits of one rank's step.
 
     Attributes:
-        num_layers: Of the model.
-        own_layers: Of those, this rank's.
-        held: Bytes between steps.
-        peaks: Most bytes in each phase.
+        num_layers: Number of the model's layers.
+        own_layers: Number of this rank's layers.
+        held: Live bytes between steps.
+        peaks: Most live bytes in each phase.
         count: Operators after the build.
-        seconds: That the trace took.
+        seconds: Duration of the trace.
     """
 
     num_layers: int
@@ -71,11 +71,11 @@ def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> Tr
     """Build the actor of one rank and take one gradient step.
 
     Args:
-        settings: What to run.
-        announce: Called with the phase and the live bytes, after every operator.
+        settings: Settings of the step.
+        announce: Callback with the phase and the live bytes, after every operator.
 
     Raises:
-        MegatronDppoError: As `Actor` raises.
+        MegatronDppoError: Any error of `Actor`.
         TraceError: The step's shapes depend on values that a trace does not compute.
     """
     started = time.perf_counter()
@@ -107,7 +107,7 @@ def run_step(settings: StepSettings, announce: Callable[[str, int], None]) -> Tr
 
 
 def _watch(actor: Actor, ledger: Ledger) -> None:
-    """Tell the ledger when the loss begins and ends, and when the optimizer's step begins."""
+    """Set the ledger's phase when the loss starts and ends, and when the optimizer's step starts."""
     head: Any = actor._head
     policy_loss, step = head.policy_loss, actor.optimizer.step
 

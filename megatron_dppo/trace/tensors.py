@@ -1,11 +1,11 @@
-"""Computes integers and truth values, and of floating-point tensors the shapes alone.
+"""Computes integers and booleans, and only the shapes of floating-point tensors.
 
-Routes, packing and the sizes of all-to-alls have values, as in a real step; weights, activations and gradients
-take no memory. Where a number of a fake tensor is asked for, it is 1; where truth values are, all hold; experts
-that a router would choose are spread evenly.
+Routes, packing and the sizes of all-to-alls have values, as in a real step. Weights, activations and gradients
+take no memory. A number that is read from a fake tensor is 1, and a condition is true. The experts that a
+router chooses are spread evenly.
 
-What a GPU would hold has a mark (`on_device`) that results inherit, so that a wait is counted where a GPU's
-host would wait, and not where the host reads its own memory.
+Device tensors have a mark (`on_device`) that results inherit. A wait is counted if the host of a GPU would
+wait, and not if the host reads its own memory.
 """
 
 from typing import Any
@@ -27,18 +27,18 @@ _WITH_MASKS = ("index", "index_put", "index_put_", "_unsafe_index_put")
 
 
 def on_device(tensor: Tensor) -> Tensor:
-    """Mark a real tensor as one that a GPU would hold."""
+    """Mark a real tensor as a device tensor."""
     setattr(tensor, "is_on_device", True)  # noqa: B010 - an attribute of our own
     return tensor
 
 
 def is_on_device(value: Any) -> bool:
-    """Return whether a GPU would hold it."""
+    """Return whether it is a device tensor."""
     return isinstance(value, FakeTensor) or getattr(value, "is_on_device", False)
 
 
 class FakeFloats(TorchDispatchMode):
-    """Runs every operator inside the block as described above, and tells the ledger."""
+    """Runs every operator inside the block as described above, and records it in the ledger."""
 
     def __init__(self, ledger: Ledger, world: PretendedWorld) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class FakeFloats(TorchDispatchMode):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                 raise TraceError(
                     f"{source_line()}: {name} writes values that a trace does not compute to {value.dtype}. "
-                    "Trace a config without what runs there."
+                    "Trace a config that does not run this code."
                 )
 
 

@@ -240,7 +240,7 @@ def test_a_run_that_just_fits_needs_no_more_gpus(base: Path) -> None:
 def test_what_fits_nowhere_is_said_with_the_reason(base: Path) -> None:
     result = _plan(base, "--gpus", 8, "--gpu-memory", "10GB")
     assert result.exit_code == 1
-    reason = "The engine's cache holds 0 tokens beside 7.1 GiB of weights, and the longest sequence has 17408."
+    reason = "The engine's cache holds 0 tokens next to 7.1 GiB of weights, and the longest sequence has 17408."
     nothing = "Nothing fits on up to 512 GPUs (tried: 1 to 8, then 2, 3, 4, 6 ... 64 nodes)."
     remedy = "Raise sglang.mem_fraction_static or sglang.tp_size, or lower rollout.max_response_tokens."
     assert _unbroken(result.stdout)[-1] == f"{nothing} {reason} {remedy}"

@@ -174,7 +174,7 @@ def test_numbers_of_gpus_that_are_no_power_of_two_are_tried() -> None:
         (
             COLOCATED,
             10 * GB,
-            r"The engine's cache holds 0 tokens beside 56.9 GiB .* Raise sglang\.mem_fraction",
+            r"The engine's cache holds 0 tokens next to 56.9 GiB .* Raise sglang\.mem_fraction",
         ),
         (
             COLOCATED | {"sglang.tp_size": 8},

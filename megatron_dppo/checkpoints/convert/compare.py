@@ -28,12 +28,12 @@ def compare(first: Source, second: Source, on_bytes: Callable[[int], object] = l
     """Compare every tensor bit for bit, one group at a time.
 
     Args:
-        first: What was converted.
-        second: What came out.
-        on_bytes: Called with the bytes of each tensor that was compared.
+        first: Source of the conversion.
+        second: Result of the conversion.
+        on_bytes: Callback with the bytes of each compared tensor.
 
     Raises:
-        CheckpointError: One of them is torn.
+        CheckpointError: One of the checkpoints is torn.
     """
     outlines = first.outline(), second.outline()
     common = outlines[0].keys() & outlines[1].keys()
@@ -59,7 +59,7 @@ def compare(first: Source, second: Source, on_bytes: Callable[[int], object] = l
 
 
 def _num_different(first: Tensor, second: Tensor) -> int:
-    """Count elements whose bits differ: NaNs of equal bits are equal, and -0 differs from 0."""
+    """Count elements with different bits: NaNs with equal bits are equal, and -0 differs from 0."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.itemsize]
     pair = (first.contiguous().view(bits), second.contiguous().view(bits))
     return 0 if torch.equal(*pair) else int((pair[0] != pair[1]).sum())

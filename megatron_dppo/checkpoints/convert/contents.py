@@ -1,4 +1,4 @@
-"""Lists what a checkpoint holds; reads only its headers."""
+"""Lists the contents of a checkpoint, reading only its headers."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,12 +22,12 @@ def contents_of(folder: Path, *, is_listing: bool = False) -> Iterator[str]:
 
     Args:
         folder: A Hugging Face folder or a Megatron checkpoint.
-        is_listing: Give each tensor a line as well.
+        is_listing: Whether each tensor gets a line as well.
 
     Raises:
-        CheckpointError: The Megatron checkpoint is torn, or holds code.
+        CheckpointError: The Megatron checkpoint is torn, or contains code.
         ConversionError: The Hugging Face folder is torn.
-        ConfigError: config.json is missing, or describes a model that we would compute wrongly.
+        ConfigError: config.json is missing, or describes a variant that is not implemented.
     """
     hf = read_convertible_config(folder)
     is_megatron = is_megatron_checkpoint(folder)

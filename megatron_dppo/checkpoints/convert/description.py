@@ -1,4 +1,4 @@
-"""Reads and writes the files beside a checkpoint's weights: config.json and tokenizer."""
+"""Reads and writes the files next to a checkpoint's weights: config.json and tokenizer."""
 
 import json
 import logging
@@ -21,10 +21,11 @@ logger = logging.getLogger(__name__)
 def read_convertible_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a folder to convert, adjusted to the converted weights.
 
-    Block-wise 8-bit weights become bfloat16 when they are read, so the entry that describes them is left out.
+    The entry for block-wise 8-bit weights is left out, because these weights become bfloat16 when they are
+    read.
 
     Raises:
-        ConfigError: There is none, it is torn, or it describes a model that we would compute wrongly.
+        ConfigError: There is no config.json, it is torn, or it describes a variant that is not implemented.
     """
     path, content = read_model_config(folder)
     hf = _of_dequantized(content, path)
@@ -36,16 +37,16 @@ def read_convertible_config(folder: Path) -> dict[str, Any]:
 
 
 def description_of(folder: Path) -> tuple[dict[str, Any], Path]:
-    """Read the config to convert with, and find the folder of the files beside it.
+    """Read the config to convert with, and find the folder with config.json and tokenizer.
 
     Args:
         folder: A Hugging Face folder or a Megatron checkpoint.
 
     Returns:
-        The config as `read_convertible_config` does, and the folder that holds config.json and tokenizer.
+        Result of `read_convertible_config`, and the folder that contains config.json and tokenizer.
 
     Raises:
-        ConfigError: As `read_convertible_config` does.
+        ConfigError: `read_convertible_config` refuses the config.
     """
     hf, path = read_convertible_config(folder), config_file(folder)
     assert path is not None, "it was read"
@@ -53,14 +54,15 @@ def description_of(folder: Path) -> tuple[dict[str, Any], Path]:
 
 
 def write_description(template: Path, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config, tokenizer and licence, and name the files that are not copied.
+    """Copy config, tokenizer and licence, and log the files that are not copied.
 
-    config.json is copied byte for byte, unless it is of 8-bit weights, of further layers or of another dtype.
+    config.json is copied byte for byte, unless it describes 8-bit weights, layers for multi-token prediction or
+    another dtype.
 
     Args:
         template: A Hugging Face folder, or a Megatron checkpoint's `hf/`.
-        out: A folder, made where it is missing.
-        dtype: The type of the tensors, which config.json names. None keeps the template's.
+        out: Folder to write to; it is created if it is missing.
+        dtype: Dtype of the tensors, for config.json. None keeps the template's.
     """
     others = copy_model_files(template, out)
     if others:

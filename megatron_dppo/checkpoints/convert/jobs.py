@@ -1,4 +1,4 @@
-"""Runs jobs in threads and over processes; an error of one is raised in all."""
+"""Runs jobs in threads and processes; an error in one process is raised in all."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 def run_jobs(runtime: Runtime, jobs: Sequence[T], work: Callable[[T], None], num_threads: int) -> None:
-    """Do this process's jobs, and wait for the other processes'; all of them call this together.
+    """Run this process's jobs, and wait for the other processes; all processes call this together.
 
     Args:
         runtime: This process.
-        jobs: Of this process.
-        work: Does one; called in several threads.
-        num_threads: How many jobs are done at a time.
+        jobs: Jobs of this process.
+        work: Function that runs one job; called in several threads.
+        num_threads: Number of jobs that run at a time.
 
     Raises:
-        ConversionError: A job of another process failed. What one of this process raised is raised as it was.
+        ConversionError: A job of another process failed. An error of this process's job is raised unchanged.
     """
     own: BaseException | None = None
     with ThreadPoolExecutor(num_threads) as pool:

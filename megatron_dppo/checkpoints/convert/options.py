@@ -16,11 +16,11 @@ class Options:
     """Options of writing a checkpoint.
 
     Attributes:
-        dtype: Of all tensors but those that stay float32, a rounding; none keeps the source's.
-        file_bytes: A new file is begun when the current one would exceed this.
-        num_writers: Files that a process writes at a time.
-        on_bytes: Called, in any thread, with the bytes of each tensor that is done.
-        rounding: Casts the tensors, and adds up the loss.
+        dtype: Dtype that tensors are rounded to, except tensors that stay float32. None keeps the source's.
+        file_bytes: Most bytes per file. A new file starts when the current one would exceed this.
+        num_writers: Number of files that a process writes at a time.
+        on_bytes: Callback, in any thread, with the bytes of each finished tensor.
+        rounding: Object that casts the tensors, and adds up the loss.
     """
 
     dtype: torch.dtype | None = None
@@ -35,10 +35,10 @@ class Options:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the type that --dtype names; none keeps the checkpoint's own.
+    """Return the dtype that --dtype names; None keeps the checkpoint's dtype.
 
     Raises:
-        ConversionError: It names another.
+        ConversionError: The name is not a supported dtype.
     """
     if name is None:
         return None

@@ -22,10 +22,10 @@ _OFF = (None, False, (), "none")
 _PLAIN: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (
-            # where the adapter comes from, and how it was made and trained
+            # origin of the adapter, and its initialisation and training
             *("base_model_name_or_path", "revision", "peft_version", "task_type", "auto_mapping"),
             *("inference_mode", "lora_dropout", "eva_config", "megatron_core", "qalora_group_size"),
-            # what has factors, and with which scale: compared with the factors, and read by `scaling`
+            # modules with factors, and their scales: compared with the factors, and read by `scaling`
             *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
             *("rank_pattern", "alpha_pattern"),
         ),
@@ -42,7 +42,7 @@ _PLAIN: Mapping[str, Callable[[Any], bool]] = {
 """Keys of adapter_config.json that are known to mean `W + scaling * B A`, with the test of a value.
 
 Every other key, of this or of a newer peft, must be off: null, false, empty or "none". PiSSA, OLoRA, CorDA,
-LoRA-GA and LoftQ change the base weights when they begin. aLoRA, DoRA and others compute something else.
+LoRA-GA and LoftQ change the base weights at initialisation. aLoRA, DoRA and others compute another update.
 """
 
 
@@ -51,7 +51,7 @@ class PeftAdapter:
     """The pairs of a LoRA adapter.
 
     Attributes:
-        folder: In peft's format.
+        folder: Adapter folder in peft's format.
         pairs: The factors' names, A and B, by the Hugging Face name of the weight that they update.
         config: adapter_config.json.
         weights: The factors.
@@ -67,7 +67,7 @@ class PeftAdapter:
         """Read an adapter folder: names and options.
 
         Raises:
-            ConversionError: The folder is no adapter, or of more than LoRA.
+            ConversionError: The folder is not an adapter, or the adapter uses more than LoRA.
         """
         try:
             config = json.loads((folder / CONFIG).read_text())
@@ -101,13 +101,14 @@ class PeftAdapter:
             expected = _by_pattern(self.config.get("rank_pattern") or {}, module, self.config["r"])
             if rank != expected:
                 raise ConversionError(
-                    f"{self.folder / WEIGHTS}: {a!r} has rank {rank}; expected {expected}, as {CONFIG} says. "
+                    f"{self.folder / WEIGHTS}: {a!r} has rank {rank}; expected {expected}, as in {CONFIG}. "
                     "Copy or download the adapter again."
                 )
             if not _is_target(module, self.config):
                 raise ConversionError(
-                    f"{self.folder / WEIGHTS}: {a!r} is of no module that {CONFIG} names. Expected factors of "
-                    "target_modules in layers_to_transform alone: peft reads no others. Correct the config."
+                    f"{self.folder / WEIGHTS}: {a!r} is of no module that {CONFIG} names. Expected "
+                    "only factors of target_modules in layers_to_transform, because peft reads no others. "
+                    "Correct the config."
                 )
 
     def scaling(self, name: str, rank: int) -> float:
@@ -174,7 +175,7 @@ class MergedSource(HuggingFaceSource):
         """Match the adapter's names and shapes with the folder's.
 
         Raises:
-            ConversionError: The adapter is of another model, or no plain LoRA.
+            ConversionError: The adapter belongs to another model, or is not plain LoRA.
         """
         super().__init__(weights)
         self._adapter = PeftAdapter.read(adapter)
@@ -193,7 +194,7 @@ class MergedSource(HuggingFaceSource):
                 )
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of the mapped files, and new tensors where there is an update."""
+        """Yield views of the mapped files, or new tensors for weights with an update."""
         for name, weight in super().read(names):
             yield name, self._merged(name, weight) if name in self._adapter.pairs else weight
 

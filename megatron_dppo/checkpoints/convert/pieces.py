@@ -1,8 +1,8 @@
-"""Maps each Hugging Face tensor to its block in a Megatron distributed checkpoint: names and shapes alone.
+"""Maps each Hugging Face tensor to its block in a Megatron distributed checkpoint, by names and shapes.
 
-A distributed checkpoint holds whole tensors, however the model that wrote it was split. Their keys are those of
-Megatron's Transformer Engine spec, which our `torch` spec writes too. Where all layers are alike they are one
-tensor with an axis for the layers, and the experts of a layer are one tensor always.
+A distributed checkpoint contains unsplit tensors, whatever layout wrote it. It has the keys of Megatron's
+Transformer Engine spec, which our `torch` spec writes too. If all layers are alike, each parameter is one
+tensor with an axis for the layers. The experts of a layer are always one tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ class Piece:
     """A block of a stored tensor, and the Hugging Face tensors in it.
 
     Attributes:
-        rule: Of the parameter that the block belongs to.
-        key: Of the stored tensor.
-        whole: Its shape.
-        offset: Where in it the block begins.
-        shape: Of the block; axes for layers and experts included.
-        hf: Names of the Hugging Face tensors, in the order in which they are in it.
-        hf_shapes: Their shapes.
-        layer: Global, 0-based; none outside layers.
+        rule: Weight rule of the parameter that the block belongs to.
+        key: Key of the stored tensor.
+        whole: Shape of the stored tensor.
+        offset: Position of the block in the stored tensor.
+        shape: Shape of the block, including axes for layers and experts.
+        hf: Names of the Hugging Face tensors, in their order in the block.
+        hf_shapes: Shapes of the Hugging Face tensors.
+        layer: Global 0-based layer; None outside layers.
     """
 
     rule: WeightRule
@@ -61,7 +61,7 @@ class Piece:
         return block.reshape(self.shape)
 
     def unfuse(self, block: Tensor, table: WeightTable) -> list[Tensor]:
-        """Split the block into its Hugging Face tensors: views where that is possible."""
+        """Split the block into its Hugging Face tensors, as views if possible."""
         if self.rule.is_expert:
             return list(block.reshape(len(self.hf), *self.hf_shapes[0]).unbind())
         if self.rule.fusion == "qkv":
@@ -74,8 +74,8 @@ def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
 
     Args:
         hf: The model's config.json.
-        max_elements: Stacks of experts are cut into equal blocks of at most so many elements, of one expert at
-            least; none leaves the gates of a layer's experts, and so on, in one.
+        max_elements: Most elements of a block. Stacks of experts are cut into equal blocks of at least one
+            expert. None keeps each stack of a layer's experts in one block.
     """
     family = family_of(hf)
     sizes = family.sizes_of(hf)
@@ -89,7 +89,7 @@ def pieces_of(hf: HFConfig, max_elements: int | None = None) -> Iterator[Piece]:
 def stored_key(rule: WeightRule, layer: int | None, sizes: ModelSizes) -> str:
     """Return the key of a parameter's tensor, with the layer's number."""
     name = rule.transformer_engine or rule.megatron
-    is_dense_norm = ".linear_fc1.layer_norm_" in name  # fused into the MLP, which layers with experts have not
+    is_dense_norm = ".linear_fc1.layer_norm_" in name  # fused into the MLP, which MoE layers do not have
     if is_dense_norm and layer in sizes.moe_layers:
         name = rule.megatron
     if rule.is_expert:
@@ -98,7 +98,7 @@ def stored_key(rule: WeightRule, layer: int | None, sizes: ModelSizes) -> str:
 
 
 def without_layer(key: str) -> str:
-    """Return the key that all layers share: "decoder.layers.3.mlp.x" is in "decoder.layers.mlp.x"."""
+    """Return the key that all layers share: "decoder.layers.mlp.x" for "decoder.layers.3.mlp.x"."""
     head, layers, rest = key.partition("decoder.layers.")
     return head + layers + rest.partition(".")[2] if layers else key
 

@@ -26,7 +26,7 @@ from megatron_dppo.checkpoints.weight_formats import BLOCK, WeightFormat, fused_
 from megatron_dppo.errors import ConfigError, ConversionError, Problem
 from megatron_dppo.runtime.tensor_files import make_readable
 
-_OLDER = "hf_quant_config.json"  # says what config.json's quantization_config says
+_OLDER = "hf_quant_config.json"  # same content as config.json's quantization_config
 _EXPERTS = ".mlp.experts."
 
 
@@ -35,10 +35,10 @@ class Quantization:
     """Plan of quantising a model: format, and linears left out.
 
     Attributes:
-        weight_format: Of the linears' weights and inputs.
-        excluded: Names of the linears' weights that stay bfloat16, beside router, embedding and lm_head: what
-            was named, and the projections to and from attention's latents.
-        ignored: All modules that do, as inference engines name them: a layer's experts are one.
+        weight_format: Format of the linears' weights and inputs.
+        excluded: Names of the linears' weights that stay bfloat16, in addition to router, embedding and
+            lm_head: the named ones, and the projections to and from attention's latents.
+        ignored: All modules that stay bfloat16, as inference engines name them: a layer's experts are one.
     """
 
     weight_format: WeightFormat
@@ -47,16 +47,16 @@ class Quantization:
 
 
 def plan(folder: Path, weight_format: WeightFormat, patterns: Sequence[str]) -> Quantization:
-    """Plan the quantisation of a folder; only headers are read.
+    """Plan the quantisation of a folder, reading only headers.
 
     Args:
         folder: Hugging Face folder of unquantised weights.
-        weight_format: To what.
-        patterns: Shell patterns of linears that stay bfloat16, as "*.self_attn.*".
+        weight_format: Format to quantise to.
+        patterns: Shell patterns of linears that stay bfloat16, such as "*.self_attn.*".
 
     Raises:
-        ConfigError: modelopt is not installed, the architecture is not one of ours, the weights are quantised
-            already, or a pattern matches nothing or a part of what inference engines hold as one.
+        ConfigError: modelopt is not installed, the architecture is not supported, the weights are quantised
+            already, or a pattern matches nothing or only some of the linears that inference engines fuse.
         ConversionError: The folder is torn, or NVFP4's blocks do not divide a linear.
     """
     if importlib.util.find_spec("modelopt") is None:
@@ -115,7 +115,7 @@ def _excluded(linears: Sequence[str], patterns: Sequence[str]) -> set[str]:
 
 
 def _units(linears: Iterable[str]) -> dict[str, set[str]]:
-    """Group weights that are quantised together or not at all: fused linears, a layer's experts."""
+    """Group weights that must be quantised together: fused linears, a layer's experts."""
     units: dict[str, set[str]] = {}
     for group in fused_linears(linears):
         unit = _module_of(group[0]) if _EXPERTS in group[0] else group[0]
@@ -130,10 +130,10 @@ def calibrated(
     """Insert modelopt's quantisers into a transformers model, calibrated on the prompts.
 
     Args:
-        model: In bfloat16; changed in place, and computing with rounded numbers afterwards.
-        quantization: What to quantise.
+        model: Model in bfloat16. It is changed in place, and computes with rounded numbers afterwards.
+        quantization: Plan of what to quantise.
         prompts: [tokens] int64 each, on the model's device.
-        on_prompt: Called after each.
+        on_prompt: Callback after each prompt.
     """
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export.quant_utils import preprocess_linear_fusion
@@ -167,14 +167,14 @@ def _quantizers(linears: Iterable[str]) -> list[str]:
 
 
 def export(model: Any, template: Path, output: UnfinishedOutput, quantization: Quantization) -> None:
-    """Write a folder that SGLang reads; config.json comes last, as the mark of completeness.
+    """Write a folder that SGLang reads; config.json is written last, to mark completeness.
 
     Args:
-        model: Calibrated; unusable afterwards.
-        template: Folder whose config, tokenizer and licence are copied. config.json keeps its spelling, with
-            `quantization_config` added and the type of what is not quantised.
-        output: Where to.
-        quantization: What the model was calibrated for.
+        model: Calibrated model; unusable afterwards.
+        template: Folder whose config, tokenizer and licence are copied. config.json keeps its keys, and gets
+            `quantization_config` and the dtype of the unquantised weights.
+        output: Folder to write to.
+        quantization: Plan that the model was calibrated for.
 
     Raises:
         ConversionError: The disk is full.

@@ -26,7 +26,7 @@ class QuantizedFolder:
 
         Raises:
             ConfigError: There is no config.json.
-            ConversionError: It says nothing of modelopt's FP8 or NVFP4, or a file is torn.
+            ConversionError: config.json does not describe modelopt's FP8 or NVFP4, or a file is torn.
         """
         self.folder = folder
         path, config = read_model_config(folder)
@@ -47,10 +47,10 @@ class QuantizedFolder:
         return {name for name in self._files if name + _SCALE in self._files}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight under its Hugging Face name; float32 where it is dequantised, else as stored.
+        """Yield each weight under its Hugging Face name: dequantised weights in float32, others as stored.
 
         Raises:
-            ConversionError: A weight's scales are missing, or its values are of another format.
+            ConversionError: A weight's scales are missing, or its values have another format.
         """
         for name in sorted(self._files):
             if not name.endswith((_SCALE, _OUTER_SCALE)):

@@ -1,4 +1,4 @@
-"""Measures the loss of weights that are rounded to a narrower type while they are written."""
+"""Measures the rounding loss of weights that are written in a narrower dtype."""
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,15 +16,15 @@ _ELEMENTS = 1 << 22
 
 @dataclass
 class Loss:
-    """Sums over the weights that were rounded.
+    """Sums over the rounded weights.
 
     Attributes:
-        num_weights: Weights that were rounded.
-        num_changed: Weights whose rounded value differs.
-        relative: Sum of |rounded - weight| / |weight|, of weights other than 0.
-        largest: The largest of these quotients.
-        num_moved: Weights that differ from the base model.
-        num_lost: Of those, weights whose rounded value is the rounded value of the base model.
+        num_weights: Number of rounded weights.
+        num_changed: Number of weights that rounding changes.
+        relative: Sum of |rounded - weight| / |weight| over weights other than 0.
+        largest: Largest of these quotients.
+        num_moved: Number of weights that differ from the base model.
+        num_lost: Number of `num_moved` weights with the same rounded value as the base model's.
     """
 
     num_weights: int = 0
@@ -42,7 +42,7 @@ class Loss:
         self.largest = largest
 
     def lines(self, dtype: torch.dtype, base: Path | None) -> Iterator[str]:
-        """Yield sentences about the loss; none if nothing was rounded."""
+        """Yield sentences about the loss; yield nothing if no weight was rounded."""
         name = str(dtype).removeprefix("torch.")
         if not self.num_weights:
             return
@@ -61,11 +61,11 @@ class Loss:
 
 @dataclass
 class Rounding:
-    """Rounds weights, and adds up the loss; threads may share it.
+    """Rounds weights and adds up the loss; threads may share an instance.
 
     Attributes:
-        base: The model that training began with; None if it is not known.
-        loss: The loss so far.
+        base: Model that training started from; None if it is not known.
+        loss: Loss so far.
     """
 
     base: Source | None = None
@@ -80,9 +80,9 @@ class Rounding:
         """Return a tensor in a dtype, and count its loss if the dtype cannot hold each value.
 
         Args:
-            tensor: Floating point. It is returned itself if it has the dtype.
-            dtype: Of the result.
-            base: The base model's tensor, of the same shape.
+            tensor: Floating-point tensor; returned unchanged if it has the dtype.
+            dtype: Dtype of the result.
+            base: Base model's tensor, of the same shape.
         """
         cast = tensor.to(dtype)
         if torch.promote_types(tensor.dtype, dtype) != dtype:

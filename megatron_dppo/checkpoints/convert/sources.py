@@ -1,4 +1,4 @@
-"""Sources of Hugging Face tensors: checkpoints of either kind, by name and in groups that are read at once."""
+"""Reads checkpoints of either kind as Hugging Face tensors, by name and in groups that are read together."""
 
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ SAFETENSORS_DTYPES = {
 
 
 class Source(Protocol):
-    """Tensors under Hugging Face names; threads may share one."""
+    """Source of tensors under Hugging Face names; threads may share an instance."""
 
     @property
     def folder(self) -> Path:
@@ -49,7 +49,7 @@ class Source(Protocol):
         ...
 
     def outline(self) -> dict[str, Tensor]:
-        """Return each tensor's shape and dtype, on the meta device, in the fastest order of reading."""
+        """Return each tensor on the meta device (shape and dtype), in the fastest order of reading."""
         ...
 
     def groups(self) -> list[tuple[str, ...]]:
@@ -57,7 +57,7 @@ class Source(Protocol):
         ...
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read the tensors of these names, which are of one group."""
+        """Read the tensors with these names, which must belong to one group."""
         ...
 
 
@@ -89,24 +89,24 @@ class HuggingFaceSource:
         return [(name,) for name in self.outline()]
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of the mapped files where they hold the tensors unchanged."""
+        """Yield tensors, as views of the mapped files if no conversion is needed."""
         for name in names:
             yield name, self.weights.tensor(name)
 
 
 class MegatronSource:
-    """A Megatron checkpoint of ours, from a conversion or a run of any layout; LoRA's updates are added."""
+    """A Megatron checkpoint from a conversion or a run of any layout; LoRA updates are added."""
 
     def __init__(self, folder: Path, hf: HFConfig | None = None) -> None:
-        """Compare the stored tensors with those that the model needs.
+        """Compare the stored tensors with the tensors that the model needs.
 
         Args:
-            folder: With `megatron/` and `hf/`.
-            hf: The model's config.json; none reads `hf/config.json`.
+            folder: Checkpoint folder with `megatron/` and `hf/`.
+            hf: Model's config.json. None reads `hf/config.json`.
 
         Raises:
-            CheckpointError: It is torn, of another model, or holds code.
-            ConfigError: The config is of no supported model.
+            CheckpointError: The checkpoint is torn, belongs to another model, or contains code.
+            ConfigError: The config describes no supported model.
         """
         require_megatron_checkpoint(folder)
         self.folder = folder
@@ -126,7 +126,7 @@ class MegatronSource:
             if found != piece.whole and not is_padded:
                 raise CheckpointError(
                     f"{self.stored.folder}: {piece.key!r} is {found or 'missing'}; expected "
-                    f"shape {piece.whole}. The checkpoint is of another model than its config.json says."
+                    f"shape {piece.whole}. Checkpoint and config.json are of different models."
                 )
         weights = {key for key in shapes if not key.startswith("optimizer.")}
         known = {piece.key for piece in self._pieces}
@@ -134,7 +134,7 @@ class MegatronSource:
         if extra:
             raise CheckpointError(
                 f"{self.stored.folder}: {len(extra)} tensors are left over (first: {extra[:3]}). "
-                "The checkpoint is of another model than its config.json says."
+                "Checkpoint and config.json are of different models."
             )
 
     def outline(self) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class MegatronSource:
             yield name, tensor if adapter is None else adapter.merged(tensor, index)
 
     def _adapter(self, piece: Piece, linear: str) -> "_Adapter | None":
-        """Return the LoRA factors of a linear of the piece's layer; none where it has no adapter."""
+        """Return the LoRA factors of a linear of the piece's layer; None if it has no adapter."""
         if piece.layer is None:
             return None
         module = piece.key.rpartition(".")[0]
@@ -188,12 +188,12 @@ class MegatronSource:
 
 
 def source_of(folder: Path) -> Source:
-    """Return the source for a Megatron checkpoint or a Hugging Face folder, by what the folder holds."""
+    """Return the source for a folder: a Megatron checkpoint or a Hugging Face folder, by its contents."""
     return MegatronSource(folder) if is_megatron_checkpoint(folder) else HuggingFaceSource(HFWeights(folder))
 
 
 def trained_from(megatron: Path) -> Path | None:
-    """Return `model.load` of the run whose `checkpoints/` has a checkpoint; None for a checkpoint of no run."""
+    """Return `model.load` of the run that wrote a checkpoint; None if it is in no run's folder."""
     config = megatron.resolve().parent.parent / "config.toml"
     if not config.is_file():
         return None
@@ -205,10 +205,10 @@ def base_of(megatron: Path, like: Source) -> Source | None:
 
     Args:
         megatron: A folder in a run's `checkpoints/`.
-        like: Its weights. A base model has the same names and shapes.
+        like: Weights of the checkpoint. A base model has the same names and shapes.
 
     Returns:
-        None for a checkpoint of no run, or if the base model is no longer there.
+        Weights of the base model; None if the checkpoint is in no run's folder, or the base model is gone.
     """
     folder = trained_from(megatron)
     if folder is None or config_file(folder) is None:
@@ -221,14 +221,14 @@ def base_of(megatron: Path, like: Source) -> Source | None:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """LoRA's factors of a linear, or of one linear of all experts."""
+    """LoRA factors of a linear, or of one linear of all experts."""
 
     alpha: int
     lora_a: Tensor  # [(experts,) rank, in]
     lora_b: Tensor  # [(experts,) out, rank]
 
     def merged(self, weight: Tensor, index: int) -> Tensor:
-        """Return the weight with its update, added in float32; of the `index`th expert where there are some."""
+        """Return the weight plus its update, added in float32; with experts, of the `index`th expert."""
         lora_a, lora_b = (x[index] if x.dim() > 2 else x for x in (self.lora_a, self.lora_b))
         update = self.alpha / lora_a.shape[0] * (lora_b.float() @ lora_a.float())
         return (weight.float() + update).to(weight.dtype)

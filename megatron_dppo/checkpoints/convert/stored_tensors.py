@@ -25,10 +25,10 @@ class StoredTensors:
         """Read the metadata.
 
         Args:
-            folder: With `.metadata` and `*.distcp` files.
+            folder: Folder with `.metadata` and `*.distcp` files.
 
         Raises:
-            CheckpointError: The folder is torn, or holds code.
+            CheckpointError: The folder is torn, or contains code.
         """
         refuse_code(folder)
         self.folder = folder
@@ -43,7 +43,7 @@ class StoredTensors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each whole tensor, by key."""
+        """Shape of each unsplit tensor, by key."""
         return {key: tuple(tensor.size) for key, tensor in self._tensors.items()}
 
     @property
@@ -52,20 +52,20 @@ class StoredTensors:
         return {key: tensor.properties.dtype for key, tensor in self._tensors.items()}
 
     def outline(self) -> dict[str, Tensor]:
-        """Return each whole tensor's shape and dtype, on the meta device, by key."""
+        """Return each unsplit tensor on the meta device (shape and dtype), by key."""
         dtypes = self.dtypes
         return {key: torch.empty(shape, dtype=dtypes[key], device="meta") for key, shape in self.shapes.items()}
 
     def region(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read a block of a tensor, to new memory on the CPU.
+        """Read a block of a tensor into new memory on the CPU.
 
         Raises:
-            CheckpointError: It is not stored, not in full, or its file is torn.
+            CheckpointError: The block is missing or incomplete, or its file is torn.
         """
         if key not in self._tensors:
             raise CheckpointError(
-                f"{self.folder} has no {key!r}. It is a checkpoint of another model than its config.json says, "
-                "or of another format."
+                f"{self.folder} has no {key!r}. The checkpoint has another format, or is of another model than "
+                "its config.json."
             )
         stored, block = self._tensors[key], torch.empty(shape, dtype=self.dtypes[key])
         wanted = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))

@@ -1,4 +1,4 @@
-"""Yields a checkpoint's weights as a trainer would send them, read from disk, without a trainer."""
+"""Reads a checkpoint's weights from disk, and yields them in the form that a trainer sends to engines."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,30 +17,30 @@ from megatron_dppo.runtime.process import Runtime
 class StoredWeights:
     """All weights of a folder, on every rank; implements `weight_sync.base.WeightOwner`.
 
-    LoRA's updates are added. How many ranks there are does not matter: each reads everything.
+    LoRA updates are added. Any number of ranks works, because each rank reads all weights.
     """
 
     log_probs = None
-    """There is no model here to compute them."""
+    """Empty, because no model computes them here."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, runtime: Runtime) -> None:
-        """Read headers, and compare them with the model's needs.
+        """Read the headers, and compare them with the tensors that the model needs.
 
         Args:
             folder: A Hugging Face folder or a Megatron checkpoint.
-            dtype: Of the tensors that are given, as model.dtype is a trainer's.
-            runtime: Of this rank.
+            dtype: Dtype of the yielded tensors, like a trainer's model.dtype.
+            runtime: Runtime of this rank.
 
         Raises:
-            CheckpointError: A Megatron checkpoint that is torn, of another model, or holds code.
-            ConversionError: A Hugging Face folder that is torn.
+            CheckpointError: A Megatron checkpoint is torn, belongs to another model, or contains code.
+            ConversionError: A Hugging Face folder is torn.
         """
         self._hf, self._dtype, self._runtime = read_hf_config(folder), dtype, runtime
         self._source = source_of(folder)
 
     @property
     def identity(self) -> str:
-        """Identity of the weights: changes with the files' names, sizes and times of writing."""
+        """Identity of the weights: changes with the files' names, sizes and modification times."""
         digest = hashlib.blake2b(digest_size=16)
         for file in sorted(self._source.files):
             status = file.stat()
@@ -50,7 +50,7 @@ class StoredWeights:
     def weights(
         self, *, of_own_stage: bool = False, max_bytes: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights in Hugging Face names, on this rank's device, layer by layer; one stage only."""
+        """Yield all weights under Hugging Face names, on this rank's device, layer by layer, as one stage."""
         for piece in pieces_of(self._hf):
             for name, tensor in self._source.read(piece.hf):
                 yield name, tensor.to(self._runtime.device, self._dtype_of(name))
@@ -68,5 +68,5 @@ class StoredWeights:
 
     @property
     def pipeline_place(self) -> tuple[int, int, bool]:
-        """The only pipeline stage, of one, with rank 0 as its first rank."""
+        """Stage 0 of one pipeline stage, with rank 0 as its first rank."""
         return 0, 1, self._runtime.is_main

@@ -1,4 +1,4 @@
-"""Converts LoRA's adapters of a Megatron checkpoint to a folder in peft's format."""
+"""Converts LoRA adapters of a Megatron checkpoint to a folder in peft's format."""
 
 import logging
 from pathlib import Path
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 def write_peft_adapter(megatron: Path, out: Path, base: str) -> None:
-    """Build the whole model on this process, load weights and adapters, and write the adapters.
+    """Build the complete model in this process, load weights and adapters, and write the adapters.
 
     Args:
         megatron: A checkpoint of a LoRA run.
         out: Folder to write.
-        base: Name or folder of the base model, for the adapter's config. Empty takes the run's `model.load`.
+        base: Name or folder of the base model, for the adapter's config. "" means the run's `model.load`.
 
     Raises:
-        ConversionError: The checkpoint holds no adapters.
+        ConversionError: The checkpoint contains no adapters.
         ConfigError: The base model is a Megatron checkpoint, which peft cannot load.
     """
     dtype, hf = stored_dtype(megatron), read_hf_config(megatron)

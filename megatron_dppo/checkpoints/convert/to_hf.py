@@ -20,24 +20,24 @@ from megatron_dppo.runtime.tensor_files import save_tensors
 
 @dataclass
 class Shard:
-    """Contents of one file: names that are read together, in their order."""
+    """Contents of one file: groups of names that are read together, in order."""
 
     groups: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     num_bytes: int = 0
 
 
 def write_hf(source: Source, template: Path, out: Path, options: Options, runtime: Runtime) -> None:
-    """Write a Hugging Face folder, whole or not at all; every process calls this together.
+    """Write a Hugging Face folder, completely or not at all; every process calls this together.
 
-    An earlier start that was interrupted is resumed where source and options are the same. A process
-    holds one file's tensors for each of its writers.
+    An interrupted earlier start is resumed if source and options are the same. A process holds one file's
+    tensors per writer.
 
     Args:
-        source: What to write.
+        source: Source of the tensors.
         template: Folder whose config, tokenizer and licence are copied.
-        out: The folder to make.
-        options: How.
-        runtime: This process.
+        out: Folder to create.
+        options: Output options.
+        runtime: Runtime of this process.
 
     Raises:
         ConversionError: `out` exists or cannot be written.
@@ -75,12 +75,12 @@ def write_hf(source: Source, template: Path, out: Path, options: Options, runtim
 
 
 def plan_shards(groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], file_bytes: int) -> list[Shard]:
-    """Assign names to files: a group is divided only where it is larger than a file.
+    """Assign names to files: a group is divided only if it is larger than a file.
 
     Args:
         groups: Names that are read together.
         sizes: Bytes of each tensor.
-        file_bytes: Most bytes of a file, unless one tensor alone is larger.
+        file_bytes: Most bytes of a file, unless a single tensor is larger.
     """
     shards = [Shard()]
     for group in groups:
@@ -106,7 +106,7 @@ def _divided(group: tuple[str, ...], sizes: Mapping[str, int], file_bytes: int) 
 
 
 class _ShardWriter:
-    """Writes the files that an earlier start has not written."""
+    """Writes the files that no earlier start has written."""
 
     def __init__(self, source: Source, output: UnfinishedOutput, options: Options) -> None:
         self._source, self._output, self._options = source, output, options

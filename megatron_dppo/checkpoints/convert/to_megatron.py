@@ -27,16 +27,17 @@ from megatron_dppo.mcore import cpu, fixes
 from megatron_dppo.runtime.process import Runtime
 
 _BLOCK_ELEMENTS = 1 << 25
-"""Of stacked experts: a rank loads few that are not its own, and there are not too many blocks to plan."""
+"""Most elements of a block of stacked experts. Small blocks let a rank load few experts of other ranks; large
+blocks keep planning fast."""
 _PARTS = "parts"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_fit(source: Source, hf: HFConfig) -> dict[str, Tensor]:
-    """Return the outline of a source, which must hold exactly the tensors of its config.json.
+    """Return the outline of a source, which must contain exactly the tensors of its config.json.
 
     Raises:
-        ConversionError: A tensor is missing, left over, of another shape, or no floating-point number.
+        ConversionError: A tensor is missing, left over, of another shape, or not floating point.
     """
     found, family = source.outline(), family_of(hf)
     if family.sizes_of(hf).is_tied and OUTPUT.hf[0] in found:
@@ -63,15 +64,15 @@ def _require_tied(source: Source) -> None:
     if not torch.equal(*pair):
         raise ConversionError(
             f"{source.folder}: {OUTPUT.hf[0]!r} differs from {EMBEDDING.hf[0]!r}, while config.json "
-            "says tie_word_embeddings. Correct config.json, or remove the tensor that is wrong."
+            "sets tie_word_embeddings. Correct config.json, or remove the wrong tensor."
         )
 
 
 def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
-    """Return the dtype of all tensors, which must be the same; those that stay float32 left out.
+    """Return the common dtype of all tensors, ignoring tensors that always stay float32.
 
     Raises:
-        ConversionError: There are several.
+        ConversionError: The tensors have several dtypes.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in outline.items():
@@ -84,16 +85,16 @@ def one_dtype(outline: Mapping[str, Tensor], folder: Path) -> torch.dtype:
 
 
 def write_megatron(source: Source, hf: HFConfig, out: Path, options: Options, runtime: Runtime) -> None:
-    """Write a Megatron checkpoint, whole or not at all; every process calls this together.
+    """Write a Megatron checkpoint, completely or not at all; every process calls this together.
 
-    An earlier start that was interrupted is resumed where source and options are the same.
+    An interrupted earlier start is resumed if source and options are the same.
 
     Args:
-        source: What to convert.
-        hf: Its config.json.
-        out: The folder to make.
-        options: How.
-        runtime: This process.
+        source: Source of the tensors.
+        hf: Source's config.json.
+        out: Folder to create.
+        options: Output options.
+        runtime: Runtime of this process.
 
     Raises:
         ConversionError: The source does not fit `hf`, or `out` exists or cannot be written.
@@ -145,7 +146,7 @@ def _key_of(piece: Piece) -> tuple[str, tuple[int, ...]]:
 
 
 def _share(blocks: list[Block], runtime: Runtime) -> list[Block]:
-    """Return this process's run of the blocks, balanced by bytes."""
+    """Return this process's consecutive blocks, balanced by bytes."""
     total, before, own = sum(block.num_bytes for block in blocks), 0, list[Block]()
     for block in blocks:
         if before * runtime.world_size // total == runtime.rank:
@@ -155,7 +156,7 @@ def _share(blocks: list[Block], runtime: Runtime) -> list[Block]:
 
 
 class _FileWriter:
-    """Writes the files of a save that an earlier start has not written."""
+    """Writes the files of a save that no earlier start has written."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class _FileWriter:
         self._output, self._save, self._tensor_of, self._on_bytes = output, save, tensor_of, on_bytes
 
     def write(self, file: StreamedFile) -> None:
-        """Write one file, and the places of its items beside it."""
+        """Write one file, and a second file with the places of its items."""
         if self._output.file(f"{_PARTS}/{file.name}.json").is_file():
             self._on_bytes(file.num_bytes)
             return
@@ -196,7 +197,7 @@ def _gather_parts(output: UnfinishedOutput) -> None:
 
 
 def _scatter_parts(output: UnfinishedOutput) -> None:
-    """Undo `_gather_parts` of a start that was interrupted after it."""
+    """Undo `_gather_parts` if an earlier start was interrupted after it."""
     for file in output.file(WEIGHTS).glob("*.distcp"):
         file.rename(output.file(_PARTS) / file.name)
     shutil.rmtree(output.file(WEIGHTS), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Quantises a Hugging Face folder to FP8 or NVFP4: calibrates, writes, measures; resumes unfinished output."""
+"""Quantises a Hugging Face folder to FP8 or NVFP4: calibrates, writes, measures. Resumes interrupted starts."""
 
 import json
 import logging
@@ -33,22 +33,23 @@ def write_quantized(
     measure: Measure | None,
     device: torch.device,
 ) -> dict[str, float] | None:
-    """Calibrate and write a folder, and measure its distance from the original.
+    """Calibrate and write a quantised folder, and measure its distance from the original.
 
     Args:
-        hf: The original's folder.
-        out: Appears when it is complete.
-        quantization: What to quantise, and to what.
-        prompts: [P] int64 each; calibrate the inputs' scales, and are answered by the quantised model.
+        hf: Original Hugging Face folder.
+        out: Folder to create; it appears when it is complete.
+        quantization: Plan of the linears to quantise, and their format.
+        prompts: [P] int64 each. They calibrate the inputs' scales, and the quantised model responds to them.
         max_tokens: Most tokens of a response.
-        measure: Measures the folder, as `analysis.mismatch.quantized.measure`. Without it nothing is returned.
-        device: Where to compute.
+        measure: Function that measures the folder, such as `analysis.mismatch.quantized.measure`. Without it
+            nothing is returned.
+        device: Device to compute on.
 
     Returns:
-        The figures that `measure` returns. MISMATCH in the folder holds them too.
+        Figures that `measure` returns. The file MISMATCH in the folder contains them too.
 
     Raises:
-        ConversionError: The folder has more or less than its config.json says, or the disk is full.
+        ConversionError: The folder's tensors do not match its config.json, or the disk is full.
     """
     tokens = [prompt.to(device) for prompt in prompts]
     output = _unfinished(hf, out, quantization, tokens)
@@ -63,7 +64,7 @@ def write_quantized(
 
 
 def tokenized(hf: Path, questions: Sequence[Prompt], num_prompts: int, max_tokens: int) -> list[torch.Tensor]:
-    """Return [P] int64 tokens of the first prompts that are short enough.
+    """Return the [P] int64 tokens of the first prompts that are short enough.
 
     Raises:
         ConfigError: The folder has no tokenizer.
@@ -119,10 +120,10 @@ def quantize(
     tokens: Sequence[torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Calibrate a model, and write it quantised.
+    """Calibrate a model, quantise it and write it.
 
     Raises:
-        ConversionError: The folder has more or less than its config.json says, or the disk is full.
+        ConversionError: The folder's tensors do not match its config.json, or the disk is full.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Outputs that appear whole or not at all; an interrupted conversion resumes where it stopped."""
+"""Writes outputs that appear completely or not at all; a repeated command resumes an interrupted conversion."""
 
 import hashlib
 import json
@@ -18,22 +18,22 @@ _PLAN = "conversion.json"
 
 
 class UnfinishedOutput:
-    """Folder beside the output, under another name until it is complete.
+    """Folder next to the output, under another name until it is complete.
 
-    What has been written in it stays when the conversion stops; the same conversion, started again, goes on
-    with it, and any other begins anew.
+    Its files stay when the conversion stops. The same conversion resumes with them when it is started again.
+    Any other conversion starts from the beginning.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any], num_bytes: int) -> None:
-        """Find an earlier start's files, or begin.
+        """Find an earlier start's files, or create a new folder.
 
         Args:
-            out: The folder to make.
-            plan: What is converted into what; equal plans write equal files.
-            num_bytes: About how large the output becomes.
+            out: Folder to create.
+            plan: Description of input, output and options; equal plans write equal files.
+            num_bytes: Approximate size of the output.
 
         Raises:
-            ConversionError: `out` exists, its parent does not or cannot be written to, or is too full.
+            ConversionError: `out` exists, or its parent is missing, not writable or too full.
         """
         refuse_existing(out)
         self.out = out
@@ -65,7 +65,7 @@ class UnfinishedOutput:
         return self.folder / name
 
     def write(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Write a file that appears under its name once all of it is on disk.
+        """Write a file that appears under its name once it is completely on disk.
 
         Raises:
             ConversionError: The disk is full, or fails in another way.
@@ -92,22 +92,22 @@ def disk_errors(file: Path) -> Iterator[None]:
     """Turn disk errors into an error that names the file.
 
     Raises:
-        ConversionError: In the place of an OSError, or of what safetensors makes of one.
+        ConversionError: An OSError occurred, or safetensors' error for one.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise ConversionError(
             f"{file}: {error}. Is the disk full? Nothing has the output's name yet. Make room and start the "
-            f"same command again, which goes on with {file.parent}; or remove that folder."
+            f"same command again to resume with {file.parent}, or remove that folder."
         ) from error
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise where the output exists already.
+    """Raise an error if the output exists already.
 
     Raises:
-        ConversionError: It is.
+        ConversionError: `out` exists.
     """
     if out.exists():
         raise ConversionError(f"--out: {out} exists. Give a new folder, or remove that one first.")

@@ -46,7 +46,7 @@ def train_with_each(runtime: Runtime, task: Path) -> None:
         changes: dict[str, dict[str, Any]] = {
             "run": {"folder": str(task / name), "num_rollouts": 2},
             "data": {"reward": "tests.faults.rewards:digits"},
-            "optimizer": {"warmup_steps": 0},
+            "optimizer": {"warmup_steps": 0, "lr": 1e-3},
         }
         tables = settings(task, name, **changes)
         tables["algorithm"] = {"minibatches_per_rollout": 2, "preset": name, **options}

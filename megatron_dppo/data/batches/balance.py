@@ -162,7 +162,7 @@ def _assign(
     least = least_work(work, len(held))
 
     def filled(stay_below: float) -> _Bins:
-        """Assign samples, longest first, to their home if it stays below the limit, else to the idlest group."""
+        """Assign samples, longest first: home if that stays below the limit, else the least busy group."""
         bins = _Bins(held, share)
         for item in _longest_first(range(len(lengths)), lengths):
             chosen, home = bins.least_busy(lengths[item]), homes[item]

@@ -3,8 +3,8 @@
     python -m tools.benchmarks.host                   4 samples of 8,192 tokens, 5 rounds
     python -m tools.benchmarks.host --tokens 2048     shorter samples
 
-There is no server and no model. Synthetic replies (top 20, routes of 48 x 8 experts) go through the functions of
-the loop, one step after another in one process. CPU time is measured, and extrapolated by tokens to one of 8
+There is no server and no model. Synthetic replies (top 20, routes of 48 x 8 experts) go through the loop's
+functions, one step after another in one process. CPU time is measured, and extrapolated by tokens to one of 8
 ranks that samples 256 of a rollout's 2,048 samples of 8,192 tokens. "alone": each rank trains a complete model,
 and receives the samples that balancing moves to it. "together": all 8 ranks train one model (tensor 4, context
 2), and each receives all samples. Parcels between ranks are sent through gloo to this rank itself, without a

@@ -177,7 +177,7 @@ def _sizes(processes: int) -> list[int]:
 
 
 def mixed_lengths(longest: int, num_tokens: int) -> list[int]:
-    """Return log-uniform lengths from longest / 16 to longest, then the longest. Every call returns the same."""
+    """Return log-uniform lengths from longest / 16 to longest, then the longest. The seed is fixed."""
     draw, lengths = random.Random(0), list[int]()
     while sum(lengths) < num_tokens:
         lengths.append(max(10, round(longest * 2.0 ** draw.uniform(-4, 0))))

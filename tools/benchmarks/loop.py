@@ -134,7 +134,7 @@ def require_model() -> None:
 def train(
     folder: Path, num_processes: int, overrides: list[str], num_rollouts: int, title: str, model: Path = MODEL
 ) -> Watched:
-    """Run `megatron-dppo train` under torchrun in a new folder, and watch for the line at each rollout's end."""
+    """Run `megatron-dppo train` under torchrun in a new folder, and record the line at each rollout's end."""
     shutil.rmtree(folder, ignore_errors=True)
     sets = [f"run.folder={str(folder)!r}", f"model.load={str(model)!r}"]
     sets += [f"data.prompts={str(model / 'prompts.jsonl')!r}", *overrides]
@@ -146,7 +146,7 @@ def train(
 def watch(
     command: list[str], log: Path, num_threads: int, pattern: re.Pattern[str], num_rollouts: int, title: str
 ) -> Watched:
-    """Run a program to its end with its output in `log`, and advance a bar at each line matching the pattern."""
+    """Run a program to its end with its output in `log`, and advance a bar at each line that matches."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     if sys.platform == "linux":
@@ -198,7 +198,7 @@ def product_speed(num_processes: int) -> float:
 
 
 def rollout_flops(cost: SampleCost, num_samples: int, row: Mapping[str, float]) -> float:
-    """Return the FLOPs of a rollout's matrix products. Sampling counts as a forward pass without cached prompts.
+    """Return the FLOPs of a rollout's matrix products. Sampling is a forward pass without cached prompts.
 
     Args:
         cost: Cost of forward and backward.

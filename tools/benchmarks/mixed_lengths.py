@@ -1,9 +1,9 @@
 """Makes the quickstart's model and task with responses of mixed length: 17 to 256 tokens, most of them short.
 
 A quarter of the prompts name one of the task's 256 filler words, and the teacher counts down from it before the
-answer: the response to `<bos> w3 2 1 * 4 3 =` is `w2 w1 w0 -` and the answer. The count is geometric with a mean
-of 60. The reward ignores the words before the answer. A few more steps of supervised training on this teacher
-give the quickstart's model these lengths. Reinforcement learning does not change them.
+answer: the response to `<bos> w3 2 1 * 4 3 =` is `w2 w1 w0 -` and the answer. The count is geometric with a
+mean of 60. The reward ignores the words before the answer. A few more steps of supervised training on this
+teacher give the quickstart's model these lengths. Reinforcement learning does not change them.
 """
 
 import hashlib

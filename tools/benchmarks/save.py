@@ -6,9 +6,9 @@
 
 The real actor trains on random samples. Saves of both kinds alternate, so that they find the disk in the same
 state. A pause is the extra time of a gradient step with a save. For an asynchronous save, the time to turn the
-written files into a checkpoint is added. Steps during the writing are timed too. A copy of the bytes of the rank
-that writes most is the floor of an asynchronous pause. Resident memory is the increase during the save, on the
-rank with the largest increase.
+written files into a checkpoint is added. Steps during the writing are timed too. The floor of an asynchronous
+pause is a copy of the bytes of the rank that writes most. Resident memory is the increase during the save, on
+the rank with the largest increase.
 """
 
 import argparse

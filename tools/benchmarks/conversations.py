@@ -1,4 +1,4 @@
-"""Compares independent conversations with lockstep turns, for mixed latencies of engine, environment and reward.
+"""Compares independent conversations with lockstep turns, if engine, environment and reward vary in latency.
 
 Nothing is computed. A session, an environment and a reward wait for lognormal times, the same in both modes.
 Lockstep turns ("turns together") wait for the slowest response and the slowest environment of each turn, and

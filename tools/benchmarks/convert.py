@@ -93,7 +93,7 @@ def main(
 
 
 def rows(found: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
-    """Yield job, part, and medians of seconds and memory. The peak with mapped files is for the complete job."""
+    """Yield job, part, and medians of seconds and memory. The peak with mapped files is of the complete job."""
     for name, runs in found.items():
         resident = statistics.median(run["resident_gb"] for run in runs)
         is_equal = all(run["is_equal"] for run in runs)

@@ -12,10 +12,10 @@ of our kernels. Those figures only show that the program runs.
 
 There are three forms. "logits": from logits, forward and backward (ours overwrites the logits with their
 gradient). "linear": from hidden states and weight, forward and backward. "log_probs": the linear form without
-gradient. All contenders of a case run in turns, once per round, on the same tensors. Restoring the tensors is not
-timed. Milliseconds are medians (p50). "x ours" is the time divided by the time of our slowest loss of that form.
-"extra MB" is the peak memory that PyTorch allocated besides the inputs, including results. In a dead row the
-advantage is 0, and so is the gradient. Contenders do not know the dead rows in advance, unless the remark
+gradient. All contenders of a case run in turns, once per round, on the same tensors. Restoring the tensors is
+not timed. Milliseconds are medians (p50). "x ours" is the time divided by the time of our slowest loss of that
+form. "extra MB" is the peak memory that PyTorch allocated besides the inputs, including results. In a dead row
+the advantage is 0, and so is the gradient. Contenders do not know the dead rows in advance, unless the remark
 mentions it.
 
 Before the timing, each contender runs once and is compared with the exact loss and gradients in float32. "loss"
@@ -25,8 +25,9 @@ The byte floor is one read of all logits in forward, and one read of live rows a
 backward, at the speed of a copy in the same run. The floor of the linear form is its three matrix products in
 cuBLAS, one of all rows and two of the live rows, with bfloat16 results.
 
-PyPI names of the libraries: liger-kernel, cut-cross-entropy, quack-kernels, verl. Megatron is already installed.
-Figures are also written to runs/bench/loss.json. With --json, they are the only output, on standard output.
+PyPI names of the libraries: liger-kernel, cut-cross-entropy, quack-kernels, verl. Megatron is already
+installed. Figures are written to runs/bench/loss.json. With --json they are printed to standard output instead,
+without any other output.
 """
 
 import json

@@ -49,8 +49,8 @@ class Shape:
 class Case:
     """Tensors of one shape, the same for all contenders. The loss is sum(coefficient * -log_probs).
 
-    Rollout log-probs are so close to the trained log-probs that no trust region masks a token. Dead rows have an
-    advantage of 0, and so a coefficient of 0.
+    Rollout log-probs are so close to the trained log-probs that no trust region masks a token. Dead rows have
+    an advantage of 0, and so a coefficient of 0.
     """
 
     shape: Shape
@@ -120,7 +120,7 @@ class Case:
         return self.shape.num_tokens - round(self.dead_share * self.shape.num_tokens)
 
     def weights(self, *, is_plain: bool) -> Tensor:
-        """Return the weight [N] of each token's -log-prob: its coefficient, or 1 for live rows if `is_plain`."""
+        """Return the weights [N] of the tokens' -log-probs: coefficients, or 1 for live rows if `is_plain`."""
         return self.is_live.float() if is_plain else self.coefficients
 
     def restored(self) -> Tensor:

@@ -58,7 +58,7 @@ def run(contender: Contender, function: Callable[..., Any], case: Case, inputs: 
 
 
 def check(contender: Contender, case: Case, outcome: Outcome) -> tuple[float | None, float | None, str]:
-    """Return the relative errors of loss and gradients (`None` without a value), and a description of faults."""
+    """Return the relative errors of loss and gradients (`None` without a value), and the faults as text."""
     is_plain = contender.value == "plain_loss"
     loss_error = gradient_error = None
     if outcome.value is not None:

@@ -81,7 +81,7 @@ def refuse_unusable(
     if out.exists():
         raise _problem("--out", f"{out}, which exists", "a new file", "Choose another name, or delete it.")
     if instruction is not None and template != "chat":
-        found, expected = f"one with --template {template}", "--template chat, whose prompts it is part of"
+        found, expected = f"one with --template {template}", "--template chat, which inserts it into prompts"
         raise _problem("--instruction", found, expected, "Choose that template, or leave the instruction out.")
     if (question is None) != (answer is None):
         found = "one of --question-column and --answer-column"

@@ -1,1 +1,1 @@
-"""The commands beside the package: thin programs of `megatron-dppo`, and benchmarks."""
+"""Scripts outside the package: thin wrappers of `megatron-dppo` commands, and benchmarks."""

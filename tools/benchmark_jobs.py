@@ -1,4 +1,4 @@
-"""Names of tools/benchmarks/jobs.py, for scripts with tools/ and the root on their path."""
+"""Re-exports tools/benchmarks/jobs.py for scripts that have tools/ and the root on their path."""
 
 from tools.benchmarks.jobs import build_actor, random_samples, step_of, step_seconds, write_model
 

@@ -1,4 +1,4 @@
-"""Runs tools/benchmarks/loop.py, with the same options."""
+"""Runs tools/benchmarks/loop.py with the same options."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs tools/benchmarks/loss.py, with the same options."""
+"""Runs tools/benchmarks/loss.py with the same options."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs `megatron-dppo convert`, with the same options; torchrun may start several of it."""
+"""Runs `megatron-dppo convert` with the same options. torchrun can start it on several processes."""
 
 from megatron_dppo.cli.checkpoints import convert
 

@@ -1,4 +1,4 @@
-"""Names of tools/benchmarks/loss_cases.py, for scripts with tools/ and the root on their path."""
+"""Re-exports tools/benchmarks/loss_cases.py for scripts that have tools/ and the root on their path."""
 
 from tools.benchmarks.loss_cases import Case, Shape
 

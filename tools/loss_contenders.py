@@ -1,4 +1,4 @@
-"""Names of tools/benchmarks/loss_contenders.py, for scripts with tools/ and the root on their path."""
+"""Re-exports tools/benchmarks/loss_contenders.py for scripts that have tools/ and the root on their path."""
 
 from tools.benchmarks.loss_contenders import linear_leaves, logits_leaf, ours_and_floors, run
 

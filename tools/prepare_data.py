@@ -1,4 +1,4 @@
-"""Runs `megatron-dppo prepare-data`, with the same options."""
+"""Runs `megatron-dppo prepare-data` with the same options."""
 
 from megatron_dppo.cli.data import prepare_data
 from megatron_dppo.cli.options import program

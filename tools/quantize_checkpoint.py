@@ -1,4 +1,4 @@
-"""Runs `megatron-dppo quantize`, with the same options."""
+"""Runs `megatron-dppo quantize` with the same options."""
 
 from megatron_dppo.cli.checkpoints import quantize
 from megatron_dppo.cli.options import program

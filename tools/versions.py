@@ -1,10 +1,10 @@
-"""Writes the tables of versions and of optional libraries in the guide to installing.
+"""Writes the tables of versions and of optional libraries in the installation guide.
 
     make versions
 
-`tests/versions.jsonl` has one line for each suite and set of versions: how many tests of each file passed,
-failed and were left out, and when. `make test RECORD=1`, and the other targets with tests, write it. So
-does this command for what is no test: `python -m tools.versions --ran quickstart`.
+`tests/versions.jsonl` has one line for each suite and set of versions: the date, and how many tests of each
+file passed, failed and were left out. `make test RECORD=1`, and the other targets with tests, write it. For
+programs that are not tests, this command writes it: `python -m tools.versions --ran quickstart`.
 """
 
 import json
@@ -28,7 +28,7 @@ MARKS: Mapping[str, tuple[str, str]] = {
     for what in ("versions", "libraries")
 }
 SUITES = ("unit", "distributed", "faults", "recipes", "slurm", "sglang")
-"""Folders of tests/, in their order in the tables; what is no test comes after them."""
+"""Folders of tests/ in the order of the tables. Programs that are not tests follow."""
 FEATURES: Mapping[str, tuple[str, ...]] = {
     "log-probs, Top-K, routes": ("test_engine.py", "test_client.py", "test_server_is_real.py"),
     "three weight syncs": ("test_weight_sync.py",),
@@ -41,16 +41,16 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "whole runs": ("test_training.py", "test_evaluate.py", "test_mismatch.py"),
     "model families": ("test_served_families.py",),
 }
-"""Files of tests/sglang, by what they show of a server."""
+"""Files of tests/sglang by the server feature that they test."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many tests of a file, or of several, ended in each way."""
+    """Number of tests by result, in one file or in several."""
 
     passed: int = 0
     failed: int = 0
-    left_out: int = 0  # marked slow, or needing a GPU
+    left_out: int = 0  # tests that are marked slow or need a GPU
 
     def __add__(self, other: "Outcome") -> "Outcome":
         return Outcome(self.passed + other.passed, self.failed + other.failed, self.left_out + other.left_out)
@@ -58,21 +58,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Record:
-    """What ran of a suite with one set of versions."""
+    """Results of one suite with one set of versions."""
 
     suite: str
-    date: str  # of the oldest part
+    date: str  # date of the oldest result
     versions: Mapping[str, str | None]
     files: Mapping[str, Outcome]
 
     @property
     def total(self) -> Outcome:
-        """The outcome of all files."""
+        """Sum of the results of all files."""
         return sum(self.files.values(), Outcome())
 
 
 def versions_of(python: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of packages of another interpreter."""
+    """Return the versions of the packages of another interpreter."""
     program = f"import importlib.metadata as m, json; print(json.dumps([m.version(n) for n in {list(names)}]))"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -80,7 +80,7 @@ def versions_of(python: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def read_records(root: Path) -> list[Record]:
-    """Return what was recorded, in the order of the file."""
+    """Read all records, in file order."""
     path = root / RECORDS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [_record(json.loads(line)) for line in lines]
@@ -94,7 +94,7 @@ def _record(line: dict[str, Any]) -> Record:
 def record(
     root: Path, suite: str, versions: Mapping[str, str | None], files: Mapping[str, Outcome], date: str
 ) -> None:
-    """Write the outcome of these files; the record's other files stay, and its date unless all are new."""
+    """Record the results of these files. Other files of the record stay, and then also its date."""
     records = read_records(root)
     before = next((each for each in records if (each.suite, each.versions) == (suite, versions)), None)
     merged, since = dict(files), date
@@ -117,7 +117,7 @@ def _place(suite: str) -> tuple[int, str]:
 
 
 def libraries_table() -> str:
-    """Return the table of the libraries that stand beside Megatron-Core."""
+    """Return the table of optional libraries, in addition to Megatron-Core."""
     rows = [
         [each.name, each.used_for, each.since, each.installed_by, each.without] for each in OPTIONAL_LIBRARIES
     ]
@@ -125,7 +125,7 @@ def libraries_table() -> str:
 
 
 def versions_tables(root: Path) -> str:
-    """Return both tables: versions of the trainer, and of servers, by what passed."""
+    """Return the tables of tested trainer versions and of tested server versions."""
     records = read_records(root)
     trainers: dict[tuple[str, ...], list[Record]] = {}
     for each in records:
@@ -176,7 +176,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def with_tables(page: str, root: Path) -> str:
-    """Return the page with the tables between its marks."""
+    """Return the page with new tables between its marks."""
     for what, text in (("versions", versions_tables(root)), ("libraries", libraries_table())):
         begin, end = MARKS[what]
         head, rest = page.split(begin)
@@ -187,10 +187,10 @@ def with_tables(page: str, root: Path) -> str:
 def main(
     ran: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Record that this ran whole, just now, with these versions."),
+        typer.Option(metavar="NAME", help="Record that NAME ran to its end today with the installed versions."),
     ] = None,
 ) -> None:
-    """Write the tables of versions, or record a run of what is no test."""
+    """Write the tables of versions, or record a run of a program that is not a test."""
     if ran is not None:
         today = datetime.now(UTC).date().isoformat()
         record(ROOT, ran, installed_versions(), {ran: Outcome(passed=1)}, today)

@@ -1,1 +1,1 @@
-"""Prompts, the sanity task, packing, and the batches of a gradient step."""
+"""Prepares and reads prompts, makes the sanity task, and packs the micro-batches of gradient steps."""

@@ -62,10 +62,10 @@ def noted(tokenizer: PreTrainedTokenizerFast, rows: list[Any], *settings: str) -
     [
         (llama_tokenizer(), ["<s>1 + 1?", "1 + 1?"], "1 of 2 prompts of p.jsonl begin with <s><s>"),
         (llama_tokenizer("<s> $A </s>"), ["1?", "2?"], "2 of 2 prompts of p.jsonl end with </s>: the tok"),
-        (llama_tokenizer("$A"), ["1?</s>"], "end with </s>: a response comes behind an end"),
+        (llama_tokenizer("$A"), ["1?</s>"], "end with </s>: the response follows an end"),
         (llama_tokenizer("$A"), ["1?</s></s>2"], "have </s></s>, a special token twice in a row"),
         (llama_tokenizer("$A"), ["<s><s>1?"], "have <s><s>, a special token twice in a row"),
-        (llama_tokenizer("$A", ENDLESS), [CHAT], "end with </s>: a response comes behind an end"),
+        (llama_tokenizer("$A", ENDLESS), [CHAT], "end with </s>: the response follows an end"),
         (tools_tokenizer(), ["1 + 1?", "2"], "2 of 2 prompts of p.jsonl are text"),
         (llama_tokenizer("<s> $A", ENDLESS), ["1?"], "are text, which the tokenizer's chat"),
     ],
@@ -96,12 +96,12 @@ def test_sound_prompts_are_not_noted(tokenizer: Any, prompt: Any) -> None:
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"images": ["a.png"]}, "a column images; expected text alone"),
+    ({"images": ["a.png"]}, "a column images; expected only text"),
     ({"video": "a.mp4"}, "a column video"),
     ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type image_url"),
     ({"prompt": [{"role": "user", "content": "1", "images": ["a"]}]}, "a message with images"),
-    ({"prompt": "1?", "tools": [ADD]}, "tools beside a prompt of text"),
-    ({"prompt": "1?", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs beside a prompt of text"),
+    ({"prompt": "1?", "tools": [ADD]}, "tools with a text prompt"),
+    ({"prompt": "1?", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs with a text prompt"),
     ({"chat_template_kwargs": {"enable_thinkin": False}}, "nothing that reads 'enable_thinkin'"),
     ({"chat_template_kwargs": {"add_generation_prompt": False}}, "the run sets this one"),
     ({"chat_template_kwargs": "none"}, "str 'none' as chat_template_kwargs"),
@@ -211,8 +211,8 @@ def test_a_few_answers_that_are_no_answers_are_noted() -> None:
     notes = noted(tools_tokenizer(), [{"answer": cell} for cell in cells], "data.reward=math")
     assert [note.partition(":")[0] for note in notes] == [
         "1 of 8 answers of p.jsonl are a number with words",
-        "2 of 8 answers of p.jsonl hold a text around a final answer",
-        "1 of 8 answers of p.jsonl hold a text without a marked final answer, such as "
+        "2 of 8 answers of p.jsonl are texts around a final answer",
+        "1 of 8 answers of p.jsonl are texts without a marked final answer, such as "
         "'It holds\\nby induction' in row 7",
     ]
     assert r"'\\boxed{4}' is wrong by 'math' for 'She has 4 cups.' in row 5" in notes[0]
@@ -233,11 +233,13 @@ def test_answers_that_math_can_match_as_text_only_are_noted(
 ) -> None:
     cells = ["5", r"\frac{1}{2}", "Monday", "B", "7:30", "1:2:3", r"3\text{ ft }2\text{ in}", r"\sqrt[2", "6–9"]
     notes = noted(tools_tokenizer(), [{"answer": cell} for cell in cells], f"data.reward={reward}")
-    unread = [note for note in notes if "only the same text is right" in note]
+    unread = [note for note in notes if "Only the same text counts as right" in note]
     assert len(unread) == ("math" in reward)
     for note in unread:
-        assert note.startswith("3 of 9 bare answers of p.jsonl hold no value that reward 'math' reads, such as")
+        assert note.startswith(
+            "3 of 9 bare answers of p.jsonl have no value that reward 'math' can parse, such as"
+        )
         assert repr(cells[6]) + " in row 7" in note
     monkeypatch.setattr("megatron_dppo.data.prompts.survey.NUM_BARE", 5)
     for note in noted(tools_tokenizer(), [{"answer": cell} for cell in cells], f"data.reward={reward}")[-1:]:
-        assert note.startswith("2 of 5 bare answers of p.jsonl that were sampled from 9 hold no value")
+        assert note.startswith("2 of 5 bare answers of p.jsonl that were sampled from 9 have no value")

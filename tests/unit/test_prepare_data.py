@@ -203,7 +203,7 @@ def test_answers_that_are_texts_are_refused_if_they_are_most(tmp_path: Path, mod
     write_rows(source, [*rows, {"question": "c?", "answer": "5"}, {"question": "d?", "answer": "6"}])
     result = run(out, "custom", source, model)
     assert result.exit_code == 0
-    assert "warning: 2 of 5 answers hold a text without a marked final answer" in result.output
+    assert "warning: 2 of 5 answers are texts without a marked final answer" in result.output
     assert "warning: 1 of 5 answers are a number with words, such as '4 cups' in row 3" in result.output
     assert len(counts(out)["doubts"]) == 2
 
@@ -216,7 +216,7 @@ def test_answers_that_math_can_match_as_text_only_are_a_warning(
     source, out = write_rows(tmp_path / "s.jsonl", rows), tmp_path / "out.jsonl"
     result = run(out, "custom", source, model, *("--template", template))
     assert result.exit_code == 0, result.output
-    found = "warning: 1 of 4 bare answers hold no value that reward 'math' reads, such as "
+    found = "warning: 1 of 4 bare answers have no value that reward 'math' can parse, such as "
     found += r"'4\\text{ to }9' in row 3"
     assert (found in result.output) == (template == "base")
 

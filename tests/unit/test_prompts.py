@@ -263,7 +263,7 @@ def test_a_place_that_has_passed_cannot_be_passed_over(places: list[int]) -> Non
     stream = PromptStream(many(5), 0, True, {"epoch": 1, "index": 3, "again": [2, 6]})
     assert stream.next(1) and stream.upcoming == (8, (6,))
     with pytest.raises(
-        DataError, match=r"given before; expected places from 8 on, or of \[6\], which come again"
+        DataError, match=r"drawn before; expected indices from 8 on, or of \[6\], which are drawn again"
     ):
         stream.pass_over(places)
     assert stream.upcoming == (8, (6,)), "the stream stays as it was"

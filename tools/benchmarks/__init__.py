@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m tools.benchmarks.NAME`, from the repository's root."""
+"""Benchmarks. Run `python -m tools.benchmarks.NAME` from the repository's root."""

@@ -1,19 +1,19 @@
-"""What sampling ahead gains when responses have a long tail: the real producer, paced by set durations.
+"""Measures the speed-up from sampling ahead for long-tailed response lengths, with the real producer.
 
     python -m tools.benchmarks.ahead
     python -m tools.benchmarks.ahead --train-s 60 --rollouts 20
 
-No server and no model: a server here is a number of slots that each take as many seconds for a token, and a
-trainer sleeps. Lengths of responses are lognormal, up to 16384 tokens. All seconds are shrunk by --scale, so
-that Python's own time shows as well; figures are in seconds before that. `Ahead` and `Producer` are those of a
-run. A push ends what is in flight, and its tokens are computed again before decoding goes on.
+There is no server and no model. The fake server has a number of slots with a fixed time per token, and the fake
+trainer sleeps. Response lengths are lognormal, up to 16384 tokens. All durations are shortened by --scale, so
+Python's own time adds to them. Figures are in seconds before scaling. `Ahead` and `Producer` are the classes
+that a run uses. A push interrupts requests, and their tokens are prefilled again before decoding continues.
 
-Rollouts are synchronous (S = 0: sample, then train), and sampled ahead under rollout.max_staleness = S.
-"formula" is that of `plan --split`: max(a / n, b) + p, and max(a / n, tail) + b + p where S = 0. a / n are the
-seconds in which all slots sample the tokens of a rollout, b those of training, p those of push and repeated
-prefill, and tail those of the longest response, of what this run did. No S can be faster for long, and one that
-hides the tail, where S times the formula reaches it ("hides"), comes close. "age" is the mean of the versions
-between sampling and training, of each response's oldest token.
+Rollouts are synchronous (S = 0: sample, then train), or sampled ahead with rollout.max_staleness = S. "formula"
+is the formula of `plan --split`: max(a / n, b) + p, or max(a / n, tail) + b + p if S = 0. It uses durations
+measured in this run: a / n to sample a rollout's tokens with all slots, b to train, p to push and repeat the
+prefill, and tail for the longest response. No S can be faster than the formula for long. An S that hides the
+tail, with S times the formula at least as long as the tail ("hides"), comes close. "age" is the mean number of
+versions between the sampling of a response's oldest token and training.
 """
 
 import asyncio
@@ -57,16 +57,16 @@ from tools.benchmarks.benchmarking import OUT, ROOT, OtherPrograms, cli, machine
 
 SETTINGS = ((0, 1.0), (1, 2.0), (2, 3.0), (3, 3.0), (4, 3.0))  # S, over_sampling
 LONGEST = 16384
-SKIPPED = 2  # rollouts, and S more, until ages are those of a long run
+SKIPPED = 2  # warm-up rollouts, in addition to S, until ages are as in a long run
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Set durations, in seconds before they are shrunk."""
+    """Durations in seconds before scaling, and sizes."""
 
     train_s: float = 120.0
     push_s: float = 5.0
-    token_s: float = 0.02  # of one response, however many are decoded at once
+    token_s: float = 0.02  # seconds per token of a response, independent of the number of responses
     prefill_tokens_per_s: float = 10_000.0
     slots: int = 64
     prompts: int = 16
@@ -75,15 +75,15 @@ class Pace:
     scale: float = 0.0045
 
     def length_of(self, request_id: str) -> int:
-        """Tokens of a response."""
+        """Return the number of tokens of a response."""
         drawn = random.Random(request_id).lognormvariate(self.mean_log_length, 0.9)
         return max(1, min(LONGEST, int(drawn)))
 
 
 class PacedSession:
-    """Decodes in slots, first come first served; implements `rollout.engine.Session`.
+    """Session that decodes in slots, first come first served; implements `rollout.engine.Session`.
 
-    As `ServerSession` does, a hold first returns what waits for a slot, and then what is decoded.
+    Like `ServerSession`, a hold first returns the requests that wait for a slot, then the requests in slots.
     """
 
     def __init__(self, pace: Pace, version: int) -> None:
@@ -116,7 +116,7 @@ class PacedSession:
             await asyncio.sleep(0)
 
     async def _take_slot(self) -> bool:
-        """Wait for a slot; whether there was one before the hold."""
+        """Wait for a slot. Return whether there was one before the hold."""
         if self.is_held:
             return False
         if self._num_free == 0:
@@ -132,12 +132,12 @@ class PacedSession:
             self._num_free += 1
 
     async def _decode(self, request: Request) -> Completion:
-        """Decode a response until it ends or is held, in a slot that is given back."""
+        """Decode a response in a slot until it ends or is held, then free the slot."""
         pace, num_old, began = self._pace, num_tokens_before(request), time.perf_counter()
         self.num_prefilled += num_old
         seconds = num_old / pace.prefill_tokens_per_s * pace.scale
         self._prefill_until = max(began, self._prefill_until) + seconds
-        await asyncio.sleep(0)  # what is asked for at once is computed at once, before anything is decoded
+        await asyncio.sleep(0)  # concurrent requests are all prefilled before any of them is decoded
         while (rest_s := self._prefill_until - time.perf_counter()) > 0 and not self.is_held:
             await asyncio.wait({self._hold}, timeout=rest_s)
         started, num_left = time.perf_counter(), pace.length_of(request.id) - num_old
@@ -156,7 +156,7 @@ class PacedSession:
 
 
 class PacedEngine:
-    """Implements `rollout.engine.ConcurrentEngine` as far as a producer uses it."""
+    """Engine with the part of `rollout.engine.ConcurrentEngine` that a producer uses."""
 
     counts = EngineCounts()
 
@@ -173,16 +173,16 @@ class PacedEngine:
         self.slot_s += session.slot_s
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Raise: nothing here asks for it."""
+        """Raise: this benchmark does not call it."""
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Raise: nothing here asks for it."""
+        """Raise: this benchmark does not call it."""
         raise NotImplementedError
 
 
 class NoWords:
-    """A tokenizer for responses that say nothing."""
+    """Tokenizer for responses without text."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return one token."""
@@ -198,7 +198,7 @@ class NoWords:
 
 
 class ByChance:
-    """Rewards at random; implements `rollout.scoring.RewardScorer`."""
+    """Random rewards; implements `rollout.scoring.RewardScorer`."""
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardFault]:
         """See `RewardPool.score`."""
@@ -211,41 +211,41 @@ class ByChance:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured under one S; seconds are before they were shrunk."""
+    """Figures for one S. Durations are in seconds before scaling."""
 
     max_staleness: int
     over_sampling: float
     rollout_s: float
     formula_s: float
-    waiting: float  # share of the time in which the trainer waits for samples
+    waiting: float  # share of the time that the trainer waits for samples
     slots_busy: float
     mean_age: float
     max_age: int
     sampling_s: float  # a / n
-    tail_s: float  # of the longest response
-    prefill_s: float  # repeated, of one rollout
+    tail_s: float  # seconds of the longest response
+    prefill_s: float  # seconds of repeated prefill per rollout
 
     @property
     def hides_tail(self) -> bool:
-        """Whether S rollouts take as long as the longest response."""
+        """Whether S rollouts take at least as long as the longest response."""
         return self.max_staleness * self.formula_s >= self.tail_s
 
 
 def main(
-    rollouts: Annotated[int, typer.Option(min=2, help=f"That count; {SKIPPED} + S before them do not.")] = 8,
-    train_s: Annotated[float, typer.Option(min=0.0, help="Seconds of training for each rollout.")] = 120.0,
-    push_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a push.")] = 5.0,
-    scale: Annotated[float, typer.Option(min=1e-4, help="Seconds here for one of those.")] = Pace.scale,
-    out: Annotated[Path, typer.Option(help="Where the figures go as JSON, from the repository.")] = OUT
+    rollouts: Annotated[int, typer.Option(min=2, help=f"Rollouts, after {SKIPPED} + S to warm up.")] = 8,
+    train_s: Annotated[float, typer.Option(min=0.0, help="Seconds of training per rollout.")] = 120.0,
+    push_s: Annotated[float, typer.Option(min=0.0, help="Seconds per push.")] = 5.0,
+    scale: Annotated[float, typer.Option(min=1e-4, help="Real seconds per second of these.")] = Pace.scale,
+    out: Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")] = OUT
     / "ahead.json",
 ) -> None:
-    """Print seconds per rollout beside the formula."""
+    """Print seconds per rollout, compared with the formula."""
     pace, others = Pace(train_s=train_s, push_s=push_s, scale=scale), OtherPrograms()
     rows = [measure(pace, StalenessBound(pace.prompts, *setting), rollouts) for setting in SETTINGS]
     show_table(
-        f"{pace.prompts} x {pace.samples} responses a rollout in {pace.slots} slots, training {train_s:g} s, "
+        f"{pace.prompts} x {pace.samples} responses per rollout in {pace.slots} slots, training {train_s:g} s, "
         f"push {push_s:g} s",
-        ("S", "over", "s/rollout", "speed-up", "formula", "hides", "of it", "waiting", "busy", "age", "max"),
+        ("S", "over", "s/rollout", "speed-up", "formula", "hides", "ratio", "waiting", "busy", "age", "max"),
         [_cells(row, rows[0]) for row in rows],
     )
     warn_if_busy("the rollouts", others.cores())
@@ -262,7 +262,7 @@ def _cells(row: Figures, first: Figures) -> tuple[str, ...]:
 
 
 def measure(pace: Pace, bound: StalenessBound, num_rollouts: int) -> Figures:
-    """Sample and "train" some rollouts, after some that do not count."""
+    """Sample and "train" rollouts, after warm-up rollouts."""
     num_skipped = SKIPPED + bound.max_staleness
     engine = PacedEngine(pace)
     ahead = _ahead(pace, bound, engine)

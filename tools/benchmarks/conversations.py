@@ -1,8 +1,8 @@
-"""Conversations one by one against turns together, with responses, environments and rewards of mixed latency.
+"""Compares independent conversations with lockstep turns, if engine, environment and reward vary in latency.
 
-Nothing is computed: a session, an environment and a reward wait as long as a lognormal distribution says, the
-same in both. Turns together wait for the slowest response and the slowest environment of each turn, and are
-scored when all have ended.
+Nothing is computed. A session, an environment and a reward wait for lognormal times, the same in both modes.
+Lockstep turns ("turns together") wait for the slowest response and the slowest environment of each turn, and
+are scored after all have ended.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ NUM_TURNS, SIGMA = 3, 1.0
 
 
 def seconds(median_s: float, *what: object) -> float:
-    """Return how long something takes: lognormal, and always the same."""
+    """Return a lognormal duration that depends only on `what`."""
     return random.Random(str(what)).lognormvariate(0.0, SIGMA) * median_s
 
 
 class Words:
-    """One token per character."""
+    """Tokenizer with one token per character."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the characters' numbers."""
+        """Return the code points of the characters."""
         return [ord(letter) for letter in text]
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
@@ -48,30 +48,30 @@ class Words:
         return "".join(map(chr, token_ids))
 
     def apply_chat_template(self, conversation: Any, **_: Any) -> Any:
-        """No prompt is a chat."""
+        """Raise: no prompt is a chat."""
         raise NotImplementedError
 
 
 class Asking(InProcess):
-    """Answers each response after a while, and asks again."""
+    """Environment that waits after each response, and then asks another question."""
 
     def __init__(self, median_s: float) -> None:
         super().__init__(lambda: self)  # type: ignore[arg-type, return-value]
         self._median_s = median_s
 
     def reset(self, trajectories: Any) -> Any:
-        """Open with the prompts."""
+        """Return the prompts as first observations."""
         return [Observation(each.prompt.text) for each in trajectories]
 
     async def answer(self, trajectory: Trajectory) -> Turn:
-        """Ask until the last turn."""
+        """Return another question, until the last turn."""
         num_turns = len(trajectory.responses)
         await asyncio.sleep(seconds(self._median_s, trajectory.id, num_turns))
         return Turn("?", None, done=num_turns == NUM_TURNS)
 
 
 class Together:
-    """Samples batches: as long as the slowest of them takes."""
+    """Engine that samples batches, and takes as long as the slowest response."""
 
     weight_version, counts = 0, EngineCounts()
 
@@ -79,12 +79,12 @@ class Together:
         self._median_s = median_s
 
     def taken_s(self, request: Request) -> float:
-        """Return how long the response to a request takes."""
+        """Return the seconds that the response to a request takes."""
         num_before = request.partial.tokens.numel() if request.partial else 0
         return seconds(self._median_s, request.id, num_before)
 
     def answered(self, request: Request) -> Completion:
-        """Return one token behind what there is."""
+        """Return the request's partial response with one more token."""
         one = Completion(request.id, torch.tensor([65]), torch.zeros(1), "stop", None, None, ())
         return joined(aborted(request), one) if request.partial else one
 
@@ -95,7 +95,7 @@ class Together:
 
 
 class OneByOne(Together):
-    """Samples each response for itself."""
+    """Engine that samples each response independently."""
 
     is_held, errors = False, dict[str, Any]()
 
@@ -110,15 +110,15 @@ class OneByOne(Together):
         return self.answered(request)
 
     async def hold(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no request is ever held."""
 
     def load_weights(self, *_: Any) -> str:
-        """There are no weights."""
+        """Raise: there are no weights."""
         raise NotImplementedError
 
 
 class Judge:
-    """Scores a response after a while."""
+    """Reward that scores a response after a wait."""
 
     def __init__(self, median_s: float) -> None:
         self._median_s = median_s
@@ -136,7 +136,7 @@ class Judge:
 def main(
     num_prompts: int = 32, response_s: float = 0.1, environment_s: float = 0.1, reward_s: float = 0.1
 ) -> None:
-    """Measure a rollout of 8 conversations of 3 turns for each prompt; the seconds are medians."""
+    """Measure a rollout with 8 conversations of 3 turns per prompt. Durations are medians in seconds."""
     taken_s: dict[str, float] = {}
     for name, kind in (("turns together", Together), ("one by one", OneByOne)):
         environments = Asking(environment_s)

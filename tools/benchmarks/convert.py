@@ -1,13 +1,13 @@
-"""Time and memory of conversion beside a plain copy of the files and beside mbridge.
+"""Measures time and memory of conversion, compared with a plain copy of the files and with mbridge.
 
     make bench-convert                                              # sets up mbridge's own environment first
     python -m tools.benchmarks.convert --gb 10 --mbridge-python .venv-mbridge/bin/python
 
-A synthetic Qwen3-MoE of random bfloat16 weights is converted from folder to folder, and loaded into a model on
-one process and saved from it, by us and by mbridge. Each job is a process of its own; jobs alternate. Memory is
-the process's own, without mapped files (which the system drops when it wants to), and the peak with them.
-Time is until files are on disk; what is read is in the system's cache. What was written is compared with the
-source, bit for bit. Results go to runs/bench/convert.json. Run it on an idle machine; it warns of a busy one.
+Our tool converts a synthetic Qwen3-MoE with random bfloat16 weights from folder to folder. Our tool and mbridge
+also load it into a model on one process and save it. Each job runs in its own process, and jobs alternate.
+Memory is the process's memory without mapped files (which the system can drop at any time), and the peak with
+them. Time includes the sync to disk. All input is in the system's cache. The output is compared with the source
+bit for bit. Results are written to runs/bench/convert.json. Use an idle machine; the tool warns of a busy one.
 """
 
 import json
@@ -65,14 +65,14 @@ CONFIG: dict[str, Any] = {
 
 
 def main(
-    gb: Annotated[float, typer.Option(min=0.1, help="About how large the model is, in 1e9 bytes.")] = 3.0,
+    gb: Annotated[float, typer.Option(min=0.1, help="Approximate model size in 1e9 bytes.")] = 3.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each job; medians are printed.")] = 3,
     mbridge_python: Annotated[
-        Path | None, typer.Option(help="Python of an environment with mbridge==0.15.1 beside ours.")
+        Path | None, typer.Option(help="Python of an environment with our packages and mbridge==0.15.1.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Where to write; on the disk to measure.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder to write to, on the disk to measure.")] = None,
 ) -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and save the figures."""
     ours: list[str] = ["copy", "through files", "through a model"]
     jobs = dict.fromkeys(ours, sys.executable)
     if mbridge_python is not None:
@@ -86,14 +86,14 @@ def main(
         for _ in range(repeats):
             for name, python in jobs.items():
                 found[name].append(run(name, python, source, Path(made, "out")))
-    header = ["job", "part", "seconds", "own GB", "GB with mapped files", "exact"]
+    header = ["job", "part", "seconds", "GB", "GB with mapped files", "exact"]
     show_table("conversion, medians", header, list(rows(found)))
     warn_if_busy("conversion", others.cores())
     write_json(OUT / "convert.json", {"machine": machine(), "bytes": size, "writers": WRITERS, "runs": found})
 
 
 def rows(found: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
-    """Job, part, and medians of seconds and of memory; the peak with mapped files is the whole job's."""
+    """Yield job, part, and medians of seconds and memory. The peak with mapped files is of the complete job."""
     for name, runs in found.items():
         resident = statistics.median(run["resident_gb"] for run in runs)
         is_equal = all(run["is_equal"] for run in runs)
@@ -104,7 +104,7 @@ def rows(found: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
 
 
 def read(source: Path) -> dict[str, Any]:
-    """config.json."""
+    """Read config.json of a model."""
     return json.loads((source / "config.json").read_text())
 
 
@@ -113,7 +113,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_model(out: Path, gb: float) -> int:
-    """A random model of about that size; its bytes."""
+    """Write a random model of about this size. Return its size in bytes."""
     sizes = [sum(map(math.prod, _shapes(CONFIG | {"num_hidden_layers": n}).values())) * 2 for n in (1, 2)]
     num_layers = max(1, round((gb * GB - sizes[0]) / (sizes[1] - sizes[0])) + 1)
     config = CONFIG | {"num_hidden_layers": num_layers}
@@ -131,7 +131,7 @@ def write_model(out: Path, gb: float) -> int:
 
 
 def run(job: str, python: str, source: Path, out: Path) -> dict[str, Any]:
-    """One job in its own process; what it wrote is compared with the source, and removed."""
+    """Run a job in its own process, compare its output with the source, and remove the output."""
     command = [python, "-W", "ignore", "-m", "tools.benchmarks.convert_jobs", job, str(source), str(out)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}

@@ -1,8 +1,9 @@
-"""What convert.py times, each in a process of its own.
+"""Jobs that convert.py times, each in its own process.
 
     python -m tools.benchmarks.convert_jobs JOB SOURCE OUT
 
-The last line of output is JSON: seconds and peak memory of each part. mbridge's job runs in its environment.
+The last line of output is JSON with the seconds and peak memory of each part. The mbridge job runs in mbridge's
+environment.
 """
 
 import importlib
@@ -26,13 +27,13 @@ WRITERS = 2
 
 
 def memory_gb(kind: str) -> float:
-    """VmHWM (peak resident memory, mapped files included) or RssAnon (now, without them) of this process."""
+    """Return VmHWM (peak resident memory with mapped files) or RssAnon (current memory without them) in GB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / GB for line in lines if line.startswith(f"{kind}:"))
 
 
 class Watch:
-    """Seconds and peak memory of named parts."""
+    """Measures the seconds and peak memory of named parts."""
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, float]] = {}
@@ -46,7 +47,7 @@ class Watch:
 
     @contextmanager
     def part(self, name: str, written: Path | None = None) -> Iterator[None]:
-        """Time the body, until what it has written to a folder is on disk."""
+        """Time the body, including the sync of the files in `written` to disk."""
         self._peak, started = memory_gb("RssAnon"), time.perf_counter()
         yield
         for file in written.rglob("*") if written is not None else ():
@@ -55,13 +56,13 @@ class Watch:
         self.parts[name] = {"seconds": seconds, "anonymous_gb": self._peak}
 
     def report(self) -> None:
-        """Print all parts."""
+        """Print all parts as JSON."""
         self._is_over.set()
         print(json.dumps({"parts": self.parts, "resident_gb": memory_gb("VmHWM")}))
 
 
 def copy(source: Path, out: Path, watch: Watch) -> None:
-    """The files, byte for byte."""
+    """Copy the files byte for byte."""
     out.mkdir(parents=True)
     with watch.part("copy", out):
         for file in sorted(source.iterdir()):
@@ -69,7 +70,7 @@ def copy(source: Path, out: Path, watch: Watch) -> None:
 
 
 def through_files(source: Path, out: Path, watch: Watch) -> None:
-    """The tool's two ways, from folder to folder."""
+    """Convert from folder to folder with `to-megatron`, then with `to-hf`."""
     from megatron_dppo.checkpoints.convert.description import read_convertible_config
     from megatron_dppo.checkpoints.convert.options import Options
     from megatron_dppo.checkpoints.convert.sources import HuggingFaceSource, MegatronSource
@@ -92,7 +93,7 @@ def through_files(source: Path, out: Path, watch: Watch) -> None:
 
 
 def through_model(source: Path, out: Path, watch: Watch) -> None:
-    """A model on one process, filled and written: what training does."""
+    """Load the weights into a model on one process and save them, as training does."""
     from megatron_dppo.checkpoints.hf_folder import HFWeights, write_hf_checkpoint
     from megatron_dppo.checkpoints.megatron_weights import export_hf_weights, load_hf_weights
 
@@ -101,12 +102,14 @@ def through_model(source: Path, out: Path, watch: Watch) -> None:
         load_hf_weights(chunks, HFWeights(source), hf)
     out.mkdir(parents=True)
     with watch.part("save", out):
-        write_hf_checkpoint(export_hf_weights(chunks, hf), out / "hf", source, GB // 4)  # two are held
+        write_hf_checkpoint(
+            export_hf_weights(chunks, hf), out / "hf", source, GB // 4
+        )  # two files are in memory
 
 
 def mbridge(source: Path, out: Path, watch: Watch) -> None:
-    """The same model filled and written by mbridge, which sees Transformer Engine's names."""
-    auto_bridge: Any = importlib.import_module("mbridge").AutoBridge  # of its own environment
+    """Load and save the same model with mbridge, which sees the names of Transformer Engine."""
+    auto_bridge: Any = importlib.import_module("mbridge").AutoBridge  # only in mbridge's environment
 
     chunks, hf = built(source)
     bridge: Any = auto_bridge.from_pretrained(str(source))
@@ -120,7 +123,7 @@ def mbridge(source: Path, out: Path, watch: Watch) -> None:
 
 
 def built(source: Path) -> tuple[list[Any], dict[str, Any]]:
-    """A model on one process; each page of its memory is there."""
+    """Build the model on one process, with every page of its memory allocated."""
     from megatron_dppo.architectures.layout import Layout
     from megatron_dppo.architectures.registry import read_hf_config
     from megatron_dppo.mcore import cpu, fixes
@@ -141,7 +144,7 @@ def built(source: Path) -> tuple[list[Any], dict[str, Any]]:
 
 
 class EngineNames:
-    """Our model's parameters, an expert each, under the names of Transformer Engine's spec."""
+    """Our model's parameters, one per expert, under the names of Transformer Engine's spec."""
 
     def __init__(self, chunk: Any, hf: dict[str, Any]) -> None:
         from megatron_dppo.architectures.registry import family_of
@@ -162,11 +165,11 @@ class EngineNames:
                 self._parameters[engine.format(layer=layer)] = parameter.detach()
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Names and views."""
+        """Yield names and views of the parameters."""
         yield from self._parameters.items()
 
     def state_dict(self) -> dict[str, Any]:
-        """The same as a dict."""
+        """Return the named parameters as a dict."""
         return self._parameters
 
 
@@ -178,7 +181,7 @@ JOBS: dict[str, Callable[[Path, Path, Watch], None]] = {
 }
 
 if __name__ == "__main__":
-    for file in Path(sys.argv[2]).iterdir():  # every job finds it in the system's cache
+    for file in Path(sys.argv[2]).iterdir():  # so that every job reads it from the system's cache
         with file.open("rb", buffering=0) as stream:
             while stream.read(1 << 24):
                 pass

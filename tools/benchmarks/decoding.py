@@ -1,13 +1,13 @@
-"""What decoding SGLang's answers costs the trainer: in its own process, and in the decoding process.
+"""Measures the cost of decoding SGLang responses in the trainer's process and in the decoding process.
 
-    python -m tools.benchmarks.decoding                  one answer of 16k tokens; 16 of 2k at once; small ones
-    python -m tools.benchmarks.decoding --tokens 4096    shorter ones
-    python -m tools.benchmarks.decoding --sglang 0.5.21  as servers answer that write the top-K as lists
+    python -m tools.benchmarks.decoding                  1 response of 16k tokens; 16 of 2k at once; small ones
+    python -m tools.benchmarks.decoding --tokens 4096    shorter responses
+    python -m tools.benchmarks.decoding --sglang 0.5.21  responses of servers that write the top-K as lists
 
-Answers of Qwen3-30B-A3B with the top 20 and the routes of R3, as bytes in memory; no server is started. Both
-ways take turns. "stall" is the longest time in which another thread, that wakes each millisecond, did not run;
-that of "nothing", where this process only sleeps for as long, is the machine's own.
-Small answers, with log-probs alone, show from which size on the process costs less.
+The responses are synthetic bytes in memory, of Qwen3-30B-A3B with the top 20 and the routes of R3. No server is
+started. Both ways take turns. "stall" is the longest time that a second thread, which wakes every millisecond,
+did not run. The stall of "nothing", with this process only sleeping, comes from the machine itself. Small
+responses, with only log-probs, show the size above which the decoding process is cheaper.
 """
 
 import asyncio
@@ -45,17 +45,17 @@ SMALL = (32, 128, 512, 2048)  # tokens, without top-K and routes
 
 @dataclass(frozen=True)
 class Cost:
-    """Of decoding some answers once."""
+    """Cost of decoding some responses once."""
 
     wall_s: float
-    cpu_s: float  # of this process
-    stall_s: float  # of another of its threads
+    cpu_s: float  # CPU seconds of this process
+    stall_s: float  # longest stall of another thread of this process
 
 
 def main(
-    tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 16_384,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each thing is measured.")] = 5,
-    sglang: Annotated[str, typer.Option(help=f"Version of the servers: {', '.join(GENERATIONS)}.")] = NEWEST,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one response.")] = 16_384,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each value.")] = 5,
+    sglang: Annotated[str, typer.Option(help=f"Server version: {', '.join(GENERATIONS)}.")] = NEWEST,
 ) -> None:
     """Measure, print, and write runs/bench/decoding.json."""
     others = OtherPrograms()
@@ -67,8 +67,9 @@ def main(
     }
     full = SamplingParams(tokens, num_topk_log_probs=TOPK, capture_routes=True)
     several = SamplingParams(max(tokens // 8, 1), num_topk_log_probs=TOPK, capture_routes=True)
-    loads = {f"1 answer of {tokens}": (full, 1), f"16 answers of {several.max_response_tokens}": (several, 16)}
-    loads |= {f"{size} tokens alone": (SamplingParams(size), 1) for size in SMALL}
+    loads = {f"1 response of {tokens}": (full, 1)}
+    loads |= {f"16 responses of {several.max_response_tokens}": (several, 16)}
+    loads |= {f"{size} tokens, log-probs": (SamplingParams(size), 1) for size in SMALL}
     found: dict[str, dict[str, list[Cost]]] = {}
     rows: list[list[str]] = []
     for name, (params, num) in loads.items():
@@ -82,17 +83,17 @@ def main(
         rows += [
             [name, f"{len(content) / 1e6:.3f}", way, *row_of(of_way, num)] for way, of_way in costs.items()
         ]
-    del ways  # ends the process, whose time then counts as ours
+    del ways  # ends the decoding process, so that its CPU time counts as ours
     busy = others.cores()
-    header = ["", "MB each", "decoded in", "wall ms", "CPU ms", "stall ms", "answers/s"]
-    show_table("decoding answers", header, rows)
+    header = ["", "MB each", "decoded in", "wall ms", "CPU ms", "stall ms", "responses/s"]
+    show_table("decoding responses", header, rows)
     warn_if_busy("decoding", busy)
     figures = {name: {way: list(map(asdict, of)) for way, of in costs.items()} for name, costs in found.items()}
     write_json(OUT / "decoding.json", {"machine": machine(), "costs": figures, "others": busy})
 
 
 def measure(generation: Generation0521 | None, content: bytes, params: SamplingParams, num: int) -> Cost:
-    """Decode `num` equal answers, that have come at once; or only sleep."""
+    """Decode `num` equal responses that arrive at once, or only sleep if `generation` is `None`."""
     gaps, is_over = [0.0], threading.Event()
 
     def tick() -> None:
@@ -120,17 +121,17 @@ def measure(generation: Generation0521 | None, content: bytes, params: SamplingP
 
 
 def row_of(costs: list[Cost], num: int) -> list[str]:
-    """Medians and ranges of one way."""
+    """Return the table cells of one way: medians and ranges."""
     columns = [[getattr(cost, name) * 1e3 for cost in costs] for name in ("wall_s", "cpu_s", "stall_s")]
     per_s = num / statistics.median(cost.wall_s for cost in costs)
     return [*(spread(column, 1) for column in columns), f"{per_s:.1f}"]
 
 
 def answer(params: SamplingParams, kind: type[Generation0521]) -> bytes:
-    """The body of a 200 from /generate, random but as a server of this kind writes it."""
+    """Return the random body of a response from /generate, in the format of this kind of server."""
     count, rng = params.max_response_tokens, np.random.default_rng(0)
     log_probs = -np.sort(rng.exponential(3.0, (count, TOPK)).astype(np.float32)).astype(np.float64)
-    ids = rng.integers(0, MODEL.vocab_size, (count, 1)) + 977 * np.arange(TOPK)  # none twice in a row
+    ids = rng.integers(0, MODEL.vocab_size, (count, 1)) + 977 * np.arange(TOPK)  # distinct within a row
     top = [
         [[value, token, None] for value, token in zip(*row, strict=True)]
         for row in zip(log_probs.tolist(), (ids % MODEL.vocab_size).tolist(), strict=True)

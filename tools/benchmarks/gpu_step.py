@@ -1,22 +1,23 @@
-"""A training step of Qwen3-30B-A3B's shape on one GPU: tokens/s, share of the GPU's peak, memory.
+"""Measures a training step with layers of Qwen3-30B-A3B on one GPU: tokens/s, share of the GPU's peak, memory.
 
     make gpu
     python -m tools.benchmarks.gpu_step --tokens 16384 --sequence-length 4096
     python -m tools.benchmarks.gpu_step --layers 3
 
-One layer of the model by default (hidden 2048, 32 heads, 4 key-value heads, 128 experts of which a token takes
-8, vocabulary 151936), with random weights in bfloat16, in our torch spec and, where it can be used, in
-Transformer Engine's. The real actor takes the steps: forward, loss, backward, update, on packed sequences in
-one micro-batch. So few layers make the output layer and the loss most of the work, and the figures are no guess
-at the whole model's; --layers shows what a layer adds.
+The model has one layer by default (hidden 2048, 32 heads, 4 key-value heads, 128 experts with top-8 routing,
+vocabulary 151936) and random bfloat16 weights. It runs with our torch spec and, if it is usable, with
+Transformer Engine's spec. The real actor takes the steps: forward, loss, backward and update, on packed
+sequences in one micro-batch. With so few layers, the output layer and the loss are most of the work, so the
+figures do not predict the complete model. --layers shows the cost of further layers.
 
-MFU is floating-point operations of forward and backward over those that the GPU could do in that time. They are
-counted as the balancing of work counts them (SampleCost: 6 for each weight that a token meets, and causal
-attention; recomputation and the update do not count). The peak is the data sheet's for dense bfloat16, by the
-device's name. Memory is the most that PyTorch had allocated during the steps, weights and optimizer included;
-beside it what `megatron-dppo plan` believes, without the reserve that it keeps for what PyTorch does not see.
+MFU is the ratio of the floating-point operations of forward and backward to the GPU's peak in the same time.
+Operations are counted as in work balancing (SampleCost: 6 per token and multiplied weight, and causal
+attention; recomputation and the update do not count). The peak is the data sheet's value for dense bfloat16,
+selected by device name. Memory is the peak that PyTorch allocated during the steps, including weights and
+optimizer. The next column is the estimate of `megatron-dppo plan`, without its reserve for memory outside
+PyTorch.
 
-Figures go to runs/bench/gpu_step.json too.
+Figures are also written to runs/bench/gpu_step.json.
 """
 
 import gc
@@ -45,7 +46,7 @@ from tools.benchmarks.benchmarking import OUT, ROOT, cli, machine, write_json
 if TYPE_CHECKING:
     from megatron_dppo.actor.actor import Actor
 
-# Dense bfloat16 TFLOP/s of the makers' data sheets; the first name that a device's name contains.
+# Dense bfloat16 TFLOP/s from data sheets. The first entry with a name contained in the device's name is used.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -72,9 +73,9 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "max_position_embeddings": 40960,
 }
-OBJECTIVES = {"dppo_binary_tv": 0, "dppo_topk_kl": 20}  # preset and its top_k; 0 has none
+OBJECTIVES = {"dppo_binary_tv": 0, "dppo_topk_kl": 20}  # preset and its top_k; 0 for no Top-K
 DTYPE = "bfloat16"
-WARM_UP = 2  # steps that do not count
+WARM_UP = 2  # warm-up steps
 
 
 @dataclass(frozen=True)
@@ -82,35 +83,35 @@ class Measured:
     """Gradient steps of one size with one objective."""
 
     objective: str
-    num_tokens: int  # of a step
-    flops: float  # of forward and backward of a step
-    seconds: tuple[float, ...]  # of each step; none where the step did not fit into memory
+    num_tokens: int  # tokens per step
+    flops: float  # floating-point operations of forward and backward per step
+    seconds: tuple[float, ...]  # seconds of each step; empty if the step did not fit into memory
     peak_bytes: int
-    planned_bytes: int  # what `megatron-dppo plan` says of it
+    planned_bytes: int  # estimate of `megatron-dppo plan`
     layer_spec: LayerSpecName = "torch"
 
     @property
     def tokens_per_s(self) -> float:
-        """At the median step's speed."""
+        """Tokens per second of the median step."""
         return self.num_tokens / statistics.median(self.seconds)
 
     def mfu(self, peak_flops: float) -> float:
-        """Share of a peak, in operations per second, at the median step's speed."""
+        """Return the share of a peak (operations per second) that the median step reaches."""
         return self.flops / statistics.median(self.seconds) / peak_flops
 
 
 def main(
-    tokens: Annotated[list[int], typer.Option(min=1, help="Tokens of a step; give it several times.")] = [  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(min=1, help="Tokens of a step (repeatable).")] = [  # noqa: B006
         8192,
         16384,
         32768,
     ],
     sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each packed sequence.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help=f"Steps that count, after {WARM_UP} to warm up.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help=f"Measured steps, after {WARM_UP} warm-up steps.")] = 5,
     peak_tflops: Annotated[float | None, typer.Option(help="Dense bfloat16 peak. [default: by name]")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Where the random checkpoint may lie meanwhile.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the figures go as JSON, from the repository.")] = OUT
+    folder: Annotated[Path | None, typer.Option(help="Folder for the temporary random checkpoint.")] = None,
+    out: Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")] = OUT
     / "gpu_step.json",
 ) -> None:
     """Print one table."""
@@ -137,18 +138,18 @@ def main(
 
 
 def require_gpu() -> None:
-    """Leave, in one line, where there is none.
+    """Exit with one line if there is no GPU.
 
     Raises:
         typer.Exit: PyTorch sees no CUDA device.
     """
     if not torch.cuda.is_available():
-        typer.echo("this benchmark needs a GPU, and torch sees none here", err=True)
+        typer.echo("this benchmark needs a GPU, and torch found none", err=True)
         raise typer.Exit(2)
 
 
 def peak_tflops_of(device: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a device; none where its name is not known."""
+    """Return the dense bfloat16 TFLOP/s of a device, or `None` for an unknown name."""
     return next((peak for name, peak in PEAK_TFLOPS if name in device), None)
 
 
@@ -161,15 +162,15 @@ def measure_all(
     *,
     needs_gpu: bool = True,
 ) -> list[Measured]:
-    """Each layer spec and objective on steps of each size; after one that does not fit, no larger one is tried.
+    """Measure each layer spec and objective for each step size, up to the first size that does not fit.
 
     Args:
-        runtime: Of one process.
+        runtime: Runtime of a job with one process.
         model: Hugging Face folder.
-        token_counts: Tokens of a step; multiples of `sequence_length`, ascending.
+        token_counts: Tokens per step; multiples of `sequence_length`, ascending.
         sequence_length: Tokens of each sequence.
-        num_steps: Steps of each size that count.
-        needs_gpu: Refuse to go on without one.
+        num_steps: Measured steps of each size.
+        needs_gpu: Whether to exit without a GPU.
     """
     if needs_gpu:
         require_gpu()
@@ -200,7 +201,7 @@ def measure_all(
 def measure(
     runtime: Runtime, actor: "Actor", lengths: Sequence[int], top_k: int, num_steps: int, planned: int
 ) -> Measured:
-    """Steps on one packed micro-batch of sequences of these lengths."""
+    """Measure steps on one packed micro-batch of sequences with these lengths."""
     from tools.benchmarks.jobs import random_samples, step_of, step_seconds
 
     batch = step_of([random_samples(lengths, actor.hf["vocab_size"], top_k)])
@@ -221,7 +222,7 @@ def measure(
 
 
 def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: LayerSpecName = "torch") -> int:
-    """Most bytes that a plan gives to a gradient step on one micro-batch of sequences of one length."""
+    """Return the peak bytes that `plan` predicts for a step on one micro-batch of equally long sequences."""
     tables = {
         "model": {"load": model, "dtype": DTYPE, "layer_spec": layer_spec},
         "parallel": {"max_tokens_per_microbatch": sum(lengths)},
@@ -245,12 +246,12 @@ def planned_bytes(model: str, lengths: Sequence[int], top_k: int, layer_spec: La
 
 
 def step_flops(cost: SampleCost, lengths: Sequence[int]) -> float:
-    """Floating-point operations of forward and backward on sequences of these lengths."""
+    """Return the floating-point operations of forward and backward on sequences of these lengths."""
     return sum(cost.of(length) for length in lengths)
 
 
 def show(rows: Sequence[Measured], device: str, peak: float | None, layers: int, sequence_length: int) -> None:
-    """The table, and which peak it assumes."""
+    """Print the table, and the peak that it assumes."""
     assumed = f"{peak:,.1f} TFLOP/s, dense bfloat16" if peak else "not known; give --peak-tflops for MFU"
     typer.echo(f"\n{device}; its peak: {assumed}")
     cells: list[list[str]] = []

@@ -1,17 +1,18 @@
-"""What a rollout of Qwen3-30B-A3B costs the trainers' hosts, from SGLang's replies to packed micro-batches.
+"""Measures the trainer's CPU cost of a Qwen3-30B-A3B rollout, from SGLang's replies to packed micro-batches.
 
     python -m tools.benchmarks.host                   4 samples of 8,192 tokens, 5 rounds
-    python -m tools.benchmarks.host --tokens 2048     shorter ones
+    python -m tools.benchmarks.host --tokens 2048     shorter samples
 
-No server and no model: synthetic replies (top 20, routes of 48 x 8 experts) go through the functions that the
-loop calls, one step after another in one process. CPU time is measured, and extrapolated by tokens to a rollout
-of 2,048 samples of 8,192 tokens on 8 ranks: to a rank that has 256 of them. "alone": each rank trains a whole
-model, and gets the samples that balancing moves; "together": all 8 train one (tensor 4, context 2), and get all
-samples. What two ranks send each other is sent through gloo to this rank itself: no network, no GPU.
+There is no server and no model. Synthetic replies (top 20, routes of 48 x 8 experts) go through the loop's
+functions, one step after another in one process. CPU time is measured, and extrapolated by tokens to one of 8
+ranks that samples 256 of a rollout's 2,048 samples of 8,192 tokens. "alone": each rank trains a complete model,
+and receives the samples that balancing moves to it. "together": all 8 ranks train one model (tensor 4, context
+2), and each receives all samples. Parcels between ranks are sent through gloo to this rank itself, without a
+network or a GPU.
 
-Where a step stands: in the decoding process, beside the trainer; in the trainer while responses are generated,
-where only the last ones are waited for; or exposed, when generation is over and training has not begun. With
-rollout.max_staleness, generation goes on during all of them.
+A step runs in one of three places. "decoding process": next to the trainer. "generation": in the trainer while
+responses are generated, so that only the last responses add time. "exposed": after generation and before
+training. With rollout.max_staleness, generation continues during all of them.
 """
 
 import statistics
@@ -39,13 +40,13 @@ class Measured:
 
     steps: list[Step]
     sizes: Sizes
-    num_tokens: int  # of all samples, that `sizes` are of
-    decoding_peak_bytes: int  # resident in the decoding process
+    num_tokens: int  # tokens of all samples, which `sizes` refer to
+    decoding_peak_bytes: int  # peak resident bytes of the decoding process
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """CPU seconds of a step on one rank, for a whole rollout."""
+    """CPU seconds of a step on one rank for a complete rollout."""
 
     alone_s: float
     together_s: float
@@ -53,23 +54,23 @@ class RankTime:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank, for a whole rollout; `bound` is what `check` compares with rollout.max_data_gib."""
+    """Bytes on one rank for a complete rollout."""
 
     samples: float
     microbatches: float
-    parcels: float  # of one mini-batch, sent and received
-    bound: float
+    parcels: float  # parcels of one mini-batch, sent and received
+    bound: float  # the bound that `check` compares with rollout.max_data_gib
 
     @property
     def total(self) -> float:
-        """Bytes that are there if no sample is freed before all are packed."""
+        """Bytes if no sample is freed before all are packed."""
         return self.samples + self.microbatches + self.parcels
 
 
 def main(
-    samples: Annotated[int, typer.Option(min=2, help="Of a round; even.")] = 4,
-    tokens: Annotated[int, typer.Option(min=PROMPT + 2, help="Of a sample, 256 of them the prompt.")] = 8192,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each step is measured.")] = 5,
+    samples: Annotated[int, typer.Option(min=2, help="Samples per round; even.")] = 4,
+    tokens: Annotated[int, typer.Option(min=PROMPT + 2, help="Tokens per sample, 256 of the prompt.")] = 8192,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each step.")] = 5,
 ) -> None:
     """Measure, print, and write runs/bench/host.json."""
     quiet_library_warnings()
@@ -89,14 +90,14 @@ def main(
 
 
 def measure(runtime: Runtime, folder: Path, num_samples: int, num_tokens: int, rounds: int) -> Measured:
-    """Take samples through all steps; the first time, which starts processes, is left out.
+    """Run all steps on samples. The first round is discarded, because it starts processes.
 
     Args:
-        runtime: Of a job of one rank.
-        folder: For the run's files.
-        num_samples: Of a round; even.
-        num_tokens: Of each.
-        rounds: Times that count.
+        runtime: Runtime of a job with one rank.
+        folder: Folder for the run's files.
+        num_samples: Samples per round; even.
+        num_tokens: Tokens per sample.
+        rounds: Number of measured rounds.
     """
     with HostPath(runtime, folder, num_samples, num_tokens) as path:
         sizes = [path.go() for _ in range(rounds + 1)][-1]
@@ -116,9 +117,9 @@ def memory_of_rank(found: Measured, rollout: Rollout, num_groups: int) -> RankMe
     """Extrapolate bytes to a rank's part of a rollout, by tokens.
 
     Args:
-        found: What samples, parcels and micro-batches take.
-        rollout: Whose.
-        num_groups: Data-parallel groups: as many as ranks, or one.
+        found: Measured sizes of samples, parcels and micro-batches.
+        rollout: Sizes of the rollout.
+        num_groups: Number of data-parallel groups: the number of ranks, or one.
     """
     size = rollout.num_ranks // num_groups
     own = rollout.samples_per_rank * rollout.num_tokens / found.num_tokens
@@ -146,9 +147,9 @@ def show(found: Measured, rollout: Rollout) -> None:
     limit = rollout.config(Path("run")).rollout.max_data_gib * GIB
     pairs.append(("rollout.max_data_gib", limit, limit))
     waiting = found.sizes.replies / found.num_tokens * rollout.samples_per_rank * rollout.num_tokens
-    pairs.append(("replies that wait, all at once; not in the bound", waiting, waiting))
+    pairs.append(("replies, if all wait at once; not in the bound", waiting, waiting))
     peak = float(found.decoding_peak_bytes)
-    pairs.append(("decoding process, at most; not in the bound", peak, peak))
+    pairs.append(("decoding process, peak; not in the bound", peak, peak))
     show_table(
         "GiB on a rank",
         ["", "alone", "together"],
@@ -162,7 +163,7 @@ def show(found: Measured, rollout: Rollout) -> None:
 
 
 def _rows(steps: Sequence[Step], where: Where, rollout: Rollout) -> list[list[str]]:
-    """Return a row for each step that stands there, and one for all of them."""
+    """Return a row for each step that runs there, and a row with their sum."""
     own = [step for step in steps if step.where == where]
     times = [time_of_rank(step, rollout) for step in own]
     rows = [

@@ -1,7 +1,7 @@
-"""The host's way from SGLang's bytes to packed micro-batches: each step by the functions that the loop calls.
+"""Runs the host's path from SGLang's bytes to packed micro-batches, step by step, with the loop's functions.
 
-Replies are those of `decoding`, all with the same content. What a loop on several ranks would send to others,
-this rank sends to itself. The plan of mini-batches, which needs lengths alone, is that of a whole rollout.
+The replies come from `decoding`, all with the same content. Parcels for other ranks are sent to this rank
+itself. The plan of mini-batches, which needs only lengths, is made for a complete rollout.
 """
 
 import os
@@ -42,7 +42,7 @@ from tools.benchmarks.host_stand_ins import answering, random_tokenizer
 T = TypeVar("T")
 
 Where = Literal["decoding process", "generation", "exposed"]
-"""In a process of its own; in the trainer's while other responses are generated; or while GPUs wait for it."""
+"""Decoding process; trainer, while other responses are generated; or trainer, while the GPUs wait."""
 
 COST = SampleCost(
     linear=6 * 3.0e9, quadratic=6.0 * 48 * 32 * 128
@@ -51,21 +51,21 @@ COST = SampleCost(
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sizes of a whole one."""
+    """Sizes of a complete rollout."""
 
     num_samples: int = 2048
-    num_tokens: int = 8192  # of a sample, prompt included
+    num_tokens: int = 8192  # tokens per sample, including the prompt
     num_ranks: int = 8
     group_size: int = 8  # samples per prompt
     num_minibatches: int = 8
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples that a rank has sampled."""
+        """Number of samples that each rank samples."""
         return self.num_samples // self.num_ranks
 
     def config(self, folder: Path) -> Config:
-        """Return the config of a run with such rollouts, in this folder."""
+        """Return the config of a run in this folder with rollouts of these sizes."""
         options = {
             "engine": "sglang",
             "prompts_per_rollout": self.num_samples // self.group_size,
@@ -88,40 +88,40 @@ class Rollout:
 
 @dataclass
 class Step:
-    """CPU time of a step in each round, and the samples that it was of."""
+    """CPU time of a step in each round, and the number of samples that it processed."""
 
     name: str
     where: Where
     num_samples: int
-    num_tokens: int  # of all of them
+    num_tokens: int  # tokens of all these samples
     alone: float = 1.0
-    """Samples that a rank does it for by those that it has sampled, where each rank trains a whole model."""
+    """Samples that a rank processes per sample that it sampled, if each rank trains a complete model."""
     together: float = 1.0
-    """The same where all ranks train one model (tensor 4, context 2), and so get the same micro-batches."""
+    """The same if all ranks train one model (tensor 4, context 2), and so get the same micro-batches."""
     cpu_s: list[float] = field(default_factory=list[float])
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of all samples of a round."""
+    """Bytes of all samples of a round, by form."""
 
-    replies: int  # as they come from the server
+    replies: int  # as received from the server
     samples: int
     parcels: int
     microbatches: int
 
 
 class HostPath:
-    """Goes the way again and again, and keeps the time of each step; `with` ends what it started."""
+    """Runs the path repeatedly, and records the time of each step. Use it in a `with` statement."""
 
     def __init__(self, runtime: Runtime, folder: Path, num_samples: int, num_tokens: int) -> None:
-        """Make the replies, and what the loop makes at its start.
+        """Make the replies, and the objects that the loop makes at its start.
 
         Args:
-            runtime: Of a job of one rank.
-            folder: For the run's files.
-            num_samples: Of a round; even.
-            num_tokens: Of each, prompt included.
+            runtime: Runtime of a job with one rank.
+            folder: Folder for the run's files.
+            num_samples: Samples per round; even.
+            num_tokens: Tokens per sample, including the prompt.
         """
         self._shape = Rollout(num_samples, num_tokens, num_ranks=1, group_size=2, num_minibatches=1)
         self._runtime, self._config = runtime, self._shape.config(folder)
@@ -149,7 +149,7 @@ class HostPath:
         self._stack.close()
 
     def go(self) -> Sizes:
-        """Take all samples from bytes to micro-batches once."""
+        """Process all samples from bytes to micro-batches once."""
         bodies = run_loop(self._received())
         own = self._credited(self._scored(self._with_texts(self._decoded(bodies))))
         self._timed(
@@ -202,7 +202,7 @@ class HostPath:
         together: float = 1.0,
         times: int = 1,
     ) -> None:
-        """Keep the time of a step on the round's samples, or on `times` as many."""
+        """Record the time of a step on `times` the number of samples of a round."""
         count = times * self._shape.num_samples
         step = Step(name, where, count, count * self._shape.num_tokens, alone, together)
         self.steps.setdefault(name, step).cpu_s.append(cpu_s)
@@ -210,7 +210,7 @@ class HostPath:
     async def _received(self) -> list[bytes]:
         body = self._generation.generate_body(REQUEST, self._params, MODEL)
         async with SglangClient(self._url) as client:
-            started = time.thread_time()  # the server is another thread
+            started = time.thread_time()  # CPU time of this thread: the server runs in another one
             bodies = [await client.generate(body) for _ in self._requests]
             self._add("receive replies (HTTP)", "generation", time.thread_time() - started)
         return bodies
@@ -262,7 +262,7 @@ class HostPath:
         return groups
 
     def _credited(self, groups: Sequence[PromptGroup]) -> list[SampleGroup]:
-        """Return the groups with advantages; counts and metrics are of as many samples as a rank has."""
+        """Return the groups with advantages. Counts and metrics run on the number of samples of a rank."""
         times = max(Rollout().samples_per_rank // self._shape.num_samples, 1)
         kept: dict[str, Any] = dict(num_too_long=0, weight_version=0)
         many, counts = self._timed(
@@ -275,7 +275,7 @@ class HostPath:
         return many[: len(groups)]
 
     def _planned(self) -> float:
-        """Plan a whole rollout with responses of mixed lengths; return the share of the tokens that moves."""
+        """Plan a complete rollout with responses of mixed lengths. Return the share of the tokens that move."""
         whole, chance = Rollout(), random.Random(0)
         size, per_rank = whole.num_samples // whole.num_minibatches, whole.samples_per_rank
         per_rank //= whole.num_minibatches
@@ -295,7 +295,7 @@ class HostPath:
         return moved / total
 
     def _exchanged(self, samples: list[Sample], moved: float) -> int:
-        """Send all samples to this rank itself; return the bytes of the parcel."""
+        """Send all samples to this rank itself. Return the bytes of the parcel."""
         others = Rollout.num_ranks - 1
         parcel = self._timed("exchange: encode", "exposed", lambda: encode(samples), alone=moved)
         num_bytes, parcels = parcel.nbytes, [parcel]
@@ -323,20 +323,20 @@ class HostPath:
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds of the children that this process has now; Linux counts in hundredths."""
+    """Return the CPU seconds of this process's live children. Linux counts them in hundredths."""
     return sum(
         (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK") for values in _children().values()
     )
 
 
 def children_peak_bytes() -> int:
-    """Return the peak resident memory of the largest child that this process has now."""
+    """Return the peak resident memory of the largest live child of this process."""
     lines = [line for pid in _children() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return max((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), default=0)
 
 
 def _children() -> dict[int, list[str]]:
-    """Return what Linux says of each child after its name."""
+    """Return the fields of /proc/PID/stat after the name, for each live child."""
     found: dict[int, list[str]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended

@@ -1,4 +1,4 @@
-"""What stands for a server and for a model's tokenizer in the benchmark of the host's path."""
+"""Fake server and fake tokenizer for the benchmark of the host's path."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 @contextmanager
 def answering(content: bytes) -> Iterator[str]:
-    """Answer every POST with the same JSON, in threads of this process; yield the server's URL."""
+    """Serve the same JSON for every POST, in threads of this process. Yield the server's URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -26,7 +26,7 @@ def answering(content: bytes) -> Iterator[str]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *values: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
@@ -40,7 +40,7 @@ def answering(content: bytes) -> Iterator[str]:
 
 
 def random_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes and of words of up to four letters; a text is tokenised into its bytes."""
+    """Return a tokenizer of bytes and of words of up to four letters. It tokenises text into bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (_word(number) for number in range(len(ascii_lowercase), vocab_size))
     vocabulary: dict[str, int] = {}
@@ -53,7 +53,7 @@ def random_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def _word(number: int) -> str:
-    """Write a number with letters as digits; from 26 on it has more than one."""
+    """Write a number with letters as digits. Numbers from 26 on have more than one letter."""
     letters = ""
     while number:
         number, digit = divmod(number, len(ascii_lowercase))

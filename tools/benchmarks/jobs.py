@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark do: train on random samples with the real actor, and say how long it took."""
+"""Jobs for the ranks of a benchmark: train on random samples with the real actor, and return the seconds."""
 
 import gc
 import sys
@@ -22,24 +22,24 @@ from megatron_dppo.types import RolloutTopK, Sample, TrainBatch
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "distributed"))
 
 PROMPT_TOKENS = 8
-ENOUGH_S = 0.05  # a product is repeated until it takes so long
+ENOUGH_S = 0.05  # calls are repeated until they take this long
 LR = 1e-6
 
 
 def write_model(runtime: Runtime, folder: str, sizes: dict[str, Any]) -> None:
-    """A random Qwen3-MoE of these sizes as a Hugging Face folder."""
+    """Write a random Qwen3-MoE of these sizes as a Hugging Face folder."""
     import tiny
 
     runtime.on_main(lambda: tiny.write_model(Path(folder), initializer_range=0.02, **sizes))
 
 
 def random_samples(lengths: Sequence[int], vocab_size: int, topk: int = 0) -> list[Sample]:
-    """Scored samples of so many tokens each, the same on every rank, near what a random policy would sample.
+    """Return scored samples of these lengths with nearly uniform log-probs, the same on every rank.
 
     Args:
-        lengths: Tokens of each sample; more than the prompt's 8.
-        vocab_size: Of the model.
-        topk: Columns of the rollout's top-K log-probs; 0 without.
+        lengths: Number of tokens of each sample; more than the prompt's 8.
+        vocab_size: Vocabulary size of the model.
+        topk: Columns of the rollout's top-K log-probs; 0 for no top-K.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -77,14 +77,14 @@ def build_actor(
     layer_spec: str = "auto",
     **tables: dict[str, Any],
 ) -> Actor:
-    """The actor of a run with this model, `[parallel]` and other tables of a config."""
+    """Build the actor of a run with this model, `[parallel]` and other tables of a config."""
     of_model = {"load": model, "dtype": dtype, "layer_spec": layer_spec}
     common = {"model": of_model, "parallel": parallel, "optimizer": {"lr": LR}}
     return Actor(Config.model_validate(common | tables), runtime)
 
 
 def step_seconds(runtime: Runtime, actor: Actor, batch: TrainBatch) -> float:
-    """One gradient step: forward, backward and update, from when all ranks begin to when all have done."""
+    """Time one gradient step (forward, backward and update), from barrier to barrier of all ranks."""
     runtime.barrier()
     runtime.synchronize()
     began = time.perf_counter()
@@ -99,9 +99,9 @@ def step_seconds(runtime: Runtime, actor: Actor, batch: TrainBatch) -> float:
 def layout_seconds(
     runtime: Runtime, model: str, parallel: dict[str, int], lengths: list[int], num_steps: int
 ) -> list[float]:
-    """Seconds of each gradient step of a fresh actor on one mini-batch, after one that warms up.
+    """Time gradient steps of a new actor on one mini-batch, after one warm-up step.
 
-    Samples lie on the ranks as after a rollout, and move to where the layout wants them beforehand.
+    Samples start on the ranks as after a rollout. They move to the ranks that train on them before the timing.
     """
     actor = build_actor(runtime, model, parallel)
     own = random_samples(lengths, actor.hf["vocab_size"])[runtime.rank :: runtime.world_size]
@@ -114,7 +114,7 @@ def layout_seconds(
 
 
 def step_of(microbatches: Sequence[Sequence[Sample]]) -> TrainBatch:
-    """One gradient step of one process; every token weighs 1."""
+    """Build a gradient step of one process in which every token has weight 1."""
     packed = tuple(
         pack([replace(sample, token_weights=sample.loss_mask.float()) for sample in samples])
         for samples in microbatches
@@ -126,10 +126,10 @@ def step_of(microbatches: Sequence[Sequence[Sample]]) -> TrainBatch:
 def packed_and_padded_seconds(
     runtime: Runtime, model: str, lengths: list[int], max_tokens: int, num_rounds: int
 ) -> dict[str, Any]:
-    """On one process: seconds of a step on packed micro-batches and on the same ones padded, in turn.
+    """Time steps on one process, on packed micro-batches and on the same micro-batches padded, in turn.
 
     Returns:
-        `packed` and `padded` seconds of each round, `num_tokens` and `num_padded_tokens` in a step.
+        Seconds of each round as `packed` and `padded`, and the `num_tokens` and `num_padded_tokens` of a step.
     """
     actor = build_actor(runtime, model, {"max_tokens_per_microbatch": max_tokens})
     samples = random_samples(lengths, actor.hf["vocab_size"])
@@ -147,7 +147,7 @@ def packed_and_padded_seconds(
 
 
 def _padded(sample: Sample, length: int) -> Sample:
-    """The sample with tokens behind it that do not learn."""
+    """Return the sample with masked padding tokens at its end."""
     extra = length - sample.tokens.numel()
 
     def longer(values: Tensor) -> Tensor:
@@ -164,10 +164,10 @@ def _padded(sample: Sample, length: int) -> Sample:
 def length_seconds(
     runtime: Runtime, model: str, lengths: list[int], num_tokens: int, num_rounds: int
 ) -> dict[str, Any]:
-    """On one process: seconds of a step on `num_tokens` tokens in sequences of each length, in turn.
+    """Time steps on one process, on `num_tokens` tokens in sequences of each length, in turn.
 
     Returns:
-        `seconds` of each length's rounds, and the `predicted` cost of a token of each, in no unit.
+        `seconds` of the rounds for each length, and the `predicted` cost of a token, without a unit.
     """
     actor = build_actor(runtime, model, {"max_tokens_per_microbatch": num_tokens})
     vocab_size, cost = actor.hf["vocab_size"], actor.data_parallel.cost
@@ -181,10 +181,10 @@ def length_seconds(
 def expert_seconds(
     runtime: Runtime, model: str, num_experts: int, tokens_per_expert: list[int], num_rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """On one process: seconds of forward and backward of grouped and of sequential experts, in turn.
+    """Time forward and backward of grouped and of sequential experts on one process, in turn.
 
     Returns:
-        For each number of tokens per expert, the seconds of each round of `grouped` and `sequential`.
+        Seconds of each round of `grouped` and `sequential`, for each number of tokens per expert.
     """
     from expert_pair import expert_pair
 
@@ -212,7 +212,7 @@ def expert_seconds(
 
 
 def _in_turn(measures: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
-    """Each measure once to warm up, then once in each round; every other round in reverse order."""
+    """Run each measure once to warm up, then once per round. Every second round runs in reverse order."""
     for measure in measures.values():
         measure()
     found: dict[str, list[float]] = {name: [] for name in measures}
@@ -223,7 +223,7 @@ def _in_turn(measures: dict[str, Callable[[], float]], num_rounds: int) -> dict[
 
 
 def _seconds_per_call(runtime: Runtime, action: Callable[[], None]) -> float:
-    """Of so many calls as take long enough to be timed."""
+    """Return the mean seconds of a call, over enough calls to be timed."""
     num_calls = 1
     while True:
         runtime.synchronize()

@@ -1,24 +1,23 @@
-"""Training speed by layout, and what grouped experts, packing and long sequences change in it.
+"""Measures training speed by layout, and the effect of grouped experts, packing and long sequences.
 
     make bench
     python -m tools.benchmarks.layouts --processes 4
-    python -m tools.benchmarks.layouts --short        all of it once on a tiny model; its figures mean nothing
+    python -m tools.benchmarks.layouts --short        one round on a tiny model; its figures mean nothing
 
-A random Qwen3-MoE (hidden 256, 4 layers, 16 experts of which a token takes 4, vocabulary 2048) in float32
-trains through the real actor: forward, backward and update. Every process has one thread and shares this
-machine; with more processes than cores, all slow down. Groups of processes start once; then rounds visit
-every layout, and a ratio is of two figures of one round: a slow spell of the machine meets both.
+A random Qwen3-MoE (hidden 256, 4 layers, 16 experts with top-4 routing, vocabulary 2048) in float32 trains with
+the real actor: forward, backward and update. Every process has one thread, and all share this machine. With
+more processes than cores, all of them slow down. Groups of processes start once. Then each round visits every
+layout. Each ratio compares two figures of one round, so that a slow phase of the machine affects both.
 
-(a) tokens/s of each layout, and its ratio to one process. A mini-batch is about four micro-batches on one
-    process and two on two data-parallel ones; pipelines of so few wait much.
-(b) grouped experts (ours) against Megatron's sequential ones: forward and backward of the experts alone.
-(c) packed micro-batches against the same samples padded to the longest of their micro-batch, which nobody
-    sorted by length: tokens/s of tokens that are no padding.
-(d) the time of a token by the length of its sequence, with as many tokens in each step, beside what the
-    balancing of work over ranks believes (SampleCost: floating-point operations).
+(a) tokens/s of each layout, and the ratio to one process. A mini-batch has about four micro-batches on one
+    process and two on each of two data-parallel processes. With so few, pipelines have large bubbles.
+(b) grouped experts (ours) compared with Megatron's sequential experts, forward and backward.
+(c) packed micro-batches compared with the same samples padded to the longest of their micro-batch, not sorted
+    by length: tokens/s without padding tokens.
+(d) the time of a token by sequence length, for the same number of tokens per step, compared with the cost that
+    work balancing assumes (SampleCost: floating-point operations).
 
-Figures go to runs/bench/layouts.json too. Another busy program distorts them; the tool says so where it sees
-one.
+Figures are also written to runs/bench/layouts.json. Other busy programs distort them; the tool warns of them.
 """
 
 import os
@@ -74,14 +73,14 @@ RATIO = ("ratio", "min", "max")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and on what model."""
+    """Sizes of the model and of the measurements."""
 
-    sizes: Mapping[str, int]  # of the model, in config.json's words
-    longest: int  # tokens of a sample in (a) and (c)
-    num_tokens: int  # of a mini-batch in (a) and (c), about
-    max_tokens: int  # of a micro-batch there
+    sizes: Mapping[str, int]  # sizes of the model, with the keys of config.json
+    longest: int  # maximum tokens of a sample in (a) and (c)
+    num_tokens: int  # approximate tokens of a mini-batch in (a) and (c)
+    max_tokens: int  # maximum tokens of a micro-batch in (a) and (c)
     tokens_per_expert: Sequence[int]
-    lengths: Sequence[int]  # of sequences in (d)
+    lengths: Sequence[int]  # sequence lengths in (d)
     budget: int  # tokens of a step in (d)
 
 
@@ -118,15 +117,13 @@ SHORT = Plan(
 
 
 def main(
-    processes: Annotated[int, typer.Option(min=1, max=4, help="Layouts on up to so many processes.")] = 2,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Visits to each layout, and turns of each comparison.")
-    ] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Gradient steps of each visit, after one to warm up.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, max=4, help="Largest number of processes.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds: measurements of each layout and comparison.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Gradient steps per round, after one warm-up step.")] = 2,
     short: Annotated[
-        bool, typer.Option(help="One round on a tiny model, to see that everything runs.")
+        bool, typer.Option(help="One round on a tiny model, to test that everything runs.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where the figures go as JSON, from the repository.")] = OUT
+    out: Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")] = OUT
     / "layouts.json",
 ) -> None:
     """Print four tables."""
@@ -168,19 +165,19 @@ def main(
 
 
 def _sizes(processes: int) -> list[int]:
-    """The group sizes to measure: those with layouts, and as many devices where it is not the CPU."""
-    num_devices = torch.accelerator.device_count()  # 0 on a CPU, where processes share the cores
+    """Return the group sizes to measure: sizes with layouts, but on GPUs no more than there are devices."""
+    num_devices = torch.accelerator.device_count()  # 0 on a CPU: processes then share the cores
     sizes = [size for size in LAYOUTS if size <= processes]
     for size in sizes:
         if 0 < num_devices < size:
             typer.echo(
-                f"layouts on {size} processes: left out, they need {size} devices and {num_devices} is here"
+                f"layouts on {size} processes: left out, they need {size} devices and found {num_devices}"
             )
     return [size for size in sizes if not 0 < num_devices < size]
 
 
 def mixed_lengths(longest: int, num_tokens: int) -> list[int]:
-    """Log-uniform from a sixteenth of the longest up, and the longest once; the same at every call."""
+    """Return log-uniform lengths from longest / 16 to longest, then the longest. The seed is fixed."""
     draw, lengths = random.Random(0), list[int]()
     while sum(lengths) < num_tokens:
         lengths.append(max(10, round(longest * 2.0 ** draw.uniform(-4, 0))))
@@ -188,7 +185,7 @@ def mixed_lengths(longest: int, num_tokens: int) -> list[int]:
 
 
 def _mixtures(plan: Plan) -> dict[str, list[int]]:
-    """Lengths of the samples of (c)."""
+    """Return the sample lengths of (c)."""
     short = max(10, plan.longest // 8)
     num_periods = -(-plan.num_tokens // (plan.longest + 7 * short))
     return {
@@ -201,7 +198,7 @@ def _mixtures(plan: Plan) -> dict[str, list[int]]:
 def measure_layouts(
     groups: Mapping[int, Ranks], model: str, plan: Plan, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Tokens/s of each layout in each round; every other round goes through them in reverse order."""
+    """Measure tokens/s of each layout in each round. Every second round visits the layouts in reverse order."""
     lengths = mixed_lengths(plan.longest, plan.num_tokens)
     named = [(name, size, parallel) for size in groups for name, parallel in LAYOUTS[size].items()]
     found: dict[str, dict[str, Any]] = {
@@ -220,13 +217,13 @@ def measure_layouts(
 
 
 def ratio_cells(values: Sequence[float], references: Sequence[float]) -> list[str]:
-    """Median, least and greatest of value / reference, round by round."""
+    """Return the median, minimum and maximum of value / reference over the rounds."""
     ratios = [value / reference for value, reference in zip(values, references, strict=True)]
     return [f"{of(ratios):.2f}" for of in (statistics.median, min, max)]
 
 
 def show(figures: Mapping[str, Any], plan: Plan, rounds: int, steps: int) -> None:
-    """The four tables."""
+    """Print the four tables."""
     median = statistics.median
     typer.echo(f"\nRounds: {rounds}. Threads of each process: 1. Cores of this machine: {os.cpu_count()}.")
     layouts = figures["layouts"]

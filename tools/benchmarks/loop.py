@@ -1,15 +1,15 @@
-"""How fast the loop goes, and where the time goes: the real `megatron-dppo train` on the quickstart's model.
+"""Measures the speed of the loop and the time of its phases: `megatron-dppo train` on the quickstart's model.
 
     make bench
     python -m tools.benchmarks.loop --rollouts 20
 
 Four variants run one after another: 1 process, and 2 processes with the experts split between them, each
-without and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts,
-read from the run's own metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is a
-rollout's wall clock that no phase claims. The floor is the time that the rollout's products would take at the
-speed of one product of the model's sizes, measured before each variant on one thread, times the processes that
-have a core each. Figures and run folders go to runs/bench/. Another busy program
-distorts them; the tool says so where it sees one.
+without and with routing replay (R3). Every process has one thread. Speeds and shares are medians over rollouts
+from the run's metrics.jsonl, without the first two rollouts. Tokens are response tokens. "other" is the wall
+clock time of a rollout outside all phases. The floor is the time of the rollout's matrix products at the speed
+of a single product of the model's sizes. That speed is measured before each variant on one thread, and
+multiplied by the number of processes that have their own core. Figures and run folders go to runs/bench/. Other
+busy programs distort the figures; the tool warns of them.
 """
 
 import json
@@ -70,17 +70,17 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a program while it ran; times are of this process's clock."""
+    """Observations of a program while it ran. Times are from this process's clock."""
 
     started: float
-    set_up: float | None  # when it printed a line START, if it did
-    lines: list[tuple[float, str]]  # those that the pattern matches, and when they came
-    other_cores: float | None  # cores that other programs kept busy meanwhile; none where it is not known
+    set_up: float | None  # time of its line START; None without one
+    lines: list[tuple[float, str]]  # times and texts of the lines that match the pattern
+    other_cores: float | None  # cores used by other programs meanwhile; None if unknown
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A variant's medians."""
+    """Medians of a variant."""
 
     rollout_tokens_per_s: float
     train_tokens_per_s: float
@@ -91,24 +91,24 @@ class Speed:
     phase_share: dict[str, float]
     num_rollouts: int
     other_cores: float | None
-    floor_s: float  # of the products of a rollout
+    floor_s: float  # seconds of the matrix products of a rollout
 
 
 def main(
     rollouts: Annotated[
-        int, typer.Option(min=SKIPPED + 1, help=f"Rollouts of each variant; the first {SKIPPED} do not count.")
+        int, typer.Option(min=SKIPPED + 1, help=f"Rollouts per variant, including {SKIPPED} to warm up.")
     ] = 12,
 ) -> None:
     """Measure tokens/s of rollout and training, and the share of each phase."""
     os.chdir(ROOT)
     require_model()
-    num_devices = torch.accelerator.device_count()  # 0 on a CPU, where processes share the cores
+    num_devices = torch.accelerator.device_count()  # 0 on a CPU: processes then share the cores
     speeds: dict[str, Speed] = {}
     versions: Mapping[str, Any] = {}
     for variant in VARIANTS:
         if 0 < num_devices < variant.num_processes:
             typer.echo(
-                f"{variant.title}: left out, it needs {variant.num_processes} devices and {num_devices} is here"
+                f"{variant.title}: left out, it needs {variant.num_processes} devices and found {num_devices}"
             )
             continue
         overrides = [
@@ -126,7 +126,7 @@ def main(
 
 
 def require_model() -> None:
-    """Make the quickstart's model where it is not there, or not of today's recipe."""
+    """Make the quickstart's model if it is missing or outdated."""
     OUT.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, QUICKSTART / "make_model.py", "--out", MODEL], check=True)
 
@@ -134,7 +134,7 @@ def require_model() -> None:
 def train(
     folder: Path, num_processes: int, overrides: list[str], num_rollouts: int, title: str, model: Path = MODEL
 ) -> Watched:
-    """`megatron-dppo train` under torchrun, into a new folder; a line is seen at the end of each rollout."""
+    """Run `megatron-dppo train` under torchrun in a new folder, and record the line at each rollout's end."""
     shutil.rmtree(folder, ignore_errors=True)
     sets = [f"run.folder={str(folder)!r}", f"model.load={str(model)!r}"]
     sets += [f"data.prompts={str(model / 'prompts.jsonl')!r}", *overrides]
@@ -146,7 +146,7 @@ def train(
 def watch(
     command: list[str], log: Path, num_threads: int, pattern: re.Pattern[str], num_rollouts: int, title: str
 ) -> Watched:
-    """Run a program to its end, its output in `log`, with a bar that moves at each line the pattern matches."""
+    """Run a program to its end with its output in `log`, and advance a bar at each line that matches."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     if sys.platform == "linux":
@@ -181,7 +181,7 @@ def watch(
 
 
 def product_speed(num_processes: int) -> float:
-    """FLOP/s of `num_processes` threads, as far as there are cores, at float32 products of an expert layer."""
+    """Measure the FLOP/s of float32 products of an expert layer, times the processes that have a core."""
     hf = json.loads((MODEL / "config.json").read_text())
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -198,12 +198,12 @@ def product_speed(num_processes: int) -> float:
 
 
 def rollout_flops(cost: SampleCost, num_samples: int, row: Mapping[str, float]) -> float:
-    """FLOPs of the products of a rollout: sampling is a forward pass, a prompt in the cache is not forwarded.
+    """Return the FLOPs of a rollout's matrix products. Sampling is a forward pass without cached prompts.
 
     Args:
-        cost: Of forward and backward.
-        num_samples: All of about the same length.
-        row: The rollout's metrics.
+        cost: Cost of forward and backward.
+        num_samples: Number of samples, all of about the same length.
+        row: Metrics of the rollout.
     """
     prompt_length = row["engine/prompt_tokens"] / num_samples
     training = num_samples * cost.of(round(prompt_length + row["rollout/response_length_mean"]))
@@ -211,7 +211,7 @@ def rollout_flops(cost: SampleCost, num_samples: int, row: Mapping[str, float]) 
 
 
 def measure(run: Run, other_cores: float | None, flops_per_s: float) -> Speed:
-    """Medians over a run's rollouts, without the first ones; the floor at a speed of products in FLOP/s."""
+    """Return medians over a run's rollouts without the first ones, and the floor at this speed of products."""
     rows = [row.values for row in run.rollouts[SKIPPED:]]
 
     def median(name: str) -> float:
@@ -237,7 +237,7 @@ def measure(run: Run, other_cores: float | None, flops_per_s: float) -> Speed:
 
 
 def show(speeds: Mapping[str, Speed]) -> None:
-    """The table, and a warning where another program was busy."""
+    """Print the tables, and a warning if other programs were busy."""
     typer.echo(f"\n{'':15}{'rollout':>10}{'training':>10}{'all':>10}{'all':>11}")
     typer.echo(f"{'':15}{'tokens/s':>10}{'tokens/s':>10}{'tokens/s':>10}{'samples/s':>11}")
     for title, speed in speeds.items():

@@ -1,4 +1,4 @@
-"""Our fused losses against other libraries', and against what the bytes and the products alone would take.
+"""Compares our fused losses with other libraries' losses, and with floors from bytes and matrix products.
 
     make bench-loss
     python -m tools.benchmarks.loss --shape tp1 --shape tp8
@@ -6,27 +6,28 @@
     python -m tools.benchmarks.loss --tokens 4096 --quick
 
 On a GPU: 16384 tokens, the vocabulary of Qwen3 (151936), hidden size 2048, bfloat16. --shape tp2, tp4 or tp8
-is the shard that a rank of so many has; one process emulates one rank, as if its columns were the whole
-vocabulary, so no collective is timed. Without a GPU a small shape of each, through the PyTorch reference of
-our kernels: that the program runs, and nothing else, is what those figures say.
+is the shard of one of 2, 4 or 8 ranks. One process emulates one rank and treats its columns as the complete
+vocabulary, so no collective is timed. Without a GPU, each shape is small and runs through the PyTorch reference
+of our kernels. Those figures only show that the program runs.
 
-Three forms: from logits, forward and backward (ours writes the gradient over the logits); linear, from hidden
-states and weight, forward and backward; log_probs, the linear form without gradient. All contenders of a case
-run in turns, each once per round, on the same tensors; what restores these is not timed. Milliseconds are the
-median (p50), "x ours" is how many times the slowest of ours in that form it takes. "extra MB" is the most
-that PyTorch had allocated at once beside the inputs, results included. In a dead row the advantage, and with
-it the gradient, is 0; nobody is told of these rows beforehand, but where it says so.
+There are three forms. "logits": from logits, forward and backward (ours overwrites the logits with their
+gradient). "linear": from hidden states and weight, forward and backward. "log_probs": the linear form without
+gradient. All contenders of a case run in turns, once per round, on the same tensors. Restoring the tensors is
+not timed. Milliseconds are medians (p50). "x ours" is the time divided by the time of our slowest loss of that
+form. "extra MB" is the peak memory that PyTorch allocated besides the inputs, including results. In a dead row
+the advantage is 0, and so is the gradient. Contenders do not know the dead rows in advance, unless the remark
+mentions it.
 
-Before it is timed each is run once and compared with the exact loss and gradients in float32: "loss" and
-"gradient" are relative errors. A library that is missing, fails or is off is listed with the reason.
+Before the timing, each contender runs once and is compared with the exact loss and gradients in float32. "loss"
+and "gradient" are relative errors. A library that is missing, fails or is inexact is listed with the reason.
 
-The byte floor is one read of the logits forward, and backward one read of the live rows' and one write of
-all, at the speed of a copy in the same run. The floor of the linear form is its three products in cuBLAS, one
-of all rows and two of the live ones, with bfloat16 results.
+The byte floor is one read of all logits in forward, and one read of live rows and one write of all rows in
+backward, at the speed of a copy in the same run. The floor of the linear form is its three matrix products in
+cuBLAS, one of all rows and two of the live rows, with bfloat16 results.
 
-Libraries, by their names on PyPI: liger-kernel, cut-cross-entropy, quack-kernels, verl; Megatron is there
-already. Figures go to runs/bench/loss.json too; with --json they go to the standard output and nothing else
-does.
+PyPI names of the libraries: liger-kernel, cut-cross-entropy, quack-kernels, verl. Megatron is already
+installed. Figures are written to runs/bench/loss.json. With --json they are printed to standard output instead,
+without any other output.
 """
 
 import json
@@ -60,7 +61,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """Numbers of warm-up rounds and of measured rounds."""
 
     warm_up: int
     rounds: int
@@ -71,7 +72,7 @@ GPU, CPU, QUICK = Effort(5, 25), Effort(1, 5), Effort(1, 5)
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one shape and share of dead rows."""
+    """Figures for one shape and share of dead rows."""
 
     shape: Shape
     dead_share: float
@@ -81,22 +82,26 @@ class Figures:
 
     @property
     def byte_floor_s(self) -> float:
-        """Of the form from logits."""
+        """Floor of the form "logits" in seconds."""
         return floor_bytes(self.shape, self.dead_share) / self.copy_bytes_per_s
 
     def as_json(self) -> dict[str, Any]:
-        """With medians."""
+        """Return the figures with medians as JSON."""
         rows = [asdict(row) | {"median_s": row.median_s} for row in self.rows]
         derived = {"byte_floor_s": self.byte_floor_s, "rows": rows}
         return asdict(self) | derived
 
 
 def main(
-    shape: Annotated[list[str] | None, typer.Option(help="tp1, tp2, tp4, tp8; several. [default: all]")] = None,
-    tokens: Annotated[int | None, typer.Option(min=8, help="[default: 16384, without a GPU 512]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="5 rounds instead of 25, to try it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Figures as JSON, and nothing else.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the figures go as JSON, from the repository.")] = OUT
+    shape: Annotated[
+        list[str] | None, typer.Option(help="tp1, tp2, tp4 or tp8 (repeatable). [default: all]")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=8, help="Number of tokens. [default: 16384, without a GPU 512]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run 5 rounds instead of 25.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the figures, as JSON.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")] = OUT
     / "loss.json",
 ) -> None:
     """Print a table for each form of each case, and the goals."""
@@ -143,7 +148,7 @@ def main(
 
 @contextmanager
 def group_of_one(is_gpu: bool) -> Iterator[None]:
-    """A process group of this process alone, and without a GPU no compilation: it would take minutes."""
+    """Start a process group of one process. Without a GPU, disable compilation, which would take minutes."""
     stance = "default" if is_gpu else "force_eager"
     backend = "nccl" if is_gpu else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -155,7 +160,7 @@ def group_of_one(is_gpu: bool) -> Iterator[None]:
 
 
 def benchmark(shape: Shape, dead_share: float, effort: Effort) -> Figures:
-    """All contenders on one case."""
+    """Measure all contenders on one case."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = Case.make(shape, dead_share, device)
     rows, speed = measure([*ours_and_floors(), *baselines()], case, effort.warm_up, effort.rounds)
@@ -167,12 +172,12 @@ def benchmark(shape: Shape, dead_share: float, effort: Effort) -> Figures:
 
 
 def floor_bytes(shape: Shape, dead_share: float) -> float:
-    """That forward and backward from logits must move."""
+    """Return the bytes that forward and backward from logits must move."""
     return (3 - dead_share) * shape.logits_bytes
 
 
 def show(figures: Figures) -> None:
-    """Its tables and goals."""
+    """Print the tables and goals of a case."""
     shape = figures.shape
     typer.echo(
         f"\n== {shape.name}: {shape.num_tokens} tokens, {shape.num_columns} columns, hidden size "
@@ -197,7 +202,7 @@ def show(figures: Figures) -> None:
 
 
 def cells_of(row: Row, ours: float | None) -> list[str]:
-    """A line of the table."""
+    """Return the cells of a contender."""
     if row.median_s is None:
         return [row.name, "-", "-", "-", *error_cells(row), row.remark]
     extra = "not measured" if row.extra_bytes is None else f"{row.extra_bytes / 1e6:,.1f}"
@@ -205,12 +210,12 @@ def cells_of(row: Row, ours: float | None) -> list[str]:
 
 
 def figure_cells(seconds: float, ours: float | None) -> Sequence[str]:
-    """Milliseconds, and how many times ours that is."""
+    """Return milliseconds, and the ratio to ours."""
     return f"{seconds * 1e3:.3f}", "-" if ours is None else f"{seconds / ours:.2f}"
 
 
 def error_cells(row: Row) -> Sequence[str]:
-    """Of loss and gradient."""
+    """Return the errors of loss and gradient."""
     return ["-" if error is None else f"{error:.0e}" for error in (row.loss_error, row.gradient_error)]
 
 

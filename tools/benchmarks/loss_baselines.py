@@ -1,9 +1,9 @@
-"""Other libraries' losses, for loss.py: each imported when it is wanted, or said to be missing.
+"""Losses of other libraries for loss.py. Each library is imported on demand, or reported as missing.
 
-All are given what makes their gradient that of our loss: each token's cross entropy is multiplied by its
-coefficient. Liger's GRPO loss is the ratio times the advantage, clipped nowhere, and has that gradient too.
-QuACK's takes no weights: its loss is the plain sum, and dead rows are ignored targets, which the others are not
-told of.
+All losses get inputs that make their gradient equal to ours: each token's cross entropy is multiplied by its
+coefficient. Liger's GRPO loss is the ratio times the advantage without clipping, which has the same gradient.
+QuACK's loss takes no weights: it is the plain sum, with dead rows as ignored targets. The other losses do not
+know the dead rows.
 """
 
 import importlib
@@ -18,16 +18,16 @@ from torch import Tensor
 from tools.benchmarks.loss_cases import Case
 from tools.benchmarks.loss_contenders import Contender, Tensors, UnavailableError, linear_inputs, linear_leaves
 
-IGNORED = -100  # a target that these libraries leave out
+IGNORED = -100  # target that these libraries ignore
 NEVER_CLIPS = 1e6
 QUACK_CHUNK = 4096
 
 
 def from_library(distribution: str, module: str, name: str) -> Any:
-    """What an installed library calls by that name.
+    """Import an object by name from an installed library.
 
     Raises:
-        UnavailableError: It is not installed, does not import here, or has nothing of that name.
+        UnavailableError: The library is not installed, cannot be imported, or has no such name.
     """
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise UnavailableError(f"not installed (pip install {distribution})")
@@ -38,12 +38,12 @@ def from_library(distribution: str, module: str, name: str) -> Any:
 
 
 def sequence_leaf(case: Case) -> Tensors:
-    """[N, 1, V]: sequence, batch, vocabulary."""
+    """Return logits [N, 1, V] (sequence, batch, vocabulary) that require a gradient."""
     return (case.restored()[:-1, None].detach().requires_grad_(),)
 
 
 def grpo_leaf(case: Case) -> Tensors:
-    """[1, N + 1, V]: one sequence, whose last row predicts nothing."""
+    """Return logits [1, N + 1, V] of one sequence that require a gradient. The last row predicts nothing."""
     return (case.restored()[None].detach().requires_grad_(),)
 
 
@@ -62,7 +62,7 @@ def _load_liger_grpo() -> Callable[[Case, Tensor], Tensor]:
     grpo = from_library("liger-kernel", "liger_kernel.transformers.grpo_loss", "triton_grpo_loss")
 
     def loss(case: Case, logits: Tensor) -> Tensor:
-        # Its advantages are one per sequence; a token's enters as the factor that corrects for the rollout.
+        # This loss has one advantage per sequence. Token advantages are passed as rollout correction factors.
         per_token, _, _ = grpo(
             logits,
             case.rollout_log_probs[None],
@@ -95,7 +95,7 @@ def _load_liger_vocab_parallel() -> Callable[[Case, Tensor], Tensor]:
 
 
 def weighted(cross_entropies: Callable[[Case, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The loss of each token's cross entropy [N]."""
+    """Make the loss of the tokens' cross entropies [N]."""
 
     def loss(case: Case, hidden: Tensor, weight: Tensor) -> Tensor:
         return (case.coefficients * cross_entropies(case, hidden, weight)).sum()
@@ -104,7 +104,7 @@ def weighted(cross_entropies: Callable[[Case, Tensor, Tensor], Tensor]) -> Calla
 
 
 def log_probs_of(cross_entropies: Callable[[Case, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Log-probs [N] of the sampled tokens."""
+    """Make the function for the log-probs [N] of the sampled tokens."""
 
     def log_probs(case: Case, hidden: Tensor, weight: Tensor) -> Tensor:
         return -cross_entropies(case, hidden, weight)
@@ -128,7 +128,7 @@ def _load_verl() -> Callable[[Case, Tensor, Tensor], Tensor]:
 
 def _load_cut_cross_entropy() -> Callable[[Case, Tensor, Tensor], Tensor]:
     function = from_library("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy")
-    # Without the filter, which leaves small gradients out.
+    # Without the filter, which drops small gradients.
     return lambda case, hidden, weight: function(
         hidden, weight, case.targets, reduction="none", filter_eps=None, impl="cce"
     )
@@ -152,7 +152,7 @@ LINEAR: dict[str, Callable[[], Callable[[Case, Tensor, Tensor], Tensor]]] = {
 
 
 def baselines() -> list[Contender]:
-    """All that are known, installed or not."""
+    """Return all known losses of other libraries, installed or not."""
     contenders = [
         Contender(
             "Megatron fused CE",
@@ -180,7 +180,7 @@ def baselines() -> list[Contender]:
                 needs_gpu=True,
             )
         )
-    remark = "unweighted; told which rows are dead"
+    remark = "unweighted; knows the dead rows"
     contenders.append(
         Contender(
             "QuACK chunked", "linear", _load_quack, linear_leaves, "plain_loss", needs_gpu=True, remark=remark

@@ -1,4 +1,4 @@
-"""What loss.py measures on: shapes, their tensors, and the exact gradients to compare with."""
+"""Inputs of loss.py: shapes, their tensors, and exact gradients for comparison."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 TOP_K = 20
-REFERENCE_ROWS = 512  # at a time, in float32
+REFERENCE_ROWS = 512  # rows that the float32 reference computes at a time
 SHARDS: dict[
     str, tuple[int, int]
-] = {  # tensor-parallel size and columns of a padded shard of Qwen3's vocabulary
+] = {  # tensor-parallel size, and columns of a padded shard of Qwen3's vocabulary
     "tp1": (1, 151936),
     "tp2": (2, 76032),
     "tp4": (4, 38016),
@@ -26,19 +26,19 @@ class Shape:
     """One rank's part of the output layer."""
 
     name: str
-    tp: int  # ranks that would hold the vocabulary; one of them is emulated
+    tp: int  # number of ranks that share the vocabulary; one of them is emulated
     num_tokens: int
     num_columns: int
     hidden_size: int
 
     @property
     def logits_bytes(self) -> int:
-        """Of this shard, in bfloat16."""
+        """Bytes of this shard's logits in bfloat16."""
         return 2 * self.num_tokens * self.num_columns
 
     @classmethod
     def of(cls, name: str, num_tokens: int, *, is_small: bool) -> "Shape":
-        """The shape of that name; a small one has the same splits of a small vocabulary."""
+        """Return a shape by name. A small shape splits a small vocabulary in the same way."""
         tp, columns = SHARDS[name]
         if is_small:
             return cls(name, tp, num_tokens, SMALL_VOCABULARY // tp, SMALL_HIDDEN)
@@ -47,20 +47,20 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Tensors of one shape, the same for all contenders; the loss is sum(coefficient * -log_probs).
+    """Tensors of one shape, the same for all contenders. The loss is sum(coefficient * -log_probs).
 
-    Rollout log-probs lie so close to the trained ones that no trust region masks a token. Dead rows have an
-    advantage of 0: coefficient 0.
+    Rollout log-probs are so close to the trained log-probs that no trust region masks a token. Dead rows have
+    an advantage of 0, and so a coefficient of 0.
     """
 
     shape: Shape
     dead_share: float
     hidden: Tensor  # [N, H] bfloat16
     weight: Tensor  # [V, H] bfloat16
-    pristine: Tensor  # [N + 1, V] bfloat16: logits, and a row more that Liger's GRPO loss wants
-    working: Tensor  # [N + 1, V]: what is handed out, and may be overwritten
+    pristine: Tensor  # [N + 1, V] bfloat16: logits, and one more row for Liger's GRPO loss
+    working: Tensor  # [N + 1, V]: copy for contenders, which may overwrite it
     targets: Tensor  # [N] int64
-    log_probs: Tensor  # [N] float32, of the targets
+    log_probs: Tensor  # [N] float32: log-probs of the targets
     rollout_log_probs: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
     topk_ids: Tensor  # [N, K] int32
@@ -69,7 +69,7 @@ class Case:
 
     @classmethod
     def make(cls, shape: Shape, dead_share: float, device: torch.device) -> "Case":
-        """Random tensors, the same each time."""
+        """Make random tensors with a fixed seed."""
         generator = torch.Generator(device).manual_seed(0)
         settings: Any = dict(device=device, generator=generator)
         num, columns = shape.num_tokens, shape.num_columns
@@ -106,29 +106,29 @@ class Case:
 
     @cached_property
     def coefficients(self) -> Tensor:
-        """[N] ratio * advantage, what each token's gradient of -log pi is multiplied by."""
+        """[N] ratio * advantage: factor of each token's gradient of -log pi."""
         return (self.log_probs - self.rollout_log_probs).exp() * self.advantages
 
     @cached_property
     def is_live(self) -> Tensor:
-        """[N] bool: rows that have a gradient."""
+        """[N] bool: rows with a gradient."""
         return self.advantages != 0
 
     @property
     def num_live(self) -> int:
-        """Rows that have a gradient."""
+        """Number of rows with a gradient."""
         return self.shape.num_tokens - round(self.dead_share * self.shape.num_tokens)
 
     def weights(self, *, is_plain: bool) -> Tensor:
-        """[N] of each token's -log-prob in the loss: the coefficients, or, plain, 1 where there is one."""
+        """Return the weights [N] of the tokens' -log-probs: coefficients, or 1 for live rows if `is_plain`."""
         return self.is_live.float() if is_plain else self.coefficients
 
     def restored(self) -> Tensor:
-        """`working`, with the logits in it again."""
+        """Copy the logits into `working` again, and return it."""
         return self.working.copy_(self.pristine)
 
     def logits_gradients(self, *, is_plain: bool) -> Iterator[tuple[slice, Tensor]]:
-        """The exact gradient by the logits, some rows at a time: [rows, V] float32."""
+        """Yield the exact gradient of the logits in chunks of rows: [rows, V] float32."""
         weights = self.weights(is_plain=is_plain)
         for start in range(0, self.shape.num_tokens, REFERENCE_ROWS):
             rows = slice(start, min(start + REFERENCE_ROWS, self.shape.num_tokens))
@@ -137,7 +137,7 @@ class Case:
             yield rows, gradient * weights[rows, None]
 
     def linear_gradients(self, *, is_plain: bool) -> tuple[Tensor, Tensor]:
-        """The gradients by hidden states [N, H] and weight [V, H], from those by the logits; float32."""
+        """Return the float32 gradients of hidden states [N, H] and weight [V, H]."""
         if is_plain not in self._exact:
             weight = self.weight.float()
             by_hidden, by_weight = torch.empty_like(self.hidden).float(), torch.zeros_like(weight)
@@ -148,7 +148,7 @@ class Case:
         return self._exact[is_plain]
 
     def gradient_error(self, gradients: tuple[Tensor, ...], *, is_plain: bool) -> float:
-        """Norm of the difference over the norm; of two gradients, the worse."""
+        """Return the norm of the difference divided by the norm; the larger one for two gradients."""
         if len(gradients) == 2:
             exact = self.linear_gradients(is_plain=is_plain)
             pairs = zip(gradients, exact, strict=True)

@@ -1,4 +1,4 @@
-"""What loss.py times: our losses, the matrix products that they need, and how either is run."""
+"""Losses that loss.py times: our losses, and the matrix products that they need. Runs and checks them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,39 +14,39 @@ from tools.benchmarks.loss_cases import TOP_K, Case
 Form = Literal["logits", "linear", "log_probs"]
 Value = Literal["loss", "surrogate", "plain_loss", "log_probs", "nothing"]
 Tensors = tuple[Tensor, ...]
-# Distances to the exact values that rounding to bfloat16 explains.
+# Largest relative errors that rounding to bfloat16 explains.
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-2, 3e-2
 
 
 class UnavailableError(Exception):
-    """A contender cannot run here; the message is why."""
+    """A contender cannot run here. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to the same loss, or to a part of it."""
+    """An implementation of the loss, or of a part of it."""
 
     name: str
     form: Form
-    load: Callable[[], Callable[..., Any]]  # imports what it needs, and gives what `inputs` are handed to
-    inputs: Callable[[Case], Tensors]  # fresh ones, not timed
-    value: Value = "loss"  # what it returns
+    load: Callable[[], Callable[..., Any]]  # imports the library, and returns the function that takes `inputs`
+    inputs: Callable[[Case], Tensors]  # makes new inputs, not timed
+    value: Value = "loss"  # the value that the function returns
     is_ours: bool = False
-    is_differentiated: bool = True  # else it returns its gradients itself, or has none
+    is_differentiated: bool = True  # False: the function returns its gradients, or has none
     needs_gpu: bool = False
     remark: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave."""
+    """Value and gradients of one run."""
 
     value: Tensor | None
     gradients: Tensors
 
 
 def run(contender: Contender, function: Callable[..., Any], case: Case, inputs: Tensors) -> Outcome:
-    """Forward and, where there is one, backward."""
+    """Run forward and, if the contender has one, backward."""
     if contender.form == "log_probs":
         with torch.no_grad():
             found = function(case, *inputs)
@@ -58,7 +58,7 @@ def run(contender: Contender, function: Callable[..., Any], case: Case, inputs: 
 
 
 def check(contender: Contender, case: Case, outcome: Outcome) -> tuple[float | None, float | None, str]:
-    """(error of the loss, of the gradients, what is wrong): relative errors; none where there is nothing."""
+    """Return the relative errors of loss and gradients (`None` without a value), and the faults as text."""
     is_plain = contender.value == "plain_loss"
     loss_error = gradient_error = None
     if outcome.value is not None:
@@ -87,17 +87,17 @@ def check(contender: Contender, case: Case, outcome: Outcome) -> tuple[float | N
 
 
 def logits_leaf(case: Case) -> Tensors:
-    """[N, V]."""
+    """Return logits [N, V] that require a gradient."""
     return (case.restored()[:-1].detach().requires_grad_(),)
 
 
 def linear_leaves(case: Case) -> Tensors:
-    """[N, H] and [V, H]."""
+    """Return hidden states [N, H] and weight [V, H] that require gradients."""
     return case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()
 
 
 def linear_inputs(case: Case) -> Tensors:
-    """[N, H] and [V, H], of which no gradient is wanted."""
+    """Return hidden states [N, H] and weight [V, H] without gradients."""
     return case.hidden, case.weight
 
 
@@ -134,7 +134,7 @@ def _our_log_probs(case: Case, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _three_products(case: Case, hidden: Tensor, weight: Tensor) -> Tensors:
-    """One of all rows, two of the live ones; `working` takes the logits, and stands for their gradient."""
+    """Compute one product of all rows and two of the live rows. `working` is both logits and their gradient."""
     logits = torch.mm(hidden, weight.t(), out=case.working[:-1])
     gradient = logits[: case.num_live]
     return gradient @ weight, gradient.t() @ hidden[: case.num_live]
@@ -162,7 +162,7 @@ def _load_log_softmax() -> Callable[[Case, Tensor], Tensor]:
 
 
 def ours_and_floors() -> list[Contender]:
-    """Ours in three forms, what any PyTorch program can do, and the products of the linear forms."""
+    """Return our losses in three forms, a plain PyTorch loss, and the matrix products of the linear forms."""
     contenders = [
         Contender(
             f"ours, {name}", "logits", lambda name=name: _ours_from_logits(name), logits_leaf, is_ours=True

@@ -1,28 +1,28 @@
-"""What loss.py wants of our losses, and whether its figures say so."""
+"""Goals for our losses, and the comparison of measured figures with them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-MEASURED = "dppo_topk_kl"  # the objective that is held to the goals: the one with the most to do
+MEASURED = "dppo_topk_kl"  # the objective that most goals apply to: the most expensive one
 FLOOR = "copied bytes"  # the row of the byte floor
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit of one figure: of ours over another's time, another's over ours, or ours alone in MB."""
+    """A limit for our time relative to another loss, for the speed-up over it, or for our memory in MB."""
 
     form: str
     ours: str
     against: str  # a contender, FLOOR, or "memory"
     limit: float
-    is_speedup: bool  # at least `limit` times as fast; else at most `limit`
+    is_speedup: bool  # True: at least `limit` times as fast; False: at most `limit` times the time, or MB
 
     @property
     def words(self) -> str:
-        """The goal, without the figure."""
+        """The goal as text, without the figure."""
         if self.against == "memory":
-            return f"{self.form}: {self.ours}, at most {self.limit:.0f} MB beside its inputs"
+            return f"{self.form}: {self.ours}, at most {self.limit:.0f} MB besides its inputs"
         if self.is_speedup:
             return f"{self.form}: {self.ours}, at least {self.limit:.2f}x as fast as {self.against}"
         return f"{self.form}: {self.ours}, at most {self.limit:.2f}x the time of {self.against}"
@@ -30,7 +30,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class GoalResult:
-    """What became of a goal on one case."""
+    """Result of a goal for one case."""
 
     goal: str
     figure: float | None
@@ -59,9 +59,9 @@ def goal_results(
     """Return each goal's figure, and whether it was met.
 
     Args:
-        seconds: Median of each (form, name) that was measured; that of the byte floor under FLOOR.
-        extra_bytes: Peak beside the inputs, of each that it was measured of.
-        is_gpu: Without one, no goal is measured.
+        seconds: Median seconds of each measured (form, name), with the byte floor under FLOOR.
+        extra_bytes: Peak bytes besides the inputs of each measured (form, name).
+        is_gpu: Whether the figures are from a GPU. Without a GPU, no goal counts as measured.
     """
     results: list[GoalResult] = []
     for goal in GOALS:

@@ -1,4 +1,4 @@
-"""The rounds of loss.py: every contender once in each, in turns, and what that took."""
+"""Runs the rounds of loss.py: every contender once per round, in rotating order, with its time."""
 
 import statistics
 import time
@@ -14,27 +14,27 @@ from tools.benchmarks.loss_contenders import Contender, UnavailableError, check,
 
 @dataclass(frozen=True)
 class Row:
-    """A contender on a case."""
+    """Result of a contender on a case."""
 
     form: str
     name: str
     is_ours: bool
     remark: str
-    seconds: tuple[float, ...] = ()  # of each round; none where it was not timed
-    extra_bytes: int | None = None  # most that was allocated at once beside the inputs; none: not measured
+    seconds: tuple[float, ...] = ()  # seconds of each round; empty if it was not timed
+    extra_bytes: int | None = None  # peak of allocated bytes besides the inputs; None if not measured
     loss_error: float | None = None
     gradient_error: float | None = None
-    fault: str = ""  # why it was not timed
+    fault: str = ""  # reason why it was not timed
 
     @property
     def median_s(self) -> float | None:
-        """None where it was not timed."""
+        """Median seconds, or `None` if it was not timed."""
         return statistics.median(self.seconds) if self.seconds else None
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A contender that gave the right result."""
+    """A contender with a correct result, ready to be timed."""
 
     contender: Contender
     function: Callable[..., Any]
@@ -44,13 +44,13 @@ class Ready:
 
 
 class Stopwatch:
-    """Seconds on a device: of CUDA events on a GPU, of the clock elsewhere."""
+    """Measures seconds with CUDA events on a GPU, and with the clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
 
     def seconds(self, function: Callable[[], Any]) -> float:
-        """One run of it."""
+        """Return the seconds of one run of a function."""
         if not self._is_gpu:
             began = time.perf_counter()
             function()
@@ -65,7 +65,7 @@ class Stopwatch:
 
 
 def copy_bytes_per_s(case: Case, num_rounds: int) -> float:
-    """Bytes that are read and written per second by a copy of this shard's logits."""
+    """Return the bytes read and written per second by a copy of this shard's logits."""
     watch = Stopwatch(case.pristine.device)
     seconds = [watch.seconds(case.restored) for _ in range(num_rounds + 1)][1:]
     return 2 * case.pristine.nbytes / statistics.median(seconds)
@@ -74,7 +74,7 @@ def copy_bytes_per_s(case: Case, num_rounds: int) -> float:
 def measure(
     contenders: Sequence[Contender], case: Case, num_warm_up: int, num_rounds: int
 ) -> tuple[list[Row], float]:
-    """A row for each, and the copy's bytes per second of the same minutes."""
+    """Return a row per contender, and the bytes per second of a copy at the same time."""
     rows: dict[int, Row] = {}
     ready: dict[int, Ready] = {}
     for number, contender in enumerate(contenders):
@@ -105,13 +105,13 @@ def measure(
 
 
 def prepare(contender: Contender, case: Case) -> Ready | Row:
-    """Load it, run it once or twice and compare; a row where it cannot run or its result is wrong."""
+    """Load a contender, run it and check its result. Return a row if it cannot run or its result is wrong."""
     device = case.pristine.device
     try:
         function = contender.load()
         if contender.needs_gpu and device.type != "cuda":
             return _row(contender, fault="needs a GPU")
-        run(contender, function, case, contender.inputs(case))  # compiles, and tunes itself
+        run(contender, function, case, contender.inputs(case))  # triggers compilation and autotuning
         inputs = contender.inputs(case)
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         if device.type == "cuda":
@@ -123,7 +123,7 @@ def prepare(contender: Contender, case: Case) -> Ready | Row:
         return _row(contender, fault=str(error))
     except torch.OutOfMemoryError:
         return _row(contender, fault="does not fit into memory")
-    except Exception as error:  # how another library fails is a result
+    except Exception as error:  # a failure of another library is a result
         if contender.is_ours:
             raise
         reason = (str(error).strip().splitlines() or [""])[0]

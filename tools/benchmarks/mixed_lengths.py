@@ -1,9 +1,9 @@
-"""The quickstart's model and task with responses of mixed length: 17 to 256 tokens, most of them short.
+"""Makes the quickstart's model and task with responses of mixed length: 17 to 256 tokens, most of them short.
 
-A quarter of the prompts name a filler word, of which the task has 256, and the teacher counts down from it
-before it answers: `<bos> w3 2 1 * 4 3 =` gives `w2 w1 w0 -` and the answer. How far is geometric with a mean of
-60. The reward does not look at the words before the answer. A few more steps of supervised training on that
-teacher give the quickstart's model these lengths; reinforcement learning leaves them as they are.
+A quarter of the prompts name one of the task's 256 filler words, and the teacher counts down from it before the
+answer: the response to `<bos> w3 2 1 * 4 3 =` is `w2 w1 w0 -` and the answer. The count is geometric with a
+mean of 60. The reward ignores the words before the answer. A few more steps of supervised training on this
+teacher give the quickstart's model these lengths. Reinforcement learning does not change them.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from megatron_dppo.runtime.jsonl import write_jsonl
 
 LONGEST, LONGEST_PROMPT = 256, sanity_task.PROMPT_LENGTH + 1
 COUNTING, MEAN_COUNT = 0.25, 60
-LARGEST_COUNT = LONGEST - sanity_task.RESPONSE_LENGTH - 1  # a sign ends it
+LARGEST_COUNT = LONGEST - sanity_task.RESPONSE_LENGTH - 1  # the minus sign takes one token
 STEPS, BATCH, LR = 300, 48, 2e-3
-IGNORED = -100  # by the cross-entropy
+IGNORED = -100  # label that the cross-entropy ignores
 RECORD = "mixed_lengths.json"
 
 
 def make_mixed_model(start: Path, out: Path) -> None:
-    """Train the quickstart's model on the teacher that counts, unless that was done before.
+    """Train the quickstart's model on the counting teacher, unless the result already exists.
 
     Args:
-        start: What `examples/quickstart/make_model.py` made.
-        out: Hugging Face folder with the same tokenizer, and with prompts that name words.
+        start: Folder written by `examples/quickstart/make_model.py`.
+        out: Hugging Face folder to write, with the same tokenizer, and with prompts that name words.
     """
     source = inspect.getsource(sys.modules[__name__]) + (start / "warm_start.json").read_text()
     fingerprint = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
@@ -57,7 +57,7 @@ def make_mixed_model(start: Path, out: Path) -> None:
 
 
 def write_prompts(start: Path, out: Path) -> None:
-    """Let a quarter of the quickstart's prompts name a word."""
+    """Write the quickstart's prompts, a quarter of them with a filler word."""
     generator = torch.Generator().manual_seed(0)
     rows = [json.loads(line) for line in start.read_text().splitlines()]
     for row in rows:
@@ -68,7 +68,7 @@ def write_prompts(start: Path, out: Path) -> None:
 
 
 def train(model: Any) -> None:
-    """Supervised training in place; only response tokens count."""
+    """Train the model in place on response tokens of the teacher."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     model.train()
@@ -87,7 +87,7 @@ def train(model: Any) -> None:
 
 
 def teacher_batch(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return tokens [batch, width] of prompts and responses, and labels like them: ignored but in responses."""
+    """Return tokens [batch, width] of prompts and responses, and labels [batch, width] that ignore prompts."""
     tokens, labels = list[Tensor](), list[Tensor]()
     for prompt, answer in zip(*sanity_task.teacher_batch(batch, generator, 0.08), strict=True):
         response = answer

@@ -1,7 +1,7 @@
-"""Groups of ranks that stay and take turns, so that layouts on one and on several processes can be interleaved.
+"""Runs persistent groups of ranks that take turns, to interleave layouts on one and on several processes.
 
-A group meets once; its ranks then wait for the name and arguments of a function of `jobs.py`, run it
-together, and rank 0 says what it gave. A group that waits takes no time from the one that measures.
+A group starts once. Its ranks then wait for the name and arguments of a function of `jobs.py`, run it together,
+and rank 0 returns the result. A waiting group uses no CPU time.
 """
 
 import importlib
@@ -20,10 +20,10 @@ from tools.benchmarks.benchmarking import ROOT, free_port
 
 
 class Ranks:
-    """A group of ranks, of one thread each, on this machine's loopback; ends them when it is left."""
+    """A group of ranks with one thread each, on this machine's loopback. Leaving the context ends them."""
 
     def __init__(self, num_processes: int, logs: Path) -> None:
-        """Start the processes, and come back before they are ready; their output goes to `logs`."""
+        """Start the processes with their output in `logs`, and return before they are ready."""
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
         shared["WORLD_SIZE"] = str(num_processes)
         if sys.platform == "linux":
@@ -46,13 +46,13 @@ class Ranks:
             self._processes.append(process)
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """`<function>(runtime, **arguments)` of `jobs.py` on every rank; what it gave on rank 0.
+        """Run `<function>(runtime, **arguments)` of `jobs.py` on every rank, and return rank 0's result.
 
         Raises:
-            typer.Exit: A rank has ended; its last words are shown.
+            typer.Exit: A rank has ended. The end of its output is shown.
         """
         job = json.dumps({"function": function, "arguments": arguments}) + "\n"
-        with suppress(BrokenPipeError):  # the answer, which then does not come, says so
+        with suppress(BrokenPipeError):  # a rank has ended: the missing reply below reports it
             for process in self._processes:
                 assert process.stdin is not None
                 process.stdin.write(job)
@@ -78,16 +78,16 @@ class Ranks:
             if error is not None:
                 process.terminate()
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended already, with a job unread
+            with suppress(BrokenPipeError):  # it has already ended without reading a job
                 process.stdin.close()
         for process in self._processes:
             process.wait()
 
 
 def serve() -> None:
-    """One rank: run what stdin asks for until it ends; answers alone go to stdout."""
+    """Run the jobs from stdin as one rank until stdin ends. Only results are written to stdout."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # output of libraries goes to the log
     from megatron_dppo.runtime import process as runtime
 
     runtime.quiet_library_warnings()

@@ -1,14 +1,14 @@
-"""What a checkpoint costs training: the pause of an asynchronous save against that of a synchronous one.
+"""Measures the pause of training for a checkpoint: asynchronous saves compared with synchronous saves.
 
     python -m tools.benchmarks.save                  a model of about 60 M parameters, 6 saves of each kind
-    python -m tools.benchmarks.save --hidden 1024    a larger one
+    python -m tools.benchmarks.save --hidden 1024    a larger model
     torchrun --nproc-per-node 2 -m tools.benchmarks.save --expert 1    without expert parallelism
 
-The real actor trains on random samples. Saves of both kinds alternate, so that they meet the same disk. A pause
-is how much longer a gradient step takes with its save, plus, for an asynchronous one, the seconds in which the
-written files are made a checkpoint. The steps beside the writing are timed too. A copy of the bytes that the
-largest rank writes gives the floor of an asynchronous pause. Resident memory is that of the rank with the most,
-above its memory before the save.
+The real actor trains on random samples. Saves of both kinds alternate, so that they find the disk in the same
+state. A pause is the extra time of a gradient step with a save. For an asynchronous save, the time to turn the
+written files into a checkpoint is added. Steps during the writing are timed too. The floor of an asynchronous
+pause is a copy of the bytes of the rank that writes most. Resident memory is the increase during the save, on
+the rank with the largest increase.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
     parser.add_argument("--saves", type=int, default=6, help="saves of each kind")
-    parser.add_argument("--expert", type=int, help="parallel.expert; by default the number of processes")
-    parser.add_argument("--folder", type=Path, help="where to write; the file system is what is measured")
+    parser.add_argument("--expert", type=int, help="parallel.expert (default: number of processes)")
+    parser.add_argument("--folder", type=Path, help="folder to write to, on the file system to measure")
     options = parser.parse_args()
     quiet_library_warnings()
     runtime = start()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def trainer(folder: Path, runtime: Runtime, hidden: int, expert: int) -> tuple[Any, Any, Any]:
-    """Return a config, its actor and a gradient step's batch."""
+    """Return a config, its actor and the batch of a gradient step."""
     from tiny import random_groups, write_model
 
     from megatron_dppo.actor.actor import Actor
@@ -74,7 +74,7 @@ def trainer(folder: Path, runtime: Runtime, hidden: int, expert: int) -> tuple[A
 
 
 def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert: int) -> None:
-    """Alternate plain steps, steps with a synchronous and with an asynchronous save."""
+    """Alternate plain steps, steps with a synchronous save and steps with an asynchronous save."""
     from megatron_dppo.run.checkpoints import Checkpoints
     from megatron_dppo.run.run_point import RunPoint
     from megatron_dppo.types import RunState
@@ -124,12 +124,12 @@ def measure(folder: Path, runtime: Runtime, hidden: int, num_saves: int, expert:
         report(seconds, total_writing / (num_saves + 1), actor, newest)
         print(f"copy of the bytes of one rank     {copy_s:8.3f} s  (the rank that writes most)")
         for kind, above in memory.items():
-            print(f"resident memory, {kind:<12}     {above / (1 << 30):8.2f} GiB above that before the save")
+            print(f"resident memory, {kind:<12}     {above / (1 << 30):8.2f} GiB more than before the save")
 
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Measure the most resident bytes in the block, above those at its start; yields a list of one."""
+    """Measure the largest increase of resident bytes in the block. Yield a list with this one number."""
     ended, above = threading.Event(), [0]
     before = resident_bytes()
 
@@ -147,12 +147,12 @@ def peak_memory() -> Iterator[list[int]]:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def seconds_of_copy(num_bytes: int) -> float:
-    """Seconds in which so many bytes are copied into new memory."""
+    """Measure the seconds of copying this many bytes into new memory."""
     import torch
 
     source = torch.ones(max(num_bytes, 1), dtype=torch.uint8)
@@ -175,7 +175,7 @@ def report(seconds: dict[str, list[float]], writing_s: float, actor: Any, newest
     if "beside" in median:
         slower = median["beside"] / median["plain"] - 1
         beside = f"({slower:+.0%}; {writing_s:.2f} s of writing)"
-        print(f"gradient step beside the writing  {median['beside']:8.3f} s  {beside}")
+        print(f"gradient step during the writing  {median['beside']:8.3f} s  {beside}")
     print(
         f"the asynchronous pause is {pause['asynchronous'] / pause['synchronous']:.2f} of the synchronous one"
     )

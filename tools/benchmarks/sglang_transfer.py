@@ -1,14 +1,14 @@
-"""What an SGLang server costs the loop: weights pushed to it, and responses read from it.
+"""Measures the cost of an SGLang server in the loop: pushing weights to it, and reading responses from it.
 
     python -m tools.benchmarks.sglang_transfer                   a model of 60 MB, on this machine's CPU or GPU
-    python -m tools.benchmarks.sglang_transfer --hidden 512      a larger one
-    make bench-sglang                                             the same, with what it needs
+    python -m tools.benchmarks.sglang_transfer --hidden 512      a larger model
+    make bench-sglang                                             installs the requirements first
 
-A server is started for the time of the benchmark. (a) Each way of pushing weights in turn, beside a copy of the
-same bytes in memory; on a GPU the server is on the trainer's, and "distributed" is left out, as NCCL has no two
-ranks on one GPU. (b) The same requests through our engine, which checks and decodes every
-answer, and as plain HTTP whose answers are thrown away: with nothing asked beside tokens and log-probs, and
-with the top 20 and the routes of R3. (c) The bytes of a token on the wire and in the trainer's memory.
+The benchmark starts its own server. (a) Each way of pushing weights in turn, compared with a copy of the same
+bytes in memory. On a GPU, server and trainer share the GPU, and "distributed" is left out, because NCCL does
+not support two ranks on one GPU. (b) The same requests through our engine, which checks and decodes every
+response, and through plain HTTP, which discards them. Responses have only tokens and log-probs, or also the
+top 20 and the routes of R3. (c) The bytes of a token on the wire and in the trainer's memory.
 """
 
 import asyncio
@@ -56,9 +56,9 @@ PARAMS = {
 
 def main(
     hidden: Annotated[int, typer.Option(help="Hidden size of the model.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each thing is measured.")] = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 32,
-    python: Annotated[str, typer.Option(help="The interpreter that has SGLang.")] = ".venv-sglang/bin/python",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each value.")] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 32,
+    python: Annotated[str, typer.Option(help="Python interpreter with SGLang.")] = ".venv-sglang/bin/python",
 ) -> None:
     """Measure, print, and write runs/bench/sglang.json."""
     quiet_library_warnings()
@@ -83,7 +83,7 @@ def main(
 
 
 def make_config(folder: Path, hidden: int, python: str) -> Config:
-    """A random model, and a run that starts a server of it."""
+    """Write a random model, and return the config of a run that starts a server of it."""
     from tiny import write_model
 
     sizes = dict(hidden_size=hidden, moe_intermediate_size=hidden, intermediate_size=2 * hidden)
@@ -115,7 +115,7 @@ def make_config(folder: Path, hidden: int, python: str) -> Config:
 
 
 def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, Any]:
-    """Seconds of each way in turn, and of copying as many bytes."""
+    """Measure the seconds of each way of pushing in turn, and of copying the same number of bytes."""
     from megatron_dppo.actor.actor import Actor
     from megatron_dppo.engines.weight_sync.factory import build_sync
     from megatron_dppo.rollout.rollouts import build_engine
@@ -143,7 +143,7 @@ def measure_pushes(config: Config, runtime: Runtime, rounds: int) -> dict[str, A
 
 
 def seconds_of(runtime: Runtime, work: Callable[[], object]) -> float:
-    """Of one call, the device's work included."""
+    """Measure the seconds of one call, including the work on the device."""
     runtime.synchronize()
     started = time.perf_counter()
     work()
@@ -152,7 +152,7 @@ def seconds_of(runtime: Runtime, work: Callable[[], object]) -> float:
 
 
 def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests: int) -> dict[str, Any]:
-    """Seconds of equal requests, through the engine and as plain HTTP, in turn; and bytes of a token."""
+    """Measure the same requests through the engine and through plain HTTP, in turn, and the bytes per token."""
     from megatron_dppo.engines.sglang.engine import SglangEngine
     from megatron_dppo.engines.sglang.model import served_model
     from megatron_dppo.engines.sglang.protocol import generation_of
@@ -197,7 +197,7 @@ def measure_rollouts(config: Config, runtime: Runtime, rounds: int, num_requests
 
 
 async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> list[int]:
-    """Bytes of each answer, unread."""
+    """Post the requests, and return the size of each response in bytes without reading it."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as http:
 
@@ -210,7 +210,7 @@ async def post(url: str, key: str | None, bodies: Sequence[dict[str, Any]]) -> l
 
 
 def bytes_of(completion: Completion) -> int:
-    """What a response keeps in memory."""
+    """Return the size of a response's tensors in bytes."""
     topk, routes = completion.topk, completion.routed_experts
     tensors = [completion.tokens, completion.log_probs]
     tensors += [topk.ids, topk.log_probs] if topk is not None else []
@@ -219,7 +219,7 @@ def bytes_of(completion: Completion) -> int:
 
 
 def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     gigabytes, copy_s = pushes["bytes"] / 1e9, statistics.median(pushes["seconds"]["copy"])
     rows = [
         [
@@ -250,7 +250,7 @@ def show(pushes: dict[str, Any], rollouts: dict[str, Any]) -> None:
             ]
         )
     header = [
-        "asked for",
+        "requested",
         "server tokens/s",
         "engine tokens/s",
         "ratio",

@@ -1,14 +1,14 @@
-"""What other presets, evaluated beside the one that trains, add to a gradient step: with over without.
+"""Measures the cost of tracking.shadow, which evaluates other presets in each gradient step: with / without.
 
     python -m tools.benchmarks.shadow
     python -m tools.benchmarks.shadow --rounds 11 --top-k 0
 
 Two real actors with the same random weights and the quickstart's sizes take the same step on one packed
-micro-batch of random samples: one with tracking.shadow, one without; every other round in reverse order. The
-smaller the model the dearer its shadows are beside it, and no smaller one is trained here. With --top-k the
-batch carries Top-K log-probs, and Top-K presets are evaluated too. A round's ratio is with over without; shown
-are medians over the rounds and the range, of seconds on the clock and of this process's CPU seconds, which
-other programs disturb less. One process, one thread.
+micro-batch of random samples: one with tracking.shadow, one without. Every second round runs in reverse order.
+The relative cost is largest for small models, and the quickstart's model is the smallest in the examples. With
+--top-k the batch carries Top-K log-probs, and Top-K presets are evaluated too. The table shows medians and
+ranges over the rounds, of wall clock seconds and of this process's CPU seconds, which other programs disturb
+less. The benchmark uses one process with one thread.
 """
 
 import statistics
@@ -43,17 +43,17 @@ SIZES: dict[str, Any] = {
     "num_experts": 32,
     "num_experts_per_tok": 4,
 }
-NUM_SAMPLES, SAMPLE_TOKENS = 128, 26  # of one of the quickstart's gradient steps
+NUM_SAMPLES, SAMPLE_TOKENS = 128, 26  # sizes of a gradient step of the quickstart
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=5, help="Steps of each kind that count.")] = 7,
-    top_k: Annotated[int, typer.Option(min=0, help="Columns of Top-K log-probs; 0: none.")] = 20,
-    vocab_size: Annotated[int, typer.Option(min=32, help="Of the model.")] = 274,
-    out: Annotated[Path, typer.Option(help="Where the figures go as JSON, from the repository.")] = OUT
+    rounds: Annotated[int, typer.Option(min=5, help="Measured steps of each kind.")] = 7,
+    top_k: Annotated[int, typer.Option(min=0, help="Columns of Top-K log-probs; 0 for no Top-K.")] = 20,
+    vocab_size: Annotated[int, typer.Option(min=32, help="Vocabulary size of the model.")] = 274,
+    out: Annotated[Path, typer.Option(help="JSON file for the figures, from the repository.")] = OUT
     / "shadow.json",
 ) -> None:
-    """Print the ratio."""
+    """Print a table of seconds and ratios."""
     quiet_library_warnings()
     runtime, others = start(), OtherPrograms()
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def main(
     stop()
     wall, cpu = figures["wall_ratio"], figures["cpu_ratio"]
     show_table(
-        f"a step of {figures['num_tokens']} tokens, {figures['num_shadows']} presets in the shadow",
+        f"a step of {figures['num_tokens']} tokens, {figures['num_shadows']} shadow presets",
         ("", "without, s", "with, s", "with / without"),
         [
             ("clock", *(spread(figures["wall_s"][kind], 4) for kind in ("without", "with")), spread(wall, 4)),
@@ -75,7 +75,7 @@ def main(
 def measure(
     runtime: Runtime, folder: str, num_rounds: int, top_k: int, vocab_size: int, num_samples: int = NUM_SAMPLES
 ) -> dict[str, Any]:
-    """Seconds of each step of both kinds, and each round's ratios."""
+    """Measure the seconds of each step of both kinds, and the ratios of each round."""
     from tools.benchmarks.jobs import build_actor, random_samples, step_of, write_model
 
     write_model(runtime, f"{folder}/model", SIZES | {"vocab_size": vocab_size})

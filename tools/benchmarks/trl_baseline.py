@@ -1,11 +1,11 @@
-"""TRL's GRPOTrainer on the quickstart's model and task; trl_comparison.py starts it, in TRL's own environment.
+"""Trains the quickstart with TRL's GRPOTrainer. trl_comparison.py runs this program in TRL's environment.
 
     python -m tools.benchmarks.trl_baseline --model runs/quickstart/model --settings SETTINGS.json
 
-The settings are arguments of GRPOConfig, which trl_comparison.py derives from our own config so that both sides
-train alike. Under torchrun it trains data-parallel. It prints START when the first rollout starts, and a line
-ROLLOUT {...} after the last gradient step of each. Nothing of megatron_dppo is imported: its environment has
-TRL's dependencies only.
+The settings are arguments of GRPOConfig. trl_comparison.py derives them from our config, so that both sides use
+the same settings. Under torchrun, training is data-parallel. The program prints START at the start of the first
+rollout, and a line ROLLOUT {...} after the last gradient step of each rollout. It does not import
+megatron_dppo, because TRL's environment has only TRL's dependencies.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DIGITS = frozenset("0123456789")
 
 
 def main() -> None:
-    """Train, and print what each rollout earned."""
+    """Train, and print the reward of each rollout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", type=Path, required=True, help="Hugging Face folder with prompts.jsonl in it"
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def score(text: str, has_ended: bool, answer: str) -> float:
-    """The reward of megatron_dppo/rewards/arithmetic.py: is the number after `#`, lowest digit first, right?"""
+    """Return 1 if the number after `#`, lowest digit first, is right. Copies rewards/arithmetic.py."""
     words = text.split()
     digits = words[words.index("#") + 1 :] if "#" in words else []
     has_answer = bool(digits) and DIGITS.issuperset(digits) and has_ended
@@ -91,12 +91,12 @@ class Watch(TrainerCallback):
         self.totals = torch.zeros(3)  # this process's sum of rewards, samples and response tokens
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first rollout starts here; set-up is over."""
+        """Report that the set-up is complete and the first rollout starts."""
         if state.is_world_process_zero:
             say("START")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report a rollout whose gradient steps are done."""
+        """Report a rollout after its last gradient step."""
         if state.global_step % self.steps_per_rollout:
             return
         if dist.is_initialized():
@@ -108,7 +108,7 @@ class Watch(TrainerCallback):
 
 
 def say(line: str) -> None:
-    """Write a line at once, for the program that waits for it."""
+    """Write and flush a line for the program that waits for it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,19 +1,19 @@
-"""Our loop and TRL's GRPOTrainer in turn: the same model, prompts, reward, precision, batch and optimizer.
+"""Compares our loop with TRL's GRPOTrainer: the same model, prompts, reward, precision, batch and optimizer.
 
     make bench-trl                                                  # sets up TRL's own environment first
     python -m tools.benchmarks.trl_comparison --trl-python .venv-trl/bin/python --repeats 1 --rollouts 30
     python -m tools.benchmarks.trl_comparison --workload mixed      # responses of 17 to 256 tokens, most short
 
-All train the quickstart's model in float32 and roll out in float32, on two cores: ours as 2 processes of one
-thread, data-parallel (DP2) and with the experts split between them (EP2, as the quickstart); TRL as 1 process
-of 2 threads (its default) or 2 data-parallel processes of one thread, whichever is faster in a short trial.
-TRL's settings are derived from our config. Runs alternate, so that a slow spell of the machine meets all.
-Seconds are wall clock from rollout to rollout, taken here for both sides; reward .75 counts as reached when
-three rollouts in a row earn it on average, and its seconds count from the start of the first rollout. Results
-go to runs/bench/trl_WORKLOAD.json. Run it on an idle machine; the tool warns of a busy one.
+Both sides train the quickstart's model and roll out in float32 on two cores. Our side uses 2 processes of one
+thread, data-parallel (DP2) or with the experts split between them (EP2, as in the quickstart). TRL uses 1
+process of 2 threads (its default) or 2 data-parallel processes of one thread, whichever is faster in a short
+trial. TRL's settings are derived from our config. Runs alternate, so that a slow phase of the machine affects
+all of them. This program measures wall clock seconds from rollout to rollout for both sides. Reward .75 is
+reached when the mean reward of three consecutive rollouts is .75, and the time to it starts with the first
+rollout. Results are written to runs/bench/trl_WORKLOAD.json. Use an idle machine; the tool warns of a busy one.
 
-The workload "mixed" is the quickstart's task by a model that often rambles before it answers
-(mixed_lengths.py), which it learns within minutes when it is first asked for.
+The workload "mixed" is the quickstart's task with a model that often writes many words before the answer
+(mixed_lengths.py). The model is trained on first use, which takes minutes.
 """
 
 import json
@@ -40,31 +40,31 @@ TARGET, SKIPPED, TRIAL_ROLLOUTS, CORES = 0.75, 3, 8, 2
 
 
 class Workload(StrEnum):
-    """What is sampled and trained on."""
+    """A model and task to train on."""
 
     QUICKSTART = "quickstart"
     MIXED = "mixed"
 
     @property
     def model(self) -> Path:
-        """Where its model is."""
+        """Folder of the model."""
         return MODEL if self is Workload.QUICKSTART else OUT / "mixed_model"
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Of the quickstart's config."""
+        """Overrides of the quickstart's config."""
         if self is Workload.QUICKSTART:
             return SAME_AS_TRL
         return (*SAME_AS_TRL, f"rollout.max_response_tokens={LONGEST}")
 
     def make_model(self) -> None:
-        """Make it where it is not there."""
+        """Make the model if it is missing."""
         require_model()
         if self is Workload.MIXED:
             make_mixed_model(MODEL, self.model)
 
     def config(self) -> Config:
-        """The run that both sides copy."""
+        """Load the config that both sides use."""
         return load_config([QUICKSTART / "base.toml"], self.overrides)
 
 
@@ -79,11 +79,11 @@ WHAT_IS_COMPARED = """
 The same on both sides: checkpoint, prompts and their order, reward, float32 weights for training and sampling,
 samples and gradient steps per rollout, AdamW, clip, token-mean loss, advantages without standard deviation, two
 cores.
-Not the same: the objective (DPPO-Binary-TV here, GRPO .2/.28 there), the random numbers, how a rollout is cut
-into mini-batches (whole prompts here, single samples there), and the first learning rate (TRL's warm-up starts
-at 0, ours one step later). TRL recomputes old log-probs, which GRPO needs; DPPO takes the rollout's. Each side
-pays for its own metrics. Seconds to .75 follow from speed and from how fast the reward rises; with few seeds
-the latter is noisy. This says nothing about GPUs, vLLM or SGLang, long responses or large models.
+Not the same: the objective (ours DPPO-Binary-TV, TRL's GRPO .2/.28), the random numbers, the split of a rollout
+into mini-batches (ours by prompt, TRL's by sample), and the first learning rate (TRL's warm-up starts at 0,
+ours one step later). TRL recomputes old log-probs, which GRPO needs; DPPO uses the rollout's log-probs. Each
+side computes its own metrics. Seconds to .75 depend on the speed and on how fast the reward rises, which is
+noisy with few seeds. The figures do not apply to GPUs, vLLM or SGLang, long responses or large models.
 """
 
 
@@ -92,7 +92,7 @@ class Measured:
     """One run of one side."""
 
     seed: int
-    setup_s: float  # from the command to the start of the first rollout: imports, loading
+    setup_s: float  # seconds before the first rollout: imports, loading
     seconds: list[float]  # per rollout, wall clock
     rewards: list[float]
     samples_per_rollout: int
@@ -100,17 +100,17 @@ class Measured:
 
     @property
     def rollout_s(self) -> float:
-        """The median rollout, without the first ones."""
+        """Median seconds per rollout, without the first ones."""
         return statistics.median(self.seconds[SKIPPED:])
 
     @property
     def samples_per_s(self) -> float:
-        """At the median rollout's speed."""
+        """Samples per second of the median rollout."""
         return self.samples_per_rollout / self.rollout_s
 
     @property
     def seconds_to_target(self) -> float | None:
-        """From the first rollout's start to the end of the third in a row that earn the target on average."""
+        """Seconds from the first rollout's start until the mean reward of three rollouts reaches the target."""
         for i in range(2, len(self.rewards)):
             if sum(self.rewards[i - 2 : i + 1]) / 3 >= TARGET:
                 return sum(self.seconds[: i + 1])
@@ -121,16 +121,16 @@ def main(
     trl_python: Annotated[
         Path, typer.Option(help="Python of an environment with trl==1.16.0; `make bench-trl` makes one.")
     ] = Path(".venv-trl/bin/python"),
-    workload: Annotated[Workload, typer.Option(help="What is sampled and trained on.")] = Workload.QUICKSTART,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; a run's seed is its number.")] = 3,
+    workload: Annotated[Workload, typer.Option(help="Model and task.")] = Workload.QUICKSTART,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side, with seeds 0, 1, ...")] = 3,
     rollouts: Annotated[
-        int, typer.Option(min=5, help=f"Rollouts of each run; speed leaves out the first {SKIPPED}.")
+        int, typer.Option(min=5, help=f"Rollouts per run; the speed excludes the first {SKIPPED}.")
     ] = 45,
     trl_processes: Annotated[
-        int | None, typer.Option(min=1, max=CORES, help="TRL on 1 process or 2. [default: try both]")
+        int | None, typer.Option(min=1, max=CORES, help="Processes of TRL, 1 or 2. [default: try both]")
     ] = None,
 ) -> None:
-    """Run all in turn; print medians, spread and ratios."""
+    """Run both sides in turn. Print medians, ranges and ratios."""
     os.chdir(ROOT)
     if not trl_python.is_file():
         found = (
@@ -158,7 +158,7 @@ def main(
 
 
 def try_layouts(workload: Workload, python: Path) -> dict[int, float]:
-    """Seconds per rollout of TRL on one process with both cores, and on two."""
+    """Measure TRL's seconds per rollout on one process with both cores, and on two processes."""
     trial = {}
     for num_processes in (1, CORES):
         threads = CORES // num_processes
@@ -174,9 +174,9 @@ def try_layouts(workload: Workload, python: Path) -> dict[int, float]:
 
 
 def run_ours(workload: Workload, expert: int, rollouts: int, seed: int, title: str) -> Measured:
-    """`megatron-dppo train` on two processes, with the experts in `expert` parts.
+    """Run `megatron-dppo train` on two processes with `expert` expert-parallel ranks.
 
-    Its first rollout starts where the run's own clock says.
+    The start of the first rollout is computed from the run's own metrics.
     """
     folder = OUT / "trl_ours"
     overrides = [f"parallel.expert={expert}", f"run.num_rollouts={rollouts}", f"run.seed={seed}"]
@@ -192,7 +192,7 @@ def run_ours(workload: Workload, expert: int, rollouts: int, seed: int, title: s
 def run_trl(
     workload: Workload, python: Path, num_processes: int, rollouts: int, seed: int, title: str
 ) -> Measured:
-    """trl_baseline.py in TRL's environment, set as our run is."""
+    """Run trl_baseline.py in TRL's environment with the settings of our run."""
     config, threads = workload.config(), CORES // num_processes
     settings = OUT / "trl_settings.json"
     settings.write_text(json.dumps(grpo_settings(config, num_processes, rollouts, seed), indent=1) + "\n")
@@ -210,12 +210,12 @@ def run_trl(
 
 
 def samples_per_rollout(config: Config) -> int:
-    """Prompts times responses to each."""
+    """Return the number of samples per rollout."""
     return config.rollout.prompts_per_rollout * config.rollout.samples_per_prompt
 
 
 def grpo_settings(config: Config, num_processes: int, rollouts: int, seed: int) -> dict[str, Any]:
-    """Our config in GRPOConfig's words; what we do not set keeps TRL's default."""
+    """Translate our config into arguments of GRPOConfig. Other arguments keep TRL's defaults."""
     steps, optimizer = config.algorithm.minibatches_per_rollout, config.optimizer
     return {
         "per_device_train_batch_size": samples_per_rollout(config) // steps // num_processes,
@@ -256,7 +256,7 @@ def grpo_settings(config: Config, num_processes: int, rollouts: int, seed: int) 
 
 
 def ratios(ours: Sequence[Measured], trl: Sequence[Measured]) -> dict[str, list[float]]:
-    """Ours / TRL of each pair with one seed; a pair of which one missed the target has no second ratio."""
+    """Return the ratios ours / TRL for each seed. Pairs with a missed target have no time ratio."""
     pairs = list(zip(ours, trl, strict=True))
     targets = [(one.seconds_to_target, other.seconds_to_target) for one, other in pairs]
     return {
@@ -266,7 +266,7 @@ def ratios(ours: Sequence[Measured], trl: Sequence[Measured]) -> dict[str, list[
 
 
 def show(runs: Mapping[str, Sequence[Measured]], rollouts: int, trl_processes: int) -> None:
-    """Medians with their spread, the ratios, and what they do not say."""
+    """Print medians and ranges, the ratios, and their limits."""
     repeats = len(runs[TRL])
     typer.echo(
         f"\n{repeats} runs of each, {rollouts} rollouts; TRL on {trl_processes} processes. Median (range):"
@@ -279,7 +279,7 @@ def show(runs: Mapping[str, Sequence[Measured]], rollouts: int, trl_processes: i
             f"{spread([run.rollout_s for run in of_side], 2):>22}{spread(reached, 1):>24}"
             f"{spread([run.setup_s for run in of_side], 1):>20}"
         )
-    typer.echo("\nours / TRL, pair by pair; above 1 we are faster in the first, below 1 in the second:")
+    typer.echo("\nours / TRL for each seed; ours is faster above 1 in samples/s, and below 1 in seconds:")
     typer.echo(f"{'':12}{'samples/s':>20}{f'seconds to {TARGET}':>24}")
     for name in OURS:
         of_pairs = ratios(runs[name], runs[TRL])
@@ -291,7 +291,7 @@ def show(runs: Mapping[str, Sequence[Measured]], rollouts: int, trl_processes: i
             best = max(max(run.rewards) for run in missed)
             typer.echo(
                 f"{name}: {len(missed)} of {repeats} runs did not reach {TARGET} within {rollouts} rollouts "
-                f"(best rollout {best:.2f}); their pairs are not in the second ratio. Raise --rollouts."
+                f"(best rollout {best:.2f}); their pairs are not in the ratio of seconds. Raise --rollouts."
             )
         for number, run in enumerate(of_side, 1):
             warn_if_busy(f"{name} {number}/{repeats}", run.other_cores)
@@ -299,7 +299,7 @@ def show(runs: Mapping[str, Sequence[Measured]], rollouts: int, trl_processes: i
 
 
 def as_json(run: Measured) -> dict[str, Any]:
-    """A run with what follows from it."""
+    """Return a run as JSON, with derived figures."""
     derived = {"samples_per_s": run.samples_per_s, "seconds_to_target": run.seconds_to_target}
     return derived | asdict(run)
 

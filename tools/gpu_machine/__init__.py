@@ -1,1 +1,1 @@
-"""Every step that needs a GPU, in one command on one machine; see __main__.py."""
+"""Runs every step that needs a GPU on one machine with one command (see __main__.py)."""

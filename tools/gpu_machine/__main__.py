@@ -1,20 +1,20 @@
-"""Everything that needs a GPU, in one command: each step with its own time limit, and a table at the end.
+"""Runs everything that needs a GPU: each step with its own time limit, and a table of results at the end.
 
     make gpu                                           on one GPU, from a fresh clone
-    make gpu-sglang                                    a server of SGLang on the trainer's GPU
+    make gpu-sglang                                    an SGLang server on the trainer's GPU
     python -m tools.gpu_machine --only build --only tests
-    python -m tools.gpu_machine --within-s 1500        leaves out what no longer fits
-    python -m tools.gpu_machine --dry-run              the steps, their limits and commands; runs nothing
-    python -m tools.gpu_machine --rehearse             small forms of them, on a CPU: that the commands work
+    python -m tools.gpu_machine --within-s 1500        skips steps that no longer fit into this time
+    python -m tools.gpu_machine --dry-run              lists steps, limits and commands; runs nothing
+    python -m tools.gpu_machine --rehearse             runs small steps on a CPU, to test the commands
 
-The steps: facts about the machine; the kernels' build; tests/gpu; compute-sanitizer where it is on PATH; the
-losses beside other libraries, floors and goals, one shape at a time; a gradient step of Qwen3-30B-A3B's shape;
-the loop; the quickstart on as many processes as there are devices, two at most; saving. A step that fails does
-not keep the others from running, nor does one that is stopped at its limit, with every process that it started.
+The steps are: facts about the machine; the build of the kernels; tests/gpu; compute-sanitizer if it is on PATH;
+the losses compared with other libraries, floors and goals, one shape at a time; a gradient step with one layer
+of Qwen3-30B-A3B; the loop; the quickstart with one process per device, at most two; saving. At its limit, a
+step is stopped with every process that it started. The other steps run even if one fails or is stopped.
 
-In --out lie results.jsonl (one line for the machine, each step and each goal), a log of each step, and the
-figures that the steps wrote. The exit status is 0 where no step failed or was stopped, 1 where one was, 2 where
-there is no GPU. A goal that is missed is in the table, and changes no exit status.
+The folder --out contains results.jsonl (one line for the machine, each step and each goal), a log of each step,
+and the figures that the steps wrote. The exit status is 0 if no step failed or was stopped, 1 if one was, and 2
+if there is no GPU. Missed goals are listed in the table, and do not change the exit status.
 """
 
 import json
@@ -36,19 +36,19 @@ from tools.gpu_machine.execution import Result, run_step
 from tools.gpu_machine.goals import CaseGoals, case_goals, counts, lines
 from tools.gpu_machine.steps import Step, chosen, gpu_steps, sglang_steps
 
-REHEARSAL = "This is a rehearsal on small inputs: no figure in it says anything of a GPU."
+REHEARSAL = "This is a rehearsal on small inputs: its figures are not figures of a GPU."
 LEAST_S = 20.0  # a step with less time than this is left out
 
 
 def main(
-    sglang: Annotated[bool, typer.Option("--sglang", help="The steps that need SGLang for GPUs.")] = False,
-    only: Annotated[list[str] | None, typer.Option(metavar="STEP", help="Only this step; several.")] = None,
+    sglang: Annotated[bool, typer.Option("--sglang", help="Run the steps that need SGLang on a GPU.")] = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="STEP", help="Run only STEP (repeatable).")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results, from the repository.")] = Path("runs/gpu"),
-    within_s: Annotated[float | None, typer.Option(min=1, help="Seconds for all. [default: no limit]")] = None,
+    within_s: Annotated[float | None, typer.Option(min=1, help="Total seconds. [default: no limit]")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps; run nothing.")] = False,
-    rehearse: Annotated[bool, typer.Option("--rehearse", help="Small steps on a CPU, to try it.")] = False,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="Run small steps on a CPU.")] = False,
 ) -> None:
-    """Run the steps, and say how each ended and what was found."""
+    """Run the steps, and print how each ended and what it found."""
     folder = (ROOT / out).resolve()
     os.environ["PATH"] = search_path()
     try:
@@ -76,13 +76,13 @@ def main(
 
 
 def search_path() -> str:
-    """PATH, and after it the places where NVIDIA's toolkit is installed."""
+    """Return PATH, followed by the folders of NVIDIA's toolkit."""
     places = [str(place) for place in sorted(Path("/usr/local").glob("cuda*/bin"))]
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *places])
 
 
 def environment_of(*, is_rehearsal: bool) -> dict[str, str]:
-    """That of every step: the repository on the module path, and some CPU threads where none were asked for."""
+    """Return the environment of the steps: the repository on the module path, and a default thread count."""
     num_threads = 1 if is_rehearsal else min(8, os.cpu_count() or 1)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -92,13 +92,13 @@ def environment_of(*, is_rehearsal: bool) -> dict[str, str]:
 def run_all(
     steps: Sequence[Step], folder: Path, within_s: float | None, *, is_rehearsal: bool
 ) -> tuple[list[Result], list[CaseGoals]]:
-    """Run the steps one after another, each noted in results.jsonl as it ends.
+    """Run the steps in order, and write each result to results.jsonl when the step ends.
 
     Args:
-        steps: In their order.
-        folder: Absolute folder of the results; results.jsonl in it starts anew.
-        within_s: Seconds for all of them; none is no limit.
-        is_rehearsal: What is noted of the run.
+        steps: Steps to run.
+        folder: Absolute folder of the results. Its results.jsonl is overwritten.
+        within_s: Seconds for all steps together. `None` means no limit.
+        is_rehearsal: Whether results.jsonl marks the run as a rehearsal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -126,7 +126,7 @@ def run_all(
 
 @contextmanager
 def noting(file: Path) -> Iterator[Any]:
-    """A function that appends a line of JSON, on the disk when it returns."""
+    """Open a JSON lines file, and yield a function that appends a line to it and flushes it."""
     with file.open("w", encoding="utf-8") as stream:
 
         def note(kind: str, **content: Any) -> None:
@@ -137,7 +137,7 @@ def noting(file: Path) -> Iterator[Any]:
 
 
 def fitted(step: Step, left_s: float | None) -> Step:
-    """The step with the time that is left for it."""
+    """Return the step with its limit reduced to the remaining time, or left out if that is too short."""
     if left_s is None or step.left_out:
         return step
     if left_s < LEAST_S:
@@ -146,13 +146,13 @@ def fitted(step: Step, left_s: float | None) -> Step:
 
 
 def left_out(step: Step) -> Result:
-    """The result of a step that does not run."""
+    """Return the result of a step that does not run."""
     typer.echo(f"\n== {step.name}: left out")
     return Result(step.name, "left out", 0.0, step.limit_s, None, (step.left_out,))
 
 
 def run(step: Step, folder: Path, is_rehearsal: bool) -> Result:
-    """Announce and run a step, and copy the files that it is known for."""
+    """Announce and run a step, and copy its result files to the folder."""
     log = folder / f"{step.name}.log"
     typer.echo(f"\n== {step.name}: at most {step.limit_s:.0f} s, its output in {log}")
     result = run_step(step, ROOT, log, environment_of(is_rehearsal=is_rehearsal))
@@ -171,7 +171,7 @@ def show_plan(steps: Sequence[Step]) -> None:
 
 
 def show(results: Sequence[Result], goals: Sequence[CaseGoals], folder: Path, *, is_rehearsal: bool) -> None:
-    """Print the goals, and last the table of the steps."""
+    """Print the goals, then the table of the steps."""
     if goals:
         typer.echo(f"\ngoals of the losses: {counts(goals)}")
         typer.echo("".join(f"  {line}\n" for line in lines(goals)), nl=False)
@@ -187,7 +187,7 @@ def show(results: Sequence[Result], goals: Sequence[CaseGoals], folder: Path, *,
 
 
 def closing(results: Sequence[Result], bad: Sequence[str]) -> str:
-    """One sentence on all of them."""
+    """Return one sentence that summarises all steps."""
     num_left_out = sum(result.outcome == "left out" for result in results)
     apart = f", {num_left_out} left out" if num_left_out else ""
     if bad:

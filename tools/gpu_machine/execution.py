@@ -1,4 +1,4 @@
-"""Runs one step: a program in a session of its own, its output in a file; stops what it has left running."""
+"""Runs a step as a program in its own session, logs its output to a file, and stops all leftover processes."""
 
 import os
 import re
@@ -14,8 +14,8 @@ import psutil
 
 from tools.gpu_machine.steps import Step
 
-GRACE_S = 15.0  # between SIGTERM and SIGKILL: torchrun ends its ranks meanwhile
-MARK = "MEGATRON_DPPO_GPU_MACHINE_STEP"  # in the environment of all that a step starts, whoever its parent is
+GRACE_S = 15.0  # seconds between SIGTERM and SIGKILL, in which torchrun ends its ranks
+MARK = "MEGATRON_DPPO_GPU_MACHINE_STEP"  # in the environment of every process that a step starts
 MAX_LINES = 60
 
 Outcome = Literal["passed", "failed", "timed out", "left out"]
@@ -29,26 +29,26 @@ class Result:
     outcome: Outcome
     seconds: float
     limit_s: float
-    exit_status: int | None  # of the program that ended by itself
-    found: tuple[str, ...]  # lines of its output, or why it was left out
+    exit_status: int | None  # None if the program did not end by itself
+    found: tuple[str, ...]  # lines of its output, or the reason why it was left out
 
     @property
     def ended(self) -> str:
-        """What the table's column says: an exit status, or what happened instead of one."""
+        """Text for the table: the exit status, or the outcome if there is none."""
         return f"exit {self.exit_status}" if self.exit_status is not None else self.outcome
 
 
 def run_step(
     step: Step, root: Path, log: Path, environment: dict[str, str], *, grace_s: float | None = None
 ) -> Result:
-    """Run a step to its end or its limit, and stop whatever it has left running.
+    """Run a step to its end or its limit, and stop all processes that it has left running.
 
     Args:
-        step: The program; it runs in `root`.
-        root: The repository.
-        log: Where its output goes.
-        environment: That of the program, but for what the step adds.
-        grace_s: Seconds that processes have to end after SIGTERM; GRACE_S where it is none.
+        step: Program to run in `root`.
+        root: Folder of the repository.
+        log: File for the program's output.
+        environment: Environment of the program, to which the step adds its own variables.
+        grace_s: Seconds that processes have to end after SIGTERM. `None` means GRACE_S.
     """
     started = time.perf_counter()
     mark = uuid.uuid4().hex
@@ -86,7 +86,7 @@ def run_step(
 
 
 def _stop(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> int:
-    """Terminate, then kill, what is alive of a program and of all that it started; return how many."""
+    """Terminate, then kill a program and all processes that it started. Return how many were alive."""
     alive = _alive(process, mark)
     num_alive = len(alive)
     for one in alive:
@@ -105,7 +105,7 @@ def _stop(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> int:
 
 
 def _alive(process: subprocess.Popen[bytes], mark: str) -> list[psutil.Process]:
-    """Processes with the mark in their environment, or of the program's session, that have not ended."""
+    """Return the live processes of the program's session, or with the mark in their environment."""
     process.poll()
     return [one for one in psutil.process_iter() if _is_of(one, process.pid, mark)]
 
@@ -119,7 +119,7 @@ def _is_of(one: psutil.Process, session: int, mark: str) -> bool:
 
 
 def _signal(one: psutil.Process, name: Literal["terminate", "kill"]) -> None:
-    """Signal a process; psutil signals none that only has the number of one that ended."""
+    """Signal a process. psutil never signals another process that has the reused id of an ended one."""
     try:
         getattr(one, name)()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -127,7 +127,7 @@ def _signal(one: psutil.Process, name: Literal["terminate", "kill"]) -> None:
 
 
 def _found(step: Step, lines: list[str], *, has_passed: bool) -> tuple[str, ...]:
-    """The lines that say what was found; of a program that failed without one, its last words."""
+    """Return the output lines that match the finding, or the last line if a program failed without any."""
     matching = [line.strip(" =") for line in lines if re.search(step.finding, line)][-MAX_LINES:]
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if matching or has_passed:

@@ -1,9 +1,9 @@
-"""What the machine is before anything of ours runs on it: versions, programs, devices and measured ceilings.
+"""Prints facts about the machine: versions, programs, devices and measured ceilings.
 
     python -m tools.gpu_machine.facts
 
 The ceilings are the bytes per second of a copy on the device, and the floating-point operations per second of
-one matrix product in each type, all on random data: the figures of the other steps are read beside them.
+one matrix product in each type, all on random data. Compare the figures of the other steps with them.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ REPEATS = 12
 
 
 def main() -> None:
-    """Print all of them."""
+    """Print all facts."""
     print(f"python {platform.python_version()}, kernel {platform.release()}, {os.cpu_count()} cores")
     print("versions: " + ", ".join(f"{name} {version_of(name)}" for name in PACKAGES))
     print("programs: " + ", ".join(f"{name} {shutil.which(name) or 'missing'}" for name in PROGRAMS))
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def version_of(package: str) -> str:
-    """The installed version, or "missing"."""
+    """Return the installed version of a package, or "missing"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -53,7 +53,7 @@ def version_of(package: str) -> str:
 
 
 def seconds_of(function: Callable[[], object], *, is_gpu: bool) -> float:
-    """Median time of a call, after one that does not count."""
+    """Return the median seconds of a call, after one warm-up call."""
     taken: list[float] = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the losses' figures say of the goals, and what of them nobody measured."""
+"""Compares the figures of the losses with their goals."""
 
 import json
 from collections import Counter
@@ -15,18 +15,18 @@ OUTCOMES = ("met", "missed", "not measured")
 
 @dataclass(frozen=True)
 class CaseGoals:
-    """The goals on one shape and share of dead rows."""
+    """Results of all goals for one shape and share of dead rows."""
 
     case: str  # "tp1, 30 % dead rows"
     results: tuple[GoalResult, ...]
 
 
 def case_goals(shape: str, figures: Path | None) -> list[CaseGoals]:
-    """Return what became of every goal on each case of a shape.
+    """Return the result of every goal for each case of a shape.
 
     Args:
         shape: Name of the shape.
-        figures: What tools.benchmarks.loss wrote; none, or a file that is not there, measured nothing.
+        figures: File written by tools.benchmarks.loss. If it is `None` or missing, no goal was measured.
     """
     cases: list[dict[str, Any]] = []
     if figures is not None and figures.exists():
@@ -43,13 +43,13 @@ def case_goals(shape: str, figures: Path | None) -> list[CaseGoals]:
 
 
 def counts(cases: Sequence[CaseGoals]) -> str:
-    """Say how many goals were met, missed and not measured."""
+    """Return how many goals were met, missed and not measured, as text."""
     outcomes = Counter(result.outcome for case in cases for result in case.results)
     return ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES)
 
 
 def lines(cases: Sequence[CaseGoals]) -> list[str]:
-    """Every missed goal with its figure; then each other goal, with its figures over the cases."""
+    """Return a line per missed goal and case with its figure, then a line per other goal for all its cases."""
     shown = [f"{'missed':<13} {_with_figure(case, goal)}" for case, goal in _of(cases, "missed")]
     for outcome in ("met", "not measured"):
         by_goal: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
-"""Compile the CUDA kernels for the present GPU, and hold what each takes to the promise of the kernels' README.
+"""Compiles the CUDA kernels for the present GPU, and checks registers and spills against the kernels' README.
 
     python -m tools.gpu_machine.kernel_build
 
-Without a GPU they are compiled for sm_90. The exit status is 1 where a kernel spills, or takes more registers
-than MAX_REGISTERS.
+Without a GPU, the kernels are compiled for sm_90. The exit status is 1 if a kernel spills registers, or uses
+more registers than allowed (MAX_REGISTERS, READING_MAX_REGISTERS).
 """
 
 import re
@@ -18,7 +18,7 @@ from megatron_dppo.errors import KernelBuildError
 from megatron_dppo.kernels.build import cuda_library
 
 MAX_REGISTERS = 64
-READING_MAX_REGISTERS = 40  # of those that read logits: three blocks of 512 threads, with their loads
+READING_MAX_REGISTERS = 40  # for kernels that read logits: three blocks of 512 threads, with their loads
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<kernel>[^']+)' for 'sm_(?P<architecture>\w+)'")
 _SPILLS = re.compile(r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads")
@@ -27,9 +27,9 @@ _REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
 
 @dataclass(frozen=True)
 class KernelUsage:
-    """What one kernel takes on one architecture, by ptxas's report."""
+    """Registers and spills of one kernel on one architecture, as reported by ptxas."""
 
-    kernel: str  # mangled
+    kernel: str  # mangled name
     architecture: str  # "90"
     registers: int  # per thread
     spill_store_bytes: int
@@ -37,19 +37,19 @@ class KernelUsage:
 
     @property
     def max_registers(self) -> int:
-        """How many registers are promised at most."""
+        """Maximum number of registers that the README promises."""
         return MAX_REGISTERS if "combine" in self.kernel else READING_MAX_REGISTERS
 
     @property
     def keeps_the_promise(self) -> bool:
-        """Whether it takes no more registers than promised, and spills none."""
+        """Whether the kernel uses no more registers than promised, and spills none."""
         return self.registers <= self.max_registers and not self.spill_store_bytes + self.spill_load_bytes
 
 
 def kernel_usage(library: Path) -> tuple[KernelUsage, ...]:
-    """Return one entry per kernel and architecture of a library that `build_cuda_library` made.
+    """Return one entry per kernel and architecture of a library built by `build_cuda_library`.
 
-    Spills of functions that a kernel calls, and that were not inlined, count as the kernel's.
+    Spills of functions that a kernel calls without inlining count as spills of the kernel.
     """
     report = library.with_suffix(".compiler.txt").read_text(encoding="utf-8")
     starts = list(_ENTRY.finditer(report))
@@ -71,7 +71,7 @@ def kernel_usage(library: Path) -> tuple[KernelUsage, ...]:
 
 
 def main() -> int:
-    """Compile, print one line per kernel and one on all of them."""
+    """Compile the kernels, and print one line per kernel and a summary line."""
     started = time.perf_counter()
     try:
         library = cuda_library(None if torch.cuda.is_available() else ("90",))

@@ -1,4 +1,4 @@
-"""The steps of a GPU machine: what each runs, its time limit, and which lines of its output are the finding."""
+"""Defines the steps of a GPU machine: command, time limit, and the output lines that are the finding."""
 
 import shutil
 import sys
@@ -19,28 +19,28 @@ class Step:
     """A program with a time limit."""
 
     name: str
-    command: tuple[str, ...]  # of this Python: what follows the interpreter, or a whole command with `program`
+    command: tuple[str, ...]  # arguments of `program`
     limit_s: float
-    finding: str  # pattern of the lines that say what was found; the last one stands in the table
+    finding: str  # pattern of the output lines that are reported; the last one is shown in the table
     program: str = sys.executable
     environment: dict[str, str] = field(default_factory=dict[str, str])
-    cannot: str = ""  # pattern of output that says that this machine cannot do it, which is no failure of ours
-    figures: Path | None = None  # the file of the losses' figures that it writes
-    kept: tuple[Path, ...] = ()  # files, from the repository, that are copied beside the log
-    left_out: str = ""  # why it does not run at all
+    cannot: str = ""  # pattern of output if this machine does not support the step; then it has not failed
+    figures: Path | None = None  # file of the losses' figures that the step writes
+    kept: tuple[Path, ...] = ()  # files, from the repository, that are copied to the folder of the log
+    left_out: str = ""  # reason why the step does not run
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The whole command."""
+        """The complete command."""
         return (self.program, *self.command)
 
 
 def gpu_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
-    """Return the steps of `make gpu`, in their order; those of a rehearsal are small enough for a CPU.
+    """Return the steps of `make gpu` in order, or the smaller steps of a rehearsal on a CPU.
 
     Args:
         out: Absolute folder of the results.
-        is_rehearsal: Whether to take the small form of each, and to leave out what only a GPU can do.
+        is_rehearsal: Whether to use the small form of each step, and to leave out steps that need a GPU.
     """
     brief = is_rehearsal
     steps = [
@@ -80,7 +80,7 @@ def gpu_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
 
 
 def sglang_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
-    """Return the steps of `make gpu-sglang`: a server on the trainer's GPU, and what it costs."""
+    """Return the steps of `make gpu-sglang`: tests and a benchmark of a server on the trainer's GPU."""
     steps = [
         _facts(),
         _tests("sglang_tests", 600, ("tests/gpu/test_sglang_on_gpu.py",), is_rehearsal=is_rehearsal),
@@ -96,10 +96,10 @@ def sglang_steps(out: Path, *, is_rehearsal: bool) -> list[Step]:
 
 
 def chosen(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
-    """Return the steps of these names, all where there are none.
+    """Return the steps with these names, or all steps if `names` is empty.
 
     Raises:
-        ValueError: A name is no step's.
+        ValueError: No step has one of the names.
     """
     known = [step.name for step in steps]
     for name in names:
@@ -117,14 +117,14 @@ def _facts() -> Step:
 
 
 def _tests(name: str, limit_s: float, paths: Sequence[str], *, is_rehearsal: bool) -> Step:
-    """Compute-sanitizer has steps of its own."""
+    """Return a step that runs the GPU tests without compute-sanitizer, which has its own steps."""
     flags = ("-m", "gpu", "-k", "not sanitizer", "-q", "--tb=short", "-p", "no:cacheprovider")
     collect = ("--collect-only",) if is_rehearsal else ()
     return Step(name, ("-m", "pytest", *paths, *flags, *collect), limit_s, _PYTEST + "|^E  ")
 
 
 def _sanitizer(tool: str, limit_s: float) -> Step:
-    """Without PyTorch's cache of memory each tensor ends where its allocation does."""
+    """Return a step of compute-sanitizer. Without PyTorch's memory cache, each tensor is one allocation."""
     return Step(
         tool,
         ("--tool", tool, "--error-exitcode", "9", sys.executable, "tests/gpu/sanitized_kernels.py"),

@@ -1,6 +1,7 @@
 """Balances work: assigns the samples of a mini-batch to data-parallel groups and micro-batches.
 
-Pure and deterministic: every rank makes the same plan from the same lengths, and asks no other.
+The functions are pure and deterministic: every rank computes the same plan from the same lengths, without
+communication.
 """
 
 import heapq
@@ -10,23 +11,23 @@ from dataclasses import dataclass
 from megatron_dppo.architectures.parameters import ModelShape
 from megatron_dppo.errors import DataError
 
-NEAR_EVEN = 1.02  # a busiest group within 2 % of the least it could have is not worth moving more samples
+NEAR_EVEN = 1.02  # no more samples move if the busiest group is within 2 % of its lower bound
 
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Cost of training on one sample: a term per token, and one per squared token. Only ratios matter."""
+    """Cost of training on a sample: a linear and a quadratic term in its tokens. Only ratios matter."""
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     @classmethod
     def of_model(cls, shape: ModelShape) -> "SampleCost":
-        """Return the cost in floating-point operations of forward and backward.
+        """Return the cost of forward and backward in floating-point operations.
 
-        6 for each weight that a token meets (the input embedding is looked up, not multiplied), and causal
-        attention: on average half a sample's tokens lie before a token, each met in two products, with its key
-        and with its value.
+        A token costs 6 operations for each weight that it is multiplied with (the input embedding is only
+        looked up), plus causal attention. On average a token attends to half of the sample's tokens, with two
+        products for each: one with its key and one with its value.
         """
         sizes = shape.sizes
         width = sizes.num_layers * sizes.num_attention_heads * (sizes.head_dim + sizes.value_head_dim)
@@ -42,12 +43,13 @@ class Plan:
     """Assignment of samples to data-parallel groups and micro-batches in one gradient step."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[group][micro-batch]: samples by index, ascending. As many micro-batches in each group, empty ones last;
-    within a group they are about even, most work first, so that those of one number cost groups the same."""
+    """[group][micro-batch]: ascending sample indices. All groups have the same number of micro-batches, with
+    empty ones last. Micro-batches of a group have about equal work and are sorted by it, largest first, so that
+    the n-th micro-batch costs each group about the same."""
     group_of_sample: tuple[int, ...]
-    num_moved: int  # samples in another group than their home
-    tokens: tuple[int, ...]  # of each group
-    work: tuple[float, ...]  # of each group
+    num_moved: int  # samples assigned to another group than their home
+    tokens: tuple[int, ...]  # [group]
+    work: tuple[float, ...]  # [group]
 
 
 def plan_minibatch(
@@ -60,16 +62,16 @@ def plan_minibatch(
 ) -> Plan:
     """Assign a mini-batch's samples to groups and micro-batches.
 
-    Groups get near-equal work. Their tokens, which is what routes and top-K take memory by, stay within an
-    equal share plus one sample, counted over this and earlier mini-batches. A sample stays where it is unless
-    moving it makes the busiest group's work less by more than 2 %.
+    Groups get near-equal work. Each group's tokens, which determine the memory of routes and top-K, stay within
+    an equal share plus one sample, counted over this and earlier mini-batches. Samples leave their home group
+    only as needed to bring the busiest group's work within 2 % of its lower bound.
 
     Args:
-        lengths: Tokens of each sample.
-        homes: The group of the rank that holds each sample.
-        held: Tokens that each group was given by earlier mini-batches of the rollout; one for each group.
-        max_tokens: Of one micro-batch.
-        cost: Work of a sample.
+        lengths: Number of tokens of each sample.
+        homes: Group of the rank that sampled each sample.
+        held: [group] tokens assigned by earlier mini-batches of the rollout.
+        max_tokens: Maximum number of tokens in a micro-batch.
+        cost: Cost of training on a sample.
 
     Raises:
         DataError: A sample is longer than a micro-batch may be.
@@ -93,8 +95,8 @@ def plan_minibatch(
 def least_work(work: Sequence[float], num_groups: int) -> float:
     """Return a lower bound on the work of the busiest group, however samples are assigned.
 
-    The mean, and what two or more must share where samples outnumber groups: of the k * groups + 1 largest,
-    k + 1 meet in one group.
+    One bound is the mean. If there are more samples than groups, some must share a group: among the
+    k * groups + 1 largest samples, k + 1 are in the same group.
     """
     largest = sorted(work, reverse=True)
     shared = [largest[i] * (i // num_groups + 1) for i in range(0, len(largest), num_groups)]
@@ -111,7 +113,7 @@ def _require_fit(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 class _Bins:
-    """Bins with a token capacity, filled one item at a time; finds the one with the least work."""
+    """Bins with a token capacity, filled one item at a time. Finds the bin with the least work."""
 
     def __init__(self, used: Sequence[int], capacity: float) -> None:
         self.items: list[list[int]] = [[] for _ in used]
@@ -124,13 +126,13 @@ class _Bins:
         return self._used[index] + num_tokens <= self._capacity
 
     def least_busy(self, num_tokens: int) -> int | None:
-        """Return the bin of least work, then fewest tokens, among those with room; none where none has."""
+        """Return the bin with the least work, then the fewest tokens, that has room, or `None` if none has."""
         full: list[tuple[float, int, int]] = []
         found = None
         while self._heap and found is None:
             work, used, index = self._heap[0]
             if (work, used) != (self.work[index], self._used[index]):
-                heapq.heappop(self._heap)  # outdated: the bin was filled since
+                heapq.heappop(self._heap)  # outdated: the bin has more items now
             elif self.has_room(index, num_tokens):
                 found = index
             else:
@@ -160,7 +162,7 @@ def _assign(
     least = least_work(work, len(held))
 
     def filled(stay_below: float) -> _Bins:
-        """Assign longest first, each to its home below the limit, else to the least busy group."""
+        """Assign samples, longest first: home if that stays below the limit, else the least busy group."""
         bins = _Bins(held, share)
         for item in _longest_first(range(len(lengths)), lengths):
             chosen, home = bins.least_busy(lengths[item]), homes[item]
@@ -181,7 +183,7 @@ def _assign(
 def _split(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], work: Sequence[float], max_tokens: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Split each group's samples into [group][micro-batch], with the fewest micro-batches all can share."""
+    """Split samples into [group][micro-batch], with the smallest common number of micro-batches per group."""
     fewest = [_fewest_bins(items, lengths, work, max_tokens) for items in groups]
     num_microbatches = max(len(bins) for bins in fewest)
     split: list[tuple[tuple[int, ...], ...]] = []
@@ -196,7 +198,7 @@ def _split(
 def _fewest_bins(
     items: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int
 ) -> list[list[int]]:
-    """Return even bins where they need no more than packing tightly does, else the tight ones."""
+    """Return even bins if they need no more bins than tight packing, else the tightly packed bins."""
     tight = first_fit_decreasing([lengths[item] for item in items], max_tokens)
     at_least = -(-sum(lengths[item] for item in items) // max_tokens)
     for num_bins in range(at_least, len(tight) + 1):
@@ -209,7 +211,7 @@ def _fewest_bins(
 def _even_bins(
     items: Sequence[int], lengths: Sequence[int], work: Sequence[float], max_tokens: int, num_bins: int
 ) -> list[list[int]] | None:
-    """Fill bins longest first, each item into the least busy one with room; none where one does not fit."""
+    """Put items, longest first, into the least busy bin with room. Return `None` if an item does not fit."""
     bins = _Bins([0] * num_bins, max_tokens)
     for item in _longest_first(items, lengths):
         chosen = bins.least_busy(lengths[item])
@@ -220,7 +222,7 @@ def _even_bins(
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins of `capacity`: longest first, into the first bin with room; returns indices."""
+    """Pack items into bins of `capacity`, longest first, each into the first bin with room. Return indices."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in _longest_first(range(len(lengths)), lengths):

@@ -1,4 +1,4 @@
-"""Stores gradient steps of a rollout as a safetensors file, for checkpoints in the middle of a rollout."""
+"""Reads and writes gradient steps as a safetensors file, for checkpoints in the middle of a rollout."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.runtime.tensor_files import save_tensors
 from megatron_dppo.types import Microbatch, RolloutTopK, RoutedExperts, TrainBatch
 
-_LAYOUT = "steps"  # the metadata key that says how tensors make up steps
+_LAYOUT = "steps"  # metadata key of the description that assigns tensors to steps
 _NESTED = ("topk", "routed_experts", "sample_ids")
 _PLAIN = tuple(field.name for field in fields(Microbatch) if field.name not in _NESTED)
 
 
 def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
-    """Write gradient steps so that `read_batches` returns the same bits; no pickle.
+    """Write gradient steps without pickle. `read_batches` returns the same bits.
 
-    Tensors are named `<step>.<micro-batch>.<field>`; counts, the layers that routes are of and the samples'
-    ids stand in the file's metadata as JSON.
+    Tensors are named `<step>.<micro-batch>.<field>`. The file's metadata contains counts, the layer numbers of
+    routes and the sample ids as JSON.
     """
     tensors: dict[str, Tensor] = {}
     layout: list[dict[str, object]] = []
@@ -45,7 +45,7 @@ def write_batches(path: Path, steps: Sequence[TrainBatch]) -> None:
 
 
 def read_batches(path: Path) -> tuple[TrainBatch, ...]:
-    """Read the gradient steps that `write_batches` wrote.
+    """Read gradient steps written by `write_batches`.
 
     Raises:
         DataError: The file is missing, torn, or of another kind.
@@ -64,7 +64,7 @@ def read_batches(path: Path) -> tuple[TrainBatch, ...]:
 
 
 def bytes_of(step: TrainBatch) -> int:
-    """Return the bytes of a gradient step's tensors."""
+    """Return the size of a gradient step's tensors in bytes."""
     return sum(tensor.nbytes for microbatch in step.microbatches for _, tensor in _tensors(microbatch))
 
 

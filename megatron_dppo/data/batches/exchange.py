@@ -1,9 +1,9 @@
-"""Sends whole samples from the ranks that sampled them to the ranks that train on them, peer to peer.
+"""Sends complete samples from the ranks that sampled them to the ranks that train on them, peer to peer.
 
-A parcel is a row of samples: the length of a JSON header (int64), the header, and the bytes of the tensors in
-its order, each part padded to 8 bytes so that tensors can be read in place. `safetensors.torch.save` and `load`
-copy every tensor twice more, so that 150 MB took 4 times as long to write and 60 times as long to read; and
-they refuse samples that share a tensor.
+A parcel contains several samples: the length of a JSON header (int64), the header, and the bytes of the tensors
+in the header's order. Each part is padded to 8 bytes, so that tensors can be read in place.
+`safetensors.torch.save` and `load` are not used: they copy every tensor twice more, which made writing 150 MB
+4 times and reading it 60 times as slow, and they reject samples that share a tensor.
 """
 
 import json
@@ -43,11 +43,11 @@ class Peers(Protocol):
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Data-parallel groups: the ranks of one group split a model, so they need the same micro-batches."""
+    """Data-parallel groups. The ranks of one group split a model, so they need the same micro-batches."""
 
-    group_of_rank: tuple[int, ...]  # of every rank of the job, counted from 0; groups of equal size
+    group_of_rank: tuple[int, ...]  # group of every rank of the job, from 0; groups have equal sizes
     peers: Peers
-    cost: SampleCost = field(default_factory=SampleCost)  # what is balanced over groups
+    cost: SampleCost = field(default_factory=SampleCost)  # cost that is balanced over groups
 
     def __post_init__(self) -> None:
         sizes = [self.group_of_rank.count(group) for group in range(self.num_groups)]
@@ -55,7 +55,7 @@ class DataParallel:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups, each with the whole model."""
+        """Number of groups, each with a complete model."""
         return max(self.group_of_rank) + 1
 
     @property
@@ -71,15 +71,16 @@ class DataParallel:
 def exchange_samples(
     own: list[Sample], owners: Sequence[int], group_of_sample: Sequence[int], data_parallel: DataParallel
 ) -> dict[int, Sample]:
-    """Return the samples that this rank's group trains on, by their global index; the same on all its ranks.
+    """Send samples to the groups that train on them. Return the samples of this rank's group by global index.
 
-    Every rank calls this together. A sample that stays is the same object; one that moves has the same bits.
+    All ranks must call this function. All ranks of a group get the same samples. A sample that stays is the
+    same object. A sample that moves has the same bits.
 
     Args:
-        own: This rank's samples; emptied, so that those that leave can be freed.
-        owners: The rank that has each sample, ascending; a rank's samples are in the order of its `own`.
-        group_of_sample: The group that trains on each.
-        data_parallel: The groups.
+        own: This rank's samples. The list is emptied, so that samples that leave can be freed.
+        owners: Rank that sampled each sample, ascending. A rank's samples are in the order of its `own`.
+        group_of_sample: Group that trains on each sample.
+        data_parallel: Data-parallel groups of ranks.
     """
     rank, group = data_parallel.peers.rank, data_parallel.group
     targets = [group_of_sample[place] for place, owner in enumerate(owners) if owner == rank]
@@ -101,7 +102,7 @@ def exchange_samples(
 
 
 def _parcels(departing: Sequence[list[Sample]], data_parallel: DataParallel) -> list[Tensor]:
-    """Encode the samples for each rank, none for this one. Frees samples that leave for good."""
+    """Encode the samples for each other rank. Free the samples that this rank's group does not train on."""
     rank, nothing = data_parallel.peers.rank, torch.empty(0, dtype=torch.uint8)
     parcels = [nothing] * len(data_parallel.group_of_rank)
     for group, samples in enumerate(departing):
@@ -129,7 +130,7 @@ def encode(samples: Sequence[Sample]) -> Tensor:
 
 
 def decode(parcel: Tensor) -> list[Sample]:
-    """Decode the samples of a parcel; their tensors share its memory.
+    """Decode the samples of a parcel. Their tensors share the parcel's memory.
 
     Raises:
         DataError: The parcel is torn.
@@ -189,7 +190,7 @@ def _tensors(sample: Sample) -> Iterator[tuple[str, Tensor]]:
 
 
 def _describe(sample: Sample) -> dict[str, Any]:
-    """Return a sample's fields besides tensors; JSON keeps every bit of a float, and NaN."""
+    """Return a sample's fields except tensors. JSON preserves every bit of a float, and NaN."""
     entry = {name: getattr(sample, name) for name in _PLAIN}
     entry["reward_info"] = dict(sample.reward_info)
     entry["weight_versions"] = [astuple(span) for span in sample.weight_versions]

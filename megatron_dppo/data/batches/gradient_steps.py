@@ -38,14 +38,14 @@ def _floats(values: Tensor) -> list[float]:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Balance and memory of a rollout's training, over all ranks but for the fields of this rank."""
+    """Balance and memory of a rollout's training. Counts cover all ranks, unless the field names this rank."""
 
-    imbalance: float  # work of each gradient step's busiest group over the groups' mean; 1 is perfect
-    num_samples: int  # trained on; once for each epoch
-    num_moved: int  # of those, by another group than the one whose rank sampled them
-    num_tokens: int  # in this rank's micro-batches
-    num_padding_tokens: int  # of those, of no sample
-    max_bytes: int  # most bytes of routes and top-K that this rank held at once
+    imbalance: float  # work of the busiest group divided by the mean work of a group; 1 is perfect
+    num_samples: int  # samples trained on, counted once per epoch
+    num_moved: int  # samples trained on by another group than the group that sampled them
+    num_tokens: int  # tokens in this rank's micro-batches
+    num_padding_tokens: int  # tokens in this rank's micro-batches that belong to no sample
+    max_bytes: int  # peak bytes of routes and top-K on this rank
 
 
 def gradient_steps(
@@ -58,18 +58,18 @@ def gradient_steps(
 ) -> tuple[list[TrainBatch], BatchReport]:
     """Build this rank's micro-batches of each gradient step on one rollout, with global weights and counts.
 
-    A mini-batch without a learning token on any rank makes no step. Every rank calls this together.
+    A mini-batch without a learning token on any rank makes no step. All ranks must call this function.
 
     Args:
-        groups: Those that this rank sampled, with advantages. Emptied: samples are freed as they are packed or
-            sent away, where nobody else holds them.
-        rollout: Index of the rollout; with `run.seed` it fixes the order of prompts in later epochs.
-        config: The run's.
-        data_parallel: Which ranks train together.
-        routing: The model's, where samples carry routes.
+        groups: Groups that this rank sampled, with advantages. The list is emptied, so that samples without
+            other references are freed as soon as they are packed or sent.
+        rollout: Index of the rollout. Together with `run.seed` it determines the prompt order of later epochs.
+        config: Config of the run.
+        data_parallel: Data-parallel groups of ranks.
+        routing: Routing of the model if samples carry routes, else `None`.
 
     Raises:
-        DataError: A sample, of whatever rank, is longer than a micro-batch may be.
+        DataError: A sample on any rank is longer than a micro-batch may be.
     """
     shape = BatchShape(
         aggregation=config.algorithm.aggregation,
@@ -93,10 +93,10 @@ def gradient_steps(
 
 
 def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int, int, int]) -> list[int]:
-    """Assign each prompt of a rollout to one of an epoch's mini-batches, the same on every rank.
+    """Assign each prompt of a rollout to one of an epoch's mini-batches, in the same way on every rank.
 
-    The first epoch takes prompts as they come: the stream is shuffled already, and ranks then hold equal parts
-    of each mini-batch. Later ones reorder them by `key`, (seed, rollout, epoch).
+    The first epoch keeps the order of the prompts: the stream is already shuffled, and ranks then have equal
+    parts of each mini-batch. Later epochs shuffle the prompts by `key`, (seed, rollout, epoch).
     """
     order = torch.arange(num_prompts)
     if key[2] > 0:
@@ -113,14 +113,14 @@ def minibatch_of_prompts(num_prompts: int, num_minibatches: int, key: tuple[int,
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Settings that shape micro-batches; the same on every rank."""
+    """Settings for building micro-batches, the same on every rank."""
 
-    aggregation: str  # how token losses become one number
+    aggregation: str  # aggregation of token losses into one number
     response_length: int  # the L of seq_mean_token_sum_norm
-    max_tokens: int  # of one micro-batch
-    topk_columns: int = 0  # K of the rollout's top-K; 0 without
-    routing: ModelRouting | None = None  # the model's, where samples carry routes
-    measured_share: float = 1.0  # of the samples: those whose mismatch is told apart
+    max_tokens: int  # maximum tokens of a micro-batch
+    topk_columns: int = 0  # K of the rollout's top-K; 0 without top-K
+    routing: ModelRouting | None = None  # routing of the model; None if samples carry no routes
+    measured_share: float = 1.0  # share of the samples that mismatch metrics are computed on
 
 
 def train_batches(
@@ -128,17 +128,17 @@ def train_batches(
 ) -> tuple[list[TrainBatch], BatchReport]:
     """Build this rank's micro-batches of each gradient step, with weights and counts over all ranks.
 
-    Ranks exchange lengths; then whole samples move, one mini-batch at a time. All ranks of a group get the same
-    micro-batches, and every group as many: one that has fewer gets placeholders. The order in which a rank
-    holds its samples changes nothing. Every rank calls this together.
+    Ranks exchange lengths, then complete samples, one mini-batch at a time. All ranks of a group get the same
+    micro-batches. All groups get the same number of micro-batches: a group with fewer gets placeholders. The
+    order of a rank's samples does not matter. All ranks must call this function.
 
     Args:
-        minibatches: This rank's samples of each gradient step; emptied, so that samples can be freed.
-        shape: How to pack and weigh.
-        data_parallel: Which ranks train together.
+        minibatches: This rank's samples of each gradient step. The list is emptied to free samples early.
+        shape: Settings for packing and weighting.
+        data_parallel: Data-parallel groups of ranks.
 
     Raises:
-        DataError: A sample, of whatever rank, is longer than a micro-batch may be.
+        DataError: A sample on any rank is longer than a micro-batch may be.
     """
     for minibatch in minibatches:
         minibatch.sort(key=lambda sample: sample.id)
@@ -160,7 +160,7 @@ def train_batches(
         plans.append(plan)
         held = [before + added for before, added in zip(held, plan.tokens, strict=True)]
         max_bytes = max(max_bytes, _bytes_held([samples.values(), *minibatches], steps))
-        del samples  # not beside the next mini-batch
+        del samples  # free them before the next mini-batch
     return steps, _report(steps, plans, data_parallel.group, max_bytes)
 
 
@@ -184,10 +184,10 @@ def _train_batch(
     """Build one gradient step, weighted so that the loss over its learning tokens is the aggregated loss.
 
     Args:
-        samples: This group's, by their place in `sizes`.
-        sizes: Of all groups' samples.
-        microbatches: This group's samples, by place.
-        shape: How to pack and weigh.
+        samples: This group's samples by their index in `sizes`.
+        sizes: Sizes of all groups' samples.
+        microbatches: Indices of this group's samples in each micro-batch.
+        shape: Settings for packing and weighting.
     """
     lengths = torch.tensor([size.num_loss_tokens for size in sizes], dtype=torch.int64)
     num_loss_tokens = int(lengths.sum())
@@ -204,7 +204,7 @@ def _train_batch(
 
 
 def _bytes_held(samples: Sequence[Iterable[Sample]], steps: Sequence[TrainBatch]) -> int:
-    """Return the bytes of routes and top-K; a sample that several epochs wait for counts once."""
+    """Return the bytes of routes and top-K. A sample that several epochs still need counts once."""
     distinct = {id(sample): sample for several in samples for sample in several}
     microbatches = [microbatch for step in steps for microbatch in step.microbatches]
     return sum(map(bytes_of_routes_and_topk, (*distinct.values(), *microbatches)))

@@ -1,4 +1,4 @@
-"""Keeps mini-batches of rollouts as tensors: a file for each data-parallel group."""
+"""Saves and reads the mini-batches of rollouts as tensors, with one file per data-parallel group."""
 
 import re
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ _FILE = re.compile(r"group_(\d+)_of_(\d+)\.safetensors")
 
 
 def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Sequence[TrainBatch]) -> None:
-    """Write one group's gradient steps of a rollout, whole or not at all.
+    """Write one group's gradient steps of a rollout. The file is written atomically.
 
     Args:
         folder: The run's `batches/`.
-        rollout: Its index, from 0.
-        place: (rank, size) of the group among the data-parallel groups.
-        steps: What the group trains on.
+        rollout: Index of the rollout, from 0.
+        place: (index of the group, number of data-parallel groups).
+        steps: Gradient steps of the group.
     """
     rank, size = place
     file = _of_rollout(folder, rollout) / f"group_{rank}_of_{size}.safetensors"
@@ -30,16 +30,16 @@ def write_group(folder: Path, rollout: int, place: tuple[int, int], steps: Seque
 
 
 def kept_rollouts(folder: Path) -> list[int]:
-    """Return the indices of the rollouts with kept files, in order."""
+    """Return the indices of the rollouts with saved files, ascending."""
     names = [_FOLDER.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for found in names if found)
 
 
 def group_files(folder: Path, rollout: int) -> list[Path]:
-    """Return the files of all data-parallel groups, in their order.
+    """Return the files of all data-parallel groups, in group order.
 
     Raises:
-        DataError: The rollout was not kept, or not by each group of one job.
+        DataError: The rollout was not saved, or not by each group of one job.
     """
     of_rollout = _of_rollout(folder, rollout)
     names = sorted(of_rollout.iterdir()) if of_rollout.is_dir() else []
@@ -57,28 +57,28 @@ def group_files(folder: Path, rollout: int) -> list[Path]:
 
 
 def read_share(folder: Path, rollout: int, place: tuple[int, int]) -> list[TrainBatch]:
-    """Read the gradient steps of all groups, shared out over a job of another size in equal numbers.
+    """Read this group's equal share of a rollout's gradient steps, in a job with fewer data-parallel groups.
 
     Args:
         folder: The run's `batches/`.
-        rollout: Its index, from 0.
-        place: (rank, size) of the reader among the data-parallel groups of its own job.
+        rollout: Index of the rollout, from 0.
+        place: (index of the reading group, number of data-parallel groups in the reading job).
 
     Raises:
-        DataError: The rollout was not kept whole, or its groups do not divide by `size`.
+        DataError: The rollout was not saved completely, or its groups are not a multiple of the reading groups.
     """
     rank, size = place
     files = group_files(folder, rollout)
     if len(files) % size:
         raise DataError(
             f"{folder}: found batches of {len(files)} data-parallel groups; expected a multiple of the {size} "
-            "that are to read them. Start one process, or as many as the run had."
+            "that read them. Start one process, or the same number as the run."
         )
     return [step for file in files[rank::size] for step in read_batches(file)]
 
 
 def kept_inputs(files: Sequence[Path]) -> tuple[int, bool]:
-    """Return (top-K columns that all files have, whether all have log-probs of a "recomputed" anchor)."""
+    """Return (number of top-K columns in all files, whether all have log-probs of a "recomputed" anchor)."""
     steps = [step for file in files for step in read_batches(file)]
     microbatches = [m for step in steps for m in step.microbatches]
     columns: list[int] = [0 if m.topk is None else m.topk.ids.shape[1] for m in microbatches]

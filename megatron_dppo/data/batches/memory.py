@@ -8,17 +8,17 @@ from megatron_dppo.types import Microbatch, ModelRouting, Sample
 
 
 def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routing: ModelRouting | None) -> int:
-    """Return an upper bound on the bytes of rollouts on one rank: every response as long as allowed.
+    """Return an upper bound on the bytes of rollouts on one rank, if every response has the maximum length.
 
-    The samples that the rank sampled; one mini-batch on its way, as what is sent and as what came; and the
-    micro-batches of its data-parallel group, once per epoch, each with up to one sample beyond an equal share.
-    Of rollouts sampled ahead (rollout.lag) there are micro-batches alone.
+    The bound is the sum of: the samples that the rank sampled; the samples of one mini-batch that it sends and
+    receives; and the micro-batches of its data-parallel group, once per epoch, each with up to one sample more
+    than an equal share. Rollouts sampled ahead (rollout.lag) are kept only as micro-batches.
 
     Args:
-        config: The run's.
-        world_size: Ranks that share the prompts.
-        num_groups: Data-parallel groups, which share the training.
-        routing: The model's, where routes are captured.
+        config: Config of the run.
+        world_size: Number of ranks that share the prompts.
+        num_groups: Number of data-parallel groups that share the training.
+        routing: Routing of the model if routes are captured, else `None`.
     """
     options, algorithm = config.rollout, config.algorithm
     num_tokens = config.data.max_prompt_tokens + options.max_response_tokens
@@ -28,11 +28,11 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     topk = options.num_topk_log_probs * (4 + 4)  # ids, log-probs
     sample = num_tokens * (8 + 4 + 1 + topk + routes)  # tokens, log-probs, mask
     masks = 1 if config.tracking.mismatch_share == 1 else 2
-    floats = 5 + bool(algorithm.ref_kl_coef)  # log-probs, advantages, ..., and the weights' version
+    floats = 5 + bool(algorithm.ref_kl_coef)  # log-probs, advantages, ..., and the weight version
     packed = num_tokens * (3 * 8 + masks + floats * 4 + topk + routes)  # positions, targets
     num_refilled = options.max_refills * options.prompts_per_rollout if options.refill_zero_variance else 0
     num_begun = math.ceil(options.over_sampling * options.prompts_per_rollout) + num_refilled
-    if options.max_staleness:  # they are open beside those that are trained on
+    if options.max_staleness:  # groups being sampled, in addition to groups being trained on
         num_begun += options.prompts_per_rollout
     held = _share(num_begun, world_size) * options.samples_per_prompt * sample
     num_trained = algorithm.epochs_per_rollout * options.prompts_per_rollout * options.samples_per_prompt
@@ -43,7 +43,7 @@ def rollout_bytes_bound(config: Config, world_size: int, num_groups: int, routin
     minibatch = _share(options.prompts_per_rollout, algorithm.minibatches_per_rollout)
     sent = (
         _share(minibatch, world_size) if algorithm.epochs_per_rollout == 1 else minibatch
-    )  # later ones: chance
+    )  # later epochs: any prompts of the rank may be in one mini-batch
     sent = min(sent, _share(options.prompts_per_rollout, world_size)) * (world_size // num_groups)
     came = _share(minibatch * options.samples_per_prompt, num_groups) + 1
     return held + trained + (sent * options.samples_per_prompt + came) * sample
@@ -54,7 +54,7 @@ def _share(count: int, num_parts: int) -> int:
 
 
 def bytes_of_samples(samples: Iterable[Sample]) -> int:
-    """Return the bytes of the samples' tensors."""
+    """Return the size of the samples' tensors in bytes."""
     return sum(
         sample.tokens.nbytes
         + sample.loss_mask.nbytes
@@ -65,7 +65,7 @@ def bytes_of_samples(samples: Iterable[Sample]) -> int:
 
 
 def bytes_of_routes_and_topk(holder: Sample | Microbatch) -> int:
-    """Return the bytes of the routes and top-K of a sample, or of a micro-batch."""
+    """Return the size in bytes of the routes and top-K of a sample or a micro-batch."""
     topk, routes = holder.topk, holder.routed_experts
     return (topk.ids.nbytes + topk.log_probs.nbytes if topk is not None else 0) + (
         routes.indices.nbytes if routes is not None else 0

@@ -1,4 +1,4 @@
-"""Packs samples into micro-batches: whole sequences, end to end."""
+"""Packs complete sequences of samples end to end into micro-batches."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from megatron_dppo.types import Microbatch, ModelRouting, RolloutTopK, RoutedExp
 
 
 def pack(samples: Sequence[Sample], measured_share: float = 1.0) -> Microbatch:
-    """Pack samples, at least one, into one micro-batch in their order, with all their per-token values.
+    """Pack one or more samples into one micro-batch, in the given order, with all per-token values.
 
-    Of `measured_share` < 1 of all samples, chosen by their ids, the tokens are marked `is_measured`.
+    If `measured_share` < 1, this share of all samples is chosen by id, and its tokens are marked `is_measured`.
     """
     lengths = torch.tensor([s.tokens.numel() for s in samples])
     weights = [_token_weights(s) for s in samples]
@@ -38,11 +38,11 @@ def pack(samples: Sequence[Sample], measured_share: float = 1.0) -> Microbatch:
 
 
 def microbatches_of(sequences: Sequence[Tensor], max_tokens: int) -> list[Microbatch]:
-    """Build micro-batches that score every token after the first, and train on none.
+    """Build micro-batches that score every token after the first, and train on no token.
 
     Args:
         sequences: [L] int64 each, L > 1.
-        max_tokens: Of a micro-batch; one longer sequence is a micro-batch by itself.
+        max_tokens: Maximum tokens of a micro-batch. A longer sequence gets its own micro-batch.
     """
     packs: list[list[Sample]] = []
     size = 0
@@ -69,7 +69,7 @@ def _token_weights(sample: Sample) -> Tensor:
 
 
 def _scored(per_response: Sequence[Tensor], samples: Sequence[Sample], fill: float = 0) -> Tensor:
-    """Shift [R, …] per sample -> [T, …]: response token j stands at the position before it, which scores it."""
+    """Shift [R, …] per sample -> [T, …]: the value of a response token is stored one position before it."""
     rows: list[Tensor] = []
     for values, sample in zip(per_response, samples, strict=True):
         before = sample.prompt_length - 1
@@ -91,7 +91,7 @@ def _pack_topk(samples: Sequence[Sample]) -> RolloutTopK | None:
 
 
 def _pack_weight_versions(samples: Sequence[Sample]) -> Tensor | None:
-    """Pack the version of each token's weights, [T] int32; none where no sample knows them."""
+    """Pack the weight version of each token, [T] int32, or return `None` if no sample has versions."""
     if not any(s.weight_versions for s in samples):
         return None
     rows: list[Tensor] = []
@@ -111,13 +111,13 @@ def _pack_measured(samples: Sequence[Sample], share: float) -> Tensor | None:
 
 
 def is_chosen(sample_id: str, share: float) -> bool:
-    """Whether a sample is in a random share of all, by its id alone: the same on any rank and in any layout."""
+    """Whether a sample is in a random share of all samples. Depends only on its id, not on rank or layout."""
     digest = hashlib.blake2b(sample_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
-    """Return the micro-batch with only the sequences whose mismatch is measured; `filler` without any."""
+    """Return the measured sequences of a micro-batch, or `filler` if it has none."""
     m = microbatch
     if m.is_measured is None:
         return m
@@ -136,7 +136,7 @@ def measured_part(microbatch: Microbatch, filler: Microbatch) -> Microbatch:
 
 
 def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
-    """Pack one row per token; a sequence's last token, which the engine never forwards, repeats a row."""
+    """Pack one row of routes per token. The engine never forwards a sequence's last token: it repeats a row."""
     routes = [s.routed_experts for s in samples if s.routed_experts is not None]
     if not routes:
         return None
@@ -146,13 +146,13 @@ def _pack_routes(samples: Sequence[Sample]) -> RoutedExperts | None:
 
 
 def placeholder(topk_columns: int, routing: ModelRouting | None) -> Microbatch:
-    """Return two tokens that do not learn: a rank forwards them when others have one micro-batch more.
+    """Return a micro-batch of two masked tokens, for a rank that has fewer micro-batches than the others.
 
     Args:
-        topk_columns: K of the rollout's top-K log-probs; 0 without.
-        routing: The model's, where micro-batches carry routes; each token then goes to top_k experts that lie
-            evenly, so that none of up to top_k expert ranks is without tokens: modules of other libraries may
-            not bear that.
+        topk_columns: K of the rollout's top-K log-probs; 0 without top-K.
+        routing: The model's routing if micro-batches carry routes, else `None`. Each token is routed to top_k
+            evenly spaced experts. With up to top_k expert ranks, no rank is then without tokens, which modules
+            of other libraries may not support.
     """
     num_tokens = 2
     zeros, never = torch.zeros(num_tokens), torch.zeros(num_tokens, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """Selects the tokens of a packed micro-batch that a rank forwards under context and sequence parallelism.
 
-Sequences are padded where the layout asks for it; each context-parallel rank then takes two pieces of every
-sequence, one from its front and one from its back ("zig-zag"): causal attention then costs all ranks the same.
+Sequences are padded if the layout requires it. Each context-parallel rank then takes two pieces of every
+sequence, one from its front and one from its back ("zig-zag"). Causal attention then costs all ranks the same.
 """
 
 import math
@@ -18,13 +18,13 @@ from megatron_dppo.types import Microbatch, each_token
 class TokenSlice:
     """The tokens of one context-parallel rank. Padded positions count from 0 over the padded micro-batch."""
 
-    padded_cu_seqlens: Tensor  # [S+1] int32, of the padded sequences
-    padded_position: Tensor  # [T] int64: where each of the micro-batch's tokens stands after padding
+    padded_cu_seqlens: Tensor  # [S+1] int32 of the padded sequences
+    padded_position: Tensor  # [T] int64: position of each token of the micro-batch after padding
     own: Tensor  # [T'] int64: padded positions of this rank's tokens, in its order
 
     @cached_property
     def source(self) -> Tensor:
-        """[T'] int64: index in the micro-batch of each of this rank's tokens; -1 for padding."""
+        """[T'] int64: index of each of this rank's tokens in the micro-batch; -1 for padding."""
         sources = self.own.new_full((int(self.padded_cu_seqlens[-1]),), -1)
         sources[self.padded_position] = torch.arange(self.padded_position.numel(), device=sources.device)
         return sources[self.own]
@@ -35,10 +35,11 @@ class TokenSlice:
         return self.own.numel() == self.padded_position.numel() == int(self.padded_cu_seqlens[-1])
 
     def local(self, microbatch: Microbatch) -> Microbatch:
-        """Return this rank's tokens as a micro-batch; `cu_seqlens` stays that of the whole padded one.
+        """Return this rank's tokens as a micro-batch with the `cu_seqlens` of the complete padded micro-batch.
 
-        Padding learns nothing, is routed as the last token of the micro-batch, and stands behind its sequence,
-        where causal attention does not see it. With all tokens and no padding it is the micro-batch itself.
+        Padding tokens are masked in the loss and routed like the last token of the micro-batch. They follow
+        their sequence, so causal attention never sees them. If the rank has all tokens and there is no padding,
+        the same micro-batch is returned.
         """
         if self.is_whole:
             return microbatch
@@ -72,10 +73,11 @@ def token_slice(microbatch: Microbatch, rank: int, context: int, tensor: int) ->
     """Return the tokens of context-parallel rank `rank`.
 
     Args:
-        microbatch: The whole one.
-        rank: This rank's place in its context-parallel group.
-        context: Ranks of the context-parallel group; sequences are padded to multiples of twice as many.
-        tensor: Ranks of the tensor-parallel group, which split T' further for sequence parallelism.
+        microbatch: The complete micro-batch.
+        rank: Index of this rank in its context-parallel group.
+        context: Size of the context-parallel group. Above 1, sequences are padded to multiples of twice this
+            size.
+        tensor: Size of the tensor-parallel group, which splits T' further for sequence parallelism.
     """
     lengths = microbatch.cu_seqlens.diff().long()
     unit = 2 * context if context > 1 else 1
@@ -95,13 +97,13 @@ def token_slice(microbatch: Microbatch, rank: int, context: int, tensor: int) ->
 
 
 def zigzag(starts: Tensor, lengths: Tensor, rank: int, size: int) -> Tensor:
-    """Return [T/size] int64 positions of the rank's two pieces of each sequence, sequence by sequence.
+    """Return [T/size] int64 positions of a rank's two pieces of each sequence, sequence by sequence.
 
     Args:
         starts: [S] int64 first position of each sequence.
-        lengths: [S] int64, multiples of `2 * size`; of anything where `size` is 1.
-        rank: Whose; piece `rank` from the front and piece `rank` from the back are its.
-        size: Of the context-parallel group.
+        lengths: [S] int64, multiples of `2 * size`, or any lengths if `size` is 1.
+        rank: Index of the rank. It has piece `rank` from the front and piece `rank` from the back.
+        size: Size of the context-parallel group.
     """
     if size == 1:
         return torch.arange(int(lengths.sum()), device=starts.device)

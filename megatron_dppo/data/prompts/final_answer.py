@@ -1,4 +1,4 @@
-r"""Finds the final answer in a cell that holds more than an answer, by the markers of published math sets."""
+r"""Finds the final answer in a cell with more text, by the markers of published math data sets."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,19 +8,19 @@ from typing import Literal
 from megatron_dppo.rewards import is_matched_as_text
 
 AnswerKind = Literal["bare", "marked", "prose", "with_words"]
-"""bare: an answer alone. marked: a text that marks its final answer. prose: a text that marks none.
+"""bare: only the answer. marked: text with a marked final answer. prose: text without a marked final answer.
 with_words: a number with words, such as "4 cups" or "She has 4 cups"."""
 
 KINDS: dict[AnswerKind, str] = {
-    "marked": "hold a text around a final answer",
-    "prose": "hold a text without a marked final answer",
+    "marked": "are texts around a final answer",
+    "prose": "are texts without a marked final answer",
     "with_words": "are a number with words",
 }
-"""What cells of a kind do, as the rest of a sentence about answers."""
+"""Description of each kind, as the rest of a sentence about answers."""
 
 _DOZEN, _FEW = 12, 3  # words
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count as a brace
 _GSM8K = re.compile(r"^[ \t]*####[ \t]*(.+?)\s*\Z", re.MULTILINE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _SAID = re.compile(
@@ -36,17 +36,17 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z']+|[\u3400-\u9fff]{2}")
 
 @dataclass(frozen=True)
 class Found:
-    """A final answer, and where it was found."""
+    """A final answer and the position of its marker."""
 
-    start: int  # of its marker
+    start: int  # index of its marker in the cell
     text: str
 
 
 def final_answer(cell: str) -> str | None:
-    r"""Return the final answer that a text marks; none if it marks none, or is the answer itself.
+    r"""Return the final answer that a text marks, or `None` without a marker or if the cell is only the answer.
 
-    Of several markers the last counts: `#### 18` on the last line (GSM8K), the last `\boxed{}` (MATH),
-    `<answer>` tags, and "The answer is 4" or "Answer: 4" up to the end of its sentence.
+    If there are several markers, the last one counts. Markers are `#### 18` on the last line (GSM8K), the last
+    `\boxed{}` (MATH), `<answer>` tags, and "The answer is 4" or "Answer: 4" up to the end of the sentence.
     """
     found = [each for each in _marked(cell) if each.text]
     answer = max(found, key=lambda each: each.start).text if found else None
@@ -66,23 +66,23 @@ def answer_kind(cell: str) -> AnswerKind:
 
 
 def last_boxed(solution: str) -> str:
-    r"""Return the content of the last \boxed{} or \fbox{} of a solution; empty where none is whole."""
+    r"""Return the content of a solution's last \boxed{} or \fbox{}; empty if that box is not closed."""
     return next((found.text for found in _boxed(solution)), "")
 
 
 def number_of(cell: str) -> str | None:
-    """Return the only number of an answer with words; none if it has several."""
+    """Return the number in an answer with words, or `None` unless there is exactly one."""
     numbers = {number.rstrip(",") for number in _NUMBER.findall(cell)}
     return numbers.pop() if len(numbers) == 1 else None
 
 
 def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where: str = "") -> str | None:
-    """Return a sentence on the answers that `math` matches as the same text only; none if it reads them all.
+    """Return a sentence on the answers that `math` can only match as text, or `None` if it reads all of them.
 
     Args:
-        answers: Row number and bare answer; all of them, or a sample.
-        num_answers: Bare answers that there are.
-        where: Follows "answers", such as " of prompts.jsonl".
+        answers: Row numbers and bare answers: all of them, or a sample.
+        num_answers: Number of bare answers before sampling.
+        where: Words after "answers", such as " of prompts.jsonl".
     """
     unread = {answer for answer in {answer for _, answer in answers} if is_matched_as_text(answer)}
     rows = [(number, answer) for number, answer in answers if answer in unread]
@@ -91,10 +91,10 @@ def text_only_doubt(answers: Sequence[tuple[int, str]], num_answers: int, where:
     sampled = "" if len(answers) == num_answers else f" that were sampled from {num_answers}"
     number, answer = rows[0]
     return (
-        f"{len(rows)} of {len(answers)} bare answers{where}{sampled} hold no value that reward 'math' reads, "
-        f"such as {excerpt(answer)} in row {number}: only the same text is right, and the same value in "
-        "another spelling is wrong. Write such answers as one value that it reads (see rewards/README.md), or "
-        "leave these rows out."
+        f"{len(rows)} of {len(answers)} bare answers{where}{sampled} have no value that reward 'math' can "
+        f"parse, such as {excerpt(answer)} in row {number}. Only the same text counts as right, and the same "
+        "value in another spelling counts as wrong. Write such answers as one value that 'math' can parse "
+        "(see rewards/README.md), or leave these rows out."
     )
 
 
@@ -115,7 +115,7 @@ def _marked(cell: str) -> Iterator[Found]:
 
 
 def _boxed(solution: str) -> Iterator[Found]:
-    """Yield the last box, if it is whole."""
+    """Yield the last box, if it is closed."""
     boxes = list(_BOX.finditer(solution))
     if not boxes:
         return
@@ -128,7 +128,7 @@ def _boxed(solution: str) -> Iterator[Found]:
 
 
 def _without_sentence(said: str) -> str:
-    """Return the answer that a sentence begins with, without Markdown's and TeX's marks around it."""
+    """Return the answer at the beginning of a sentence, without Markdown and TeX marks around it."""
     end = _SENTENCE_END.search(said)
     answer = (said if end is None else said[: end.start()]).strip().strip("*").strip()
     is_formula = len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1]

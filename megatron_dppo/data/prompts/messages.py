@@ -1,4 +1,4 @@
-"""Reads what a row shows to the model: text or messages, tools, and arguments of the chat template."""
+"""Reads the prompt of a row: text or messages, tools, and arguments of the chat template."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.types import Message
 
 Asked = str | tuple[Message, ...]
-"""What a model is asked: text, or the messages of a chat."""
+"""A prompt: text, or the messages of a chat."""
 Fields = Mapping[str, Any]
 
 TOOLS, TEMPLATE_ARGUMENTS = "tools", "chat_template_kwargs"
-"""Columns that the chat template gets beside the messages."""
+"""Columns that the chat template receives in addition to the messages."""
 READ_COLUMNS = frozenset((TOOLS, TEMPLATE_ARGUMENTS))
 _MEDIA = frozenset(
     ("image", "images", "video", "videos", "audio", "audios", "multi_modal_data", "multi_modal_inputs")
@@ -27,7 +27,7 @@ _UNREAD = {
     "tool_calls": "Write them into the assistant's message.",
     "documents": f"Write them into a message, or into {TEMPLATE_ARGUMENTS!r} if the chat template takes them.",
 }
-"""Columns that would change the prompt, by what to do with them."""
+"""Unread columns that would change the prompt, with the advice to the user."""
 _OURS = frozenset(
     ("tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "messages", TOOLS)
 )
@@ -38,7 +38,7 @@ _LIKE_MESSAGES = re.compile(
 
 @dataclass(frozen=True)
 class PromptCell:
-    """What one row asks, in the form that `Prompt` takes."""
+    """The prompt of one row, with the fields of `Prompt`."""
 
     asked: Asked
     tools: tuple[Fields, ...] | None = None
@@ -46,21 +46,21 @@ class PromptCell:
 
 
 def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], key: str) -> PromptCell:
-    """Return what a row asks.
+    """Return the prompt of a row.
 
-    A null field of a message, a tool or an argument counts as absent: Parquet cannot tell them apart. A text
-    that is JSON of messages is read as these messages.
+    A null field of a message, a tool or an argument counts as absent, because Parquet does not distinguish the
+    two. Text that is JSON of messages is read as these messages.
 
     Args:
-        where: The file and the row.
-        row: All columns.
-        value: The cell of the prompt.
-        named: The columns of the prompt and the answer.
-        key: The setting that names the column of the prompt.
+        where: File and row, for error messages.
+        row: All columns of the row.
+        value: Cell of the prompt column.
+        named: Columns of the prompt and the answer.
+        key: Setting that names the prompt column.
 
     Raises:
-        DataError: The cell holds another type, a message is not text, or a column that is not read would change
-            the prompt.
+        DataError: The cell has another type, a message is not text, or an unread column would change the
+            prompt.
     """
     _refuse_other_columns(where, row, named)
     asked = _asked(where, value, key)
@@ -70,7 +70,7 @@ def prompt_cell(where: str, row: Fields, value: object, named: Collection[str], 
     }
     given = {name: cell for name, cell in given.items() if name not in named}
     if given and isinstance(asked, str):
-        found = f"{' and '.join(given)} beside a prompt of text"
+        found = f"{' and '.join(given)} with a text prompt"
         action = "Make the prompt a list of messages, or leave the column out."
         raise fault(where, found, "messages, which the chat template writes with them", action)
     return PromptCell(
@@ -95,13 +95,13 @@ def _asked(where: str, value: object, key: str) -> Asked:
     messages = tuple(_message(where, item, key) for item in cast(list[object], value))
     if messages[-1]["role"] == "assistant":
         expected = "a last message that the policy responds to, of the user or of a tool"
-        action = "Remove it, since it may hold the answer. A response is begun in a prompt of text alone."
+        action = "Remove it, since it may contain the answer. Only a text prompt can begin the response."
         raise fault(where, "a last message of the assistant", expected, action)
     return messages
 
 
 def _message(where: str, item: object, key: str) -> Message:
-    """Return a message with text as its content, and every further field that the row has."""
+    """Return a message with text content and all its other fields."""
     given = _object(item) or {}
     media = sorted(name for name in _MEDIA & given.keys() if not _is_empty(given[name]))
     if media:
@@ -121,7 +121,7 @@ def _message(where: str, item: object, key: str) -> Message:
 
 
 def _content(where: str, content: object) -> object:
-    """Return the content of a message, parts of text joined."""
+    """Return the content of a message, with text parts joined."""
     parts = _objects(content)
     if parts is None:
         return content
@@ -132,7 +132,7 @@ def _content(where: str, content: object) -> object:
 
 
 def _calls(where: str, value: object) -> list[Fields]:
-    """Return the calls of an assistant's message, their arguments as objects: templates write them as JSON."""
+    """Return the tool calls of a message, with arguments as objects, since templates write them as JSON."""
     calls, given = list[Fields](), _objects(_parsed(value) if isinstance(value, str) else value)
     for call in [{}] if given is None else given:
         function = _object(call.get("function", call)) or {}
@@ -170,7 +170,7 @@ def _arguments(where: str, value: object) -> Fields:
     arguments = _without_nulls(where, parsed)
     ours = sorted(_OURS & arguments.keys())
     if ours:
-        expected = "arguments of the chat template alone: the run sets this one"
+        expected = "only arguments of the chat template: the run sets this one"
         raise fault(where, f"{', '.join(ours)} in {TEMPLATE_ARGUMENTS}", expected, "Leave it out.")
     return arguments
 
@@ -182,13 +182,13 @@ def _refuse_other_columns(where: str, row: Fields, named: Collection[str]) -> No
         raise _not_text(where, f"a column {', '.join(media)}")
     for name in present:
         if name in _UNREAD:
-            expected = "all that the model reads in the column of the prompt"
+            expected = "everything that the model reads in the prompt column"
             raise fault(where, f"a column {name!r}, which is not read", expected, _UNREAD[name])
 
 
 def _not_text(where: str, found: str) -> DataError:
-    action = "Leave such rows out: models that see or hear are not trained here."
-    return fault(where, found, "text alone", action)
+    action = "Leave such rows out: multimodal training is not supported."
+    return fault(where, found, "only text", action)
 
 
 def _bad_prompt(where: str, found: str, key: str) -> DataError:
@@ -198,7 +198,7 @@ def _bad_prompt(where: str, found: str, key: str) -> DataError:
 
 
 def _parsed(text: str) -> Any:
-    """Return the JSON value of a text; none if it is no JSON of a list or an object."""
+    """Return the list or object that a JSON text contains; `None` for any other text."""
     if not text.lstrip().startswith(("[", "{")):
         return None
     try:
@@ -212,7 +212,7 @@ def _object(value: object) -> dict[str, Any] | None:
 
 
 def _objects(value: object) -> list[dict[str, Any]] | None:
-    """Return a list of objects; none if the value is anything else."""
+    """Return the value if it is a list of objects, else `None`."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast(list[object], value)):
         return None
     return cast(list[dict[str, Any]], value)
@@ -223,10 +223,10 @@ def _is_empty(value: object) -> bool:
 
 
 def _without_nulls(where: str, value: object) -> dict[str, Any]:
-    """Return an object without the fields that are null, at any depth.
+    """Return an object without its null fields, at any depth.
 
     Raises:
-        DataError: It holds what JSON cannot.
+        DataError: A value cannot be written as JSON.
     """
 
     def pruned(value: Any) -> Any:

@@ -38,61 +38,61 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.types import AnswerForm, Prompt
 
 Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
-"""Given an iterable, what it is of, and how many: yields the same, and shows how far it is."""
+"""Receives an iterable, its description and its length. Yields the items unchanged, and shows the progress."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of preparing a data set."""
+    """Options for preparing a data set."""
 
-    name: str  # the prompts' source, and the beginning of their ids
-    template: str = "none"  # one of TEMPLATES, or chat; none keeps prompts as the source has them
-    instruction: str | None = None  # of the template chat
-    keeps_answers: bool = False  # texts around a final answer too
+    name: str  # source of the prompts, and prefix of their ids
+    template: str = "none"  # one of TEMPLATES, "chat", or "none", which keeps the source's prompts unchanged
+    instruction: str | None = None  # instruction of template "chat"
+    keeps_answers: bool = False  # also texts around a final answer are kept unchanged
     drops_bad_rows: bool = False
     max_prompt_tokens: int = 1024
     refuse_too_long: bool = False
     language: Language | None = None
     limit: int | None = None
     seed: int = 0
-    num_problems: int | None = None  # that the set is known to have
+    num_problems: int | None = None  # expected number, if it is known
     question_column: str | None = None
     answer_column: str | None = None
 
     @property
     def replaces_instructions(self) -> bool:
-        """Whether DAPO's instruction around a problem is taken off."""
+        """Whether DAPO's instruction around a problem is removed."""
         return self.instruction is not None if self.template == "chat" else self.template != "none"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The prepared rows, and the count of rows by outcome."""
+    """The prepared rows, and the number of rows by outcome."""
 
-    rows: Sequence[Mapping[str, object]]  # id, prompt, answer, source, and what else there is of a prompt
+    rows: Sequence[Mapping[str, object]]  # id, prompt, answer, source, and optional fields of a prompt
     schema: Schema
     counts: Mapping[str, int]
     num_instructions_removed: int
-    answers_taken: Sequence[tuple[str, str]]  # the text, and the final answer that was taken out of it
+    answers_taken: Sequence[tuple[str, str]]  # (text, final answer that was extracted from it)
     longest_prompt_tokens: int
     unread_columns: Sequence[str]
-    form: AnswerForm | None  # that every prompt asks its answer for; none if not all ask for the same
-    doubts: Sequence[str]  # what may be wrong with the rows, as sentences
+    form: AnswerForm | None  # answer form that every prompt asks for; None if they differ
+    doubts: Sequence[str]  # sentences about what may be wrong with the rows
 
 
 def prepare(source: Source, tokenizer: Any, options: Options, progress: Progress) -> Prepared:
-    """Read a data set, keep each problem once, filter, and put the rest into the template.
+    """Read a data set, deduplicate and filter its problems, and put them into the template.
 
     Args:
-        source: Is read to its end.
+        source: Data set to read completely.
         tokenizer: The transformers tokenizer that training will use.
-        options: How.
-        progress: Shows how far reading and counting tokens are.
+        options: Columns, filters and template.
+        progress: Shows the progress of reading rows and of tokenising prompts.
 
     Raises:
-        DataError: No known columns, rows that cannot be used unless they are dropped, a template that does not
-            suit the tokenizer, texts in the place of most answers, a prompt too long where that is refused,
-            another number of problems than the set has, or none left.
+        DataError: No known schema fits, rows cannot be used and are not dropped, the template does not fit the
+            tokenizer, most answers are prose, a prompt is too long and `refuse_too_long` is set, the number of
+            problems is not the expected one, or no prompt is left.
     """
     require_tokenizer(options.template, tokenizer)
     schema, counts = schema_of(source, options), dict[str, int]()
@@ -168,10 +168,10 @@ def _tokenized(
 
 
 def _doubts_of_answers(where: str, questions: Sequence[Question]) -> Iterator[str]:
-    """Yield doubts about cells that are no bare answers.
+    """Yield doubts about answer cells with more text than the answer.
 
     Raises:
-        DataError: Most are texts without a marked final answer.
+        DataError: Most cells are texts without a marked final answer.
     """
     odd = dict[AnswerKind, list[Question]]()
     for question in questions:
@@ -185,7 +185,7 @@ def _doubts_of_answers(where: str, questions: Sequence[Question]) -> Iterator[st
         expected = r"bare answers, or texts that end in '#### 18', \boxed{18} or 'The answer is 18'"
         action = (
             "Name a column of bare answers with --question-column and --answer-column, or keep these for a "
-            "reward of your own with --answers as-is."
+            "custom reward with --answers as-is."
         )
         raise fault(where, found, expected, action)
     for kind, what in KINDS.items():
@@ -197,7 +197,7 @@ def _doubts_of_answers(where: str, questions: Sequence[Question]) -> Iterator[st
 
 
 def _doubts_of_labels(questions: Sequence[Question]) -> Iterator[str]:
-    """Yield a doubt about bare answers that `math` matches as text; at most NUM_BARE of them are tried."""
+    """Yield a doubt if `math` can only match some bare answers as text. At most NUM_BARE of them are tried."""
     bare = [(each.row, each.answer) for each in questions if answer_kind(each.answer) == "bare"]
     doubt = text_only_doubt(bare[:: -(-len(bare) // NUM_BARE) or 1], len(bare))
     if doubt is not None:
@@ -214,10 +214,10 @@ def _doubts_of_tokens(tokenizer: Any, tokenized: Sequence[_Tokenized], template:
 
 
 def schema_of(source: Source, options: Options) -> Schema:
-    """Return the named columns, or those of the first schema that fits.
+    """Return a schema of the named columns, or else the first schema that fits.
 
     Raises:
-        DataError: They are not there, or no schema fits.
+        DataError: A named column is missing, or no schema fits.
     """
     question, answer = options.question_column, options.answer_column
     if question is not None and answer is not None:
@@ -262,7 +262,7 @@ def _prompt(where: str, question: Question, options: Options) -> Prompt:
         cell = replace(cell, asked=TEMPLATES[options.template](problem_alone(where, question)))
     if isinstance(cell.asked, str) and (cell.tools or cell.template_arguments):
         found = f"tools or chat_template_kwargs with --template {options.template}, which makes text"
-        action = "Take --template chat or none."
+        action = "Use --template chat or none."
         raise fault(f"{where}, row {question.row}", found, "a template of messages", action)
     return prompt_of(f"{options.name}/{question.row}", question.answer, options.name, cell)
 
@@ -277,7 +277,7 @@ def _short_enough(
         longest = max(tokenized, key=lambda each: len(each.tokens))
         found = f"{counts['too long']} prompts of more than {limit} tokens, the longest in row "
         found += f"{longest.question.row} with {len(longest.tokens)}"
-        action = "Raise --max-prompt-tokens, or take --too-long drop."
+        action = "Raise --max-prompt-tokens, or use --too-long drop."
         raise fault(where, found, f"at most {limit} tokens in each", action)
     return kept
 

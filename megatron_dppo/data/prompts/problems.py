@@ -1,4 +1,4 @@
-"""Reads the problems of a published data set, and keeps each of them once."""
+"""Reads the problems of a published data set, and deduplicates them."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from megatron_dppo.types import Message
 Language = Literal["en", "zh"]
 Counts = MutableMapping[str, int]
 OPTION_KEYS = ("--question-column", "--answer-column")
-"""The options that name the columns of the prompt and the answer."""
+"""Command-line options that name the prompt and answer columns."""
 
 _HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 
@@ -29,28 +29,28 @@ _HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 class Question:
     """One problem and its answer."""
 
-    row: int  # where it stands first in the source
-    cell: PromptCell  # as the source has it
-    problem: str  # without an instruction
+    row: int  # number of its first row in the source
+    cell: PromptCell  # the source's prompt, unchanged
+    problem: str  # text without an instruction
     answer: str
-    had_instruction: bool  # DAPO's, around the problem
-    had_solution: str = ""  # the text that the answer was taken out of
+    had_instruction: bool  # whether DAPO's instruction was around the problem
+    had_solution: str = ""  # the text from which the answer was extracted
 
     @property
     def asked(self) -> Asked:
-        """The text or the messages, as the source has them."""
+        """The source's text or messages, unchanged."""
         return self.cell.asked
 
     @property
     def key(self) -> str:
-        """The problem and its tools, without differences in white space."""
+        """The problem with normalised white space, and its tools. Equal problems have equal keys."""
         others = [self.cell.tools, self.cell.template_arguments]
         return " ".join(self.problem.split()) + (json.dumps(others, sort_keys=True) if any(others) else "")
 
 
 @dataclass
 class BadRows:
-    """Rows that cannot be used, which are dropped and counted, or refused all at once."""
+    """Rows that cannot be used. They are counted, and then dropped or reported in one error."""
 
     where: str
     drop: bool
@@ -64,10 +64,10 @@ class BadRows:
             self.first.append(fault)
 
     def refuse(self, num_read: int) -> None:
-        """End the command if rows cannot be used and are not to be dropped.
+        """Raise an error if there are unusable rows and `drop` is not set.
 
         Raises:
-            DataError: With the number of rows, and the first of them.
+            DataError: There are such rows. The error has their number and the first of them.
         """
         if self.num_rows and not self.drop:
             shown = f", the first {NUM_SHOWN} below" if self.num_rows > NUM_SHOWN else ""
@@ -83,16 +83,16 @@ class QuestionReader:
 
     where: str
     schema: Schema
-    keeps_answers: bool  # as they are, texts around a final answer too
+    keeps_answers: bool  # also texts around a final answer are kept unchanged
     bad_rows: BadRows
 
     @property
     def named(self) -> frozenset[str]:
-        """The columns of the problem and the answer."""
+        """Columns of the problem and the answer."""
         return with_roots(self.schema.prompt, self.schema.answer)
 
     def read(self, rows: Iterable[tuple[int, Row | DataError]], counts: Counts) -> Iterator[Question]:
-        """Yield the rows that have a problem and an answer, and count the others."""
+        """Yield the questions of the rows with a problem and an answer, and count the other rows."""
         counts.update({"read": 0, "without a problem": 0, "without an answer": 0})
         for number, row in rows:
             counts["read"] += 1
@@ -127,16 +127,16 @@ class QuestionReader:
         return None
 
     def _taken(self, reference: str) -> str:
-        """Return the answer of a cell: the cell, or the final answer that its text marks."""
+        """Return the answer of a cell: the final answer that its text marks, or else the complete cell."""
         if self.schema.is_solution:
             return last_boxed(reference) or final_answer(reference) or ""
         return reference if self.keeps_answers else final_answer(reference) or reference
 
 
 def each_once(questions: Iterable[Question], counts: Counts) -> list[Question]:
-    """Return the first row of each problem; problems with several different answers are dropped.
+    """Return the first row of each problem, and drop problems with several different answers.
 
-    Two problems are one where they differ in white space only.
+    Problems that differ only in white space count as one problem.
     """
     first: dict[str, Question] = {}
     times, contradictory = Counter[str](), set[str]()
@@ -151,7 +151,7 @@ def each_once(questions: Iterable[Question], counts: Counts) -> list[Question]:
 
 
 def text_asked(asked: Asked) -> str:
-    """Return the text of a prompt; of messages, that of each, with its role where there are several."""
+    """Return the text of a prompt. Several messages become one line each, with their roles."""
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:
@@ -160,25 +160,23 @@ def text_asked(asked: Asked) -> str:
 
 
 def problem_alone(where: str, question: Question) -> str:
-    """Return the problem as plain text, to be put into a template.
+    """Return the problem as plain text for a template.
 
     Raises:
-        DataError: The prompt is a chat of several messages, or not the user's: its other parts would be lost.
+        DataError: The prompt is not a single user message. The template would lose its other parts.
     """
     if not isinstance(question.asked, str) and [m["role"] for m in question.asked] != ["user"]:
         roles = ", ".join(message["role"] for message in question.asked)
-        action = (
-            "Use --template none, which keeps such prompts as they are, or chat, which adds an instruction."
-        )
+        action = "Use --template none, which keeps such prompts unchanged, or chat, which adds an instruction."
         raise fault(f"{where}, row {question.row}", f"messages of {roles}", "one message of the user", action)
     return question.problem
 
 
 def problem_in_chat(where: str, question: Question, instruction: str | None) -> tuple[Message, ...]:
-    """Return the problem as a chat, whose last message has the instruction.
+    """Return the problem as a chat, with the instruction added to the last message.
 
     Raises:
-        DataError: The last message is not the user's.
+        DataError: The last message is not a user message.
     """
     asked = question.asked
     if instruction is not None and (isinstance(asked, str) or question.had_instruction):
@@ -194,5 +192,5 @@ def problem_in_chat(where: str, question: Question, instruction: str | None) -> 
 
 
 def language_of(problem: str) -> Language:
-    """Return `zh` for a problem with any Chinese character, `en` for all others."""
+    """Return `zh` for a problem with any Chinese character, else `en`."""
     return "zh" if _HAN.search(problem) else "en"

@@ -1,4 +1,4 @@
-"""Writes a file of prompts from a published data set: each problem once, and every drop counted."""
+"""Writes a prompt file from a published data set: deduplicates problems and counts every dropped row."""
 
 import hashlib
 import json
@@ -39,16 +39,16 @@ DATA_SETS = {
 
 
 def write_prompt_file(out: Path, opened: Source, tokenizer: Path, options: Options) -> Prepared:
-    """Prepare the prompts, and write them and their counts.
+    """Prepare the prompts of a data set, and write them and their counts.
 
     Args:
-        out: The file to write.
-        opened: The data set.
+        out: Prompt file to write.
+        opened: Data set to read.
         tokenizer: Folder of the model that will be trained.
-        options: What to keep, and how to put it.
+        options: Filters, template and columns.
 
     Raises:
-        DataError: There is no tokenizer, or the data set does not have what is asked for.
+        DataError: There is no tokenizer, or the data set cannot be prepared with these options.
     """
     prepared = prepare(opened, _load_tokenizer(tokenizer), options, _progress)
     _write(out, prepared, {"read_from": opened.name, "tokenizer": str(tokenizer), **asdict(options)})
@@ -56,7 +56,7 @@ def write_prompt_file(out: Path, opened: Source, tokenizer: Path, options: Optio
 
 
 def counts_file(out: Path) -> Path:
-    """Return the file that holds the counts of an output."""
+    """Return the path of the counts of an output file."""
     return out.with_name(f"{out.stem}.counts.json")
 
 
@@ -68,11 +68,11 @@ def refuse_unusable(
     template: str,
     instruction: str | None,
 ) -> None:
-    """Refuse contradictory options, before anything is read.
+    """Reject contradictory options before anything is read.
 
     Raises:
-        DataError: There is no source, the output has another suffix or exists, a column is missing, or an
-            instruction comes with a template that takes none.
+        DataError: There is no source, the output has another suffix or exists, only one of the two columns is
+            named, or an instruction is given for a template that does not use it.
     """
     if source is None:
         raise _problem("--source", "nothing", "a file, a folder or a name on the hub", "Name the data set.")
@@ -81,7 +81,7 @@ def refuse_unusable(
     if out.exists():
         raise _problem("--out", f"{out}, which exists", "a new file", "Choose another name, or delete it.")
     if instruction is not None and template != "chat":
-        found, expected = f"one with --template {template}", "--template chat, whose prompts it is part of"
+        found, expected = f"one with --template {template}", "--template chat, which inserts it into prompts"
         raise _problem("--instruction", found, expected, "Choose that template, or leave the instruction out.")
     if (question is None) != (answer is None):
         found = "one of --question-column and --answer-column"
@@ -91,7 +91,7 @@ def refuse_unusable(
 def open_data_set(
     data_set: DataSet, source: str | None, configs: Sequence[str] | None, split: str | None
 ) -> Source:
-    """Open the data set at its published place, or at the user's path without the published settings."""
+    """Open the published data set, or the user's `source` without the published configs and split."""
     if source is not None or data_set.source is None:
         return open_source(source or "", configs or (), split or "train")
     return open_source(data_set.source, configs or data_set.configs, split or data_set.split)
@@ -100,7 +100,7 @@ def open_data_set(
 def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         raise _problem("--tokenizer", f"{folder}", "the folder of a model", "Download the model first.")
-    config = config_file(folder)  # of a converted folder in its hf/
+    config = config_file(folder)  # a converted folder has it in hf/
     try:
         return AutoTokenizer.from_pretrained(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             folder if config is None else config.parent, trust_remote_code=False
@@ -115,7 +115,7 @@ def _progress(items: Iterable[Any], what: str, total: int | None) -> Iterable[An
 
 
 def _write(out: Path, prepared: Prepared, asked: dict[str, Any]) -> None:
-    """Write the prompts, then their counts; each file appears whole or not at all."""
+    """Write the prompts, then their counts. Each file is written atomically."""
     write_jsonl(out, prepared.rows)
     found = {
         "schema": asdict(prepared.schema),
@@ -130,7 +130,7 @@ def _write(out: Path, prepared: Prepared, asked: dict[str, Any]) -> None:
 
 
 def summary(prepared: Prepared) -> str:
-    """Return lines for the terminal: the recognised schema, and each count."""
+    """Return the recognised schema and each count as lines for the terminal."""
     schema = prepared.schema
     rows = [*prepared.counts.items(), ("longest prompt, tokens", prepared.longest_prompt_tokens)]
     if prepared.num_instructions_removed:

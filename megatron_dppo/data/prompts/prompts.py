@@ -1,4 +1,4 @@
-"""Loads prompts from a file, and streams them in an order that a resumed run continues."""
+"""Loads prompts from a file, and streams them in an order that a resumed run continues exactly."""
 
 import hashlib
 import json
@@ -37,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 
 def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> list[Prompt]:
-    """Load all prompts of a .jsonl or .parquet file, in its order.
+    """Load all prompts of a .jsonl or .parquet file, in file order.
 
-    A prompt cell is a string, or a list of {role, content} messages, or its JSON; an answer cell is a string or
-    an integer (taken as its decimal digits). `column.field` names a field of a column. Columns `tools` and
-    `chat_template_kwargs` are for the chat template, see `messages.prompt_cell`. Columns `id`, and `source` or
-    `data_source`, are used if they are present; otherwise the id is the row number (the line number in a
-    .jsonl file) and the source the file's name. Rows count from 1.
+    A prompt cell is a string, a list of {role, content} messages, or such a list as JSON text. An answer cell
+    is a string or an integer (read as its decimal digits). `column.field` names a field of a column. Columns
+    `tools` and `chat_template_kwargs` are for the chat template (see `messages.prompt_cell`). Columns `id`, and
+    `source` or `data_source`, are used if they are present. Without them, the id is the row number (the line
+    number in a .jsonl file) and the source is the file's name. Rows count from 1.
 
     Args:
-        path: The file.
-        prompt_column: Where the prompt stands.
-        answer_column: Where its answer stands; none for the first of `TRAINING_SCHEMAS` that fits.
+        path: Prompt file.
+        prompt_column: Column of the prompt.
+        answer_column: Column of the answer. `None` means the first of `TRAINING_SCHEMAS` that fits.
 
     Raises:
-        DataError: The file is missing, of another kind, torn or empty, or a row lacks a column, holds another
+        DataError: The file is missing, of another kind, torn or empty, or a row lacks a column, has another
             type, or repeats an id.
     """
     prompts: list[Prompt] = []
@@ -63,29 +63,29 @@ def load_prompts(path: Path, prompt_column: str, answer_column: str | None) -> l
 
 
 _READ = READ_COLUMNS | {"id", "source", "data_source", "template"}
-"""Columns that are read beside the prompt and the answer."""
+"""Columns that are read in addition to the prompt and the answer."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a file of prompts."""
+    """A row of a prompt file."""
 
     number: int  # from 1
     prompt: Prompt
-    template: str | None  # that megatron-dppo prepare-data put the problem into, where the row says so
-    unread: Collection[str] = ()  # columns of the row that nothing reads
+    template: str | None  # template used by megatron-dppo prepare-data, if the row names it
+    unread: Collection[str] = ()  # columns of the row that are not read
 
 
 def read_prompts(
     path: Path, prompt_column: str, answer_column: str | None, *, logs_schema: bool = False
 ) -> Iterator[PromptRow | DataError]:
-    """Yield each row's prompt, or the problem with the row; see `load_prompts`.
+    """Yield the prompt of each row, or the row's error (see `load_prompts`).
 
     Args:
-        path: The file.
-        prompt_column: Where the prompt stands.
-        answer_column: Where its answer stands; none for the first of `TRAINING_SCHEMAS` that fits.
-        logs_schema: Whether a schema that was found so is logged.
+        path: Prompt file.
+        prompt_column: Column of the prompt.
+        answer_column: Column of the answer. `None` means the first of `TRAINING_SCHEMAS` that fits.
+        logs_schema: Whether to log the detected schema.
 
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.
@@ -111,7 +111,7 @@ def read_prompts(
 
 @dataclass(frozen=True)
 class _RowReader:
-    """Reads rows of one file, whose columns are known."""
+    """Reads the rows of one file with known columns."""
 
     path: Path
     prompt_column: str
@@ -137,12 +137,12 @@ class _RowReader:
 
     @cached_property
     def named(self) -> frozenset[str]:
-        """The columns of the prompt and the answer."""
+        """Columns of the prompt and the answer."""
         return with_roots(self.prompt_column, self.answer_column)
 
 
 class PromptsDigest:
-    """Digest of all prompts, answers and ids in order: a cursor is valid only with the same digest."""
+    """Digest of all prompts, answers and ids in order. A cursor is valid only for the same digest."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
@@ -150,7 +150,7 @@ class PromptsDigest:
     def add(self, prompt: Prompt) -> None:
         """Add the next prompt."""
         fields = asdict(prompt)
-        for name in ("tools", "template_arguments"):  # checkpoints of older runs know no such fields
+        for name in ("tools", "template_arguments"):  # checkpoints of older runs do not have these fields
             if fields[name] is None:
                 del fields[name]
         self._hash.update(json.dumps(fields, sort_keys=True).encode())
@@ -164,12 +164,12 @@ def detected_schema(path: Path, prompt_column: str, columns: Iterable[str]) -> S
     """Return the schema of a file with these columns: our own, verl's or slime's.
 
     Raises:
-        DataError: Nowhere that is known.
+        DataError: No known schema fits.
     """
     schema = detect(columns, TRAINING_SCHEMAS, prompt_column)
     if schema is None:
         expected = f"columns {spellings(TRAINING_SCHEMAS)}"
-        action = "Set data.answer_column, or make a file of prompts with megatron-dppo prepare-data."
+        action = "Set data.answer_column, or make a prompt file with megatron-dppo prepare-data."
         raise fault(str(path), f"columns {list(columns)}", expected, action)
     return schema
 
@@ -182,7 +182,7 @@ def _required(where: str, row: Mapping[str, object], column: str) -> object:
 
 
 def prompt_of(row_id: str, answer: str, source: str, asked: PromptCell) -> Prompt:
-    """Return the prompt that asks this."""
+    """Build the prompt of a row from its id, answer, source and prompt cell."""
     if isinstance(asked.asked, str):
         return Prompt(row_id, answer, source, text=asked.asked)
     return Prompt(row_id, answer, source, None, asked.asked, asked.tools, asked.template_arguments)
@@ -190,27 +190,27 @@ def prompt_of(row_id: str, answer: str, source: str, asked: PromptCell) -> Promp
 
 @dataclass(frozen=True)
 class Drawn:
-    """A prompt, and its place in the stream."""
+    """A prompt and its index in the stream."""
 
-    place: int  # prompts of all epochs before it; the same after a resume
+    place: int  # index in the stream, counted over all epochs; the same after a resume
     prompt: Prompt
 
 
 class PromptStream:
     """Endless stream of prompts, epoch after epoch, from any cursor.
 
-    An epoch's order depends on (seed, epoch) only, so a stream made from a cursor continues exactly as the
-    one that left it there. All ranks hold the same stream and take their share of what `draw` returns. What a
-    rank takes out of turn, of what comes next, `pass_over` tells to the stream of every rank.
+    An epoch's order depends only on (seed, epoch), so a stream from a cursor continues exactly where the
+    earlier stream stopped. All ranks have the same stream and use their share of the prompts that `draw`
+    returns. If a rank takes upcoming prompts out of order, every rank skips them with `pass_over`.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, shuffle: bool, cursor: DataCursor | None = None
     ) -> None:
-        """Start at `cursor`, or at the beginning.
+        """Start at `cursor`, or at the beginning without one.
 
         Raises:
-            DataError: There are no prompts, or the cursor is none of a stream over this many prompts.
+            DataError: There are no prompts, or the cursor does not fit a stream of this many prompts.
         """
         if not prompts:
             raise fault("prompts", "none", "at least one prompt", "Check data.prompts.")
@@ -223,11 +223,11 @@ class PromptStream:
 
     @property
     def cursor(self) -> DataCursor:
-        """Cursor of the next prompts; as JSON in a checkpoint, all that resuming needs."""
+        """Cursor of the next prompt. Checkpoints store it as JSON; resuming needs nothing else."""
         return self.cursor_at(self._next, tuple(self._again))
 
     def cursor_at(self, next_place: int, again: Sequence[int]) -> DataCursor:
-        """Return the cursor of a stream that gives `again`, and then all from `next_place` on."""
+        """Return the cursor of a stream that repeats the indices `again`, then continues at `next_place`."""
         epoch, index = divmod(next_place, len(self._prompts))
         return {"epoch": epoch, "index": index} | ({"again": list(again)} if again else {})
 
@@ -238,35 +238,35 @@ class PromptStream:
 
     @property
     def upcoming(self) -> tuple[int, Sequence[int]]:
-        """The next place that was never given, and those that are given again before it."""
+        """The first index that was never drawn, and the indices that are drawn again before it."""
         return self._next, tuple(self._again)
 
     def draw(self, n: int) -> list[Drawn]:
-        """Draw the next `n` prompts; crosses epochs as often as needed, so one may come more than once."""
+        """Draw the next `n` prompts. They can span several epochs, so a prompt may occur more than once."""
         return [self.at(self._take()) for _ in range(n)]
 
     def next(self, n: int) -> list[Prompt]:
-        """Return the prompts of `draw`, without their places."""
+        """Draw the next `n` prompts, and return them without their indices."""
         return [drawn.prompt for drawn in self.draw(n)]
 
     def ahead(self, distance: int) -> Drawn:
-        """Return the prompt that `draw` gives after `distance` others, without advancing."""
+        """Return the prompt that `draw` returns after `distance` others, without advancing."""
         num_again = len(self._again)
         return self.at(self._again[distance] if distance < num_again else self._next + distance - num_again)
 
     def pass_over(self, places: Iterable[int]) -> None:
-        """Skip the places that any rank took with `ahead`; the others come in their order.
+        """Skip the indices that any rank took with `ahead`. The order of the others does not change.
 
         Raises:
-            DataError: A place was given before. The stream stays as it was.
+            DataError: An index was drawn before. The stream is unchanged.
         """
         missing, passed = set(places), list[int]()
         given = sorted(place for place in missing if place < self._next and place not in self._again)
         if given:
-            found = f"places {given} of the stream, which were given before"
-            expected = f"places from {self._next} on, or of {list(self._again)}, which come again"
-            action = "Resume the run from its last checkpoint, and report this as a fault of the program."
-            raise fault("prompts taken out of turn", found, expected, action)
+            found = f"indices {given} of the prompt stream, which were drawn before"
+            expected = f"indices from {self._next} on, or of {list(self._again)}, which are drawn again"
+            action = "Resume the run from its last checkpoint, and report this as a bug."
+            raise fault("prompts taken out of order", found, expected, action)
         while missing:
             place = self._take()
             if place in missing:
@@ -282,11 +282,11 @@ class PromptStream:
         return self._next - 1
 
     def at(self, place: int) -> Drawn:
-        """Return the prompt at a place, without advancing."""
+        """Return the prompt at an index of the stream, without advancing."""
         epoch, index = divmod(place, len(self._prompts))
-        order = self._orders.get(epoch)  # several threads may be here
+        order = self._orders.get(epoch)  # several threads may call this
         if order is None:
-            if len(self._orders) == 2:  # one, but where epochs meet
+            if len(self._orders) == 2:  # two are needed only at the end of an epoch
                 self._orders.clear()
             order = self._orders[epoch] = self._order_of(epoch)
         return Drawn(place, self._prompts[order[index]])
@@ -301,7 +301,7 @@ class PromptStream:
 
 
 def _read_cursor(cursor: DataCursor | None, num_prompts: int) -> tuple[int, Sequence[int]]:
-    """Read the place of the next prompt, and the places to give again before it."""
+    """Read the index of the next prompt, and the indices to draw again before it."""
     if cursor is None:
         return 0, ()
     epoch, index, again = cursor.get("epoch"), cursor.get("index"), cursor.get("again", [])

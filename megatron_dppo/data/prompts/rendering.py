@@ -1,4 +1,4 @@
-"""Checks what a chat template wrote: all that the prompt holds, and tokens that end a turn."""
+"""Checks that a chat template writes every part of a prompt, and finds the tokens that end a turn."""
 
 import json
 import re
@@ -13,10 +13,10 @@ _MARK = "the-response-stands-here"
 
 
 def whole_tokens(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt, as a rollout makes them, if they hold all of the prompt.
+    """Return the token ids of a prompt as in a rollout, after a check that no part of the prompt is missing.
 
     Raises:
-        DataError: The tokenizer cannot encode the prompt, or its chat template leaves something out.
+        DataError: The tokenizer cannot encode the prompt, or its chat template omits a part.
     """
     options = (prompt.tools, prompt.template_arguments)
     tokens = prompt_tokens(tokenizer, prompt.text, prompt.messages, *options)
@@ -27,10 +27,10 @@ def whole_tokens(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
 def require_whole(tokenizer: Any, prompt: Prompt) -> None:
     """Check that the chat template writes every message, tool and tool call, and reads every argument.
 
-    An assistant's thoughts may be left out, and its words in a message with tool calls: many templates do so.
+    The template may omit an assistant's thoughts, and its text in a message with tool calls. Many templates do.
 
     Raises:
-        DataError: Something is left out.
+        DataError: The template omits a message, tool, tool call or argument.
     """
     if prompt.messages is None:
         return
@@ -81,10 +81,10 @@ def _unread_arguments(tokenizer: Any, prompt: Prompt) -> Iterator[str]:
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """Return the first added token behind an assistant's message, in the middle and at the end of a chat.
+    """Return the first added token after an assistant message, in the middle and at the end of a chat.
 
     Raises:
-        DataError: The chat template refuses a chat of two turns.
+        DataError: The chat template rejects a chat of two turns.
     """
     question, response = Message(role="user", content="?"), Message(role="assistant", content=_MARK)
     chats = ([question, response, question], [question, response])

@@ -1,4 +1,4 @@
-"""Reads rows of .jsonl and .parquet files, and checks their cells; every fault names its row."""
+"""Reads rows of .jsonl and .parquet files, and checks their cells. Every error names its row."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,19 +10,19 @@ from megatron_dppo.errors import DataError, Problem, did_you_mean
 from megatron_dppo.runtime.jsonl import each_line
 
 SUFFIXES = (".jsonl", ".parquet")
-_NUM_ROWS_WITH_COLUMNS = 100  # of a .jsonl file
+_NUM_ROWS_WITH_COLUMNS = 100  # rows of a .jsonl file that are searched for columns
 
 CONFIG_KEYS = ("data.prompt_column", "data.answer_column")
-"""The settings that name the columns of the prompt and the answer in a config."""
+"""Config settings that name the prompt and answer columns."""
 
 
 def read_columns(path: Path) -> list[str]:
-    """Read the columns without the rows: from the Parquet schema, or the keys of the first JSON lines.
+    """Read the columns of a file: from the Parquet schema, or from the keys of the first JSON lines.
 
-    Lines that hold no JSON object are passed over, unless all of them hold none.
+    Lines without a JSON object are skipped, unless no line has one.
 
     Raises:
-        DataError: The file is missing, neither .jsonl nor .parquet, torn throughout, or holds no row.
+        DataError: The file is missing, neither .jsonl nor .parquet, without a valid line, or empty.
     """
     if path.suffix not in SUFFIXES:
         close = difflib.get_close_matches(path.suffix, SUFFIXES, n=1)
@@ -44,10 +44,10 @@ def read_columns(path: Path) -> list[str]:
 
 
 def _json_columns(path: Path) -> list[str] | None:
-    """Return the keys of the first lines that hold an object; none if the file has no lines.
+    """Return the keys of the first lines with a JSON object, or `None` if the file has no lines.
 
     Raises:
-        DataError: No line of the file holds an object.
+        DataError: No line of the file has a JSON object.
     """
     columns, num_rows, first_fault = dict[str, None](), 0, None
     for _, row in each_line(path):
@@ -64,7 +64,7 @@ def _json_columns(path: Path) -> list[str] | None:
 
 
 def each_row(path: Path) -> Iterator[tuple[int, Mapping[str, object] | DataError]]:
-    """Yield (number from 1, row, or the fault of the row); in a .jsonl file the number is the line's."""
+    """Yield (row number, row or error). Rows count from 1; in a .jsonl file the number is the line number."""
     if path.suffix == ".jsonl":
         return each_line(path)
     batches = (cast(list[dict[str, object]], batch.to_pylist()) for batch in _parquet_file(path).iter_batches())
@@ -94,7 +94,7 @@ def text_of(where: str, what: str, value: object) -> str:
 def missing_column(
     where: str, column: str, columns: Sequence[str], keys: Sequence[str] = CONFIG_KEYS
 ) -> DataError:
-    """Return the error for a missing column, with the closest name, or else the settings that name columns."""
+    """Return the error for a missing column. It suggests the closest name, or else the settings to correct."""
     action = did_you_mean(column, columns, f"Correct {' and '.join(keys)}, or the row.")
     return fault(where, f"columns {list(columns)}", f"a column {column!r}", action)
 
@@ -106,5 +106,5 @@ def shown(value: Any) -> str:
 
 
 def fault(where: str, found: str, expected: str, action: str) -> DataError:
-    """Return the error for a fault in a file of prompts."""
+    """Return the error for a fault in a prompt file."""
     return DataError(Problem(where, found, expected, action))

@@ -5,14 +5,14 @@ each digit of the second factor, then `#` and the product in four digits:
 
     w3 8 4 0 + w0 6 3 0 + w17 # 8 0 4 0 <eos>
 
-Each segment starts with a filler word drawn from a Zipf law over 256 words. Fillers carry no meaning; they
-give the policy the long tail of improbable tokens that trust regions are about. The teacher slips: each digit
-is replaced by a random one with probability 0.10, and later segments build on the slip. A model warm-started
-on such demonstrations knows the task (greedy decoding is right) but lacks confidence (sampling is often
-wrong), so reinforcement learning has something to find within minutes.
+Each segment starts with a filler word drawn from a Zipf law over 256 words. Fillers carry no meaning. They
+give the policy the long tail of improbable tokens that trust regions are designed for. The teacher makes
+mistakes: each digit is replaced by a random one with probability 0.10, and later segments build on the
+mistake. A model warm-started on these demonstrations knows the task (greedy decoding is right) but has a wide
+distribution (sampling is often wrong), so reinforcement learning can improve it within minutes.
 
-Only 10,000 pairs of factors exist. About a tenth of them, chosen by a hash of the unordered pair, are held out:
-they appear in no teacher batch and in no training prompt, and neither does the commuted product.
+Only 10,000 pairs of factors exist. About a tenth of them, chosen by a hash of the unordered pair, are held out.
+Neither a held-out pair nor its commuted product appears in a teacher batch or a training prompt.
 """
 
 from functools import cache
@@ -34,7 +34,7 @@ TOKENS: tuple[str, ...] = (
     *("+", "-", "*"),
     *(f"w{word}" for word in range(NUM_FILLER_WORDS)),
 )
-"""The vocabulary in order of token ids; text is these, separated by spaces."""
+"""Vocabulary in order of token ids. Text is a sequence of these tokens, separated by spaces."""
 VOCABULARY: dict[str, int] = {token: index for index, token in enumerate(TOKENS)}
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
@@ -53,7 +53,7 @@ class SanityRow(TypedDict):
 
 
 def make_prompts(n: int, seed: int, split: Split = "train") -> list[SanityRow]:
-    """Return `n` distinct problems of a split in an order that depends on (seed, split) only.
+    """Return `n` distinct problems of a split in an order that depends only on (seed, split).
 
     Raises:
         ConfigError: The split has fewer than `n` problems.
@@ -67,14 +67,14 @@ def make_prompts(n: int, seed: int, split: Split = "train") -> list[SanityRow]:
 
 
 def write_prompts(path: Path, n: int, seed: int, split: Split = "train") -> None:
-    """Write `make_prompts` as JSON lines, whole or not at all."""
+    """Write the problems of `make_prompts` as JSON lines. The file is written atomically."""
     write_jsonl(path, make_prompts(n, seed, split))
 
 
 def teacher_batch(
     batch: int, generator: torch.Generator, slip_probability: float = SLIP_PROBABILITY
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids of `batch` training prompts [batch, 7] and the teacher's responses [batch, 17]."""
+    """Return token ids of `batch` training prompts [batch, 7] and of the teacher's responses [batch, 17]."""
     pairs = _pairs("train")
     a, b = pairs[torch.randint(len(pairs), (batch,), generator=generator)].unbind(1)
     words = _filler_words(batch, generator)
@@ -104,7 +104,7 @@ class _ColumnOf:
 
 @cache
 def _pairs(split: Split) -> Tensor:
-    """Return all pairs of factors in a split, [N, 2] int64. Shared by all callers, who only read it."""
+    """Return all pairs of factors in a split, [N, 2] int64. Callers share the tensor and must not change it."""
     grid = torch.cartesian_prod(torch.arange(100), torch.arange(100))
     unordered = grid.amin(1) * 100 + grid.amax(1)
     # Knuth's multiplicative hash: the high bits of the product are well mixed.

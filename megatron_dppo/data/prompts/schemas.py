@@ -1,4 +1,4 @@
-"""Recognises the columns of the prompt and its answer, in our own files and in those of other frameworks."""
+"""Recognises the prompt and answer columns of our own files and of other frameworks' files."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from typing import cast
 
 @dataclass(frozen=True)
 class Schema:
-    """Names of the prompt and answer columns; a path is a column, or a column and fields, joined by dots."""
+    """Paths of the prompt and the answer: a column, or a column and its fields, joined by dots."""
 
     name: str
     prompt: str
     answer: str
-    is_solution: bool = False  # the answer stands in the last \boxed{} of a worked solution
+    is_solution: bool = False  # the answer is in the last \boxed{} of a worked solution
 
 
-# What training reads as it is. The first that fits counts.
+# Schemas that training reads directly. The first one that fits is used.
 TRAINING_SCHEMAS = (
     Schema("megatron_dppo", "prompt", "answer"),
     Schema("verl", "prompt", "reward_model.ground_truth"),
     Schema("slime", "prompt", "label"),
 )
 
-# What `megatron-dppo prepare-data` reads besides: problems without an instruction.
+# Schemas that `megatron-dppo prepare-data` reads: also problems without an instruction.
 PROBLEM_SCHEMAS = (
     *TRAINING_SCHEMAS,
     Schema("problem and answer", "problem", "answer"),
@@ -33,7 +33,7 @@ PROBLEM_SCHEMAS = (
 
 
 def detect(columns: Iterable[str], schemas: Iterable[Schema], prompt: str | None = None) -> Schema | None:
-    """Return the first schema whose columns exist; `prompt` replaces the prompt column of each schema."""
+    """Return the first schema with columns that all exist. `prompt` overrides the prompt column."""
     present = set(columns)
     for schema in schemas:
         wanted = prompt or schema.prompt
@@ -43,13 +43,13 @@ def detect(columns: Iterable[str], schemas: Iterable[Schema], prompt: str | None
 
 
 def has(columns: Iterable[str], path: str) -> bool:
-    """Whether a path begins in one of the columns."""
+    """Whether a path begins with one of the columns."""
     present = set(columns)
     return path in present or path.partition(".")[0] in present
 
 
 def with_roots(*paths: str) -> frozenset[str]:
-    """Return the paths, and the columns in which they begin."""
+    """Return the paths, and the columns that they begin with."""
     return frozenset(paths) | {path.partition(".")[0] for path in paths}
 
 
@@ -57,7 +57,7 @@ def cell(row: Mapping[str, object], path: str) -> object:
     """Return the value at a path of a row.
 
     Raises:
-        KeyError: The row has no such column, or the column no such field.
+        KeyError: The row has no such column, or the column has no such field.
     """
     if path in row:
         return row[path]
@@ -69,5 +69,5 @@ def cell(row: Mapping[str, object], path: str) -> object:
 
 
 def spellings(schemas: Iterable[Schema]) -> str:
-    """Return the known pairs of columns, for messages."""
+    """Return the known pairs of columns as text for messages."""
     return " or ".join(f"{schema.prompt} and {schema.answer}" for schema in schemas)

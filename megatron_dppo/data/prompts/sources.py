@@ -15,25 +15,26 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that can be read once."""
+    """An opened data set. Its rows can be read only once."""
 
     name: str
     columns: Sequence[str]
-    rows: Iterable[tuple[int, Row | DataError]]  # numbers from 1; of a .jsonl file, its lines
-    num_rows: int | None  # where it is known without reading
+    rows: Iterable[tuple[int, Row | DataError]]  # (row number from 1, row); line numbers of a .jsonl file
+    num_rows: int | None  # None if it is not known before reading
 
 
 def open_source(name: str, configs: Sequence[str] = (), split: str = "train") -> Source:
     """Open a data set.
 
     Args:
-        name: A .jsonl or .parquet file, read as training reads it; a folder that `datasets` wrote or that holds
-            data files; or a name on the hub. The last two go through `datasets`.
-        configs: Of a data set of several configurations, those to read one after the other; ("all",) for all.
-        split: Which split of a folder or a data set on the hub.
+        name: A .jsonl or .parquet file, read as training reads it; a folder that `datasets` wrote or that
+            contains data files; or a name on the hub. `datasets` reads folders and names.
+        configs: Configurations to read one after the other; ("all",) for all.
+        split: Split of a folder or of a data set on the hub.
 
     Raises:
-        DataError: There is no such file, configuration or split; it cannot be read; or the hub does not answer.
+        DataError: The file, configuration or split does not exist or cannot be read, or the hub cannot be
+            reached.
     """
     path = Path(name)
     if path.is_file() and path.suffix not in SUFFIXES:
@@ -41,7 +42,7 @@ def open_source(name: str, configs: Sequence[str] = (), split: str = "train") ->
             f"{name}",
             f"a file that ends in {' or '.join(SUFFIXES)}, a folder, or a name on the hub",
         )
-        raise fault("--source", found, expected, "Convert the file, or name a folder that holds it.")
+        raise fault("--source", found, expected, "Convert the file, or name the folder that contains it.")
     if path.is_file() or path.suffix in SUFFIXES:
         return Source(name, read_columns(path), each_row(path), None)
     datasets: Any = import_module("datasets")
@@ -71,7 +72,7 @@ def _parts(datasets: Any, name: str, configs: Sequence[str], split: str) -> list
 
 
 def _columns(part: Any) -> list[str]:
-    """Return the columns of a part; where they are not known before, those of its first row."""
+    """Return the columns of a part, from its metadata or else from its first row."""
     return cast(list[str], part.column_names or list(next(iter(part))))
 
 

@@ -1,21 +1,21 @@
-"""Finds special tokens that are doubled in a prompt, or end it, by its token ids."""
+"""Finds special tokens that are doubled in a prompt or that end it, from its token ids."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
-_LAST = 16  # tokens at the end of a prompt that are decoded
+_LAST = 16  # number of tokens at the end of a prompt that are decoded
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that a decoding without special tokens leaves out."""
+    """Return the ids of the tokens that `skip_special_tokens` omits when decoding."""
     added = cast(Mapping[int, Any], tokenizer.added_tokens_decoder)
     return frozenset(cast(list[int], tokenizer.all_special_ids)).union(id for id in added if added[id].special)
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer, and what it adds to a text by itself."""
+    """The special tokens of one tokenizer, and the tokens that it adds to a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -23,7 +23,7 @@ class SpecialTokens:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """The tokens that are added before and behind a text."""
+        """The tokens that the tokenizer adds before and after a text."""
         plain = cast(list[int], self._tokenizer.encode("1", add_special_tokens=False))
         whole = cast(list[int], self._tokenizer.encode("1", add_special_tokens=True))
         for start in range(len(whole) - len(plain) + 1):
@@ -36,7 +36,7 @@ class SpecialTokens:
         return frozenset(self._added[1]) | {self._tokenizer.eos_token_id}
 
     def oddities(self, tokens: Sequence[int], *, may_be_text: bool) -> Iterator[str]:
-        """Yield what is odd about a prompt's tokens, as the rest of a sentence about the prompts.
+        """Describe what is unusual about a prompt's tokens, as the rest of a sentence about prompts.
 
         Args:
             tokens: Token ids of the prompt.
@@ -54,7 +54,7 @@ class SpecialTokens:
             yield from (f"have {self._shown([token] * 2)}, a special token twice in a row" for token in doubled)
         last = next((token for token in reversed(tokens[-_LAST:]) if self._shown([token]).strip()), None)
         if last is not None and last in self._ends:
-            who = "the tokenizer adds it to every text" if last in behind else "a response comes behind an end"
+            who = "the tokenizer adds it to every text" if last in behind else "the response follows an end"
             yield f"end with {self._shown([last])}: {who}"
         own = tokens[len(before) : len(tokens) - len(behind)]
         if not may_be_text and self._tokenizer.chat_template and self._special.isdisjoint(own):

@@ -1,4 +1,4 @@
-"""Surveys a file of prompts to its end: faults of its rows, prompt lengths, and what is odd about its rows."""
+"""Surveys a complete prompt file: faulty rows, prompt lengths, unusual tokens and unusual answers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,33 +14,33 @@ from megatron_dppo.data.prompts.templates import asked_form
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import AnswerForm, Prompt
 
-NUM_SHOWN = 10  # faults that are kept in words
-NUM_TRIED = 32  # answers of each kind that are kept to be tried
-NUM_BARE = 20_000  # bare answers that are kept at most; of more, every second, fourth, ...
+NUM_SHOWN = 10  # maximum number of faults that are described
+NUM_TRIED = 32  # maximum number of answers of each kind that the reward is tried on
+NUM_BARE = 20_000  # maximum number of bare answers kept; of a longer file every second, fourth, ... is kept
 
 Progress = Callable[[Iterable[PromptRow | DataError]], Iterable[PromptRow | DataError]]
-"""Given the rows, yields the same, and shows how far it is."""
+"""Yields the given rows unchanged, and shows the progress."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Statistics of a file of prompts."""
+    """Statistics of a prompt file."""
 
     num_rows: int
-    num_faulty: int  # rows that cannot be read, or whose prompt has no tokens
-    faults: tuple[str, ...]  # the first NUM_SHOWN of them, in words
-    num_too_long: int  # prompts of more than `max_prompt_tokens`
-    longest: int  # tokens
-    largest_id: int  # of a token; -1 where no prompt was made into tokens
-    num_asking: Mapping[AnswerForm, int]  # prompts that ask for an answer in this form; the others do not say
-    first: Prompt | None  # of the prompts that can be read
-    digest: str  # see PromptsDigest; of the prompts that can be read
+    num_faulty: int  # rows that cannot be read or tokenised
+    faults: tuple[str, ...]  # descriptions of the first NUM_SHOWN faulty rows
+    num_too_long: int  # prompts of more than `max_prompt_tokens` tokens
+    longest: int  # tokens of the longest prompt
+    largest_id: int  # largest token id; -1 if no prompt was tokenised
+    num_asking: Mapping[AnswerForm, int]  # prompts that ask for each answer form; other prompts name no form
+    first: Prompt | None  # first prompt that can be read
+    digest: str  # PromptsDigest of the prompts that can be read
     num_chats: int  # prompts of messages
     num_closed_thoughts: int  # prompts that end with </think>; 0 without a tokenizer
-    oddities: Mapping[str, int]  # prompts by what is odd about their tokens, see SpecialTokens
-    unread_columns: tuple[str, ...]  # that some row has, and nothing reads
+    oddities: Mapping[str, int]  # prompts by the unusual property of their tokens, see SpecialTokens
+    unread_columns: tuple[str, ...]  # columns that some row has and that are not read
     num_answers: Mapping[AnswerKind, int]
-    odd_answers: Mapping[AnswerKind, Sequence[PromptRow]]  # the first NUM_TRIED of each kind but bare
+    odd_answers: Mapping[AnswerKind, Sequence[PromptRow]]  # the first NUM_TRIED of each kind except bare
     bare_answers: Sequence[tuple[int, str]]  # row number and answer; see NUM_BARE
 
     @property
@@ -57,15 +57,15 @@ def survey(
     max_prompt_tokens: int,
     progress: Progress = iter,
 ) -> Survey:
-    """Read every row, and tokenise its prompt as a rollout does.
+    """Read every row, and tokenise its prompt in the same way as a rollout.
 
     Args:
         path: A .jsonl or .parquet file.
         prompt_column: See `load_prompts`.
         answer_column: See `load_prompts`.
-        tokenizer: The transformers tokenizer that training uses; none: no prompt is made into tokens.
-        max_prompt_tokens: Longer prompts are counted.
-        progress: Shows how far it is.
+        tokenizer: The transformers tokenizer that training uses. With `None`, prompts are not tokenised.
+        max_prompt_tokens: Length above which a prompt counts as too long.
+        progress: Shows the progress over the rows.
 
     Raises:
         DataError: The file is missing, of another kind, empty, or lacks a column.
@@ -104,7 +104,7 @@ class _Counted:
     answers: Counter[AnswerKind] = field(default_factory=Counter[AnswerKind])
     odd_answers: dict[AnswerKind, list[PromptRow]] = field(default_factory=dict[AnswerKind, list[PromptRow]])
     bare_answers: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    distance: int = 1  # of the bare answers that are kept
+    distance: int = 1  # every n-th bare answer is kept
 
     def add_fault(self, fault: str) -> None:
         """Count a row that cannot be used."""
@@ -138,7 +138,7 @@ class _Counted:
             kept.append(row)
 
     def survey(self) -> Survey:
-        """Return the counts."""
+        """Return the statistics of the rows so far."""
         return Survey(
             num_rows=self.num_rows,
             num_faulty=self.num_faulty,
@@ -160,7 +160,7 @@ class _Counted:
 
 
 def _with_tokens(row: PromptRow | DataError, tokenizer: Any) -> tuple[PromptRow, tuple[int, ...]]:
-    """Return the row, and the tokens of its prompt; none without a tokenizer."""
+    """Return the row and the tokens of its prompt; without a tokenizer the tokens are empty."""
     if isinstance(row, DataError):
         raise row
     return row, () if tokenizer is None else whole_tokens(tokenizer, row.prompt)

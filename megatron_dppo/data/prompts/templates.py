@@ -46,7 +46,7 @@ PROBLEM = "{problem}"
 
 
 def with_instruction(problem: str, instruction: str) -> str:
-    """Return the instruction with the problem in the place of `{problem}`, or else a line below the problem."""
+    """Insert the problem at `{problem}` of the instruction, or else append the instruction as a line."""
     return instruction.replace(PROBLEM, problem) if PROBLEM in instruction else f"{problem}\n{instruction}"
 
 
@@ -56,16 +56,16 @@ ASKS_FOR: Mapping[str, AnswerForm] = {
     "thinking": "boxed",
     "dapo": "answer_line",
 }
-"""The form of the answer that each template asks for."""
+"""Answer form that each template asks for."""
 _ASKS_FOR_LINE = re.compile(r"""(?:the form|on its own line)[^\n]{0,20}Answer:""", re.IGNORECASE)
 
 
 def asked_form(prompt: Prompt, template: str | None) -> AnswerForm | None:
-    """Return the answer form that a prompt asks for, by its template or its words; none if neither names one.
+    """Return the answer form that a prompt's template or its words ask for, or `None` if neither names a form.
 
     Args:
-        prompt: As it stands in a file of prompts.
-        template: That the row names, if it names one.
+        prompt: Prompt from a prompt file.
+        template: Template that the row names, if any.
     """
     if template is not None and template in ASKS_FOR:
         return ASKS_FOR[template]
@@ -76,7 +76,7 @@ def asked_form(prompt: Prompt, template: str | None) -> AnswerForm | None:
 
 
 def without_dapo_instruction(text: str) -> str:
-    """Return the problem without DAPO's instruction around it; any other text unchanged."""
+    """Return the problem without DAPO's instruction around it, or any other text unchanged."""
     if text.startswith(_DAPO_BEFORE) and text.endswith(_DAPO_AFTER):
         return text[len(_DAPO_BEFORE) : -len(_DAPO_AFTER)]
     return text
@@ -89,17 +89,17 @@ def prompt_tokens(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Return token ids of text, with the tokenizer's special tokens, or of messages, by its chat template.
+    """Tokenise a text prompt with the tokenizer's special tokens, or messages with its chat template.
 
     Args:
         tokenizer: A transformers tokenizer.
-        text: What is asked, or none.
-        messages: What is asked as a chat, or none.
+        text: Text prompt; `None` for messages.
+        messages: Messages of a chat; `None` for text.
         tools: Functions that the chat template writes.
         template_arguments: Further arguments of the chat template.
 
     Raises:
-        DataError: The tokenizer has no chat template for messages, or cannot encode what is asked.
+        DataError: The tokenizer has no chat template for messages, or cannot encode the prompt.
     """
     if messages is not None:
         require_chat_template(tokenizer)
@@ -117,10 +117,10 @@ def written(
     tokenize: bool = False,
     add_generation_prompt: bool = True,
 ) -> Any:
-    """Return what the chat template makes of messages: text, or a list of token ids with `tokenize`.
+    """Apply the chat template to messages. Return text, or a list of token ids with `tokenize`.
 
     Raises:
-        DataError: The chat template refuses them, or the tokenizer cannot encode what it writes.
+        DataError: The chat template rejects the messages, or the tokenizer cannot encode its output.
     """
     arguments = dict(template_arguments or {}) | ({"tools": list(tools)} if tools else {})
     try:
@@ -136,10 +136,10 @@ def written(
 
 
 def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Return token ids of text.
+    """Return the token ids of text.
 
     Raises:
-        DataError: The tokenizer cannot encode it.
+        DataError: The tokenizer cannot encode the text.
     """
     try:
         return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -158,8 +158,8 @@ def require_tokenizer(template: str, tokenizer: Any) -> None:
     """Check that a template works with this tokenizer.
 
     Raises:
-        DataError: `r1_distill` without DeepSeek's special tokens or a BOS; `thinking`, `dapo` or `chat`
-            without a chat template; `thinking` with one that thinks only with an argument.
+        DataError: `r1_distill` needs DeepSeek's special tokens and a BOS. `thinking`, `dapo` and `chat` need a
+            chat template. `thinking` needs a chat template that thinks without an argument.
     """
     name = str(tokenizer.name_or_path)
     if template == "r1_distill":
@@ -176,7 +176,7 @@ def require_tokenizer(template: str, tokenizer: Any) -> None:
                 "Set its default in the tokenizer's chat_template, or give the source a column "
                 'chat_template_kwargs with {"enable_thinking": true}, and take --template chat.'
             )
-            raise fault("--template thinking", found, "one that does so by itself", action)
+            raise fault("--template thinking", found, "one that does so by default", action)
 
 
 def require_chat_template(tokenizer: Any) -> None:
@@ -186,9 +186,9 @@ def require_chat_template(tokenizer: Any) -> None:
         DataError: The tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        action = "Make prompts of text (megatron-dppo prepare-data --template base), or use a model that chats."
+        action = "Make text prompts (megatron-dppo prepare-data --template base), or use a chat model."
         where = f"the tokenizer in {tokenizer.name_or_path}"
-        raise fault(where, "one without a chat template", "one with it, for prompts of messages", action)
+        raise fault(where, "one without a chat template", "a chat template for prompts of messages", action)
 
 
 def _require_r1_tokens(name: str, tokenizer: Any) -> None:

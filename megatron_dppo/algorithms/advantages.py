@@ -19,10 +19,10 @@ def have_equal_rewards(rewards: Sequence[float]) -> bool:
     They are exactly if `group_advantages` gives 0 to each of them. A single reward, or none, is equal.
 
     Args:
-        rewards: Of one group.
+        rewards: Rewards of one group.
 
     Raises:
-        RewardError: As `group_advantages` does.
+        RewardError: A reward that `group_advantages` refuses.
     """
     values = torch.tensor(rewards, dtype=torch.float64)
     return not bool(group_advantages(values, torch.zeros(len(values), dtype=torch.long)).any())

@@ -59,7 +59,7 @@ def token_weights(mode: str, lengths: Tensor | Sequence[int], response_length: i
 def sequence_weights(mode: str, lengths: Tensor | Sequence[int], response_length: int | None = None) -> Tensor:
     """Return the weight that all tokens of each sequence share, [B] float64; see `token_weights`.
 
-    That of a sequence without a learning token is no number, and stands for nothing.
+    The weight of a sequence without a learning token is not finite and must not be used.
     """
     if mode not in AGGREGATIONS:
         action = did_you_mean(mode, AGGREGATIONS, "Choose one of these.")

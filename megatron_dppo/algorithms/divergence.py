@@ -22,10 +22,10 @@ from megatron_dppo.algorithms.registry import registry
 
 SampledToken = Literal["union", "replace"]
 
-# A tail of at most this many machine epsilons cannot be told from zero: 1 - sum(p) over up to 64 columns
-# carries 4 of them after log_softmax, and 18 where a log-sum-exp near 30 was subtracted.
+# A tail of at most this many machine epsilons is indistinguishable from zero: 1 - sum(p) over up to 64 columns
+# has an error of 4 epsilons after log_softmax, and of 18 if a log-sum-exp near 30 was subtracted.
 ROUNDOFF_EPSILONS = 32
-# With this much in the rollout's tail and none in the policy's, the KL exceeds .05 whatever hides in roundoff.
+# If the rollout's tail is at least this large and the policy's is 0, the KL exceeds .05 despite any roundoff.
 SURELY_POSITIVE_TAIL = 0.01
 
 
@@ -45,8 +45,8 @@ class Divergence:
     function: Callable[[Tensor, Tensor], Tensor]  # (log_probs, anchor_log_probs) -> [T]
     id: int  # its number in DppoDivergence of kernels/csrc/capi.h, or one that neither that nor another has
     over: Literal["sampled", "topk"]
-    needs_other: bool = False  # undefined where the outcomes do not sum to 1
-    at_most: float = math.inf  # what it never exceeds
+    needs_other: bool = False  # undefined if the outcomes do not sum to 1
+    at_most: float = math.inf  # upper bound of its values
 
 
 def log1mexp(log_probs: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def topk_partition(
     it; Eq. 15 as printed leaves it out. The sampled token has the last column, or the last before 'other'.
 
     Args:
-        topk: Columns of mu; all are used where there are fewer than `top_k`.
+        topk: Columns of mu; all are used if there are fewer than `top_k`.
         targets: [T] sampled token ids, none negative.
         log_probs: [T] log pi of the sampled tokens.
         rollout_log_probs: [T] log mu of the sampled tokens.
@@ -166,9 +166,10 @@ def _log_tail(log_masses: Tensor) -> Tensor:
 def _resolved_tails(log_tail: Tensor, rollout_log_tail: Tensor) -> tuple[Tensor, Tensor]:
     """Logs of both tails without the noise of 1 - sum, which is 1e-7 against 0 at times: a false KL of +inf.
 
-    Below roundoff nothing is known of a tail. Both there: both are 0, the outcomes cover the vocabulary. Only
-    the policy's there: it counts as roundoff, which makes the KL a lower bound; but as 0, and the KL is +inf,
-    where the rollout's is surely positive. A token of no probability is another matter: its log-prob is -inf.
+    The true value of a tail below roundoff is unknown. If both tails are below roundoff, both count as 0: the
+    outcomes cover the vocabulary. If only the policy's is, it counts as roundoff, and the KL is a lower bound.
+    But if the rollout's tail is certainly positive, the policy's counts as 0, and the KL is +inf. This does not
+    concern a token of probability 0: its log-prob is -inf.
     """
     log_roundoff = math.log(ROUNDOFF_EPSILONS * torch.finfo(log_tail.dtype).eps)
     is_unresolved = log_tail <= log_roundoff

@@ -18,9 +18,9 @@ CLAMP_COUNTED_FROM = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossInputs:
-    """One micro-batch of T packed tokens. Whatever stands where `loss_mask` is False is ignored, NaN included.
+    """One micro-batch of T packed tokens. Values outside `loss_mask` are ignored, even NaN.
 
-    Computation is in float64 where `log_probs` is, and in float32 otherwise.
+    Computation is in float64 if `log_probs` is float64, and in float32 otherwise.
     """
 
     log_probs: Tensor  # [T] log pi(y_t) of the policy being trained; the only one that is differentiated
@@ -50,7 +50,7 @@ class PolicyLossInputs:
         Args:
             tokens: T tokens.
             log_probs: [T] log pi(y_t).
-            topk_log_probs: [T, K'] log pi of the first K' columns of the rollout's Top-K; none: no Top-K.
+            topk_log_probs: [T, K'] log pi of the first K' columns of the rollout's Top-K; `None` for no Top-K.
             entropy: [T].
             response_lengths: [B] packed tokens of each response.
         """
@@ -88,8 +88,9 @@ def learning_tokens(
 ) -> LearningTokens:
     """Check the inputs that `objective` reads, and neutralise the rows that do not learn.
 
-    Neutralising comes before all arithmetic: neither value nor gradient ever sees a NaN of an ignored row.
-    With `has_known_values` a loss was made of them before: no value is looked at, and no device waited for.
+    Neutralising comes before all arithmetic, so a NaN of an ignored row reaches neither value nor gradient.
+    Set `has_known_values` if a loss was computed from these inputs before. Their values are then not checked
+    again, and the call does not synchronise with the device.
 
     Raises:
         ConfigError: An input is missing, has the wrong shape or type, or holds what no learning token may have.
@@ -223,7 +224,7 @@ def _check_shapes(present: dict[str, Tensor]) -> None:
         allowed = kinds.get(name, ("floating",))
         if _kind(tensor) not in allowed:
             expected = " or ".join(allowed) + " numbers"
-            action = f"Convert {name} where the batch is made."
+            action = f"Convert {name} when you build the batch."
             problems.append(Problem(f"PolicyLossInputs.{name}", str(tensor.dtype), expected, action))
     if columns == (0,) and tokens != (0,):
         action = "Set rollout.num_topk_log_probs to at least algorithm.top_k."

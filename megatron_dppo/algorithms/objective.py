@@ -2,7 +2,7 @@
 
 Every algorithm of the paper (arXiv 2602.04879) is one of these, for they share the gradient of Eq. 23,
 sum_t M_t min(r_t, C) A_t grad log pi(y_t), and differ in the mask M and the cap C alone. Others weigh tokens
-(M is a number), take the ratio of whole responses in the place of r, or add a term of their own.
+(M is a number), replace r by the ratio of complete responses, or add a further term.
 """
 
 import math
@@ -74,10 +74,10 @@ class Objective:
     Attributes:
         name: The preset it came from.
         rule: The trust region, a name in RULES: "none", "ratio" (PPO's clip), "divergence" (DPPO), ...
-        divergence: Name in DIVERGENCES; a diagnostic where `rule` does not read it.
-        relax: Side of the ratio clip that is lifted where mu(a) < alpha.
-        delta_low: Largest divergence where the advantage is negative.
-        delta_high: Largest divergence where the advantage is positive.
+        divergence: Name in DIVERGENCES; a diagnostic if `rule` does not read it.
+        relax: Side of the ratio clip that is lifted for tokens with mu(a) < alpha.
+        delta_low: Largest divergence for negative advantages.
+        delta_high: Largest divergence for positive advantages.
         eps_low: Ratio clip below 1, for negative advantages.
         eps_high: Ratio clip above 1, for positive advantages.
         alpha: Tokens with mu below this are not clipped on the relaxed side.
@@ -86,8 +86,8 @@ class Objective:
         rho_high: Largest such ratio.
         token_kl: Largest divergence that a token of a response may have.
         response_kl: Largest mean of them over a response.
-        tau_low: Steepness of the sigmoid where the advantage is negative.
-        tau_high: Steepness of the sigmoid where the advantage is positive.
+        tau_low: Steepness of the sigmoid for negative advantages.
+        tau_high: Steepness of the sigmoid for positive advantages.
         prefix_delta: Mean divergence that a response may spend up to any of its tokens, at least.
         prefix_delta_max: The same at most; between both, the 90th percentile of the response's own.
         late_weight: Weight of a response's last token in that mean; the first has 1.
@@ -145,7 +145,7 @@ class Objective:
 
     @property
     def delta(self) -> float | None:
-        """The divergence threshold of both signs; none where they differ."""
+        """The divergence threshold if it is the same for both signs, else None."""
         return self.delta_high if self.delta_high == self.delta_low else None
 
     @property

@@ -43,13 +43,13 @@ def shadow_masks(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) 
 def shadow_weights(objectives: Mapping[str, Objective], inputs: PolicyLossInputs) -> dict[str, Tensor]:
     """Return the weight M of each objective, [T], equal to `policy_loss(objective, inputs).weight`.
 
-    What objectives have in common is computed once: each divergence, and what it compares. Nothing here is of
-    the vocabulary's size. Top-K objectives use the columns there are, at most their `top_k`: fewer make their
-    divergence smaller. An objective whose inputs are none is left out. The inputs are those of a loss that was
-    made before: their values are not checked again.
+    Work that objectives share is done once: each divergence, and the log-probs that it compares. No tensor here
+    is of the vocabulary's size. Top-K objectives use the available columns, at most their `top_k`; with fewer
+    columns their divergence is smaller. An objective is left out if one of its inputs is None. The values of
+    the inputs are not checked again, because the training loss has already checked them.
 
     Args:
-        objectives: By name.
+        objectives: Objectives by name.
         inputs: T tokens; gradients, token_weights and entropy are not read.
 
     Raises:

@@ -23,7 +23,7 @@ def try_objective(objective: Objective, farthest: float = 1.5) -> PolicyLossOutp
     the rollout's, by little and by much.
 
     Args:
-        objective: With or without a rule of the user's own.
+        objective: Objective with a built-in or a custom rule.
         farthest: Standard deviation of the logits' change at the last token; 0 for a policy that has not moved.
 
     Raises:
@@ -83,7 +83,7 @@ def doubts(objective: Objective) -> list[str]:
     An option that the rule did not read may be misspelt. A rule that keeps no token leaves nothing to learn.
 
     Raises:
-        ConfigError: As `try_objective`.
+        ConfigError: The rule fails, as in `try_objective`.
     """
     if objective.own is None:
         return []

@@ -60,10 +60,10 @@ class TrustRegionTokens:
 
     @property
     def log_masses(self) -> Tensor:
-        """[T, outcomes] log pi of a Top-K divergence's outcomes, those of `topk_partition`.
+        """[T, outcomes] log pi of a Top-K divergence's outcomes, in the order of `topk_partition`.
 
         Raises:
-            ConfigError: The rule is a user's own, and its divergence looks at the sampled token alone.
+            ConfigError: The rule is a custom one, and its divergence reads only the sampled token.
         """
         return self._of_outcomes[0]
 
@@ -82,10 +82,10 @@ class TrustRegionTokens:
 
     @property
     def whole_responses(self) -> Responses:
-        """The responses, for a rule that looks at whole ones.
+        """The responses, for a rule that reads complete responses.
 
         Raises:
-            ConfigError: The rule is a user's own, and was not said to look at them.
+            ConfigError: The rule is a custom one, and `rule_over` is not "responses".
         """
         if self.responses is None:
             found = "'tokens', and the rule looks at whole responses"
@@ -104,7 +104,7 @@ class TrustRegionRule:
 def masking(
     drops: Callable[[Objective, TrustRegionTokens], Tensor],
 ) -> Callable[[Objective, TrustRegionTokens], Tensor]:
-    """Return the weight, 0 or 1, of a rule that says which tokens it drops, [T] bool."""
+    """Turn a function that returns the tokens to drop, [T] bool, into a rule that returns weights 0 or 1."""
 
     def weigh(objective: Objective, tokens: TrustRegionTokens) -> Tensor:
         return torch.where(drops(objective, tokens), 0.0, torch.ones_like(tokens.log_probs))

@@ -1,7 +1,7 @@
-"""An objective that the kernels know as numbers: what an operator's schema can carry, and a kernel can read.
+"""An objective as numbers: the form that an operator's schema can carry and a kernel can read.
 
-Every number is written down, here or with the divergence or rule that it names, and none follows from an order:
-those that the compiled kernels read are those of `csrc/capi.h`.
+Every number is written down, here or with its divergence or rule, and none depends on an order. The numbers
+that the compiled kernels read are equal to the numbers in `csrc/capi.h`.
 """
 
 from collections.abc import Mapping

@@ -168,10 +168,10 @@ class KernelLibrary:
             topk_ids: [N, K] int32, -1 pads.
             rollout_log_probs: [N] float32, as all that follow.
             topk_rollout_log_probs: [N, K], read by Top-K divergences.
-            anchor_log_probs: [N], read where the anchor is "recomputed".
+            anchor_log_probs: [N], read if the anchor is "recomputed".
             advantages: [N].
-            is_learning: [N] bool; None: all learn. Whatever stands in the other rows is ignored.
-            token_weights: [N]; None: 1.
+            is_learning: [N] bool; `None` means that all rows learn. Values of other rows are ignored.
+            token_weights: [N]; `None` means weights of 1.
 
         Raises:
             ConfigError: The kernels do not know the objective's rule or divergence.
@@ -233,9 +233,9 @@ class KernelLibrary:
             logits: [N, columns], as for `row_statistics`.
             rows: [11, N] float32 of `combine`.
             targets: [N] int64.
-            vocab_start: As for `row_statistics`.
-            num_columns: As for `row_statistics`; the columns of `out` from here on get 0.
-            temperature: As for `row_statistics`.
+            vocab_start: Global id of the first column, as for `row_statistics`.
+            num_columns: Number of columns that are tokens; the columns of `out` from here on get 0.
+            temperature: Divisor of the logits, as for `row_statistics`.
             with_entropy: Whether the loss has an entropy bonus.
             upstream: float32 scalar, the gradient of the summed loss; None: 1.
             sources: [M] int64: row i of `out` is the gradient of row sources[i] of `logits`. None: its own.

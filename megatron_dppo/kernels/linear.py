@@ -51,10 +51,10 @@ def fused_linear_policy_loss(
     logits_dtype: torch.dtype | None = None,
     debug: bool = False,
 ) -> FusedPolicyLoss:
-    """`fused_policy_loss` of the logits hidden @ weight.T, which are never whole in memory.
+    """Compute `fused_policy_loss` of the logits hidden @ weight.T, without ever storing all the logits.
 
-    The weight's gradient is summed in float32 in a buffer of its own, and in the backward pass added to
-    `main_grad` where Megatron gave it one.
+    The weight's gradient is summed in a separate float32 buffer. If Megatron gave the weight a `main_grad`,
+    the backward pass adds the buffer to it.
 
     Args:
         hidden: [T, H], the same on all ranks of `tp_group`, its gradient summed over them; with
@@ -73,15 +73,15 @@ def fused_linear_policy_loss(
         response_lengths: [B]; rules that need them take a pass over the logits first, for log-probs alone.
         temperature: Divides the logits.
         vocab_start: Global id of the weight's first row.
-        vocab_size: Of the model, without padding.
+        vocab_size: Vocabulary size of the model, without padding.
         tp_group: The ranks that hold the other rows of the weight.
         sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
-        chunk_bytes: Of the logits that exist at once.
-        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; none: that type.
+        chunk_bytes: Bytes of the logits that exist at once.
+        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; `None` for that type.
         debug: Also check values, at the price of device synchronisations.
 
     Raises:
-        ConfigError: As `fused_policy_loss`, or hidden states and weight do not fit each other.
+        ConfigError: `fused_policy_loss` refuses the inputs, or hidden states and weight do not fit each other.
     """
     tokens = rollout_tokens(
         objective,
@@ -129,18 +129,19 @@ def packed_linear_policy_loss(
     """`fused_linear_policy_loss` of a record of tokens, such as a micro-batch; it takes and raises the same.
 
     Args:
-        hidden: As there, and all that is not explained here.
-        weight: As there.
-        tokens: All of their T.
-        objective: What to optimise.
-        responses: Of the tokens; may be split over context-parallel ranks, which then call this together.
+        hidden: Hidden states, as for `fused_linear_policy_loss`.
+        weight: Output layer's weight, as for `fused_linear_policy_loss`.
+        tokens: All of the T tokens.
+        objective: Objective to optimise.
+        responses: Responses of the tokens. If they are split over context-parallel ranks, all of these ranks
+            call this together.
         temperature: Divides the logits.
         vocab_start: Global id of the weight's first row.
-        vocab_size: Of the model, without padding.
+        vocab_size: Vocabulary size of the model, without padding.
         tp_group: The ranks that hold the other rows of the weight.
         sequence_parallel: Whether the tokens of `hidden` are split over the ranks of `tp_group`.
-        chunk_bytes: Of the logits that exist at once.
-        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; none: that type.
+        chunk_bytes: Bytes of the logits that exist at once.
+        logits_dtype: float32 for logits that are not rounded to the type of `hidden`; `None` for that type.
         debug: Also check values, at the price of device synchronisations.
         loss_scale: One number, the gradient of `loss_sum` that the backward pass will bring. Where it is
             known beforehand, and the weight has a float32 `main_grad`, each chunk adds to that directly, and
@@ -213,7 +214,7 @@ def _all_statistics(
     loss_mask: Tensor | None,
     topk_ids: Tensor | None,
 ) -> Tensor:
-    """Return [shards, T, 4+K] of all tokens, chunk by chunk; 0 where none learns."""
+    """Compute the statistics of all tokens, [shards, T, 4+K], chunk by chunk; 0 outside the loss mask."""
     width = STATISTICS + (0 if topk_ids is None else topk_ids.shape[1])
     whole = layer.gathered(hidden)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -295,7 +296,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
 
 
 def _neutral_results(num_tokens: int, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """What stands where no token learns."""
+    """Return the rows and Top-K log-probs of tokens that do not learn."""
     rows = tokens.advantages.new_zeros((len(ROWS), num_tokens))
     rows[ROWS.index("ratio")] = 1.0
     num_topk = 0 if tokens.topk is None else tokens.topk.ids.shape[1]
@@ -349,7 +350,7 @@ def _add_to_main_grad(weight: Any, gradient: Tensor, upstream: Tensor) -> Tensor
 def _added(weight: Any) -> Tensor:
     """Return what autograd gets for a gradient that is in `main_grad`, as Megatron's own linear layers do.
 
-    Its hook awaits a tensor. It adds that, too, where the weight is also the embedding's; else it is not read.
+    Megatron's hook expects a tensor. It adds the tensor if the weight is also the embedding's, else ignores it.
     """
     weight.grad_added_to_main_grad = True
     is_read = getattr(weight, "zero_out_wgrad", False)

@@ -33,7 +33,7 @@ class FusedPolicyLoss(TokenUpdates):
     loss_sum: Tensor  # scalar, the same on every tensor-parallel rank
     log_probs: Tensor  # [T] log pi(y_t)
     entropy: Tensor  # [T] nats
-    topk_log_probs: Tensor | None  # [T, K], of the columns in use; -inf where the id is -1
+    topk_log_probs: Tensor | None  # [T, K], of the columns in use; -inf for an id of -1
 
 
 def fused_policy_loss(
@@ -57,10 +57,10 @@ def fused_policy_loss(
     inplace_backward: bool = False,
     debug: bool = False,
 ) -> FusedPolicyLoss:
-    """`algorithms.policy_loss` of a micro-batch, from the logits (Eq. 12 and 23 of arXiv 2602.04879).
+    """Compute `algorithms.policy_loss` of a micro-batch from logits (Eq. 12 and 23 of arXiv 2602.04879).
 
-    With a split vocabulary all ranks of `tp_group` call it together, on the same tokens; one all-gather of
-    [T, 4+K] numbers gives each the same results, bit for bit.
+    If the vocabulary is split, all ranks of `tp_group` call this together, on the same tokens. One all-gather
+    of [T, 4+K] numbers gives bitwise identical results on all of them.
 
     Args:
         logits: [T, V/tp] bfloat16, float32 or (on CPU) float64: this rank's columns.
@@ -73,12 +73,13 @@ def fused_policy_loss(
         topk_ids: [T, K] integer ids of mu's most probable tokens, best first, -1 pads; needed by Top-K
             divergences, which use the first `top_k`. Otherwise all K are only reported.
         topk_rollout_log_probs: [T, K] log mu of them.
-        old_log_probs: [T], needed where anchor = "recomputed".
-        ref_log_probs: [T], needed where ref_kl_coef is not 0.
-        response_lengths: [B] integers that sum to T, needed by rules over whole responses.
+        old_log_probs: [T], needed if anchor = "recomputed".
+        ref_log_probs: [T], needed if ref_kl_coef is not 0.
+        response_lengths: [B] integers that sum to T, needed by rules over complete responses.
         temperature: Divides the logits.
         vocab_start: Global id of the first column.
-        vocab_size: Of the model, without padding; none: there is no padding. Columns beyond never count.
+        vocab_size: Vocabulary size of the model, without padding; `None` if there is no padding. Columns from
+            `vocab_size` on are ignored.
         tp_group: The ranks that hold the other columns, shards in rank order.
         inplace_backward: Write the gradient over the logits; a second backward pass is refused.
         debug: Also check values, at the price of device synchronisations.
@@ -180,10 +181,10 @@ def combine_statistics(
     What the compiled kernels do not know is computed in PyTorch, on any device.
 
     Args:
-        statistics: Of all shards of the vocabulary.
-        tokens: T of them, in the kernels' types.
-        objective: What to optimise.
-        responses: Needed by rules over whole responses, which see all tokens of all of them.
+        statistics: Statistics of all shards of the vocabulary.
+        tokens: T tokens, in the kernels' types.
+        objective: Objective to optimise.
+        responses: Responses, needed by rules over complete responses, which read all of their tokens.
     """
     if is_compiled(objective):
         topk = tokens.topk

@@ -214,7 +214,7 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
                 "fused_policy_loss.inplace_backward",
                 "a second backward pass (retain_graph)",
                 "one: the first wrote the gradient over the logits",
-                "Pass inplace_backward=False where the graph is used twice.",
+                "Pass inplace_backward=False if the graph is used twice.",
             )
         )
     logits, rows, targets = ctx.saved_tensors

@@ -1,7 +1,7 @@
-"""What the kernels compute, in plain PyTorch: the operators on CPU tensors, and what kernels are compared with.
+"""The kernels in plain PyTorch: the operators run them on CPU tensors, and tests compare the kernels with them.
 
-`row_statistics`, `combine` and `logits_gradient` do what the CUDA kernels of those names do, in float32
-(float64 for float64); masks and divergences are those of `algorithms`.
+`row_statistics`, `combine` and `logits_gradient` compute the same as the CUDA kernels of the same names, in
+float32 (float64 for float64). Masks and divergences come from `algorithms`.
 """
 
 import math
@@ -19,7 +19,7 @@ from megatron_dppo.algorithms.ref_kl import ref_kl_term
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
 BLOCK_NUMBERS = 2**17
-STATISTICS = 4  # columns of `row_statistics` before those of the top-K
+STATISTICS = 4  # columns of `row_statistics` before the columns of the top-K
 # Per token, as `combine` returns them: [len(ROWS), T].
 ROWS = (
     "log_probs",
@@ -42,7 +42,7 @@ class TokenLogProbs:
 
     log_probs: Tensor  # [T] log pi(target)
     entropy: Tensor  # [T] nats, over the whole vocabulary
-    topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf where the id is -1
+    topk_log_probs: Tensor | None  # [T, K] log pi of the rollout's top-K tokens; -inf for an id of -1
     score_norms: Tensor | None = None  # [T] |d log pi(target) / dh| of the output layer's input h
 
     @property
@@ -167,10 +167,10 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of each row, and its gradient by log-prob and entropy: ([len(ROWS), T], [T, K] log-probs).
 
-    With `has_known_values` no value is checked, and no device waited for.
+    If `has_known_values` is set, values are not checked, and the call does not synchronise with the device.
 
     Raises:
-        ConfigError: A learning token's inputs hold what none may have; see `algorithms.policy_loss`.
+        ConfigError: A learning token's inputs have an invalid value; see `algorithms.policy_loss`.
     """
     merged = _merge(statistics)
     found = _token_log_probs(merged, topk_ids, is_learning)
@@ -246,10 +246,10 @@ def logits_gradient(
         targets: [T] int64.
         vocab_start: Global id of the first column.
         num_columns: Columns that are tokens; the others get 0.
-        temperature: As in `row_statistics`.
+        temperature: Divisor of the logits, as in `row_statistics`.
         with_entropy: Whether the entropy has a gradient.
-        upstream: Scalar, the gradient by the loss; none is 1.
-        sources: [N] int64: row i of `out` is for row sources[i] of the logits; none keeps the order.
+        upstream: Scalar, the gradient by the loss; `None` means 1.
+        sources: [N] int64: row i of `out` is for row sources[i] of the logits; `None` keeps the order.
         out: [N, V/shards] of the logits' dtype.
     """
     named = {name: row[:, None] for name, row in zip(ROWS, rows, strict=True)}

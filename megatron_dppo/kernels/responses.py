@@ -50,7 +50,7 @@ class PackedResponses:
         return each_token(record, lambda values, _: self.whole(values)) if self.is_split else record
 
     def own(self, values: Any, dim: int = 0) -> Any:
-        """Return this rank's rows, in its order, of a tensor with those of the whole along `dim`."""
+        """Return this rank's rows, in its order, of a tensor that has the rows of all ranks along `dim`."""
         if not self.is_split or values is None:
             return values
         assert self.group is not None and self.order is not None

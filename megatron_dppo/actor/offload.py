@@ -13,11 +13,11 @@ from torch import Tensor
 from megatron_dppo.runtime.gpu_ledger import GpuLedger
 
 PIECE_BYTES = 2**28
-"""Of one allocation on the host: PyTorch rounds page-locked ones up to a power of two, 22 GiB to 32."""
+"""Bytes of one host allocation: PyTorch rounds page-locked memory up to a power of two, 22 GiB to 32 GiB."""
 
 
 class Residence:
-    """Memory of some tensors: on the device, or on the host, page-locked where that helps."""
+    """Memory of some tensors: on the device, or on the host, page-locked if the device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,7 +152,7 @@ class TrainerMemory:
         self._ledger.leaves("trainer")
 
     def come_back(self) -> None:
-        """Move the trainer's memory back to the device; nothing where it is there."""
+        """Move the trainer's memory back to the device, unless it is there already."""
         self._ledger.takes("trainer")
         self._all.come_back()
 
@@ -162,7 +162,7 @@ class TrainerMemory:
         return not self._ledger.holds("trainer")
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's values on the device: itself, or a copy where the trainer is away."""
+        """Return a parameter's values on the device: itself, or a copy if the trainer is offloaded."""
         return self._all.read(parameter)
 
     @property

@@ -27,7 +27,7 @@ from megatron_dppo.types import Microbatch, each_token
 
 
 class OutputHead:
-    """Computes the loss from the output layer's input or its logits, as `loss_from` says."""
+    """Computes the loss from the output layer's input or from its logits, as set by `loss_from`."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class OutputHead:
         Args:
             chunks: This rank's part of the model; the last has the output layer, on the last pipeline stage.
             objective: What is optimised.
-            options: How the loss is computed.
-            temperature: Divides the logits, as the sampler did.
-            vocab_size: Without the padding of the output layer.
-            reported_topk: Columns of the rollout's Top-K whose log-probs the loss reports, where the objective
-                itself needs none.
+            options: Settings of the loss.
+            temperature: Divisor of the logits, as in the sampler.
+            vocab_size: Size without the padding of the output layer.
+            reported_topk: Number of the rollout's Top-K columns whose log-probs the loss reports, if the
+                objective itself needs none.
         """
         self._last: Any = chunks[-1]
         self._objective, self._reported_topk = objective, reported_topk
@@ -115,9 +115,9 @@ class OutputHead:
     ) -> TokenLogProbs:
         """Compute log pi of the targets, and with `has_topk` of the rollout's top-K, without gradient.
 
-        With `has_score_norms` also the norm of each target's score by the output layer's input, which takes the
-        logits once more. They are divided by `temperature`, or by the sampler's. The others are as for
-        `policy_loss`.
+        If `has_score_norms` is set, this also returns the norm of each target's score by the output layer's
+        input, for which the logits are computed again. Logits are divided by `temperature`, or by the
+        sampler's. The other arguments are as for `policy_loss`.
         """
         m = microbatch
         arguments: dict[str, Any] = dict(targets=m.targets, loss_mask=m.loss_mask, **self._vocabulary)
@@ -149,7 +149,7 @@ class OutputHead:
 
 
 def packed_responses(microbatch: Microbatch) -> PackedResponses:
-    """Return where the responses of a micro-batch stand; of a context-parallel rank's, with all ranks' tokens.
+    """Return the positions of a micro-batch's responses, over the tokens of all context-parallel ranks.
 
     A response is the learning tokens of a sequence: a conversation's turns are one.
     """
@@ -163,7 +163,7 @@ def packed_responses(microbatch: Microbatch) -> PackedResponses:
 
 
 def output_weight(chunk: Any) -> Tensor:
-    """Return [V/tp, H] of the output layer of the last chunk, which may be that of the embedding."""
+    """Return the output layer's weight, [V/tp, H], of the last chunk; it may be shared with the embedding."""
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     return chunk.output_layer.weight

@@ -30,10 +30,10 @@ class ReferencePolicy:
     """
 
     def __init__(self, actor: Actor, config: Config) -> None:
-        """Keep the reference's weights; call this before the actor's own are those of a checkpoint.
+        """Keep the reference's weights; call this before the actor loads a checkpoint.
 
         Args:
-            actor: With the weights that the run begins with, on its device. It has them again afterwards.
+            actor: Actor with the run's initial weights on its device. It has them again afterwards.
             config: The run's.
 
         Raises:
@@ -104,7 +104,7 @@ class HostCopy:
             kept.copy_(before)
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bytes of each tensor, [n] uint8, and where the host has them, in parts within a piece."""
+        """Yield each tensor's bytes, [n] uint8, with their host copy, in parts that do not cross a piece."""
         at = 0
         for tensor in self._tensors:
             left = tensor.detach().view(-1).view(torch.uint8)

@@ -47,11 +47,11 @@ def permute(
     Args:
         tokens: [T, H].
         routing_map: [T, experts] bool, top-k of each row.
-        probs: [T, experts], 0 where the map is False.
-        num_out_tokens: T * top-k; a tensor where tokens are dropped.
+        probs: [T, experts], 0 if the map is False.
+        num_out_tokens: T * top-k; a tensor if tokens are dropped.
         fused: Whether to use Transformer Engine's kernel.
-        drop_and_pad: Whether experts have a capacity, which is filled up.
-        options: What newer versions of Megatron take besides.
+        drop_and_pad: Whether experts have a capacity, up to which they are padded.
+        options: Further arguments of newer Megatron versions.
 
     Returns:
         [N, H] and [N] sorted by expert, then by token; for `unpermute` [2, N], the token of each row and the

@@ -97,7 +97,7 @@ def release_last_microbatch(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _find_groups_of_other_rates() -> None:
-    """0.19.2 finds a checkpoint's parameter groups by learning rates too: KeyError where the config's differ.
+    """Find a checkpoint's parameter groups without learning rates: 0.19.2 raises KeyError if these differ.
 
     All groups here have one rate, which `build_schedule` sets after loading.
     """
@@ -194,9 +194,9 @@ def prime_adam_states(optimizer: Any) -> None:
 
 
 def plan_save(state: dict[str, Any], folder: Path) -> Any:
-    """Megatron's request of a distributed save, which the caller then writes and finalizes.
+    """Return Megatron's request of a distributed save, which the caller then writes and finalizes.
 
-    Newer versions plan it with `nvidia-resiliency-ext` unless they are told to use Megatron's own writer.
+    Newer versions plan it with `nvidia-resiliency-ext`, unless Megatron's own writer is selected.
     """
     parameters = inspect.signature(dist_checkpointing.save).parameters
     own_writer: dict[str, Any] = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
@@ -207,7 +207,7 @@ def refuse_newer(folder: Path) -> None:
     """Refuse a distributed checkpoint that only a newer Megatron-Core reads; this one would fail obscurely.
 
     Raises:
-        CheckpointError: What all ranks have in common is not in a file of its own, where this version looks.
+        CheckpointError: The state common to all ranks is not in `common.pt`, where this version looks for it.
     """
     fields = [field.name for field in dataclasses.fields(CheckpointingConfig)]
     if "common_backend" in fields and not (folder / "common.pt").exists():

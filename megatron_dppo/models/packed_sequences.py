@@ -15,10 +15,10 @@ PackedAttentionForm = type[PaddedBatches] | type[VarlenSequences]
 
 
 def head_dim_of(config: TransformerConfig) -> int:
-    """Return the size of a head, the larger one where those of keys and values differ."""
+    """Return the size of a head, the larger one if keys and values differ in size."""
     if isinstance(config, MLATransformerConfig):
         return max(config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
-    assert config.kv_channels is not None, "the model's family says it"
+    assert config.kv_channels is not None, "the model's family sets it"
     return config.kv_channels
 
 
@@ -46,10 +46,10 @@ class PackedSequences(PackedSeqParams):
         """Return the packing of this rank's part of a micro-batch, on the host.
 
         Args:
-            microbatch: With the `cu_seqlens` of the whole.
-            rank: This rank's place in its context-parallel group.
-            size: Of that group.
-            form: How attention is computed, see `attention_form`.
+            microbatch: Micro-batch with the `cu_seqlens` of all context-parallel ranks.
+            rank: Index of this rank in its context-parallel group.
+            size: Number of ranks in that group.
+            form: Form of attention, see `attention_form`.
         """
         cu_seqlens, longest = microbatch.cu_seqlens.cpu(), microbatch.max_seqlen
         # Transformer Engine's attention over several ranks asks for it, though nothing lies between sequences.

@@ -23,12 +23,12 @@ class Batch:
     own_width: int  # queries of each
     places: (
         Tensor | None
-    )  # [sequences, 1, own_width, 1] int64 in its sequence of each query; none: all in order
+    )  # [sequences, 1, own_width, 1] int64 position of each query in its sequence; None if all are in order
 
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """Where the tokens of a micro-batch stand in its padded batches, which lie end to end."""
+    """Positions of a micro-batch's tokens in its padded batches, which are concatenated."""
 
     batches: tuple[Batch, ...]
     rows: Tensor  # [T] int64 of all keys, in the order in which context-parallel ranks gather them
@@ -41,8 +41,8 @@ class PaddedBatches:
 
         Args:
             cu_seqlens: [S+1] int32 on the host, first token of each sequence, and T.
-            rank: This rank's place in its context-parallel group, which decides its queries.
-            size: Of that group.
+            rank: Index of this rank in its context-parallel group, which decides its queries.
+            size: Number of ranks in that group.
         """
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         kinds = torch.ceil(torch.log2(lengths.double().clamp(min=1))).long()
